@@ -20,6 +20,7 @@ from benchmarks import (
     pretrained,
     report,
     step,
+    transfer,
     turns,
 )
 from benchmarks.gpu import speed
@@ -37,6 +38,7 @@ COMMANDS = {
     "input": input.main,
     "optimizers": optimizers.main,
     "interchange": interchange.main,
+    "transfer": transfer.main,
     "gpu": speed.main,
     "pretrained": pretrained.main,
 }

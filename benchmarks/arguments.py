@@ -20,6 +20,7 @@ BENCHMARKS = {
     "input": "reading, decoding and augmenting images, alone and during a training step",
     "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
     "interchange": "the scores of exported networks against onnxruntime's and PyTorch's",
+    "transfer": "the epochs and images to an accuracy, with and without pretrained weights",
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
     "pretrained": "the scores with published weights against PyTorch's",
 }
@@ -67,6 +68,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "gpu": _add_gpu,
         "against": _add_against,
         "pretrained": lambda parser, command: None,
+        "transfer": _add_transfer,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -124,7 +126,7 @@ def _add_input(parser, command):
         ("cache-mb", 256, "with --memory, the training's --cache-mb"),
     )
     text = "threads that read and decode (1)"
-    parser.text("--workers", "N,N,...", text, default=[1], type=_worker_counts)
+    parser.text("--workers", "N,N,...", text, default=[1], type=_counts("--workers"))
     text = (
         "instead measure the peak memory of training on a large packed set, in excess of that of "
     )
@@ -157,6 +159,30 @@ def _add_interchange(parser, command):
         "--networks", "NAME,...", text, default=networks, type=_names("--networks", networks)
     )
     parser.add_options("seed")
+
+
+def _add_transfer(parser, command):
+    text = "a labelled data set, half of whose classes are for the pretraining (digits)"
+    parser.text("--data", "DATA", text, default="digits")
+    text = "numbers of images per class to learn the other classes from (10,50)"
+    parser.text("--per-class", "N,N,...", text, default=[10, 50], type=_counts("--per-class"))
+    text = "accuracies to reach, in percent (80,90)"
+    percents = _counts("--accuracies")
+    parser.text(
+        "--accuracies",
+        "N,N,...",
+        text,
+        default=[0.8, 0.9],
+        type=lambda text: [percent / 100 for percent in percents(text)],
+    )
+    _add_counts(
+        parser,
+        ("epochs", 40, "epochs of each training with the other classes"),
+        ("pretraining-epochs", 3, "epochs of the pretraining"),
+        ("batch-size", 16, "images per mini-batch"),
+        ("test-images", 1000, "largest number of test images"),
+        ("seeds", 3, "number of seeds; results are medians over them"),
+    )
 
 
 def _add_compare(parser):
@@ -203,8 +229,9 @@ def _words(text: str) -> list[str]:
     return text.split(",")
 
 
-def _worker_counts(text):
-    return [count("--workers")(part) for part in text.split(",")]
+def _counts(flag: str) -> Callable[[str], list[int]]:
+    """Return a parser for an option whose value is a list of integers of at least 1."""
+    return lambda text: [count(flag)(part) for part in text.split(",")]
 
 
 def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:

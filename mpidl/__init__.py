@@ -64,6 +64,7 @@ from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
 from mpidl.nn.layers.shape import *
+from mpidl.nn.transfer import transfer as transfer
 from mpidl.ops.activation import *
 from mpidl.ops.arithmetic import *
 from mpidl.ops.batchnorm import *

@@ -150,8 +150,8 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     -------
     dict
         The typed arguments, {name: value}. Names are the training options, the names in
-        `PREPROCESS`, and network, data, test_data, validation_data, test_fraction, preview, out,
-        resume, overwrite and config.
+        `PREPROCESS`, and network, weights, new_layer_factor, freeze_up_to, data, test_data,
+        validation_data, test_fraction, preview, out, resume, overwrite and config.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
             "preprocessing, even if only one of them is given."
         ),
     )
-    parser.text("--model", "FILE.h5", "Model file: model.h5 of a run", required=True)
+    parser.text("--model", "FILE", MODEL_HELP, required=True)
     parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
     parser.text("--data", "DATA", DATA_HELP, required=True)
     parser.text(
@@ -307,8 +307,9 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     Returns
     -------
     Namespace
-        The attributes are network, input_shape, classes and batch_size. Each is None if the user
-        did not type it. If network is None, the command shows the machine.
+        The attributes are network, model, layers, input_shape, classes and batch_size. Each is
+        None if the user did not type it. Without a network and a model, the command shows the
+        machine.
     """
     parser = Parser(
         "mpidl.info",
@@ -321,6 +322,8 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
         "Show the layers of this network with their learnables, memory and operations: "
         f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
     )
+    parser.text("--model", "FILE", f"Show the layers of a file. {MODEL_HELP}")
+    parser.text("--layers", "FILE.py", "Python file with the custom layer classes of --model")
     parser.text(
         "--input-shape",
         "C,H,W",
@@ -336,11 +339,18 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     parser.text(
         "--batch-size",
         "N",
-        "Images per mini-batch for --network; default: the value in its recipe, else 128",
+        "Images per mini-batch for --network or --model; default: the value in the recipe of "
+        "--network, else 128",
         type=count("--batch-size"),
     )
     namespace = parser.parse(argv)
-    sizes = ("input_shape", "classes", "batch_size")
+    if namespace.model is not None and namespace.network is not None:
+        raise UserError("--model and --network: expected at most one of them")
+    if namespace.layers is not None and namespace.model is None:
+        raise UserError("--layers: expected --model FILE with it, found none")
+    if namespace.batch_size is not None and namespace.model is None and namespace.network is None:
+        raise UserError("--batch-size: expected --network NAME with it, found none")
+    sizes = ("input_shape", "classes")
     typed = [name for name in sizes if getattr(namespace, name) is not None]
     if typed and namespace.network is None:
         raise UserError(
@@ -349,6 +359,10 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     return namespace
 
 
+MODEL_HELP = (
+    "Trained network: model.h5 of a run, an ONNX file (*.onnx), or a safetensors file that mpidl "
+    "wrote (*.safetensors)"
+)
 DATA_HELP = (
     "Images: digits; a folder with one sub-folder of images per class, or with two such "
     "folders, train/ and test/; a folder of IDX files or of CIFAR's binary files; "
@@ -369,6 +383,27 @@ def _add_data(parser):
         f"Network to train: {', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, which is called "
         "with input_shape and classes. A returned Network keeps its learnables; a list of layers "
         "is initialized from --seed; default: digits",
+        default=argparse.SUPPRESS,
+    )
+    parser.text(
+        "--weights",
+        "FILE",
+        "Start from the weights in FILE, model.h5 of a run, ONNX or safetensors, and replace the "
+        "last layer with learnables by one for the classes of --data, unless FILE has the same "
+        "classes. The network is --network or, without it, the one that FILE describes; "
+        "default: none",
+        default=argparse.SUPPRESS,
+    )
+    parser.add(
+        "new_layer_factor",
+        "With --weights, factor by which the learning rate is multiplied for the new layer",
+        "1",
+    )
+    parser.text(
+        "--freeze-up-to",
+        "LAYER",
+        "With --weights, keep the learnables of this layer and of all layers before it; "
+        "default: none",
         default=argparse.SUPPRESS,
     )
     parser.text("--data", "DATA", f"{DATA_HELP}; default: digits", default=argparse.SUPPRESS)

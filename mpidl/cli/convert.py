@@ -4,9 +4,6 @@ import argparse
 import inspect
 from collections.abc import Sequence
 
-import numpy as np
-
-from mpidl.blocks import OneRank, from_images, share
 from mpidl.cli import arguments, start
 from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
@@ -15,7 +12,6 @@ from mpidl.interchange.onnx_import import load_onnx
 from mpidl.nn import Network, zoo
 from mpidl.training.files.model_file import weights_sha256
 
-IMAGES = 4  # number of images whose scores are compared
 LIMIT = 1e-5  # largest accepted difference of scores, relative to the largest score
 
 
@@ -77,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{parsed.source}: {len(net.layers)} layers, {learnables:,} learnables")
     names = parsed.names if parsed.names in ("mpidl", "torchvision") else "mpidl"
     network_files.save(net, parsed.target, names if parsed.network is None else "mpidl")
-    difference = _difference(net, _target(parsed))
+    difference = network_files.score_difference(net, _target(parsed))
     print(f"weights_sha256: {weights_sha256(net)}")
     print(f"{parsed.target}: scores differ by at most {difference:.1e} of the largest score")
     if not difference <= LIMIT:
@@ -99,7 +95,10 @@ def _source(parsed) -> Network:
         if value is None:
             raise UserError(f"--network {parsed.network}: expected --{flag} with it, found none")
     net = start.network(parsed.network, shape, classes, seed=0)
-    return weights.load_weights(net, parsed.source, parsed.names)
+    weights.load_weights(net, parsed.source, parsed.names)
+    if parsed.names != "mpidl" and parsed.network in zoo.torchvision.NETWORKS and shape[0] == 3:
+        net.normalization = network_files.torchvision_normalization()
+    return net
 
 
 def _target(parsed) -> Network:
@@ -107,20 +106,3 @@ def _target(parsed) -> Network:
     if network_files.suffix_of(parsed.target) == ".onnx":
         return load_onnx(parsed.target, graph_alone=True)
     return network_files.load(parsed.target, start.user_layers(parsed.layers))
-
-
-def _difference(net: Network, other: Network) -> float:
-    """Return the largest difference of two networks' scores, relative to the largest score.
-
-    The images are random pixels, which each network normalizes.
-    """
-    pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, *net.input_shape)).astype(np.uint8)
-    batch = share(IMAGES, OneRank())
-    scores = []
-    for network in (net, other):
-        images = pixels / np.float32(255)
-        if network.normalization is not None:
-            images = network.normalization(pixels)
-        scores.append(network(from_images(images, batch)).local().astype(np.float64))
-    largest = max(abs(scores[0]).max(), np.finfo(np.float32).tiny)
-    return float(abs(scores[1] - scores[0]).max() / largest)

@@ -14,7 +14,10 @@ from mpidl.cli import arguments, start
 from mpidl.comm import World, devices, failure, nccl, thread_budget
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
+from mpidl.interchange import network_files
 from mpidl.nn import zoo
+from mpidl.nn.summary import times
+from mpidl.text import name_list, printable
 from mpidl.training.options import configuration, training_options
 
 
@@ -22,8 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = arguments.info(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=60, threads=None)
-    if parsed.network is not None:
-        on_rank_0(world, lambda: _show_network(parsed))
+    if parsed.network is not None or parsed.model is not None:
+        show = _show_network if parsed.model is None else _show_model
+        on_rank_0(world, lambda: show(parsed))
         return 0
     ranks = world.gather((world.host, thread_budget.available_cores()))
     warnings = start.arithmetic(world)
@@ -81,6 +85,16 @@ def _show_network(parsed):
     batch_size = parsed.batch_size or zoo.RECIPES.get(name, {}).get("batch_size") or 128
     print(f"{name}, {sizes['classes']} classes")
     print(net.analyze(batch_size))
+
+
+def _show_model(parsed):
+    """Print the layers of a trained network and what it expects of its images."""
+    net = network_files.load(parsed.model, start.user_layers(parsed.layers))
+    names = f": {name_list(net.classes)}" if net.classes else ""
+    print(f"{printable(parsed.model)}, outputs {times(net.output_shape)}{names}")
+    normalization = "none" if net.normalization is None else net.normalization.name
+    print(f"images {times(net.input_shape)}, normalization {normalization}")
+    print(net.analyze(parsed.batch_size or 128))
 
 
 def _arithmetic():

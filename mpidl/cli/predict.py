@@ -15,6 +15,7 @@ from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
 from mpidl.files import on_rank_0
+from mpidl.interchange import network_files
 from mpidl.report import arrays
 from mpidl.text import class_names, printable
 from mpidl.training.files import model_file
@@ -32,14 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_rank_0(world, lambda: _check_outputs(parsed))
     # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
     layers = start.user_layers(parsed.layers)
-    net, facts = on_rank_0(world, lambda: model_file.load_model(parsed.model, layers))
-    classes = facts["classes"]
+    net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
+    classes = net.classes
     images = data.open_test_data(
         parsed.data, world, classes=classes, labelled=False, option="--data"
     )
     preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
     reason = getattr(images, "unlabelled", None)  # the preprocessed set lacks this attribute
     images = data.preprocessed(images, preprocess)
+    if classes is None and images.labels is not None and net.output_shape == (len(images.classes),):
+        classes = images.classes  # the file names none, as files of other libraries
     if not net.takes(images.image_shape):
         raise UserError(
             f"--data {parsed.data}: expected images of shape {net.input_shape}, as in training, "

@@ -133,6 +133,7 @@ def with_test(
     train_set: Datastore,
     test_set: Datastore | None,
     world: World,
+    conversion: Preprocess,
     *,
     seed: int,
     typed: Container[str],
@@ -149,6 +150,8 @@ def with_test(
         The test images that come with --data, if any.
     world : World
         The ranks.
+    conversion : Preprocess
+        Conversion to apply to the images of --test-data.
     seed : int
         Seed of the random split for --test-fraction.
     typed : container of str
@@ -173,7 +176,7 @@ def with_test(
             raise UserError(f"--test-fraction {fraction}: {conflict}")
     if run["test_data"]:
         test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
-        return train_set, data.preprocessed(test_set, preprocess(run))
+        return train_set, data.preprocessed(test_set, conversion)
     if not fraction:
         return train_set, None
     if test_set is None:
@@ -197,7 +200,7 @@ def outputs_of(datastore: Datastore) -> int | tuple[int, ...]:
 
 
 def network(
-    name: str, input_shape: tuple[int, ...], classes: int | tuple[int, ...], seed: int
+    name: str, input_shape: tuple[int, ...], classes: int | tuple[int, ...], seed: int | None
 ) -> Network:
     """Build the network that --network names.
 
@@ -213,8 +216,8 @@ def network(
         Shape (C, H, W) of the images.
     classes : int or tuple of int
         Number or shape of the outputs; see `outputs_of`.
-    seed : int
-        Seed of the initial weights.
+    seed : int or None
+        Seed of the initial weights; None for weights of 0.
 
     Raises
     ------

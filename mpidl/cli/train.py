@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpidl import data
-from mpidl.cli import arguments, start
+from mpidl.cli import arguments, pretrained, start
 from mpidl.comm import World, failure
 from mpidl.data import gallery
 from mpidl.data.loading.pipeline import Pipeline
@@ -44,8 +44,14 @@ def _train(typed, world, signals):
 
     preprocess = start.preprocess(run)
     train_set, test_set = data.open_data(run["data"], world, preprocess=preprocess)
+    source = pretrained.load(resolved, resume, train_set, world)
+    if source is not None and not preprocess:
+        preprocess = pretrained.conversion(source.net, train_set, settings)
+        train_set, test_set = (
+            images and data.preprocessed(images, preprocess) for images in (train_set, test_set)
+        )
     train_set, test_set = start.with_test(
-        run, train_set, test_set, world, seed=settings.seed, typed=typed
+        run, train_set, test_set, world, preprocess, seed=settings.seed, typed=typed
     )
     if not len(train_set) or (test_set is not None and not len(test_set)):
         test_count = "none" if test_set is None else len(test_set)
@@ -64,13 +70,18 @@ def _train(typed, world, signals):
     if typed.get("preview"):
         return _preview(typed["preview"], train_set, settings, world)
     settings.load(world.size)  # raises if worker_load does not fit the number of ranks
-    net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
+    if source is None:
+        net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
+    else:
+        pretrained.check_shape(source, train_set, settings)
+        net, settings, resolved = pretrained.network(source, resolved, settings, train_set)
     input_pipeline.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
         # Check here, because trainer.train checks only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
-    out = on_rank_0(world, lambda: start.output_folder(typed, run["network"]))
+    title = pretrained.title(run)
+    out = on_rank_0(world, lambda: start.output_folder(typed, title))
 
     console = Console(
         world.rank, verbose_every=settings.verbose_every, progress=settings.verbose == "on"
@@ -90,12 +101,14 @@ def _train(typed, world, signals):
         console.line(line)
     hardware = f"{device}, {_threads(world.threads)}"
     sets = {"data": train_set, "validation": settings.validation, "test": test_set}
-    _announce(console, world, run["network"], sets, net, hardware, out)
+    weights = {} if source is None else pretrained.describe(source, run, net, train_set)
+    _announce(console, world, title, weights, sets, net, hardware, out)
     if saved is not None:
         position = saved["position"]
         position_text = _describe_position(position, settings)
         console.line(f"Resumed after iteration {position['iteration']}, {position_text}")
-    on_rank_0(world, lambda: _write_options(out, resolved, world))
+    weights_file = None if source is None else source.file
+    on_rank_0(world, lambda: _write_options(out, resolved, world, weights_file))
     with console:
         result = trainer.train(
             net,
@@ -105,7 +118,7 @@ def _train(typed, world, signals):
             out=out,
             console=console,
             resume=resume,
-            facts={"run": run},
+            facts={"run": run, **({"weights_file": weights_file} if source else {})},
             signals=signals,
         )
         stopped, test = result.stopped, None
@@ -124,7 +137,9 @@ def _train(typed, world, signals):
             return arguments.STOPPED
         for line in _validation_lines(result, settings):
             console.line(line)
-        on_rank_0(world, lambda: _write_results(out, net, result, test, world, device))
+        on_rank_0(
+            world, lambda: _write_results(out, net, result, test, world, device, weights_file)
+        )
         console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
     return 0
@@ -221,25 +236,27 @@ def _threads(threads):
     return f"{counts} thread{'' if counts == '1' else 's'} each"
 
 
-def _announce(console, world, network, sets, net, hardware, out):
+def _announce(console, world, network, weights, sets, net, hardware, out):
     learnables = sum(count for *_, count in net.table())
     hosts = len(set(world.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
     console.header(
         network=f"{network}, {len(net.layers)} layers, {learnables:,} learnables",
+        **weights,
         **{name: images.describe() for name, images in sets.items() if images is not None},
         ranks=f"{world.size}{on}, {hardware}",
         results=out,
     )
 
 
-def _write_options(out, resolved, world):
+def _write_options(out, resolved, world, weights_file):
     mpi = world.transport.MPI.Get_library_version()
     versions = configuration.versions_of(mpi)
-    configuration.write_options(os.path.join(out, "options.toml"), resolved, versions)
+    path = os.path.join(out, "options.toml")
+    configuration.write_options(path, resolved, versions, weights_file)
 
 
-def _write_results(out, net, result, test, world, device):
+def _write_results(out, net, result, test, world, device, weights_file):
     model_file.save_model(os.path.join(out, "model.h5"), net)
     summary = {
         "accuracy": test and test.accuracy,  # None if there is no test set or no classes
@@ -257,6 +274,8 @@ def _write_results(out, net, result, test, world, device):
         "stopped": result.stopped,
         "weights_sha256": model_file.weights_sha256(net),
     }
+    if weights_file is not None:
+        summary["weights_file"] = weights_file
     model_file.write_whole(
         os.path.join(out, "summary.json"), (json.dumps(summary, indent=1) + "\n").encode()
     )

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import numpy as np
 
+from mpidl.blocks import OneRank, from_images, share
+from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
-from mpidl.interchange import onnx_export, onnx_import, weights
-from mpidl.nn import Layer, Network
+from mpidl.files import unreadable
+from mpidl.interchange import onnx_export, onnx_import, weight_names, weights
+from mpidl.nn import Layer, Network, Softmax, zoo
+from mpidl.nn.transfer import last_layer
 from mpidl.text import printable
 from mpidl.training.files import model_file
 
 SUFFIXES = (".h5", ".onnx", ".safetensors")
+IMAGES = 4  # number of images whose scores are compared
+HDF5 = b"\x89HDF\r\n\x1a\n"  # the first bytes of a file
+LARGEST = 1 << 16  # largest accepted height or width of an image
+LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
+
+# A function from (C, H, W) of an image and the number of outputs to a network.
+Build: TypeAlias = Callable[[tuple[int, ...], int], Network]
 
 
 def suffix_of(path: str | os.PathLike[str]) -> str:
@@ -25,6 +37,17 @@ def suffix_of(path: str | os.PathLike[str]) -> str:
             f"{printable(path)}: expected a *.h5, *.onnx or *.safetensors file, found {suffix!r}"
         )
     return suffix
+
+
+def _is_hdf5(path):
+    """Return whether a file is in HDF5 format, whatever its name is."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(HDF5)) == HDF5
+    except IsADirectoryError as error:
+        raise unreadable(path, error) from None
+    except OSError:
+        return False
 
 
 def load(
@@ -49,28 +72,178 @@ def load(
     UserError
         If the file cannot be read, or does not describe its network.
     """
-    suffix = suffix_of(path)
+    weights.refuse_pickle(path)
+    suffix = ".h5" if _is_hdf5(path) else suffix_of(path)
     if suffix == ".h5":
         return model_file.load_model(path, layers)[0]
     if suffix == ".onnx":
         return onnx_import.load_onnx(path, input_shape)
     arrays, metadata = weights.read(path)
-    if metadata.get("format") != "mpidl" or "description" not in metadata:
+    if not _is_described(metadata):
         raise UserError(
             f"{printable(path)}: the file contains only arrays and no description of the network; "
-            "specify the network with --network NAME"
+            "--network NAME of mpidl.train and of mpidl.convert specifies it"
         )
     try:
-        scaling = {
-            key: np.array(numbers, np.float32)
-            for key, numbers in json.loads(metadata.get("normalization", "{}")).items()
-        }
         description = model_file.described(json.loads(metadata["description"]))
-        net = model_file.network_of(description, scaling, layers)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, UserError) as error:
+        net = model_file.network_of(description, _scaling(metadata), layers)
+    except DAMAGES as error:
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
     names = "mpidl" if weights.fits(net, arrays, "mpidl", path) else "torchvision"
-    return weights.load_weights(net, path, names)
+    return weights.assign(net, arrays, names, path)
+
+
+def load_into(
+    path: str | os.PathLike[str], build: Build, input_shape: tuple[int, ...], outputs: int
+) -> Network:
+    """Load the weights of a file into a network that the caller defines.
+
+    The network gets as many outputs as the network of the file has. The names in the file are
+    detected. Class names, normalization and preprocessing are those of the file, if it has any.
+
+    Parameters
+    ----------
+    path : path
+        Path of an `.h5`, `.onnx` or `.safetensors` file.
+    build : function of (input_shape, outputs)
+        Function that returns the network. Its learnables may be 0.
+    input_shape : (C, H, W)
+        Shape of an image if the file does not describe its network.
+    outputs : int
+        Number of outputs if the file does not show it.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be read, or its weights do not fit the network.
+    """
+    weights.refuse_pickle(path)
+    if suffix_of(path) == ".onnx":
+        return _load_onnx_into(path, build)
+    arrays, metadata = weights.read(path)
+    description: Mapping = {}
+    if _is_described(metadata):
+        try:
+            description = model_file.described(json.loads(metadata["description"]))
+            input_shape = tuple(map(int, description["input_shape"]))
+        except DAMAGES as error:
+            raise UserError(f"{printable(path)}: its description is damaged: {error}") from None
+    net = _built(path, build, input_shape, outputs)
+
+    def renamed(names):
+        try:
+            return weights.rename(net, arrays, names, path)
+        except UserError:  # two arrays with one name
+            return {}
+
+    expected = net.parameters.keys() | net.state.keys()
+    names = max(weight_names.LIBRARIES, key=lambda names: len(renamed(names).keys() & expected))
+    _, weight = renamed(names).get(f"{last_layer(net).name}.weight", (None, None))
+    if weight is not None and weight.ndim and (len(weight),) != net.output_shape:
+        net = _built(path, build, input_shape, len(weight))
+    weights.assign(net, arrays, names, path)
+    if description:
+        try:
+            net.normalization = normalize.read(
+                description["normalization"], _scaling(metadata), net.input_shape[0]
+            )
+            net.normalization.check(net.input_shape)
+        except DAMAGES as error:
+            raise UserError(f"{printable(path)}: its description is damaged: {error}") from None
+        classes = description["classes"]
+        if isinstance(classes, list) and len(classes) in (0, *net.output_shape[:1]):
+            net.classes = tuple(map(str, classes))
+        net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
+    return net
+
+
+def _built(path, build, input_shape, outputs):
+    """Call `build`; raise UserError if it cannot build a network for the images of the file."""
+    try:
+        if len(input_shape) != 3 or not all(0 < size <= LARGEST for size in input_shape):
+            raise ValueError("expected a shape (C, H, W)")
+        return build(input_shape, outputs)
+    except (MemoryError, ValueError) as error:
+        raise UserError(
+            f"{printable(path)}: no network for images of shape {input_shape}: {error}"
+        ) from None
+
+
+# Exceptions that a damaged description causes.
+DAMAGES = (AttributeError, LookupError, RecursionError, TypeError, ValueError, UserError)
+
+
+def _is_described(metadata):
+    return metadata.get("format") == "mpidl" and "description" in metadata
+
+
+def _scaling(metadata):
+    """Return the arrays of the normalization, {"centre": ..., "divisor": ...} or {}."""
+    numbers = json.loads(metadata.get("normalization", "{}"))
+    return {name: np.array(rows, np.float32) for name, rows in numbers.items()}
+
+
+def _load_onnx_into(path, build):
+    """Copy the weights of an ONNX file into a network that computes the same scores.
+
+    The arrays are matched by name or, in files from other libraries, by the order of the layers.
+    """
+    source = onnx_import.load_onnx(path)
+    net = build(source.input_shape, source.output_shape[0])
+    for table in ("parameters", "state"):
+        expected, arrays = getattr(net, table), getattr(source, table)
+        values = list(arrays.values())
+        if expected.keys() == arrays.keys():
+            values = [arrays[name] for name in expected]
+        if [array.shape for array in expected.values()] != [array.shape for array in values]:
+            raise UserError(
+                f"{printable(path)}: expected the {table} of the network, {_shapes(expected)}, "
+                f"found {_shapes(arrays)}"
+            )
+        setattr(net, table, dict(zip(expected, values, strict=True)))
+    net.normalization, net.classes = source.normalization, source.classes
+    net.crop, net.preprocess = source.crop, source.preprocess
+    difference = score_difference(_without_softmax(source), _without_softmax(net))
+    if not difference <= LIMIT:
+        raise UserError(
+            f"{printable(path)}: expected the layers of the file, found a network whose scores "
+            f"differ by {difference:.1g} of the largest score"
+        )
+    return net
+
+
+def _shapes(arrays):
+    """Describe arrays, {name: array}, up to the first few."""
+    texts = [f"{name} {array.shape}" for name, array in arrays.items()]
+    rest = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return (", ".join(texts[:4]) or "none") + rest
+
+
+def _without_softmax(net):
+    return net.up_to(net.reads[-1][0]) if isinstance(net.layers[-1], Softmax) else net
+
+
+def torchvision_normalization() -> normalize.Normalization:
+    """Return the normalization that the weights published by torchvision expect."""
+    numbers = (zoo.torchvision.CENTRE, zoo.torchvision.DIVISOR)
+    return normalize.Normalization("zscore", *(np.array(row, np.float32) for row in numbers))
+
+
+def score_difference(net: Network, other: Network) -> float:
+    """Return the largest difference of two networks' scores, relative to the largest score.
+
+    The images are random pixels, which each network normalizes.
+    """
+    pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, *net.input_shape)).astype(np.uint8)
+    batch = share(IMAGES, OneRank())
+    scores = []
+    for network in (net, other):
+        images = pixels / np.float32(255)
+        if network.normalization is not None:
+            images = network.normalization(pixels)
+        scores.append(network(from_images(images, batch)).local().astype(np.float64))
+    largest = max(abs(scores[0]).max(), np.finfo(np.float32).tiny)
+    return float(abs(scores[1] - scores[0]).max() / largest)
 
 
 def save(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> None:

@@ -238,7 +238,8 @@ def _image_input(graph, nodes, constants, input_shape, path):
         raise UserError(
             f"{printable(path)}: expected an input of images (N, C, H, W), found "
             f"{printable(inputs[0].name)} of shape ({', '.join(['N', *map(str, sizes)])}); "
-            "input_shape=(C, H, W) sets sizes that the file leaves open"
+            "input_shape=(C, H, W), or --input-shape of mpidl.convert, sets sizes that the file "
+            "leaves open"
         )
     return inputs[0].name, (batch, *sizes), order
 

@@ -75,8 +75,14 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     """
     if net.on_device:
         raise TypeError("load_weights expects a network in host memory: net.to(None)")
-    arrays = read(path)[0]
-    renamed = _renamed(net, arrays, names, path)
+    return assign(net, read(path)[0], names, path)
+
+
+def assign(
+    net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
+) -> Network:
+    """Set the learnables and the state of a network to the arrays of a file; see `load_weights`."""
+    renamed = rename(net, arrays, names, path)
     errors = _differences(net, renamed)
     if errors:
         fitting = [
@@ -130,12 +136,15 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
         counters = weight_names.torchvision_counters(net)
         arrays |= dict.fromkeys(counters, np.zeros((), np.int64))
     scaling = {} if net.normalization is None else net.normalization.arrays()
-    metadata = {
-        "format": "mpidl",
-        "description": json.dumps(model_file.description_of(net)),
-        "normalization": json.dumps({key: array.tolist() for key, array in scaling.items()}),
-    }
+    metadata = _metadata(model_file.description_of(net), scaling)
     write_whole(path, safetensors.save(arrays, metadata))
+
+
+def _metadata(description: Mapping[str, Any], scaling: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return the metadata of a safetensors file that describes its network."""
+    numbers = {name: array.tolist() for name, array in scaling.items()}
+    texts = {"description": json.dumps(description), "normalization": json.dumps(numbers)}
+    return {"format": "mpidl", **texts}
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -147,19 +156,15 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         If the file cannot be read, is damaged, or is a pickle.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    if suffix in PICKLES:
-        target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
-        recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
-        raise UserError(
-            f"{printable(path)}: mpidl reads no pickle, which can run any code; where PyTorch is "
-            f"installed, convert it: {recipe}"
-        )
+    refuse_pickle(path)
     if suffix == ".h5":
         try:
-            tables, _ = model_file.read(path)
+            tables, attributes = model_file.read(path)
         except model_file.Torn as error:
             raise UserError(f"{printable(path)}: not a model file: {error}") from error
-        return tables.get("learnables", {}) | tables.get("state", {}), {}
+        scaling = tables.get("normalization", {})
+        arrays = tables.get("learnables", {}) | tables.get("state", {})
+        return arrays, _metadata(attributes, scaling)
     if suffix != ".safetensors":
         raise UserError(
             f"{printable(path)}: expected a weight file *.safetensors or *.h5, found {suffix!r}"
@@ -173,6 +178,17 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         raise unreadable(path, error) from None
     except safetensors.SafetensorError as error:
         raise UserError(f"{printable(path)}: not a safetensors file: {error}") from None
+
+
+def refuse_pickle(path: str | os.PathLike[str]) -> None:
+    """Raise UserError if the name of a file is that of a pickle."""
+    if os.path.splitext(os.fspath(path))[1].lower() in PICKLES:
+        target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
+        recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
+        raise UserError(
+            f"{printable(path)}: mpidl reads no pickle, which can run any code; where PyTorch is "
+            f"installed, convert it: {recipe}"
+        )
 
 
 def _array(file, name, path):
@@ -191,17 +207,25 @@ def fits(
 ) -> bool:
     """Return whether the arrays of a file fit a network if the file uses the given names."""
     try:
-        return not _differences(net, _renamed(net, arrays, names, path))
+        return not _differences(net, rename(net, arrays, names, path))
     except UserError:
         return False
 
 
-def _renamed(net, arrays, names, path) -> dict[str, tuple[str, np.ndarray]]:
-    """Return {name in the network: (name in the file, array)}."""
-    rename = weight_names.rename(names, net)
+def rename(
+    net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
+) -> dict[str, tuple[str, np.ndarray]]:
+    """Return {name in the network: (name in the file, array)}; see `load_weights` for `names`.
+
+    Raises
+    ------
+    UserError
+        If two arrays have the same name in the network, or if the library is unknown.
+    """
+    translate = weight_names.rename(names, net)
     renamed: dict[str, tuple[str, np.ndarray]] = {}
     for name, array in arrays.items():
-        new_name = rename(name)
+        new_name = translate(name)
         if new_name is None:
             continue
         if new_name in renamed:

@@ -127,7 +127,8 @@ def prepare(
     Parameters
     ----------
     net : Network
-        The network. Its normalization, crop, preprocessing and classes are set.
+        The network. Its crop, preprocessing and classes are set, and its normalization unless it
+        already has one.
     datastore : Datastore
         The training set.
     options : TrainingOptions
@@ -147,6 +148,8 @@ def prepare(
     if checkpoint_tables is not None:
         arrays, channels = checkpoint_tables.get("normalization", {}), datastore.image_shape[0]
         normalization = normalize.read(options.normalization, arrays, channels)
+    elif net.normalization is not None:  # the one that the weights expect; `check` compared names
+        normalization = net.normalization
     else:
         normalization = normalize.normalization(options.normalization, datastore, world)
     normalization = normalization.window(image_shape(options, datastore.image_shape)[1:])

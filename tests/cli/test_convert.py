@@ -55,6 +55,7 @@ def test_weights_of_another_library(tmp_path, capsys):
     capsys.readouterr()
     restored, _ = dl.load_model(tmp_path / "b.h5")
     assert weights_sha256(restored) == weights_sha256(net)
+    assert restored.normalization.divisor.tolist() == pytest.approx([58.395, 57.12, 57.375])
     text = refusal(convert.main, [*words, *sizes])
     assert text.endswith("; the names of 'torchvision' and 'timm' fit (names=, --names)")
     text = refusal(convert.main, words[:2])

@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from onnx import helper
 
 import mpidl as dl
-from mpidl.interchange import onnx_import
+from mpidl.interchange import network_files, onnx_import
 
 __all__ = ["bounded"]
 
 
 def network():
     return dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.Dense(3, name="fc")], (2, 6, 5))
+
+
+def build(input_shape, outputs):
+    layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.Dense(outputs, name="fc")]
+    return dl.Network(layers, input_shape, seed=None)
 
 
 HEADERS = st.dictionaries(
@@ -55,6 +60,7 @@ def test_damaged_valid_files(tmp_path_factory, data):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     attempt(dl.load_weights, network(), path)
+    attempt(network_files.load_into, path, build, (2, 6, 5), 3)
 
 
 @functools.cache

@@ -107,7 +107,8 @@ def test_inputs_and_outputs(tmp_path):
     saved(path, [CONV], {"w": WEIGHT}, (2, "rows", "columns"))
     text = refusal(dl.load_onnx, path)
     assert text.endswith(
-        "of shape (N, 2, 0, 0); input_shape=(C, H, W) sets sizes that the file leaves open"
+        "of shape (N, 2, 0, 0); input_shape=(C, H, W), or --input-shape of mpidl.convert, sets "
+        "sizes that the file leaves open"
     )
     assert dl.load_onnx(path, input_shape=(2, 5, 6)).output_shape == (3, 3, 4)
     text = refusal(dl.load_onnx, path, input_shape=(3, 5, 6))

@@ -204,8 +204,13 @@ def test_predict_refuses(model, pictures, tmp_path):
     for path, data, ranks, text in (
         (tmp_path / "missing.h5", pictures, 2, f"missing.h5: {unusable}it is"),
         (torn, pictures, 2, f"torn.h5: {unusable}"),
-        (model.parent, pictures, 1, f"{unusable}it is a folder, not a file"),
-        (pictures / "bar" / "00.png", pictures, 1, f"00.png: {unusable}"),
+        (model.parent, pictures, 1, "expected a file, found a folder"),
+        (
+            pictures / "bar" / "00.png",
+            pictures,
+            1,
+            "00.png: expected a *.h5, *.onnx or *.safetensors",
+        ),
         (model, tmp_path / "large", 2, "expected images of shape (1, 12, 12)"),
         (model, tmp_path / "none", 1, "no such folder"),
     ):

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pool
 import pytest
 from launcher import ROOT
@@ -96,3 +97,19 @@ def test_denoise_removes_noise_and_gives_one_hash(folder):
     text = run("denoise.py", 1, folder, 60)
     noisy, denoised = re.search(r"Noisy: (\S+), Denoised: (\S+)", text).groups()
     assert float(denoised) < 0.95 * float(noisy), text
+
+
+def test_transfer_learns_other_classes(tmp_path):
+    """Four classes differ in the position of a bright row; two of them are for the pretraining."""
+    labels = np.arange(400) % 4
+    images = (100 * keyed.uniform(0, "transfer", 400 * 144)).astype("u1").reshape(400, 12, 12)
+    for i, label in enumerate(labels):
+        images[i, 3 * label : 3 * label + 3] += 80
+    np.savez(tmp_path / "rows.npz", images=images, labels=labels)
+    printed = [run("transfer.py", ranks, tmp_path / "rows.npz", 6, 1) for ranks in (1, 2)]
+    for text in printed:
+        assert "Pretrained on: 0, 1\n" in text and "The new classes: 2, 3\n" in text
+        assert "Images: 40, Epochs: 6, " in text and "true \\ predicted" in text
+        assert float(value_of("Accuracy", text)) > 0.9
+    hashes = {value_of("Weights sha256", text) for text in printed}
+    assert len(hashes) == 2  # the mini-batch grows with the ranks

@@ -2,8 +2,8 @@
 
 A layer has the name of torchvision's module with "_" for ".": "layer1_0_conv1" is
 "layer1.0.conv1". torchvision's published weights can therefore be loaded with
-`dl.load_weights(..., names="torchvision")`. These weights expect RGB images normalized with
-torchvision's per-channel mean and standard deviation.
+`dl.load_weights(..., names="torchvision")`. These weights expect RGB images normalized with the
+mean and the standard deviation of ImageNet's channels, `CENTRE` and `DIVISOR`.
 
 torchvision pools images of other sizes than 224x224 adaptively to a fixed size before the fully
 connected layers. Here, the fully connected layers take the whole feature map, so their weights'
@@ -32,6 +32,9 @@ from mpidl.nn.layers import (
 from mpidl.nn.network import Network
 
 SHAPE = (3, 224, 224)
+# Mean and standard deviation of R, G and B, for pixels from 0 to 255.
+CENTRE = tuple(255 * mean for mean in (0.485, 0.456, 0.406))
+DIVISOR = tuple(255 * deviation for deviation in (0.229, 0.224, 0.225))
 
 
 def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:

@@ -22,6 +22,7 @@ from mpidl.training.options.option_types import (
     fraction,
     nearest,
     one_of,
+    positive,
     rule_of,
 )
 from mpidl.training.options.training_options import (
@@ -34,10 +35,14 @@ from mpidl.training.options.training_options import (
 )
 from mpidl.training.schedules import ENDING
 
+WEIGHTS = "weights"  # the source of a normalization that belongs to the weight file
+RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that are no options
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES: dict[str, Rule] = {
     **{name: rule_of(declared) for name, declared in OPTIONS.items()},
     **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
+    "network": TEXT._replace(optional=True),
+    "new_layer_factor": positive(),
     "test_fraction": fraction(),
     "colour": one_of("gray", "rgb", optional=True),
     **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
@@ -95,10 +100,12 @@ def resolve(
     if resumed is not None:
         # Checkpoints of the command have "run"; checkpoints of dl.train do not.
         layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
-    network = next((table["network"] for _, table in layers if "network" in table), RUN["network"])
     merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
+    usual = RUN["network"] if merged.get("weights") in (None, "none") else None
+    network = merged.get("network", usual)
     layers.append((f"recipe {network}", recipe_options(network, merged)))
-    layers.append(("default", {**{name: f.default for name, f in OPTIONS.items()}, **RUN}))
+    defaults = {**{name: f.default for name, f in OPTIONS.items()}, **RUN, "network": usual}
+    layers.append(("default", defaults))
 
     values, sources = {}, {}
     for name in (*NAMES, *RUN):
@@ -137,8 +144,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read options and inputs of a run from a TOML file.
 
     Options are at the top level or in the table [options]; inputs are in the table [run]. The
-    options.toml file of an earlier run is valid, and its tables [sources] and [versions] are
-    ignored.
+    options.toml file of an earlier run is valid, and its tables [sources], [versions] and
+    [weights_file] are ignored.
 
     Parameters
     ----------
@@ -167,7 +174,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"--config {path}: not a TOML file: {error}") from error
 
-    table = {name: value for name, value in table.items() if name not in ("sources", "versions")}
+    table = {name: value for name, value in table.items() if name not in RECORDS}
     for group in ("options", "run"):
         inner = table.pop(group, {})
         if not isinstance(inner, dict):
@@ -185,11 +192,15 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_options(
-    path: str | os.PathLike[str], resolved: Resolved, versions: Mapping[str, str]
+    path: str | os.PathLike[str],
+    resolved: Resolved,
+    versions: Mapping[str, str],
+    weights_file: Mapping[str, str] | None = None,
 ) -> None:
     """Write the options and inputs of a run, their sources and software versions to a TOML file.
 
-    None is written as "none".
+    None is written as "none". Options that follow from others, or from the weight file, are left
+    out.
 
     Parameters
     ----------
@@ -199,6 +210,8 @@ def write_options(
         The options and inputs.
     versions : mapping
         {"python": "3.11.7", ...}; see `versions_of`.
+    weights_file : mapping, optional
+        Path and SHA-256 of the weight file.
     """
     import tomli_w
 
@@ -209,11 +222,14 @@ def write_options(
     options = resolved.options.as_dict()
     if options["batch_per_rank"] is not None:  # the batch size follows from it
         del options["batch_size"]
+    if resolved.sources["normalization"] == WEIGHTS:
+        del options["normalization"]
     tables = {
         "options": plain(options),
         "run": plain(resolved.run),
         "sources": plain(resolved.sources),
         "versions": plain(versions),
+        **({"weights_file": plain(weights_file)} if weights_file else {}),
     }
     write_whole(path, tomli_w.dumps(tables).encode())
 

@@ -319,7 +319,10 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
 # Defaults of a run's inputs, set on the command line or in the [run] table of a TOML file.
 RUN: dict[str, Any] = {
-    "network": "digits",
+    "network": "digits",  # None with weights: the network that the weight file describes
+    "weights": None,
+    "new_layer_factor": 1.0,
+    "freeze_up_to": None,
     "data": "digits",
     "test_data": None,
     "test_fraction": 0.1,
@@ -332,6 +335,7 @@ RUN: dict[str, Any] = {
 HINTS = {
     **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),
     **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command line only"),
+    **dict.fromkeys(("new_layer_factor", "freeze_up_to"), ": it is an argument of dl.transfer"),
 }
 OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
 NAMES = tuple(OPTIONS)

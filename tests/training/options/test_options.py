@@ -357,7 +357,12 @@ def test_the_other_commands():
     assert options.ranks == [1, 3] and options.options == {"seed": 4, "max_iterations": 5}
     assert "--ranks must be" in refused(arguments.verify, ["--ranks", "1,x"])
     assert set(vars(arguments.info([])).values()) == {None}
-    assert refused(arguments.info, ["--model", "a.h5"]) == "unknown option --model"
+    assert refused(arguments.info, ["--data", "a.h5"]) == "unknown option --data"
+    both = ["--model", "a.h5", "--network", "digits"]
+    assert refused(arguments.info, both).startswith("--model and --network: expected at most")
+    for words in (["--layers", "a.py"], ["--classes", "3", "--model", "a.h5"]):
+        assert f"{words[0]}: expected --" in refused(arguments.info, words)
+    assert arguments.info(["--model", "a.onnx", "--batch-size", "8"]).batch_size == 8
     options = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
     assert (options.network, options.input_shape, options.classes) == ("alexnet", (3, 227, 227), 5)
     assert "such as 3,227,227" in refused(arguments.info, "--network x --input-shape 3,8".split())

@@ -1,0 +1,305 @@
+"""Start a training from a weight file: --weights, --new-layer-factor and --freeze-up-to."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from mpidl.cli import start
+from mpidl.comm import World
+from mpidl.data import ImageFolder
+from mpidl.data.datastore import Datastore
+from mpidl.data.transforms.preprocess import AS_IT_IS, COLOURS, Preprocess
+from mpidl.errors import UserError
+from mpidl.files import on_rank_0, unreadable
+from mpidl.interchange import network_files
+from mpidl.nn import Network, zoo
+from mpidl.nn.transfer import is_kept, last_layer, transfer
+from mpidl.text import printable
+from mpidl.training import input_pipeline
+from mpidl.training.files import model_file
+from mpidl.training.options import training_options
+from mpidl.training.options.configuration import WEIGHTS, Resolved
+from mpidl.training.options.training_options import TrainingOptions
+
+RUN = ("new_layer_factor", "freeze_up_to")  # inputs of a run that need a weight file
+
+
+class Pretrained(NamedTuple):
+    """The network with which a training starts.
+
+    Attributes
+    ----------
+    net : Network
+        The network of the weight file or, in a resumed run, the network of the checkpoint.
+    file : dict
+        {"path": ..., "sha256": ...} of the weight file. `network` adds "normalization", the source
+        of the normalization.
+    is_resumed : bool
+        Whether `net` is the network of the checkpoint, whose last layer is already the new one.
+    """
+
+    net: Network
+    file: dict[str, str]
+    is_resumed: bool
+
+
+def load(
+    resolved: Resolved,
+    resume: tuple[Any, Any] | None,
+    images: Datastore,
+    world: World,
+) -> Pretrained | None:
+    """Return the network that --weights names, or None without a weight file. Collective.
+
+    A resumed run needs the file only if the checkpoint does not describe the network, because it
+    has custom layers.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        The options and inputs of the run.
+    resume : (arrays, facts), optional
+        The checkpoint to resume from.
+    images : Datastore
+        The training images. Their shape and number of classes are used if neither the file nor
+        --network determines those of the network.
+    world : World
+        The ranks of the run.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be read or does not fit the network, or if it differs from that of the
+        resumed run.
+    """
+    run, saved = resolved.run, None if resume is None else resume[1].get("weights_file")
+    path, typed = run["weights"], resolved.sources["weights"] != "resumed run"
+    if resume is not None:
+        _check_resumed(resolved, resume[1])
+    if path is None:
+        for name in RUN:
+            if run[name] != training_options.RUN[name]:
+                raise UserError(
+                    f"{training_options.flag(name)} {run[name]}: expected --weights FILE with it"
+                )
+        if run["network"] is None:
+            raise UserError("--network none: expected --weights FILE with it, found none")
+        return None
+    net = None if saved is None else _described(*resume)
+    if net is not None and not typed:
+        return Pretrained(net, saved, True)
+    file = {"path": path, "sha256": on_rank_0(world, lambda: _sha256(path))}
+    if saved is not None:
+        _check_file(file, saved)
+        file = saved | file
+        if net is not None:
+            return Pretrained(net, file, True)
+    network = run["network"]
+    if network is not None and ".py:" in network:
+        start.load_user_function(network, "--network")  # rank 0 sends layers of its classes
+    net = on_rank_0(world, lambda: _load(path, network, images))
+    on_rank_0(world, lambda: last_layer(net))
+    is_silent = net.normalization is None or net.normalization.name == "none"
+    if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and is_silent:
+        net.normalization = network_files.torchvision_normalization()
+    return Pretrained(net, file, False)
+
+
+def _load(path, network, images):
+    if network is None:
+        return network_files.load(path)
+    shape, outputs = images.image_shape, _classes_of(images)
+    outputs = outputs if isinstance(outputs, int) else len(outputs)
+    if network in zoo.NETWORKS:
+        defaults = inspect.signature(zoo.NETWORKS[network]).parameters
+        shape, outputs = defaults["input_shape"].default, defaults["classes"].default
+
+    def build(input_shape, count):
+        return start.network(network, input_shape, count, seed=None)
+
+    return network_files.load_into(path, build, shape, outputs)
+
+
+def _described(arrays, facts):
+    """Return the network that a checkpoint describes, or None if it has custom layers."""
+    try:
+        return model_file.network_of(facts, arrays.get("normalization", {}))
+    except ValueError:
+        return None
+
+
+def _sha256(path):
+    """Return the SHA-256 of a file."""
+    total = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                total.update(chunk)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return total.hexdigest()
+
+
+def _check_resumed(resolved, facts):
+    """Raise UserError if a resumed run starts from other weights or changes the transfer."""
+    saved, run = facts.get("run", {}), resolved.run
+    if run["weights"] is not None and facts.get("weights_file") is None:
+        raise UserError(
+            f"--resume: --weights {printable(run['weights'])}: the run did not start from a "
+            "weight file"
+        )
+    names = RUN if run["weights"] is None else ("network", *RUN)
+    for name in names:
+        old = saved.get(name, training_options.RUN[name])
+        if run[name] != old:
+            raise UserError(
+                f"--resume: the run cannot continue: {training_options.flag(name)} was "
+                f"{_or_none(old)}, is {_or_none(run[name])}"
+            )
+
+
+def _or_none(value):
+    return "none" if value is None else value
+
+
+def _check_file(file, saved):
+    """Raise UserError if a weight file is not the one with which the resumed run started."""
+    if file["sha256"] != saved["sha256"]:
+        raise UserError(
+            f"--weights {printable(file['path'])}: expected {printable(saved['path'])}, with which "
+            f"the resumed run started (sha256 {saved['sha256'][:12]}), found another file "
+            f"({file['sha256'][:12]})"
+        )
+
+
+def conversion(net: Network, images: Datastore, options: TrainingOptions) -> Preprocess:
+    """Return the conversion of images to the input of a network if the user asks for none.
+
+    It is the preprocessing of the weight file, if it has any. Otherwise, images are resized to
+    cover the input, and cropped; files of images may differ in size. With --random-crop, only their
+    colour is converted.
+    """
+    if net.preprocess:
+        return net.preprocess
+    channels, height, width = net.input_shape
+    colour = next((name for name, count in COLOURS.items() if count == channels), None)
+    if options.random_crop is not None:
+        is_same = images.image_shape[0] == channels
+        return AS_IT_IS if is_same else Preprocess(colour=colour)
+    shape = input_pipeline.image_shape(options, images.image_shape)
+    if shape == net.input_shape and not isinstance(images, ImageFolder):
+        return AS_IT_IS
+    return Preprocess((height, width), colour, cover=True, crop=(height, width))
+
+
+def check_shape(source: Pretrained, images: Datastore, options: TrainingOptions) -> None:
+    """Raise UserError if the images do not have the shape of the network's input."""
+    shape = input_pipeline.image_shape(options, images.image_shape)
+    expected = source.net.input_shape
+    if shape != expected:
+        raise UserError(
+            f"--weights {printable(source.file['path'])}: expected images of shape {expected}, "
+            f"found {shape} after --colour, --resize, --cover, --centre-crop and --random-crop; "
+            "without these options, mpidl converts the images"
+        )
+
+
+def network(
+    source: Pretrained, resolved: Resolved, options: TrainingOptions, images: Datastore
+) -> tuple[Network, TrainingOptions, Resolved]:
+    """Return the network to train, and the options and inputs with its normalization.
+
+    Parameters
+    ----------
+    source : Pretrained
+        The network of the weight file, or of the checkpoint.
+    resolved : Resolved
+        The options and inputs of the run.
+    options : TrainingOptions
+        The options of this training.
+    images : Datastore
+        The training images, whose classes the new layer gets.
+
+    Raises
+    ------
+    UserError
+        If the last layer cannot be replaced, or --freeze-up-to names no layer before it.
+    """
+    run, net = resolved.run, source.net
+    origin = resolved.sources["normalization"]
+    if "normalization" in source.file:  # a resumed run
+        origin = source.file["normalization"]
+        net.normalization = net.normalization if origin == WEIGHTS else None
+    elif origin == "command line" or origin.startswith("config "):
+        net.normalization = None
+    elif net.normalization is not None:
+        origin = WEIGHTS
+        options = replace(options, normalization=net.normalization.name)
+    source.file["normalization"] = origin
+    resolved = resolved._replace(sources=resolved.sources | {"normalization": origin})
+    if not source.is_resumed:
+        net = transfer(
+            net,
+            _classes_of(images),
+            new_layer_factor=run["new_layer_factor"],
+            freeze_up_to=run["freeze_up_to"],
+            seed=options.seed,
+        )
+    return net, options, resolved
+
+
+def _classes_of(images):
+    """Return the names of the classes, or the number of outputs for targets."""
+    if images.targets_shape is None:
+        return images.classes
+    outputs = start.outputs_of(images)
+    if not isinstance(outputs, int):
+        raise UserError(
+            f"--weights: expected images with labels, or targets that are numbers, found targets "
+            f"of shape {'x'.join(map(str, outputs))}"
+        )
+    return outputs
+
+
+def describe(
+    source: Pretrained, run: Mapping[str, Any], net: Network, images: Datastore
+) -> dict[str, str]:
+    """Return lines about the weight file and the new layer for the head of a run's output."""
+    facts = {"weights": f"{printable(source.file['path'])}, sha256 {source.file['sha256']}"}
+    if source.is_resumed:
+        return facts
+    head, outputs = last_layer(net).name, net.output_shape[0]
+    if is_kept(source.net, _classes_of(images)):
+        facts["last_layer"] = f"{head} is kept, because the weights have the {outputs} classes"
+    else:
+        factor = f"learning rate times {run['new_layer_factor']:g}"
+        facts["new_layer"] = f"{head}, {outputs} outputs instead of "
+        facts["new_layer"] += f"{source.net.output_shape[0]}, {factor}"
+    if run["freeze_up_to"] is not None:
+        facts["frozen"] = f"the layers up to {run['freeze_up_to']}"
+    if images.preprocess:
+        facts["images"] = f"converted: {images.preprocess}"
+    if net.normalization is not None:
+        facts["normalization"] = f"{net.normalization.name}{_numbers(net)}, as the weights expect"
+    return facts
+
+
+def _numbers(net):
+    """Describe the numbers of a normalization by channel; "" if there are none."""
+    centre, divisor = net.normalization.centre, net.normalization.divisor
+    if net.normalization.name == "none":
+        return " (pixels from 0 to 255)"
+    if centre is None or centre.ndim != 1:
+        return ""
+    pair = (", ".join(f"{number:g}" for number in numbers) for numbers in (centre, divisor))
+    return " (minus {}, divided by {})".format(*pair)
+
+
+def title(run: Mapping[str, Any]) -> str:
+    """Return the name of a run's network: --network, or the name of the weight file."""
+    return run["network"] or os.path.splitext(os.path.basename(run["weights"]))[0]

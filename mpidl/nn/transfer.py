@@ -1,0 +1,143 @@
+"""Transfer learning: give a trained network a last layer for other classes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+from mpidl.errors import UserError
+from mpidl.nn.layers import Conv2D, Dense
+from mpidl.nn.network import Network
+from mpidl.ops import check
+
+
+def transfer(
+    net: Network,
+    classes: int | Sequence[str],
+    *,
+    new_layer_factor: float = 1.0,
+    freeze_up_to: str | None = None,
+    seed: int | None = None,
+) -> Network:
+    """Return a copy of a trained network with a new last layer for other classes.
+
+    The new layer replaces the last layer with learnables and keeps its name. All other layers keep
+    their learnables and state, byte for byte. If the network already has the given classes, its
+    last layer is kept, too, and learns as fast as the other layers.
+
+    Parameters
+    ----------
+    net : Network
+        The trained network. Its last layer with learnables is a `Dense`, or a 1x1 `Conv2D` whose
+        output is pooled to a vector. The network itself is not changed.
+    classes : sequence of str, or int
+        The names of the classes, or the number of outputs if the outputs are not classes.
+    new_layer_factor : float
+        Factor by which the learning rate is multiplied for the weight and the bias of the new
+        layer, above 0.
+    freeze_up_to : str, optional
+        Name of a layer. This layer and all layers before it in the list are frozen: they keep
+        their learnables and run as in prediction; see `Network.freeze`. Layers that are frozen in
+        `net` stay frozen in any case.
+    seed : int, optional
+        Seed of the initial learnables of the new layer; by default the seed of the network.
+
+    Returns
+    -------
+    Network
+        The new network, in host memory, with `classes` set to the names.
+
+    Raises
+    ------
+    UserError
+        If the last layer cannot be replaced, if `freeze_up_to` is not a layer before the last one,
+        or if another argument is invalid.
+    """
+    count, names = _count_and_names(classes)
+    if not (check.are_numbers(new_layer_factor) and 0 < new_layer_factor < math.inf):
+        raise UserError(f"new_layer_factor: expected a number above 0, found {new_layer_factor!r}")
+    net, head = net.on(None), last_layer(net)
+    layer = copy.copy(head)
+    if is_kept(net, classes):
+        layer.weight_learn_rate_factor = layer.bias_learn_rate_factor = 1.0
+        edited = net.with_layers([layer if old is head else old for old in net.layers])
+    else:
+        layer.weight_learn_rate_factor = layer.bias_learn_rate_factor = float(new_layer_factor)
+        layer.trainable = True
+        if isinstance(layer, Dense):
+            layer.outputs = count
+        else:
+            layer.filters = count
+        edited = net.replace_layers({head.name: layer}, seed)
+        edited.classes = names or None
+    if freeze_up_to is not None:
+        edited.freeze(*_names_up_to(edited, freeze_up_to, head.name))
+    return edited
+
+
+def is_kept(net: Network, classes: int | Sequence[str]) -> bool:
+    """Return whether `transfer` keeps the last layer because the network has these classes."""
+    count, names = _count_and_names(classes)
+    return net.output_shape == (count,) and net.classes == names
+
+
+def last_layer(net: Network) -> Dense | Conv2D:
+    """Return the last layer with learnables, which `transfer` replaces.
+
+    Raises
+    ------
+    UserError
+        If it cannot be replaced by one with another number of outputs.
+    """
+    table = net.table()
+    if not table:
+        raise UserError("transfer: expected a network with learnables, found none")
+    head = net[table[-1][0]]
+    is_wide = isinstance(head, Conv2D) and (head.size not in (1, (1, 1)) or head.groups != 1)
+    if not isinstance(head, Dense | Conv2D) or is_wide:
+        raise UserError(
+            f"transfer: {head.name}: expected Dense or a 1x1 Conv2D as the last layer with "
+            f"learnables, found {head!r}"
+        )
+    i = net.layer_number(head.name)
+    for before, layer, reads in zip(
+        net.layers[i:], net.layers[i + 1 :], net.reads[i + 1 :], strict=False
+    ):
+        if reads != (before.name,):
+            raise UserError(
+                f"transfer: {layer.name}: expected only layers with one input after {head.name}, "
+                f"the last layer with learnables, found one that reads {', '.join(reads)}"
+            )
+    outputs = head.outputs if isinstance(head, Dense) else head.filters
+    if net.output_shape != (outputs,):
+        raise UserError(
+            f"transfer: {head.name}: expected a network with a vector of {outputs} outputs, which "
+            f"its last layer with learnables determines, found outputs of shape {net.output_shape}"
+        )
+    return head
+
+
+def _count_and_names(classes):
+    """Return the number of outputs and the names of the classes, () for outputs without names."""
+    if isinstance(classes, int) and not isinstance(classes, bool):
+        count, names = classes, ()
+    elif isinstance(classes, Sequence) and not isinstance(classes, str):
+        count, names = len(classes), tuple(map(str, classes))
+    else:
+        raise UserError(f"transfer: expected names of classes or a number, found {classes!r}")
+    if count < 1:
+        raise UserError(f"transfer: expected at least one class, found {classes!r}")
+    return count, names
+
+
+def _names_up_to(net, name, head):
+    """Return the names of a layer and of all layers before it."""
+    spelled = f"freeze_up_to (--freeze-up-to) {name}"
+    try:
+        last = net.layer_number(name)
+    except KeyError as error:
+        raise UserError(f"{spelled}: {error.args[0]}") from None
+    if last >= net.layer_number(head):
+        raise UserError(f"{spelled}: expected a layer before {head}, which is to learn")
+    return net.layer_names[: last + 1]
