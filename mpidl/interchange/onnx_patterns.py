@@ -78,12 +78,12 @@ def replace(onnx: Any, nodes: list[Any], constants: Mapping[str, np.ndarray], ou
 
 def _sources(node, nodes, producers, constants):
     """Yield names of values on which a node depends through arithmetic, nearest first."""
-    names, seen = collections.deque([node.input[0]]), set()
-    while names and len(seen) < MAX_NODES:
+    names, visited = collections.deque([node.input[0]]), set()
+    while names and len(visited) < MAX_NODES:
         name = names.popleft()
-        if name in seen or name in constants:
+        if name in visited or name in constants:
             continue
-        seen.add(name)
+        visited.add(name)
         yield name
         producer = nodes[producers[name]] if name in producers else None
         if producer is not None and producer.op_type in ARITHMETIC:

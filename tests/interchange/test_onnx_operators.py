@@ -331,10 +331,10 @@ def hash_of_training(world, net):
 
 def test_imported_networks_train_alike_on_any_number_of_ranks(world, tmp_path):
     mpi = pytest.importorskip("mpi4py.MPI", reason="no mpi4py")
-    alone = dl.World(mpi.COMM_SELF, threads=1)
+    single = dl.World(mpi.COMM_SELF, threads=1)
     before, expected = (
         imported_network(tmp_path),
-        hash_of_training(alone, imported_network(tmp_path)),
+        hash_of_training(single, imported_network(tmp_path)),
     )
     assert hash_of_training(world, imported_network(tmp_path)) == expected
     assert expected != weights_sha256(before)
@@ -343,11 +343,11 @@ def test_imported_networks_train_alike_on_any_number_of_ranks(world, tmp_path):
     assert len(before.stored_layers()) < len(separate.stored_layers())
     assert hash_of_training(world, separate) == expected
     frozen = imported_network(tmp_path)
-    kept = frozen.layer_names[: frozen.layer_names.index("conv2") + 3]
-    frozen.freeze(*kept)
+    frozen_names = frozen.layer_names[: frozen.layer_names.index("conv2") + 3]
+    frozen.freeze(*frozen_names)
     net, _ = trained(world, frozen, normalization="zscore")
     for name, value in net.parameters.items():
-        is_kept = name.rpartition(".")[0] in kept
+        is_kept = name.rpartition(".")[0] in frozen_names
         assert np.array_equal(value, before.parameters[name]) == is_kept, name
 
 
