@@ -11,7 +11,7 @@ import numpy as np
 from mpidl.data.transforms.normalize import Normalization, no_normalization
 from mpidl.errors import UserError
 from mpidl.interchange import onnx_elementwise as onnx_elementwise
-from mpidl.interchange import onnx_export, onnx_file
+from mpidl.interchange import onnx_export, onnx_file, onnx_patterns
 from mpidl.interchange import onnx_operators as onnx_operators
 from mpidl.interchange import onnx_shapes as onnx_shapes
 from mpidl.interchange.onnx_builder import OPERATORS, Builder, Node, Unsupported, Value
@@ -19,6 +19,7 @@ from mpidl.interchange.weights import library
 from mpidl.nn import Network, graph
 from mpidl.text import printable
 
+DOMAINS = ("", "ai.onnx")  # names of ONNX's own operators
 # Exceptions that attributes with wrong types, sizes or lengths cause.
 DAMAGES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -82,17 +83,24 @@ def load_onnx(
 
 def _build(model, path):
     """Return a Builder with all layers of the graph, and the Value that the graph returns."""
-    onnx, builder = library("onnx", path, "onnx"), Builder(model)
+    onnx = library("onnx", path, "onnx")
+    nodes = [
+        node
+        for node in model.nodes
+        if not (node.domain in DOMAINS and onnx_file.compute_constant(node, model, path))
+    ]
+    nodes = onnx_patterns.replace(onnx, nodes, model.constants, model.output)
+    builder = Builder(model._replace(nodes=nodes))
     images = Value(graph.IMAGES, model.image_shape, model.order)
     values: dict[str, Any] = {model.images: images}
     problems, unknown = [], set()
-    for proto in model.nodes:
-        if proto.domain in ("", "ai.onnx") and onnx_file.compute_constant(proto, model, path):
+    for proto in nodes:
+        if proto.domain in DOMAINS and onnx_file.compute_constant(proto, model, path):
             continue
         name = f"{printable(proto.op_type)} {printable(proto.name or proto.output[0])}"
         shape = model.shapes.get(proto.output[0], "of unknown shape")
         try:
-            if proto.domain not in ("", "ai.onnx") or proto.op_type not in OPERATORS:
+            if proto.domain not in DOMAINS or proto.op_type not in OPERATORS:
                 raise Unsupported("no layer of mpidl computes it")
             if unknown.intersection(proto.input):
                 unknown.update(proto.output)

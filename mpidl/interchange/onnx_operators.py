@@ -39,8 +39,8 @@ def _with_zeros_before(builder, x, padding, limits=(float("inf"),) * 2):
     if not isinstance(pad, nn.Pad2D) or pad.name != x.layer or pad.value != 0:
         return x, padding
     sums = tuple(
-        (own[0] + zeros[0], own[1] + zeros[1])
-        for own, zeros in zip(padding, check.pads(pad.name, pad.padding), strict=True)
+        (inner[0] + zeros[0], inner[1] + zeros[1])
+        for inner, zeros in zip(padding, check.pads(pad.name, pad.padding), strict=True)
     )
     if any(side >= limit for sides, limit in zip(sums, limits, strict=True) for side in sides):
         return x, padding
@@ -115,7 +115,8 @@ def _average_pool(node, builder):
         if counts and is_padded:
             x = builder.add(node, nn.Pad2D(padding), [x])
             enlarged = tuple(
-                (0, bottom - own) for (_, bottom), (_, own) in zip(enlarged, padding, strict=True)
+                (0, bottom - inner)
+                for (_, bottom), (_, inner) in zip(enlarged, padding, strict=True)
             )
         counts, padding = False, enlarged
     elif counts or not is_padded:

@@ -59,6 +59,31 @@ CASES = {
         "HardSwish",
     ),
     "Swish": ([node("Sigmoid", "x", "s"), node("Mul", "x s", "y")], "Swish"),
+    "Gelu by Erf": (
+        [node("Div", "x root2", "a"), node("Erf", "a", "b"), node("Add", "b unit", "c")]
+        + [node("Mul", "x c", "e"), node("Mul", "e half", "y")],
+        "GELU",
+    ),
+    "Gelu by Erf, in another order": (
+        [node("Mul", "half x", "h"), node("Mul", "x root_half", "a"), node("Erf", "a", "b")]
+        + [node("Add", "unit b", "c"), node("Mul", "c h", "g"), node("Add", "g x", "y")],
+        "GELU Add",
+    ),
+    "Gelu by Tanh": (
+        [node("Pow", "x cube", "a"), node("Mul", "a small", "b"), node("Add", "x b", "c")]
+        + [node("Mul", "c root", "k"), node("Tanh", "k", "e"), node("Add", "e unit", "f")]
+        + [node("Mul", "x half", "h"), node("Mul", "h f", "y")],
+        "GELU",
+    ),
+    "HardSwish by Clip": (
+        [node("Add", "x cube", "a"), node("Clip", "a zero six", "b"), node("Mul", "x b", "c")]
+        + [node("Div", "c six", "y")],
+        "HardSwish",
+    ),
+    "HardSigmoid by Clip": (
+        [node("Add", "x cube", "a"), node("Clip", "a zero six", "b"), node("Div", "b six", "y")],
+        "HardSigmoid",
+    ),
     "LogSoftmax": ([node("LogSoftmax", "x", "y", axis=1)], "Softmax"),
     "AveragePool, not counting": ([pool([1, 1, 0, 1])], "AveragePool2D"),
     "AveragePool, ceil_mode": ([pool([0] * 4, strides=[7, 5], ceil_mode=1)], "AveragePool2D"),
@@ -144,6 +169,21 @@ NUMBERS |= {"last": array("a", 4), "slopes": array("b", 1, 1, 4), "rows": np.arr
 NUMBERS |= {"border3": np.array([0, 1, 0, 0, 0, 0, 2, 0])}
 NUMBERS |= {f"{k}_": np.array([n]) for n, k in enumerate(["zero", "one"])}
 NUMBERS |= {"three": np.array([3]), "four": np.array([4])}
+
+
+NUMBERS |= {
+    name: np.float32(value)
+    for name, value in {
+        "root2": 2**0.5,
+        "root_half": 0.5**0.5,
+        "unit": 1,
+        "half": 0.5,
+        "cube": 3,
+        "small": 0.044715,
+        "root": (2 / np.pi) ** 0.5,
+        "six": 6,
+    }.items()
+}
 
 
 def read_constants(nodes):
@@ -271,6 +311,14 @@ def test_a_transposed_output_of_features_is_refused(tmp_path):
     assert text.endswith("a.onnx: the output is a transposed image, flattened")
 
 
+def test_a_pattern_that_others_read_stays(tmp_path):
+    nodes = CASES["Gelu by Erf"][0][:-1] + [node("Mul", "e half", "g"), node("Add", "g c", "y")]
+    text = refusal(
+        dl.load_onnx, saved(tmp_path / "a.onnx", nodes, read_constants(nodes), SHAPE, output="y")
+    )
+    assert "Erf b" in text and "no layer of mpidl computes it" in text
+
+
 def test_a_sigmoid_that_others_read_stays(tmp_path):
     nodes = [node("Sigmoid", "x", "s"), node("Mul", "x s", "m"), node("Add", "m s", "y")]
     text = refusal(dl.load_onnx, saved(tmp_path / "a.onnx", nodes, {}, SHAPE))
@@ -283,10 +331,10 @@ def hash_of_training(world, net):
 
 def test_imported_networks_train_alike_on_any_number_of_ranks(world, tmp_path):
     mpi = pytest.importorskip("mpi4py.MPI", reason="no mpi4py")
-    alone = dl.World(mpi.COMM_SELF, threads=1)
+    single = dl.World(mpi.COMM_SELF, threads=1)
     before, expected = (
         imported_network(tmp_path),
-        hash_of_training(alone, imported_network(tmp_path)),
+        hash_of_training(single, imported_network(tmp_path)),
     )
     assert hash_of_training(world, imported_network(tmp_path)) == expected
     assert expected != weights_sha256(before)
@@ -295,11 +343,11 @@ def test_imported_networks_train_alike_on_any_number_of_ranks(world, tmp_path):
     assert len(before.stored_layers()) < len(separate.stored_layers())
     assert hash_of_training(world, separate) == expected
     frozen = imported_network(tmp_path)
-    kept = frozen.layer_names[: frozen.layer_names.index("conv2") + 3]
-    frozen.freeze(*kept)
+    frozen_names = frozen.layer_names[: frozen.layer_names.index("conv2") + 3]
+    frozen.freeze(*frozen_names)
     net, _ = trained(world, frozen, normalization="zscore")
     for name, value in net.parameters.items():
-        is_kept = name.rpartition(".")[0] in kept
+        is_kept = name.rpartition(".")[0] in frozen_names
         assert np.array_equal(value, before.parameters[name]) == is_kept, name
 
 
@@ -314,7 +362,14 @@ def test_modules_that_pytorch_exports(tmp_path):
                 *(nn.ConstantPad2d((1, 0, 2, 1), 0.0), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)),
                 *(nn.ReLU6(), nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False)),
                 *(nn.Conv2d(6, 6, 1), nn.PReLU(6), nn.Conv2d(6, 6, 1), nn.PReLU(), nn.SiLU()),
-                *(nn.Hardswish(), nn.ConstantPad2d(1, 0.5), nn.Hardsigmoid(), nn.MaxPool2d(2)),
+                *(
+                    nn.Hardswish(),
+                    nn.ConstantPad2d(1, 0.5),
+                    nn.Hardsigmoid(),
+                    nn.GELU(),
+                    nn.MaxPool2d(2),
+                ),
+                nn.GELU("tanh"),
             )
             self.last = nn.Linear(36, 5)
 

@@ -244,5 +244,5 @@ def test_slopes_have_the_name_of_pytorch(tmp_path):
     net.parameters = {**net.parameters, "features_1.slope": np.arange(4, dtype=np.float32)}
     dl.save_weights(net, path, names="torchvision")
     assert "features.1.weight" in safetensors.numpy.load_file(path)
-    again = dl.load_weights(dl.Network(layers, (1, 5, 5), seed=2), path, names="torchvision")
-    assert weights_sha256(again) == weights_sha256(net)
+    loaded = dl.load_weights(dl.Network(layers, (1, 5, 5), seed=2), path, names="torchvision")
+    assert weights_sha256(loaded) == weights_sha256(net)

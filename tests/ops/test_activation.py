@@ -132,15 +132,15 @@ PYTORCH = {
 def test_newer_activations_against_pytorch(world, name):
     """At the borders -1 and 2 of the range, too, the gradient is PyTorch's."""
     torch, functional = torch_functions()
-    own, theirs = PYTORCH[name]
+    function, torch_function = PYTORCH[name]
     x, dy = numbers("x", 20, 50, low=-6, high=6), numbers("dy", 20, 50)
     if name == "clip":
         x[:, :2] = -1, 2
     variable = torch.tensor(x, requires_grad=True)
-    expected = theirs(functional, variable)
+    expected = torch_function(functional, variable)
     expected.backward(torch.tensor(dy))
     leaf = dl.Var(blocked(world, x), name="x")
-    y = own(leaf)
+    y = function(leaf)
     result = all_images(world, y.value)
     dx = tape.backward(y, blocked(world, dy, batch=leaf.value.batch))[leaf]
     np.testing.assert_allclose(result, expected.detach().numpy(), rtol=1e-10)
@@ -156,12 +156,12 @@ def test_prelu_against_pytorch(world, slopes):
     x, dy, slope = numbers("x", 37, 5, 3, 2), numbers("dy", 37, 5, 3, 2), numbers("s", slopes)
     leaves = [torch.tensor(v, requires_grad=True) for v in (x, slope)]
     functional.prelu(*leaves).backward(torch.tensor(dy))
-    own = dl.Var(blocked(world, x), name="x"), dl.Var(slope, name="slope")
-    y = dl.prelu(*own)
-    gradients = tape.backward(y, blocked(world, dy, batch=own[0].value.batch))
-    dslope = world.gplus(gradients[own[1]])
+    arguments = dl.Var(blocked(world, x), name="x"), dl.Var(slope, name="slope")
+    y = dl.prelu(*arguments)
+    gradients = tape.backward(y, blocked(world, dy, batch=arguments[0].value.batch))
+    dslope = world.gplus(gradients[arguments[1]])
     np.testing.assert_allclose(dslope, leaves[1].grad.numpy(), rtol=1e-12)
-    dx = all_images(world, gradients[own[0]])
+    dx = all_images(world, gradients[arguments[0]])
     np.testing.assert_allclose(dx, leaves[0].grad.numpy(), rtol=1e-12)
 
 
