@@ -76,8 +76,10 @@ def read(path: str | os.PathLike[str]) -> Sweep:
             raise UserError(f"{path}: unknown table [{name}]{hint}")
     kinds = [name for name in TABLES[1:] if name in tables]
     if len(kinds) != 1:
-        found = " and ".join(f"[{kind}]" for kind in kinds) or "none"
-        raise UserError(f"{path}: expected one of [grid], [[trial]] and [random], found {found}")
+        names = " and ".join("[[trial]]" if kind == "trial" else f"[{kind}]" for kind in kinds)
+        raise UserError(
+            f"{path}: expected one of [grid], [[trial]] and [random], found {names or 'none'}"
+        )
     for name in {"train", *kinds} & tables.keys():
         is_table = isinstance(tables[name], list if name == "trial" else dict)
         if not is_table or (name == "trial" and not all(isinstance(t, dict) for t in tables[name])):
@@ -106,7 +108,9 @@ SPEED = (
 def _checked(table, spelled):
     """Return {name: value} of a table of options, checked and with underscores in the names."""
     return {
-        _option(name, spelled): check_value(RULES[_option(name, spelled)], value, f"{spelled} {name}")
+        _option(name, spelled): check_value(
+            RULES[_option(name, spelled)], value, f"{spelled} {name}"
+        )
         for name, value in table.items()
     }
 
@@ -152,7 +156,9 @@ def _random(path, table):
     for name, value in table.items():
         option = _option(name, spelled)
         draw = _distribution(value, f"{spelled} {name}")
-        for trial, number in zip(trials, keyed.uniform(seed, f"sweep {option}", count), strict=True):
+        for trial, number in zip(
+            trials, keyed.uniform(seed, f"sweep {option}", count), strict=True
+        ):
             trial[option] = check_value(RULES[option], draw(number), f"{spelled} {name}")
     return trials
 
