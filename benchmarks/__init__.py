@@ -18,6 +18,7 @@ from benchmarks import (
     optimizers,
     report,
     step,
+    sweep,
     turns,
 )
 from benchmarks.gpu import speed
@@ -35,6 +36,7 @@ COMMANDS = {
     "input": input.main,
     "optimizers": optimizers.main,
     "gpu": speed.main,
+    "sweep": sweep.main,
 }
 
 

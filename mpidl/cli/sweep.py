@@ -14,7 +14,7 @@ from mpidl.report import sweep as report
 from mpidl.report.console import clock
 from mpidl.training import sweep as dispatch
 from mpidl.training.files import checkpoint, trial_folder
-from mpidl.training.files.trial_folder import DONE, FAILED, RUNNING, STOPPED, TrialFolder
+from mpidl.training.files.trial_folder import COMPLETE, FAILED, RUNNING, STOPPED, TrialFolder
 from mpidl.training.options import sweep_file, training_options
 
 EXIT_CODES = """\
@@ -141,7 +141,7 @@ class Command:
     def is_due(self, folder: TrialFolder) -> bool:
         """Return whether to train this trial."""
         state = folder.state()
-        return state != DONE and (state != FAILED or self.retry_failed)
+        return state != COMPLETE and (state != FAILED or self.retry_failed)
 
     def run(self, group: Group, signals: failure.Signals) -> int:
         """Train the trials and return the exit code. Collective over the job."""
@@ -150,11 +150,11 @@ class Command:
         if job.rank == 0:
             self._announce(group, len(due))
         trained = 0
-        attempts = dispatch.run(
-            *(len(due), lambda index: self._attempt(group, self.folders[due[index]], signals)),
-            *(group, signals, self.out),
-        )
-        for _, code in attempts:
+
+        def attempt(index):
+            return self._attempt(group, self.folders[due[index]], signals)
+
+        for _, code in dispatch.run(len(due), attempt, group, signals, self.out):
             trained += code == 0 and group.is_leader
         trained = job.gop("sum", trained)
         is_stopped = job.gop("max", int(signals.agreed or signals.name is not None))
@@ -166,11 +166,11 @@ class Command:
             if is_stopped:
                 print(
                     f"{name}: {states.count(STOPPED)} trial(s) stopped with a checkpoint, "
-                    f"{len(states) - states.count(STOPPED) - states.count(DONE)} not trained; "
+                    f"{len(states) - states.count(STOPPED) - states.count(COMPLETE)} not trained; "
                     "to continue, run the same command again",
                     flush=True,
                 )
-        if is_stopped and any(state not in (DONE, FAILED) for state in states):
+        if is_stopped and any(state not in (COMPLETE, FAILED) for state in states):
             return arguments.STOPPED
         return 1 if FAILED in states else 0
 
@@ -179,7 +179,7 @@ class Command:
         ranks = group.job.size // group.count
         print(f"Sweep: {self.sweep.path}, {len(self.all)} trials")
         print(f"Ranks: {group.job.size}, {group.count} group(s) of {ranks}")
-        earlier = [f"{states.count(s)} {s}" for s in (DONE, FAILED, STOPPED) if s in states]
+        earlier = [f"{states.count(s)} {s}" for s in (COMPLETE, FAILED, STOPPED) if s in states]
         if earlier:
             hint = "" if FAILED not in states or self.retry_failed else " (--retry-failed)"
             print(f"Before: {', '.join(earlier)}{hint}; {due} to train")
@@ -205,7 +205,7 @@ class Command:
         outcome = group.attempt(train_alone, record)
         code = outcome.value if outcome.error is None else 1
         if group.is_leader:
-            self._conclude(group, folder, code, outcome.error)
+            self._record_end(group, folder, code, outcome.error)
         return code
 
     def _prepare(self, group, folder):
@@ -222,7 +222,7 @@ class Command:
         self._print(group, folder, f"{verb}: {values}" if values else verb)
         return typed
 
-    def _conclude(self, group, folder, code, error):
+    def _record_end(self, group, folder, code, error):
         """Record the end of a trial, print it and write the table."""
         if error is not None:
             folder.write(FAILED, describe(error))
@@ -231,7 +231,7 @@ class Command:
             folder.write(STOPPED)
             self._print(group, folder, "stopped, checkpoint written")
         else:
-            folder.write(DONE)
+            folder.write(COMPLETE)
             row = folder.row()
             names = [n for n in report.SCORES if row[n] is not None]
             scores = [f"{n.replace('_', ' ')} {report.cell(n, row[n])}" for n in names]

@@ -44,6 +44,10 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
     signals : Signals
         Requests to stop.
     """
+    return _train(typed, world, signals)
+
+
+def _train(typed, world, signals):
     resume = on_rank_0(world, lambda: _checkpoint(typed))
     saved = None if resume is None else resume[1]
     resolved = on_rank_0(

@@ -110,8 +110,8 @@ class Group:
             then ends with exit code 1. This happens if a rank does not end its task within the
             time-out of the job after another rank has failed, or if the ranks use GPUs.
         """
-        keywords = {"timeout": self.job.transport.timeout, "neighbours": self._neighbours}
-        world = World(self._comm, threads=None, **keywords)
+        timeout = self.job.transport.timeout
+        world = World(self._comm, timeout=timeout, threads=None, neighbours=self._neighbours)
         world.transport.oversubscribed = self.job.transport.oversubscribed
         value = error = None
         World.default_comm, default = self._comm, World.default_comm

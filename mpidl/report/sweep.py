@@ -28,9 +28,9 @@ def score_of(rows: Sequence[Row]) -> str:
     It is the validation accuracy if all of them have one, else the test accuracy, the validation
     loss or the test loss. It is "loss" if no trial has ended.
     """
-    ended = [row for row in rows if row["state"] == "done"]
+    trained = [row for row in rows if row["state"] == "done"]
     for name in SCORES:
-        if ended and all(row[name] is not None for row in ended):
+        if trained and all(row[name] is not None for row in trained):
             return name
     return "loss"
 

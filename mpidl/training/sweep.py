@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import traceback
@@ -204,10 +203,10 @@ def _stops(folder, group, signals):
     A thread of each leader creates the file if its rank has a request, and sends the signal USR1 to
     its rank if another group has created the file.
     """
-    path, ended = os.path.join(folder, "stop"), threading.Event()
+    path, is_over = os.path.join(folder, "stop"), threading.Event()
 
     def watch():
-        while not ended.wait(STOP_SECONDS):
+        while not is_over.wait(STOP_SECONDS):
             if _is_stopping(signals):
                 _touch(path)
             elif os.path.exists(path):
@@ -220,6 +219,6 @@ def _stops(folder, group, signals):
     try:
         yield path
     finally:
-        ended.set()
+        is_over.set()
         if watcher.ident is not None:
             watcher.join()

@@ -135,9 +135,9 @@ def test_groups_share_the_cores():
     cores = [("node0", Cores((0, 1, 2, 3)))] * 4
     neighbours = Neighbours(2, cores, [])
     assert thread_budget.set_threads(member(0, 1, neighbours), 0) == ([1], [])
-    alone = SimpleNamespace(**vars(member(0, 1, None)))
-    alone.allgather = lambda value: cores[:1]
-    assert thread_budget.set_threads(alone, 0) == ([4], [])  # the negative control
+    single = SimpleNamespace(**vars(member(0, 1, None)))
+    single.allgather = lambda value: cores[:1]
+    assert thread_budget.set_threads(single, 0) == ([4], [])  # the negative control
 
 
 def test_groups_get_different_gpus():

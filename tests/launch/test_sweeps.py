@@ -53,7 +53,7 @@ def files(folder):
 def test_the_trials_are_trainings_alone(write, pictures, tmp_path):
     """Groups of one rank and of all ranks; a finished sweep changes no file of a trial."""
     file = write(grid={"learning_rate": RATES, "seed": SEEDS})
-    first, second, alone = tmp_path / "first", tmp_path / "second", tmp_path / "alone"
+    first, second, single = tmp_path / "first", tmp_path / "second", tmp_path / "single"
     result = sweep(3, file, first)
     lines = jobs.output_lines(result)
     assert f"Sweep: {file}, 4 trials" in lines and "Ranks: 3, 3 group(s) of 1" in lines
@@ -63,7 +63,7 @@ def test_the_trials_are_trainings_alone(write, pictures, tmp_path):
     hashes = [jobs.weights_hash(first / f"trial-00{i}") for i in (1, 2, 3, 4)]
     assert len(set(hashes)) == 4
     options = ["--learning-rate", 0.1, "--seed", 0, "--max-iterations", 6, "--epochs", 2]
-    assert jobs.trained_hash(None, pictures, alone, *options) == hashes[2]
+    assert jobs.trained_hash(None, pictures, single, *options) == hashes[2]
     rows = table(first)
     for out in (first, second):
         assert [row["weights_sha256"] for row in table(out)] == hashes
@@ -207,8 +207,8 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     )
     assert states(out) == ["done"] * 3
     options = ["--seed", 1, "--max-iterations", end, "--epochs", 10**6]
-    alone = jobs.trained_hash(None, pictures, tmp_path / "alone", *options)
-    assert jobs.weights_hash(out / "trial-002") == alone
+    expected = jobs.trained_hash(None, pictures, tmp_path / "single", *options)
+    assert jobs.weights_hash(out / "trial-002") == expected
     assert jobs.iterations(out / "trial-002") == list(range(1, end + 1))
 
 
@@ -228,8 +228,8 @@ def test_a_killed_sweep_continues(write, pictures, tmp_path):
     result = sweep(2, file, out)
     assert "trial-001 continues: seed 0" in result.stdout
     assert states(out) == ["done", "done"]
-    alone = jobs.trained_hash(None, pictures, tmp_path / "alone", "--epochs", 60)
-    assert table(out)[0]["weights_sha256"] == alone
+    expected = jobs.trained_hash(None, pictures, tmp_path / "single", "--epochs", 60)
+    assert table(out)[0]["weights_sha256"] == expected
 
 
 @pytest.mark.slow("jobs")

@@ -57,9 +57,9 @@ def test_a_trial_that_fails_has_its_exception_in_the_list(world, size):
 
 def test_no_trials_and_a_wrong_number_of_ranks(world):
     assert dl.sweep(train, [], world=world) == []
-    wrong = world.size + 1
-    text = refusal(dl.sweep, train, [{}], ranks_per_model=wrong, world=world)
-    assert f"found {wrong}" in text
+    too_many = world.size + 1
+    text = refusal(dl.sweep, train, [{}], ranks_per_model=too_many, world=world)
+    assert f"found {too_many}" in text
 
 
 def test_a_signal_to_one_rank_stops_all_groups(world, tmp_path):

@@ -13,8 +13,8 @@ from mpidl.training.files import checkpoint
 from mpidl.training.options.sweep_file import Sweep, changed_options
 
 RECORD, LOG, SUMMARY = "trial.json", "console.log", "summary.json"
-WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
-STATES = (WAITING, RUNNING, DONE, FAILED, STOPPED)
+WAITING, RUNNING, COMPLETE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
+STATES = (WAITING, RUNNING, COMPLETE, FAILED, STOPPED)
 # {column of the table: name in summary.json}
 FIGURES = {
     "accuracy": "accuracy",
@@ -52,13 +52,13 @@ class TrialFolder(NamedTuple):
     def state(self) -> str:
         """Return one of `STATES`; a trial that was killed is still "running"."""
         if os.path.exists(os.path.join(self.path, SUMMARY)):
-            return DONE
+            return COMPLETE
         return self._record().get("state", WAITING)
 
     def row(self) -> dict[str, Any]:
         """Return the trial's row of the sweep's table, without the options."""
         record, state = self._record(), self.state()
-        summary = _read_json(os.path.join(self.path, SUMMARY)) if state == DONE else {}
+        summary = _read_json(os.path.join(self.path, SUMMARY)) if state == COMPLETE else {}
         figures = {column: summary.get(name) for column, name in FIGURES.items()}
         error = record.get("error") if state == FAILED else None
         return {"trial": self.number, "state": state, **figures, "error": error}

@@ -73,8 +73,8 @@ def test_random(read):
     assert set(columns["batch_size"]) == {5, 6, 7, 8} and set(columns["solver"]) == {"sgdm", "adam"}
     assert all(float(f"{x:.6g}") == x for x in columns["learning_rate"] + columns["momentum"])
     assert read(RANDOM).trials == trials
-    without = read(RANDOM.replace("momentum", "# momentum")).trials
-    assert [trial["learning_rate"] for trial in without] == columns["learning_rate"]
+    fewer = read(RANDOM.replace("momentum", "# momentum")).trials
+    assert [trial["learning_rate"] for trial in fewer] == columns["learning_rate"]
     other = read(RANDOM + "search_seed = 1\n").trials
     assert [trial["learning_rate"] for trial in other] != columns["learning_rate"]
     assert read(RANDOM.replace("400", "3")).trials == trials[:3]
