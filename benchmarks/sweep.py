@@ -56,9 +56,7 @@ def main(options: argparse.Namespace) -> dict:
         cells = [f"{numbers[key]:.2f}" for key in ("median", "min", "max")]
         rows.append([side, *cells, f"{60 * options.models / numbers['median']:.1f}"])
     report.print_table(rows)
-    ratios = {
-        side: report.summary(np.divide(times[SIDES[0]], times[side])) for side in SIDES[1:]
-    }
+    ratios = {side: report.summary(np.divide(times[SIDES[0]], times[side])) for side in SIDES[1:]}
     for side, ratio in ratios.items():
         low, middle, high = (ratio[key] for key in ("min", "median", "max"))
         print(f"{SIDES[0]} / {side}: {middle:.3f} ({low:.3f} to {high:.3f})")

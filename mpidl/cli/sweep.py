@@ -233,8 +233,11 @@ class Command:
         else:
             folder.write(COMPLETE)
             row = folder.row()
-            names = [n for n in report.SCORES if row[n] is not None]
-            scores = [f"{n.replace('_', ' ')} {report.cell(n, row[n])}" for n in names]
+            scores = [
+                f"{name.replace('_', ' ')} {report.cell(name, row[name])}"
+                for name in sorted(report.shown_scores([row]))
+            ]
+            scores = [text.replace("validation accuracy", "validation") for text in scores]
             self._print(group, folder, f"done: {', '.join([*scores, clock(row['seconds'])])}")
         if self.writes_table:
             report.write_csv(self.out, self._rows(), self.sweep.varied, writer=group.index)

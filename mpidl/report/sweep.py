@@ -84,13 +84,13 @@ def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
     import rich.console
     import rich.table
 
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    columns = ["trial", *varied, "state"]
-    columns += [n for n in (*SCORES, "seconds") if any(row[n] is not None for row in rows)]
+    box = rich.box.SIMPLE_HEAD
+    table = rich.table.Table(box=box, pad_edge=False, padding=(0, 0, 0, 1))
+    columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
     for name in columns:
         is_text = name == "state" or any(isinstance(row.get(name), str) for row in rows)
-        header = {"seconds": "time"}.get(name, name.replace("_", " "))
-        table.add_column(header, justify="left" if is_text else "right", overflow="fold")
+        header = {"seconds": "time"}.get(name, name.replace("_", "\n"))
+        table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(cell(name, row.get(name)) for name in columns))
     width = terminal_width(sys.stdout) or 100
@@ -99,6 +99,14 @@ def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
         console.print(table, markup=False, highlight=False)
     lines = [line.rstrip().removeprefix(" ") for line in text.get().splitlines()]
     print("\n".join(line for line in lines if line))
+
+
+def shown_scores(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the scores that fit on a terminal: at most three of `SCORES`."""
+    names = [name for name in SCORES if any(row[name] is not None for row in rows)]
+    if "validation_accuracy" in names:
+        names.remove("validation_loss")
+    return names
 
 
 def cell(name: str, value: Any) -> str:
