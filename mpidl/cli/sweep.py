@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = Group(world, parsed.ranks_per_model or (world.size if parsed.trial else 1))
     on_rank_0(world, command.check)
     with failure.Signals() as signals:
-        return command.run(group, signals)
+        code = command.run(group, signals)
+    group.close()
+    return code
 
 
 def _out(parsed):

@@ -114,13 +114,16 @@ class Group:
         world = World(self._comm, timeout=timeout, threads=None, neighbours=self._neighbours)
         world.transport.oversubscribed = self.job.transport.oversubscribed
         value = error = None
-        World.default_comm, default = self._comm, World.default_comm
+        World.default_group, default = (self._comm, self._neighbours), World.default_group
         try:
             value = task(world)
-        except (Exception, SystemExit) as problem:
-            error = problem  # a user's sys.exit() ends the task, not the job
+        except Exception as problem:
+            error = problem
+        except SystemExit as end:  # ends the task, not the job
+            error = Fault(describe(end))
+            error.__cause__ = end
         finally:
-            World.default_comm = default
+            World.default_group = default
         return self._end(world, value, error, record)
 
     def _end(self, world, value, error, record):
@@ -174,6 +177,11 @@ class Group:
 
         transport.activity = "waiting for other groups"
         transport.wait_until(is_over, "the other groups", timeout=math.inf)
+
+    def close(self) -> None:
+        """Free the communicators of the group. Collective over the group."""
+        self.ranks.transport.close()
+        self._comm.Free()
 
     @staticmethod
     def _is_complete(request, seconds):

@@ -92,7 +92,8 @@ class World(Messaging):
     FUNNELED: only the main thread may call the methods of a World.
     """
 
-    default_comm: MPI.Comm | None = None  # `groups.Group` sets it; None stands for COMM_WORLD
+    # Arguments `comm` and `neighbours` of `World()` during a task of a `groups.Group`.
+    default_group: tuple[MPI.Comm, Neighbours] | None = None
 
     def __init__(
         self,
@@ -104,7 +105,9 @@ class World(Messaging):
         neighbours: Neighbours | None = None,
     ) -> None:
         mpi = serial.load()
-        comm = comm or World.default_comm or mpi.COMM_WORLD
+        if comm is None and World.default_group is not None:
+            comm, neighbours = World.default_group
+        comm = mpi.COMM_WORLD if comm is None else comm
         failure.refuse_foreign_launcher(mpi.COMM_WORLD.size, mpi.Get_library_version())
         hosts = comm.allgather(mpi.Get_processor_name())
         order = sorted(range(comm.size), key=lambda rank: (hosts.index(hosts[rank]), rank))

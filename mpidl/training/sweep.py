@@ -86,6 +86,7 @@ def sweep(
     with Signals() as signals:
         for index, outcome in run(len(trials), attempt, group, signals, folder):
             outcomes[index] = outcome.value if outcome.error is None else outcome.error
+    group.close()
     results: dict[int, Any] = {}
     for part in world.allgather(outcomes if group.is_leader else {}):
         results.update(part)

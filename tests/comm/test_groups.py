@@ -117,6 +117,18 @@ def test_waits_end_although_the_task_handles_the_first_error(world):
     assert str(outcome.error) == "this rank breaks"
 
 
+def test_the_shared_memory_of_a_task_is_freed(world):
+    """Otherwise a sweep would fill /dev/shm with the data sets of its trials."""
+    group = Group(world, world.size)
+
+    def task(group_world):
+        group_world.shared_array((2 << 20,), np.float32)[...] = 1
+        return group_world.available_shared_bytes()
+
+    free = [group.attempt(task, forget).value for _ in range(6)]
+    assert max(free) - min(free) < 24 << 20  # less than three arrays
+
+
 def test_describe():
     assert groups.describe(dl.UserError("a line")) == "a line"
     assert groups.describe(ValueError("one\ntwo")) == "ValueError: one"
