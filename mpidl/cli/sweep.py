@@ -14,7 +14,14 @@ from mpidl.report import sweep as report
 from mpidl.report.console import clock
 from mpidl.training import sweep as dispatch
 from mpidl.training.files import checkpoint, trial_folder
-from mpidl.training.files.trial_folder import COMPLETE, FAILED, RUNNING, STOPPED, TrialFolder
+from mpidl.training.files.trial_folder import (
+    COMPLETE,
+    FAILED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    TrialFolder,
+)
 from mpidl.training.options import sweep_file, training_options
 
 EXIT_CODES = """\
@@ -76,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = Command(sweep, _out(parsed), parsed.retry_failed)
     if parsed.trial is not None:
         command.select(parsed.trial)
-    group = Group(world, parsed.ranks_per_model or (world.size if parsed.trial else 1))
+    size = parsed.ranks_per_model or (world.size if parsed.trial else 1)
+    group = Group(world, size, "--ranks-per-model")
     on_rank_0(world, command.check)
     with failure.Signals() as signals:
         code = command.run(group, signals)
@@ -166,10 +174,10 @@ class Command:
             if self.writes_table:
                 self.finish((trained, time.monotonic() - start_time))
             if is_stopped:
+                waiting = states.count(WAITING) + states.count(RUNNING)
                 print(
                     f"{name}: {states.count(STOPPED)} trial(s) stopped with a checkpoint, "
-                    f"{len(states) - states.count(STOPPED) - states.count(COMPLETE)} not trained; "
-                    "to continue, run the same command again",
+                    f"{waiting} not trained; to continue, run the same command again",
                     flush=True,
                 )
         if is_stopped and any(state not in (COMPLETE, FAILED) for state in states):

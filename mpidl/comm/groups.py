@@ -56,6 +56,8 @@ class Group:
         All ranks.
     size : int
         Number of ranks per group.
+    spelled : str
+        Name of the size in the error message.
 
     Attributes
     ----------
@@ -74,12 +76,12 @@ class Group:
         If the job's ranks cannot be divided into groups of this size.
     """
 
-    def __init__(self, job: World, size: int) -> None:
+    def __init__(self, job: World, size: int, spelled: str = "ranks_per_model") -> None:
         if size < 1 or job.size % size:
             divisors = [n for n in range(1, job.size + 1) if job.size % n == 0]
             raise UserError(
-                f"ranks per model: expected a divisor of the {job.size} rank(s) of the job "
-                f"({', '.join(map(str, divisors))}), found {size}"
+                f"{spelled} {size}: expected a divisor of the number of ranks, {job.size}: "
+                f"{', '.join(map(str, divisors))}"
             )
         self.job, self.index, self.count = job, job.rank // size, job.size // size
         # Tasks make their worlds from this communicator.

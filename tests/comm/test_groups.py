@@ -47,8 +47,8 @@ def test_groups_of_one_and_of_all(world):
 
 def test_a_group_divides_the_ranks(world):
     text = refusal(Group, world, world.size + 1)
-    assert text.startswith("ranks per model: expected a divisor of the ")
-    assert text.endswith(f", found {world.size + 1}")
+    assert text.startswith(f"ranks_per_model {world.size + 1}: expected a divisor of the number ")
+    assert text.endswith(f"{world.size}")
 
 
 def test_an_exception_on_all_ranks(world):

@@ -157,7 +157,7 @@ def test_single_trials_and_the_table(write, pictures, tmp_path):
     [
         (
             ["--ranks-per-model", 3],
-            "expected a divisor of the 2 rank(s) of the job (1, 2), found 3",
+            "--ranks-per-model 3: expected a divisor of the number of ranks, 2: 1, 2",
         ),
         (["--trial", 1, "--table"], "--trial and --table: expected at most one of them"),
         (["--out", "/proc/none"], "--out /proc/none: cannot be created: "),

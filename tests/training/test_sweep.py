@@ -59,7 +59,7 @@ def test_no_trials_and_a_wrong_number_of_ranks(world):
     assert dl.sweep(train, [], world=world) == []
     too_many = world.size + 1
     text = refusal(dl.sweep, train, [{}], ranks_per_model=too_many, world=world)
-    assert f"found {too_many}" in text
+    assert f"ranks_per_model {too_many}: " in text
 
 
 def test_a_signal_to_one_rank_stops_all_groups(world, tmp_path):
