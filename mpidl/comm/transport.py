@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PING, PONG = 1, 2  # tags of the control communicator
 CANCEL = 5  # tag of the message that ends the waits of other ranks
+CANCELLED = "another rank failed"
 
 
 class Cancelled(Exception):
@@ -125,7 +126,8 @@ class Transport:
 
     def _poll(self, is_ready, operation, progress, timeout):
         """Call `is_ready` until it returns true, with increasing pauses."""
-        self._raise_if_cancelled()
+        if self._is_cancelled:  # code that handles the first `Cancelled` may wait again
+            raise Cancelled(CANCELLED)
         polls, start, deadline, previous = 0, None, None, None
         while not is_ready():
             polls += 1
@@ -146,7 +148,9 @@ class Transport:
             previous = now
             if now - start > 0.02:
                 time.sleep(0.0005)  # in a long wait, leave the core to other processes
-            self._raise_if_cancelled()
+            if self.control.Iprobe(tag=CANCEL):
+                self._is_cancelled = True
+                raise Cancelled(CANCELLED)
             if self._answer_ping(operation):
                 deadline = max(deadline, now + 30)  # another rank has timed out
             if now > deadline:
@@ -161,11 +165,6 @@ class Transport:
         for rank in range(self.size):
             if rank != self.rank:
                 self.control.isend("", rank, CANCEL)
-
-    def _raise_if_cancelled(self):
-        if self._is_cancelled or self.control.Iprobe(tag=CANCEL):
-            self._is_cancelled = True  # code that handles the first error may wait again
-            raise Cancelled("another rank failed")
 
     def _answer_ping(self, operation):
         """Answer a ping of another rank; return whether a ping had arrived."""
