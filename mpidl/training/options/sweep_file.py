@@ -19,6 +19,12 @@ TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
 DIGITS = 6  # significant digits of random numbers, which are then the same with any C library
 
+# Options that do not change the weights; a sweep may continue with others.
+SPEED = (
+    *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
+    *("checkpoint_every", "verbose", "verbose_every", "plots"),
+)
+
 Options = dict[str, Any]
 
 
@@ -98,21 +104,13 @@ def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     return [name for name in dict.fromkeys(names) if name not in SPEED]
 
 
-# Options whose values change neither the weights nor the files' meaning.
-SPEED = (
-    *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
-    *("checkpoint_every", "verbose", "verbose_every", "plots"),
-)
-
-
 def _checked(table, spelled):
     """Return {name: value} of a table of options, checked and with underscores in the names."""
-    return {
-        _option(name, spelled): check_value(
-            RULES[_option(name, spelled)], value, f"{spelled} {name}"
-        )
-        for name, value in table.items()
-    }
+    options = {}
+    for name, value in table.items():
+        option = _option(name, spelled)
+        options[option] = check_value(RULES[option], value, f"{spelled} {name}")
+    return options
 
 
 def _option(name, spelled):
