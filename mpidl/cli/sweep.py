@@ -10,7 +10,7 @@ from mpidl.comm import World, failure
 from mpidl.comm.groups import Group, describe
 from mpidl.errors import Fault, UserError
 from mpidl.files import on_rank_0, reason
-from mpidl.report import sweep as report
+from mpidl.report import sweep_table as report
 from mpidl.report.console import clock
 from mpidl.training import sweep as dispatch
 from mpidl.training.files import checkpoint, trial_folder
