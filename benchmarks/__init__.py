@@ -20,6 +20,7 @@ from benchmarks import (
     pretrained,
     report,
     step,
+    sweep,
     transfer,
     turns,
 )
@@ -41,6 +42,7 @@ COMMANDS = {
     "transfer": transfer.main,
     "gpu": speed.main,
     "pretrained": pretrained.main,
+    "sweep": sweep.main,
 }
 
 

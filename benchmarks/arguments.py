@@ -23,6 +23,7 @@ BENCHMARKS = {
     "transfer": "the epochs and images to an accuracy, with and without pretrained weights",
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
     "pretrained": "the scores with published weights against PyTorch's",
+    "sweep": "many models at once on groups of ranks, against one after another",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -69,6 +70,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "against": _add_against,
         "pretrained": lambda parser, command: None,
         "transfer": _add_transfer,
+        "sweep": _add_sweep,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -146,6 +148,18 @@ def _add_against(parser, command):
     parser.text("--network", "NAME", text, default="digits", type=one_of)
     parser.add_options("batch_size", "timeout")
     _add_counts(parser, ("rounds", 15, "number of rounds, each with a turn of both checkouts"))
+
+
+def _add_sweep(parser, command):
+    text = "digits, another network of the zoo that fits the digits, or FILE.py:FUNCTION (digits)"
+    parser.text("--network", "NAME", text, default="digits")
+    _add_counts(
+        parser,
+        ("ranks", 2, "number of ranks"),
+        ("models", 8, "number of models"),
+        ("iterations", 71, "mini-batches per model"),
+        ("rounds", 3, "number of rounds; results are medians over them"),
+    )
 
 
 def _add_optimizers(parser, command):

@@ -85,6 +85,7 @@ from mpidl.training.optimizers import Adam as Adam
 from mpidl.training.optimizers import AdamW as AdamW
 from mpidl.training.optimizers import RMSProp as RMSProp
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
+from mpidl.training.sweep import sweep as sweep
 from mpidl.training.trainer import train as train
 
 __version__ = "0.1.0"

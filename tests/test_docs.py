@@ -14,7 +14,7 @@ import suite
 from image_sets import grow
 
 import mpidl as dl
-from mpidl.training.options import configuration
+from mpidl.training.options import configuration, sweep_file
 
 ROOT = documented_commands.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,7 +22,7 @@ PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
 # Options of other programs that the documents mention.
 FOREIGN = {
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
-    *("--shm-size",),
+    *("--shm-size", "--array"),
 }
 
 
@@ -84,6 +84,7 @@ def test_commands_exist(path):
         ("MPIDL_CPU=numpy python -m mpidl.predict --data a", "arguments are required: --model"),
         ("python examples/none.py", "no file examples/none.py"),
         ("sbatch --nodes 4 run/train.slurm --dat /a", "unknown option --dat"),
+        ("sbatch --array=1-8 run/sweep.slurm a.toml --trails 3", "unknown option --trails"),
         ("pip install '.[mpich,none]'", "no extra none"),
     ],
 )
@@ -112,7 +113,10 @@ def test_files_of_options_can_be_read(tmp_path):
             if language == "toml":
                 file = tmp_path / f"{path.stem}-{line}.toml"
                 file.write_text(source)
-                configuration.resolve({}, config=str(file))
+                if any(f"[{table}]" in source for table in sweep_file.TABLES):
+                    sweep_file.read(file)
+                else:
+                    configuration.resolve({}, config=str(file))
 
 
 def test_public_names_exist():

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mpidl import data
 from mpidl.cli import arguments, pretrained, start
@@ -28,10 +29,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeout=typed.get("timeout", training_options.TrainingOptions().timeout), threads=None
     )
     with failure.Signals() as signals:
-        return _train(typed, world, signals)
+        return train(typed, world, signals)
 
 
-def _train(typed, world, signals):
+def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> int:
+    """Train as the command does, and return its exit code. Collective.
+
+    Parameters
+    ----------
+    typed : mapping
+        The result of `arguments.train`.
+    world : World
+        The ranks that train.
+    signals : Signals
+        Requests to stop.
+    """
     resume = on_rank_0(world, lambda: _checkpoint(typed))
     saved = None if resume is None else resume[1]
     resolved = on_rank_0(

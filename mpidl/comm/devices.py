@@ -68,8 +68,12 @@ def choose_device(
         if gpus is not None:
             raise UserError(f"--gpus {gpus}: expected --device gpu with it, found --device cpu")
         return None, []
-    assignment = assign_gpus(world.allgather(find_gpus(world.host)), device, gpus)
-    gpu = None if assignment.gpus is None else assignment.gpus[world.rank]
+    if world.neighbours is None:
+        ranks, position = world.allgather(find_gpus(world.host)), world.rank
+    else:  # the other groups of the job use the same GPUs
+        ranks, position = world.neighbours.gpus, world.neighbours.first + world.rank
+    assignment = assign_gpus(ranks, device, gpus)
+    gpu = None if assignment.gpus is None else assignment.gpus[position]
     return gpu, assignment.lines
 
 
@@ -113,6 +117,9 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     world.raise_if_any(error)
     world.device, world.counts = launching.open(device), Counts()
     device.sharers = world.allgather((world.host, gpu.identity)).count((world.host, gpu.identity))
+    if world.neighbours is not None:
+        gpus = [report.gpus for report in world.neighbours.gpus if report.host == world.host]
+        device.sharers = max(device.sharers, -(-len(gpus) // len(gpus[0])))
     world.mover = nccl.make_mover(world)
     if world.mover is not None and world.mover.captured:
         device.until = world.transport.wait_until  # a time-out names the ranks that do not respond

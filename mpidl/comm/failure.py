@@ -167,7 +167,8 @@ def _meet(transport, failed=False, seconds=math.inf):
 class Signals:
     """Context manager in which SIGUSR1, SIGTERM and SIGINT request a stop.
 
-    The signals do not end the process. A second SIGINT raises KeyboardInterrupt.
+    The signals do not end the process. A second SIGINT raises KeyboardInterrupt. Inside another
+    context of this class, a signal requests a stop of both.
 
     Attributes
     ----------
@@ -198,3 +199,6 @@ class Signals:
         if number == signal.SIGINT and self.name == "SIGINT":
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        outer = getattr(self._previous_handlers.get(number), "__self__", None)
+        if isinstance(outer, Signals):
+            outer.name = self.name

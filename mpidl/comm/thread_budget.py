@@ -40,7 +40,11 @@ def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:
     lines : list of str
         Warnings to print.
     """
-    threads, lines = assign_threads(world.allgather((world.host, available_cores())), count)
+    if world.neighbours is None:
+        threads, lines = assign_threads(world.allgather((world.host, available_cores())), count)
+    else:  # the other groups of the job use the same cores
+        threads, lines = assign_threads(world.neighbours.cores, count)
+        threads = threads[world.neighbours.first :][: world.size]
     backends.configure(threads=threads[world.rank])
     return threads, lines
 

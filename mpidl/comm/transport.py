@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 PING, PONG = 1, 2  # tags of the control communicator
+CANCEL = 5  # tag of the message that ends the waits of other ranks
+CANCELLED = "another rank failed"
+
+
+class Cancelled(Exception):
+    """Raised in a wait on a rank that `Transport.cancel_others` of another rank cancels."""
 
 
 class Transport:
@@ -47,6 +53,8 @@ class Transport:
         Host name of each rank.
     timeout : float
         Longest wait in seconds. It may be changed.
+    oversubscribed : bool
+        Whether this host has more ranks than cores. Waits then leave the cores to other ranks.
     activity : str
         Current activity of this rank, for error messages.
     wait_seconds : float
@@ -63,7 +71,8 @@ class Transport:
         self.size: int = comm.size
         self.hosts: list[str] = comm.allgather(self.MPI.Get_processor_name())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self._oversubscribed = self.hosts.count(self.hosts[self.rank]) > cores
+        self.oversubscribed = self.hosts.count(self.hosts[self.rank]) > cores
+        self._is_cancelled = False
         self.wait_seconds = 0.0
         self.has_left = False
         self.activity = "starting"
@@ -117,15 +126,17 @@ class Transport:
 
     def _poll(self, is_ready, operation, progress, timeout):
         """Call `is_ready` until it returns true, with increasing pauses."""
+        if self._is_cancelled:  # code that handles the first `Cancelled` may wait again
+            raise Cancelled(CANCELLED)
         polls, start, deadline, previous = 0, None, None, None
         while not is_ready():
             polls += 1
             if progress:
                 progress()
-            if self._oversubscribed and polls > 20:
+            if self.oversubscribed and polls > 20:
                 # Sleep: sched_yield would return at once although other ranks need the core.
                 time.sleep(5e-5 if polls < 200 else 5e-4)
-            elif self._oversubscribed or polls > 1000:
+            elif self.oversubscribed or polls > 1000:
                 os.sched_yield()
             if polls % 256:
                 continue
@@ -137,10 +148,23 @@ class Transport:
             previous = now
             if now - start > 0.02:
                 time.sleep(0.0005)  # in a long wait, leave the core to other processes
+            if self.control.Iprobe(tag=CANCEL):
+                self._is_cancelled = True
+                raise Cancelled(CANCELLED)
             if self._answer_ping(operation):
                 deadline = max(deadline, now + 30)  # another rank has timed out
             if now > deadline:
                 self._abort_naming_the_missing(operation)
+
+    def cancel_others(self) -> None:
+        """Make all other ranks raise `Cancelled` in their current or next wait.
+
+        Their operations stay incomplete, so nobody may use this transport afterwards, and the
+        memory of their messages must stay allocated.
+        """
+        for rank in range(self.size):
+            if rank != self.rank:
+                self.control.isend("", rank, CANCEL)
 
     def _answer_ping(self, operation):
         """Answer a ping of another rank; return whether a ping had arrived."""
@@ -186,6 +210,11 @@ class Transport:
             self._answer_ping(operation)
             time.sleep(0.001)
 
+    def close(self) -> None:
+        """Free the communicators. Collective; the transport cannot be used afterwards."""
+        self.comm.Free()
+        self.control.Free()
+
     def abort(self, code: int) -> NoReturn:
         """End the job on all ranks with this exit code."""
         sys.stdout.flush()
@@ -229,4 +258,5 @@ def allocate_shared(
     if host_comm.rank == 0:
         array[...] = 0
     host_comm.Barrier()
+    host_comm.Free()  # the window keeps what it needs
     return array, window

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mpidl.backends.gpu.cuda_device import CudaDevice
     from mpidl.backends.gpu.sums import Counts
+    from mpidl.comm.groups import Neighbours
     from mpidl.comm.nccl import MpiMover, NcclMover
 
 Key = TypeVar("Key")
@@ -56,7 +57,7 @@ class World(Messaging):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        MPI communicator; COMM_WORLD by default.
+        MPI communicator; by default COMM_WORLD, or inside a sweep the ranks of the group.
     timeout : float, optional
         Longest wait for other ranks in seconds. After a longer wait, the job ends with a message
         that names the ranks that do not answer.
@@ -67,6 +68,8 @@ class World(Messaging):
         Number of threads that the kernels use on each rank. 0 divides the cores among the ranks
         that may use them, unless `dl.configure` or an earlier world has set a number. None leaves
         the choice to a later call of `use_threads`.
+    neighbours : Neighbours, optional
+        The ranks of all groups of the job, if this world is one group of several.
 
     Attributes
     ----------
@@ -89,6 +92,9 @@ class World(Messaging):
     FUNNELED: only the main thread may call the methods of a World.
     """
 
+    # Arguments `comm` and `neighbours` of `World()` during a task of a `groups.Group`.
+    default_group: tuple[MPI.Comm, Neighbours] | None = None
+
     def __init__(
         self,
         comm: MPI.Comm | None = None,
@@ -96,14 +102,17 @@ class World(Messaging):
         timeout: float = 300.0,
         plain: bool = False,
         threads: int | None = 0,
+        neighbours: Neighbours | None = None,
     ) -> None:
         mpi = serial.load()
+        if comm is None and World.default_group is not None:
+            comm, neighbours = World.default_group
         comm = mpi.COMM_WORLD if comm is None else comm
         failure.refuse_foreign_launcher(mpi.COMM_WORLD.size, mpi.Get_library_version())
         hosts = comm.allgather(mpi.Get_processor_name())
         order = sorted(range(comm.size), key=lambda rank: (hosts.index(hosts[rank]), rank))
         super().__init__(Transport(comm.Split(0, order.index(comm.rank)), timeout))
-        self.plain = plain
+        self.plain, self.neighbours = plain, neighbours
         self.hosts: list[str] = self.transport.hosts
         self.host: str = self.hosts[self.rank]
         # `devices.use_gpu` sets the next three attributes.
@@ -408,6 +417,20 @@ class World(Messaging):
         if window is not None:
             self.barrier()  # unlike MPI's Free, the barrier times out if a rank is missing
             window.Free()
+
+    def close(self) -> None:
+        """Free the GPU, the shared arrays and the communicators; the world cannot be used then.
+
+        Collective. Programs need not call this method. It bounds the memory of processes that make
+        many worlds.
+        """
+        if self.device is not None:
+            devices.use_gpu(self, None)
+        for window in self._windows.values():
+            if window is not None:
+                window.Free()
+        self._windows.clear()
+        self.transport.close()
 
 
 def _labelled(name, value):

@@ -76,6 +76,14 @@ def png_of(figure: Any) -> bytes:
     return content.getvalue()
 
 
+def lighten(axes: Any) -> None:
+    """Draw horizontal lines behind the data, and no frame at the top and on the right."""
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
 def _draw(axes, records, ends, key, factor):
     """Draw one panel. The mean of an epoch is drawn at the middle of its iterations."""
     styles = {
@@ -90,10 +98,7 @@ def _draw(axes, records, ends, key, factor):
             iterations = [(ends.get(r["epoch"] - 1, 0) + r["iteration"]) / 2 for r in points]
         if points:
             axes.plot(iterations, [r[key] * factor for r in points], markersize=4, **style)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    lighten(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
 

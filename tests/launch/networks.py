@@ -1,8 +1,10 @@
 """Networks for `--network FILE.py:FUNCTION`: small ones, and some that misbehave."""
 
+import sys
 import time
 
 import mpidl as dl
+from mpidl.comm import failure
 
 
 def small(input_shape, classes):
@@ -78,6 +80,30 @@ def slow_test(input_shape, classes):
 def raises_on_rank_1(input_shape, classes):
     """Return a network that raises an error in the first step of rank 1."""
     return [Break(), *small(input_shape, classes)]
+
+
+def breaks_on_odd_ranks(input_shape, classes):
+    """Return a network that raises an error in the first step of the job's odd ranks."""
+    return [BreakOnOddRanks(), *small(input_shape, classes)]
+
+
+def hangs_on_even_ranks(input_shape, classes):
+    """Raise an error on the job's odd ranks, and sleep on the others."""
+    if failure.launched_rank() % 2:
+        raise ArithmeticError("this network is not built on odd ranks")
+    time.sleep(600)
+
+
+def exits(input_shape, classes):
+    """End the program."""
+    sys.exit("enough")
+
+
+class BreakOnOddRanks(dl.ReLU):
+    def forward(self, x, context):
+        if failure.launched_rank() % 2:
+            raise ArithmeticError("this network breaks on odd ranks")
+        return super().forward(x, context)
 
 
 class Sleep(dl.ReLU):

@@ -153,6 +153,18 @@ def test_compare_without_torch():
     assert "pip install '.[bench]'" in line
 
 
+@pytest.mark.slow("jobs")
+def test_sweep(bench):
+    """The sides train the same models; other weights are an error."""
+    words = ["--network", jobs.SMALL, "--models", 2, "--iterations", 2, "--rounds", 2]
+    stdout, record = bench("sweep", *words)
+    assert set(record["seconds"]) == {"groups of 1", "one after another", "one group"}
+    for side, ratio in record["ratios"].items():
+        pairs = zip(record["seconds"]["groups of 1"], record["seconds"][side], strict=True)
+        assert ratio["median"] == pytest.approx(sum(a / b for a, b in pairs) / 2)
+    assert "the same weights of 2 models in 6 sweeps" in stdout
+
+
 @needs_torch
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow("jobs")

@@ -3,6 +3,8 @@
 import jobs
 import pool
 import pytest
+import tomli_w
+from launcher import mpirun
 
 EMULATED = str(jobs.ROOT) + "/tests/launch/emulated.py"
 NETWORK = jobs.network("convolutions")
@@ -91,3 +93,36 @@ def test_predict(single, pictures, tmp_path):
         run(ranks, *words, "--out", layer, "--activations", "relu1")
         files[ranks] = scores.read_bytes(), layer.read_bytes()
     assert files[1] == files[2]
+
+
+def write_sweep(path, data, **tables):
+    """Write the file of a sweep on GPUs."""
+    train = {"device": "gpu", "batch_size": 50, "threads": 1, "epochs": 1, "timeout": 30}
+    train |= {"network": NETWORK, "data": str(data)}
+    path.write_text(tomli_w.dumps({"train": train, **tables}))
+    return path
+
+
+@SLOW
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sweep_opens_a_gpu_for_each_trial(single, pictures, tmp_path, size):
+    file = write_sweep(tmp_path / "sweep.toml", pictures, grid={"seed": [0, 1, 2]})
+    words = ["sweep", file, "--out", tmp_path / "out", "--ranks-per-model", size]
+    run(2, *words, env={"EMULATED_GPUS": "2"})
+    jobs.assert_same_end(single, tmp_path / "out" / "trial-001")
+    assert len({jobs.weights_hash(tmp_path / "out" / f"trial-00{i}") for i in (1, 2, 3)}) == 3
+
+
+@SLOW
+def test_an_exception_on_one_rank_with_gpus_ends_the_sweep(pictures, tmp_path):
+    """The failed trial is recorded, so the same command trains the others."""
+    networks = [jobs.network("breaks_on_odd_ranks"), NETWORK]
+    trials = [{"network": network} for network in networks]
+    file = write_sweep(tmp_path / "sweep.toml", pictures, trial=trials)
+    words = ["sweep", file, "--out", tmp_path / "out", "--ranks-per-model", 2]
+    result = mpirun(2, EMULATED, *words, env=jobs.without_plots())
+    assert result.returncode == 1
+    assert "mpidl: rank 1 failed: this network breaks on odd ranks" in result.stderr
+    result = run(2, *words, check=1)
+    assert "Before: 1 failed (--retry-failed); 1 to train" in result.stdout
+    assert (tmp_path / "out" / "trial-002" / "summary.json").exists()

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from benchmarks import arguments as bench_arguments
-from mpidl.cli import arguments, convert, pack
+from mpidl.cli import arguments, convert, pack, sweep
 from mpidl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +17,7 @@ PARSERS = {
     "info": arguments.info,
     "pack": pack.parse,
     "convert": convert.parse,
+    "sweep": sweep.parse,
     "benchmarks": bench_arguments.parse,
 }
 STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command
@@ -75,7 +76,8 @@ def _problem(words):
     if PROGRAM.fullmatch(first):
         if not (ROOT / first).is_file():
             return f"no program {first}"
-        return _options("train", rest) if Path(first).name in ("train", "train.slurm") else None
+        name = Path(first).name.removesuffix(".slurm")
+        return _options(name, rest) if name in ("train", "sweep") else None
     if first == "pip":
         return _extras(rest)
     if first != "python":

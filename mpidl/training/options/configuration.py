@@ -162,18 +162,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     UserError
         If the file cannot be read or is not valid TOML, or if a name or a value is invalid.
     """
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10 has no tomllib
-        import tomli as tomllib
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"--config {path}: not a TOML file: {error}") from error
-
+    table = read_toml(path, f"--config {path}")
     table = {name: value for name, value in table.items() if name not in RECORDS}
     for group in ("options", "run"):
         inner = table.pop(group, {})
@@ -189,6 +178,21 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise UserError(f"{path}: unknown option {name}{nearest(option, RULES)}")
         values[option] = check_value(RULES[option], value, f"{path}: {name}")
     return values
+
+
+def read_toml(path: str | os.PathLike[str], spelled: str) -> dict[str, Any]:
+    """Read a TOML file; raise UserError, whose message begins with `spelled`, if that fails."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10 has no tomllib
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"{spelled}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{spelled}: not a TOML file: {error}") from error
 
 
 def write_options(

@@ -1,0 +1,289 @@
+"""`python -m mpidl.sweep`: train the networks of a sweep, on groups of ranks at the same time."""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+
+from mpidl.cli import arguments, train
+from mpidl.comm import World, failure
+from mpidl.comm.groups import Group, describe
+from mpidl.errors import Fault, UserError
+from mpidl.files import on_rank_0, reason
+from mpidl.report import sweep_table as report
+from mpidl.report.console import clock
+from mpidl.training import sweep as dispatch
+from mpidl.training.files import checkpoint, trial_folder
+from mpidl.training.files.trial_folder import (
+    COMPLETE,
+    FAILED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    TrialFolder,
+)
+from mpidl.training.options import sweep_file, training_options
+
+EXIT_CODES = """\
+exit codes: 0 success; 1 a trial failed, or an error; 2 invalid options or file; 75 stopped by a
+signal (USR1, TERM, INT) after writing checkpoints: run the same command again
+"""
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.sweep; `arguments.train` describes parameters and errors."""
+    parser = arguments.Parser(
+        "mpidl.sweep",
+        "Train many networks at once. The ranks work in groups, and a group takes the next trial\n"
+        "as soon as it is free. The same command continues a sweep.",
+        quiet,
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("file", metavar="FILE.toml", help="The trials (docs/sweep.md)")
+    parser.text(
+        "--out",
+        "DIR",
+        "Folder for table.csv and a folder per trial; default: runs/FILE without .toml",
+    )
+    parser.text(
+        "--ranks-per-model",
+        "N",
+        "Ranks that train a model together; N divides the number of ranks; default: 1",
+        type=arguments.count("--ranks-per-model"),
+    )
+    parser.text(
+        "--trial",
+        "I",
+        "Train only trial I, counted from 1, on all ranks",
+        type=arguments.count("--trial"),
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="Write and print the table, without training"
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="Train the trials that have failed again"
+    )
+    parsed = parser.parse(argv)
+    modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
+    modes += (("--ranks-per-model", parsed.ranks_per_model),)
+    used = [flag for flag, value in modes if value is not None]
+    if len(used) > 1:
+        raise UserError(f"{' and '.join(used)}: expected at most one of them")
+    return parsed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
+    if parsed.table:
+        return _table_only(parsed) if failure.launched_rank() == 0 else 0
+    world = World(timeout=training_options.TrainingOptions().timeout, threads=None)
+    sweep = on_rank_0(world, lambda: sweep_file.read(parsed.file))
+    world.transport.timeout = sweep.train.get("timeout", world.transport.timeout)
+    command = Command(sweep, _out(parsed), parsed.retry_failed)
+    if parsed.trial is not None:
+        command.select(parsed.trial)
+    size = parsed.ranks_per_model or (world.size if parsed.trial else 1)
+    group = Group(world, size, "--ranks-per-model")
+    on_rank_0(world, command.check)
+    with failure.Signals() as signals:
+        code = command.run(group, signals)
+    group.close()
+    return code
+
+
+def _out(parsed):
+    name = os.path.basename(parsed.file).removesuffix(".toml")
+    return parsed.out or os.path.join("runs", name)
+
+
+def _table_only(parsed):
+    sweep, out = sweep_file.read(parsed.file), _out(parsed)
+    if not os.path.isdir(out):
+        raise UserError(f"--out {out}: expected the folder of a sweep, found none")
+    Command(sweep, out).finish(None)
+    return 0
+
+
+class Command:
+    """A start of the command.
+
+    Parameters
+    ----------
+    sweep : Sweep
+        The trials.
+    out : str
+        Folder of the sweep.
+    retry_failed : bool
+        Whether to train failed trials again.
+    """
+
+    def __init__(self, sweep: sweep_file.Sweep, out: str, retry_failed: bool = False) -> None:
+        self.sweep, self.out, self.retry_failed = sweep, out, retry_failed
+        self.all = self.folders = trial_folder.folders_of(sweep, out)
+        self.writes_table = True
+
+    def select(self, number: int) -> None:
+        """Train only the trial with this number. Other jobs may train the others."""
+        if number > len(self.all):
+            raise UserError(
+                f"--trial {number}: expected at most {len(self.all)}, the number of trials in "
+                f"{self.sweep.path}"
+            )
+        self.folders, self.writes_table = [self.all[number - 1]], False
+
+    def check(self) -> None:
+        """Make the folder; raise UserError if the file has changed since an earlier start."""
+        try:
+            os.makedirs(self.out, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {self.out}: cannot be created: {reason(error)}") from error
+        if not os.access(self.out, os.W_OK):
+            raise UserError(f"--out {self.out}: cannot be written: no permission")
+        for folder in self.folders:
+            is_retried = self.retry_failed and folder.state() == FAILED
+            if not is_retried and (changes := folder.changes()):
+                raise UserError(
+                    f"{self.sweep.path}: {folder.name} has begun with other options: "
+                    f"{'; '.join(changes)}; expected the same file, or another --out"
+                )
+
+    def is_due(self, folder: TrialFolder) -> bool:
+        """Return whether to train this trial."""
+        state = folder.state()
+        return state != COMPLETE and (state != FAILED or self.retry_failed)
+
+    def run(self, group: Group, signals: failure.Signals) -> int:
+        """Train the trials and return the exit code. Collective over the job."""
+        job, start_time = group.job, time.monotonic()
+        due = on_rank_0(job, lambda: [i for i, f in enumerate(self.folders) if self.is_due(f)])
+        if job.rank == 0:
+            self._announce(group, len(due))
+        trained = 0
+
+        def attempt(index):
+            return self._attempt(group, self.folders[due[index]], signals)
+
+        for _, code in dispatch.run(len(due), attempt, group, signals, self.out):
+            trained += code == 0 and group.is_leader
+        trained = job.gop("sum", trained)
+        is_stopped = job.gop("max", int(signals.agreed or signals.name is not None))
+        name = next((n for n in job.allgather(signals.name) if n), "stopped")
+        states = on_rank_0(job, lambda: [folder.state() for folder in self.folders])
+        if job.rank == 0:
+            if self.writes_table:
+                self.finish((trained, time.monotonic() - start_time))
+            if is_stopped:
+                waiting = states.count(WAITING) + states.count(RUNNING)
+                print(
+                    f"{name}: {states.count(STOPPED)} trial(s) stopped with a checkpoint, "
+                    f"{waiting} not trained; to continue, run the same command again",
+                    flush=True,
+                )
+        if is_stopped and any(state not in (COMPLETE, FAILED) for state in states):
+            return arguments.STOPPED
+        return 1 if FAILED in states else 0
+
+    def _announce(self, group, due):
+        states = [folder.state() for folder in self.folders]
+        ranks = group.job.size // group.count
+        print(f"Sweep: {self.sweep.path}, {len(self.all)} trials")
+        print(f"Ranks: {group.job.size}, {group.count} group(s) of {ranks}")
+        earlier = [f"{states.count(s)} {s}" for s in (COMPLETE, FAILED, STOPPED) if s in states]
+        if earlier:
+            hint = "" if FAILED not in states or self.retry_failed else " (--retry-failed)"
+            print(f"Before: {', '.join(earlier)}{hint}; {due} to train")
+        print(f"Results: {self.out}", flush=True)
+
+    def _attempt(self, group, folder, signals):
+        """Train a trial on a group; return the exit code that mpidl.train would have."""
+
+        def train_alone(world):
+            typed = on_rank_0(world, lambda: self._prepare(group, folder))
+            with folder.log():
+                try:
+                    return train.train(typed, world, signals)
+                except Exception as error:
+                    dispatch.print_traceback(error)
+                    if isinstance(error, (UserError, Fault)) and world.rank == 0:
+                        print(f"mpidl: {error}")
+                    raise
+
+        def record(error):
+            folder.write(FAILED, describe(error))
+
+        outcome = group.attempt(train_alone, record)
+        code = outcome.value if outcome.error is None else 1
+        if group.is_leader:
+            self._record_end(group, folder, code, outcome.error)
+        return code
+
+    def _prepare(self, group, folder):
+        """Record that a trial starts, print it, and return the arguments for mpidl.train."""
+        typed = {**folder.options, "out": folder.path}
+        verb = "starts"
+        if folder.can_resume():
+            typed["resume"], verb = folder.path, "continues"
+        elif checkpoint.exists(folder.path) and folder.changes():
+            typed["overwrite"] = True  # a failed trial with other options
+        folder.write(RUNNING)
+        varied = self.sweep.trials[folder.number - 1]
+        values = ", ".join(f"{name} {report.cell(name, value)}" for name, value in varied.items())
+        self._print(group, folder, f"{verb}: {values}" if values else verb)
+        return typed
+
+    def _record_end(self, group, folder, code, error):
+        """Record the end of a trial, print it and write the table."""
+        if error is not None:
+            folder.write(FAILED, describe(error))
+            self._print(group, folder, f"failed: {describe(error)}")
+        elif code == arguments.STOPPED:
+            folder.write(STOPPED)
+            self._print(group, folder, "stopped, checkpoint written")
+        else:
+            folder.write(COMPLETE)
+            row = folder.row()
+            scores = [
+                f"{name.replace('_', ' ')} {report.cell(name, row[name])}"
+                for name in sorted(report.shown_scores([row]))
+            ]
+            scores = [text.replace("validation accuracy", "validation") for text in scores]
+            self._print(group, folder, f"done: {', '.join([*scores, clock(row['seconds'])])}")
+        if self.writes_table:
+            report.write_csv(self.out, self._rows(), self.sweep.varied, writer=group.index)
+
+    @staticmethod
+    def _print(group, folder, text):
+        prefix = f"Group {group.index + 1}: " if group.count > 1 else ""
+        print(f"{prefix}{folder.name} {text}", flush=True)
+
+    def _rows(self):
+        varied = self.sweep.varied
+        return [
+            {name: folder.options.get(name) for name in varied} | folder.row()
+            for folder in self.all
+        ]
+
+    def finish(self, speed: tuple[int, float] | None) -> None:
+        """Write table.csv and table.png, and print the table and the best trial.
+
+        `speed` is the number of models that were trained to their end, and the seconds it took.
+        """
+        rows, varied = self._rows(), self.sweep.varied
+        report.write_csv(self.out, rows, varied)
+        has_picture = report.draw(self.out, rows, varied)
+        print()
+        report.print_table(rows, varied)
+        for row, folder in zip(rows, self.all, strict=True):
+            if row["state"] == FAILED:
+                print(f"Failed: {folder.name}: {row['error']}")
+        if (best := report.best_of(rows)) is not None:
+            score = report.score_of(rows)
+            text = f"{score.replace('_', ' ')} {report.cell(score, best[score])}"
+            print(f"Best: {self.all[best['trial'] - 1].path}, {text}")
+        if speed is not None and speed[0]:
+            count, seconds = speed
+            rate = 60 * count / max(seconds, 1e-9)
+            print(f"Models: {count} in {clock(seconds)}, {rate:.3g} per minute")
+        pictures = f", {report.PNG}" if has_picture else ""
+        print(f"Table: {os.path.join(self.out, report.CSV)}{pictures}", flush=True)

@@ -1,0 +1,156 @@
+"""Write the results of a sweep: table.csv, table.png and a table on the terminal."""
+
+import csv
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mpidl.files import sync_folder, write_whole
+from mpidl.report import plots
+from mpidl.report.console import clock, terminal_width
+
+CSV, PNG = "table.csv", "table.png"
+RESULTS = (
+    *("state", "accuracy", "loss", "validation_accuracy", "validation_loss", "epochs"),
+    *("iterations", "seconds", "weights_sha256", "error"),
+)
+SCORES = ("validation_accuracy", "accuracy", "validation_loss", "loss")  # by which to choose
+MAX_PANELS = 6
+
+Row = dict[str, Any]  # "trial" (its number), the options that vary, and RESULTS; None if missing
+
+
+def score_of(rows: Sequence[Row]) -> str:
+    """Return the name of the score by which to compare trials that have ended.
+
+    It is the validation accuracy if all of them have one, else the test accuracy, the validation
+    loss or the test loss. It is "loss" if no trial has ended.
+    """
+    trained = [row for row in rows if row["state"] == "done"]
+    for name in SCORES:
+        if trained and all(row[name] is not None for row in trained):
+            return name
+    return "loss"
+
+
+def best_of(rows: Sequence[Row]) -> Row | None:
+    """Return the trial with the best score, the first of several; None if none has a score."""
+    score = score_of(rows)
+    scored = [row for row in rows if row["state"] == "done" and row[score] is not None]
+    sign = -1 if score.endswith("accuracy") else 1
+
+    def order(row):
+        loss = row[score.replace("accuracy", "loss")]
+        return sign * row[score], float("inf") if loss is None else loss
+
+    return min(scored, key=order, default=None)
+
+
+def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: int = 0) -> None:
+    """Write DIR/table.csv.
+
+    Parameters
+    ----------
+    folder : str
+        The folder of the sweep.
+    rows : sequence of Row
+        The trials.
+    varied : sequence of str
+        Names of the options that vary.
+    writer : int
+        Number of the process that writes; several may write at the same time.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written.
+    """
+    text = io.StringIO()
+    columns = ["trial", *varied, *RESULTS]
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    part = os.path.join(folder, f".{CSV}.{writer}")
+    write_whole(part, text.getvalue().encode())
+    os.replace(part, os.path.join(folder, CSV))
+    sync_folder(folder)
+
+
+def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
+    """Print the trials as a table."""
+    import rich.box
+    import rich.console
+    import rich.table
+
+    box = rich.box.SIMPLE_HEAD
+    table = rich.table.Table(box=box, pad_edge=False, padding=(0, 0, 0, 1))
+    columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
+    for name in columns:
+        is_text = name == "state" or any(isinstance(row.get(name), str) for row in rows)
+        header = {"seconds": "time"}.get(name, name.replace("_", "\n"))
+        table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(name, row.get(name)) for name in columns))
+    width = terminal_width(sys.stdout) or 100
+    console = rich.console.Console(file=sys.stdout, width=width, color_system=None)
+    with console.capture() as text:
+        console.print(table, markup=False, highlight=False)
+    lines = [line.rstrip().removeprefix(" ") for line in text.get().splitlines()]
+    print("\n".join(line for line in lines if line))
+
+
+def shown_scores(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the scores that fit on a terminal: at most three of `SCORES`."""
+    names = [name for name in SCORES if any(row[name] is not None for row in rows)]
+    if "validation_accuracy" in names:
+        names.remove("validation_loss")
+    return names
+
+
+def cell(name: str, value: Any) -> str:
+    """Format a value for people."""
+    if value is None:
+        return ""
+    if name == "seconds":
+        return clock(value)
+    if name in SCORES:
+        return f"{value:.4f}" if name.endswith("accuracy") else f"{value:.4g}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def draw(folder: str, rows: Sequence[Row], varied: Sequence[str]) -> bool:
+    """Draw DIR/table.png: the score of each trial against each option that varies.
+
+    Return False if matplotlib is not installed or no trial has a score. Raise UserError if the file
+    cannot be written.
+    """
+    best, score = best_of(rows), score_of(rows)
+    scored = [row for row in rows if row[score] is not None]
+    names = [name for name in varied if len({str(row.get(name)) for row in scored}) > 1]
+    names = names[:MAX_PANELS] or ["trial"]
+    if best is None:
+        return False
+    try:
+        figure = plots.new_figure(3.2 * max(len(names), 2), 3.4)
+    except ImportError:
+        return False
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    factor = 100 if score.endswith("accuracy") else 1
+    for axes, name in zip(panels, names, strict=True):
+        values, is_number = [row.get(name) for row in scored], True
+        if not all(isinstance(value, (int, float)) for value in values):
+            values, is_number = [str(value) for value in values], False
+        axes.scatter(values, [row[score] * factor for row in scored], color=plots.TRAINING, s=22)
+        place = str(best.get(name)) if not is_number else best[name]
+        axes.scatter([place], [best[score] * factor], color=plots.VALIDATION, s=46, label="best")
+        if is_number and min(values) > 0 and max(values) >= 20 * min(values):
+            axes.set_xscale("log")
+        axes.set_xlabel(name.replace("_", " "))
+        plots.lighten(axes)
+    panels[0].set_ylabel(score.replace("_", " ") + (" (%)" if factor == 100 else ""))
+    panels[0].set_title(f"{len(scored)} trials", loc="left")
+    panels[-1].legend(frameon=False)
+    write_whole(os.path.join(folder, PNG), plots.png_of(figure))
+    return True

@@ -1,0 +1,117 @@
+"""The folders of a sweep's trials: each is the folder of a run, with trial.json and console.log."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mpidl.errors import UserError
+from mpidl.files import reason, write_whole
+from mpidl.training.files import checkpoint
+from mpidl.training.options.sweep_file import Sweep, changed_options
+
+RECORD, LOG, SUMMARY = "trial.json", "console.log", "summary.json"
+WAITING, RUNNING, COMPLETE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
+STATES = (WAITING, RUNNING, COMPLETE, FAILED, STOPPED)
+# {column of the table: name in summary.json}
+FIGURES = {
+    "accuracy": "accuracy",
+    "loss": "loss",
+    "validation_accuracy": "validation_accuracy",
+    "validation_loss": "validation_loss",
+    "epochs": "epochs",
+    "iterations": "iterations",
+    "seconds": "train_seconds",
+    "weights_sha256": "weights_sha256",
+}
+
+
+class TrialFolder(NamedTuple):
+    """The folder of a trial, which need not exist yet.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    number : int
+        Number of the trial, from 1.
+    options : dict
+        All options of the trial in the sweep's file.
+    """
+
+    path: str
+    number: int
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    def state(self) -> str:
+        """Return one of `STATES`; a trial that was killed is still "running"."""
+        if os.path.exists(os.path.join(self.path, SUMMARY)):
+            return COMPLETE
+        return self._record().get("state", WAITING)
+
+    def row(self) -> dict[str, Any]:
+        """Return the trial's row of the sweep's table, without the options."""
+        record, state = self._record(), self.state()
+        summary = _read_json(os.path.join(self.path, SUMMARY)) if state == COMPLETE else {}
+        figures = {column: summary.get(name) for column, name in FIGURES.items()}
+        error = record.get("error") if state == FAILED else None
+        return {"trial": self.number, "state": state, **figures, "error": error}
+
+    def write(self, state: str, error: str | None = None) -> None:
+        """Record the state of the trial, and the error of a failed trial, in one line."""
+        record = {"trial": self.number, "options": self.options, "state": state, "error": error}
+        try:
+            os.makedirs(self.path, exist_ok=True)
+        except OSError as problem:
+            raise UserError(f"{self.path}: cannot be created: {reason(problem)}") from problem
+        content = (json.dumps(record, indent=1) + "\n").encode()
+        write_whole(os.path.join(self.path, RECORD), content)
+
+    def can_resume(self) -> bool:
+        """Return whether the trial has a checkpoint with the same options."""
+        return checkpoint.exists(self.path) and not self.changes()
+
+    def changes(self) -> list[str]:
+        """Return "NAME was OLD, is NEW" for each option that the sweep's file has changed."""
+        record = self._record()
+        old = record.get("options", self.options)
+        names = changed_options(old, self.options)
+        return [f"{name} was {old.get(name)}, is {self.options.get(name)}" for name in names]
+
+    @contextlib.contextmanager
+    def log(self) -> Iterator[None]:
+        """Append what this process prints to console.log; all ranks of a trial may do so."""
+        try:
+            file = open(os.path.join(self.path, LOG), "a", buffering=1, errors="backslashreplace")
+        except OSError:  # another host may not see the folder yet
+            file = open(os.devnull, "w")
+        with file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            yield
+            sys.stdout.flush()
+
+    def _record(self):
+        return _read_json(os.path.join(self.path, RECORD))
+
+
+def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
+    """Return the folders of all trials of a sweep in the folder `out`."""
+    digits = max(3, len(str(len(sweep.trials))))
+    return [
+        TrialFolder(os.path.join(out, f"trial-{i + 1:0{digits}}"), i + 1, sweep.options(i))
+        for i in range(len(sweep.trials))
+    ]
+
+
+def _read_json(path):
+    """Return the content of a JSON file; {} if there is none or it cannot be read."""
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,205 @@
+"""Read the TOML file of a sweep: the options of every trial, and those that vary."""
+
+import itertools
+import math
+import numbers
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl import keyed
+from mpidl.errors import UserError
+from mpidl.text import did_you_mean
+from mpidl.training.options.configuration import RULES, read_toml
+from mpidl.training.options.option_types import at_least, check_value, nearest
+
+TABLES = ("train", "grid", "trial", "random")
+COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
+DIGITS = 6  # significant digits of random numbers, which are then the same with any C library
+
+# Options that do not change the weights; a sweep may continue with others.
+SPEED = (
+    *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
+    *("checkpoint_every", "verbose", "verbose_every", "plots"),
+)
+
+Options = dict[str, Any]
+
+
+class Sweep(NamedTuple):
+    """The trials of a sweep.
+
+    Attributes
+    ----------
+    path : str
+        Path of the file.
+    train : dict
+        Options of every trial: {name: value}, with underscores in the names.
+    trials : list of dict
+        Options of each trial that vary. They override those of `train`.
+    varied : list of str
+        Names of all options that vary, in the order of the file.
+    """
+
+    path: str
+    train: Options
+    trials: list[Options]
+    varied: list[str]
+
+    def options(self, index: int) -> Options:
+        """Return all options of a trial, given its index from 0."""
+        return self.train | self.trials[index]
+
+
+def read(path: str | os.PathLike[str]) -> Sweep:
+    """Read the file of a sweep.
+
+    The table [train] has options of every trial. The trials are the combinations of the lists in
+    [grid], or one per table [[trial]], or drawn at random as [random] describes.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+
+    Returns
+    -------
+    Sweep
+
+    Raises
+    ------
+    UserError
+        If the file cannot be read or is not valid TOML, if it does not describe trials, or if an
+        option or a value is invalid. The message names the file, the table and the key.
+    """
+    path = os.fspath(path)
+    tables = read_toml(path, path)
+    for name in tables:
+        if name not in TABLES:
+            hint = did_you_mean(name, TABLES) or ": expected [train], [grid], [[trial]], [random]"
+            raise UserError(f"{path}: unknown table [{name}]{hint}")
+    kinds = [name for name in TABLES[1:] if name in tables]
+    if len(kinds) != 1:
+        names = " and ".join("[[trial]]" if kind == "trial" else f"[{kind}]" for kind in kinds)
+        raise UserError(
+            f"{path}: expected one of [grid], [[trial]] and [random], found {names or 'none'}"
+        )
+    for name in {"train", *kinds} & tables.keys():
+        is_table = isinstance(tables[name], list if name == "trial" else dict)
+        if not is_table or (name == "trial" and not all(isinstance(t, dict) for t in tables[name])):
+            spelled = "[[trial]] must be tables" if name == "trial" else f"[{name}] must be a table"
+            raise UserError(f"{path}: {spelled}, found {tables[name]}")
+    train = _checked(tables.get("train", {}), f"{path}: [train]")
+    make = {"grid": _grid, "trial": _listed, "random": _random}[kinds[0]]
+    trials = make(path, tables[kinds[0]])
+    varied = list(dict.fromkeys(name for trial in trials for name in trial))
+    return Sweep(path, train, trials, varied)
+
+
+def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the names of options that differ, except for those that affect only the speed."""
+    names = [name for name in (*old, *new) if old.get(name) != new.get(name)]
+    return [name for name in dict.fromkeys(names) if name not in SPEED]
+
+
+def _checked(table, spelled):
+    """Return {name: value} of a table of options, checked and with underscores in the names."""
+    options = {}
+    for name, value in table.items():
+        option = _option(name, spelled)
+        options[option] = check_value(RULES[option], value, f"{spelled} {name}")
+    return options
+
+
+def _option(name, spelled):
+    """Return the name of an option with underscores; raise UserError if there is none."""
+    option = name.replace("-", "_")
+    if option not in RULES:
+        raise UserError(f"{spelled} {name}: unknown option{nearest(option, RULES)}")
+    return option
+
+
+def _listed(path, tables):
+    return [_checked(table, f"{path}: [[trial]] {i + 1}:") for i, table in enumerate(tables)]
+
+
+def _grid(path, table):
+    """Return all combinations of the lists of values; the last option changes first."""
+    choices = {}
+    for name, values in table.items():
+        spelled = f"{path}: [grid]"
+        rule = RULES[_option(name, spelled)]
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{spelled} {name} must be a list of values, found {values}")
+        choices[_option(name, spelled)] = [
+            check_value(rule, value, f"{spelled} {name}") for value in values
+        ]
+    if not choices:
+        raise UserError(f"{path}: [grid] must have lists of values, found none")
+    return [dict(zip(choices, row, strict=True)) for row in itertools.product(*choices.values())]
+
+
+def _random(path, table):
+    """Draw trials at random. Each number depends only on the seed, the option and the trial."""
+    spelled, table = f"{path}: [random]", dict(table)
+    if COUNT not in table:
+        raise UserError(f"{spelled} expected {COUNT}, the number of trials, found none")
+    count = check_value(at_least(1), table.pop(COUNT), f"{spelled} {COUNT}")
+    seed = check_value(RULES["seed"], table.pop(SEED, 0), f"{spelled} {SEED}")
+    if not table:
+        raise UserError(f"{spelled} must have ranges of options, found none")
+    trials = [{} for _ in range(count)]
+    for name, value in table.items():
+        option = _option(name, spelled)
+        draw = _distribution(value, f"{spelled} {name}")
+        for trial, number in zip(
+            trials, keyed.uniform(seed, f"sweep {option}", count), strict=True
+        ):
+            trial[option] = check_value(RULES[option], draw(number), f"{spelled} {name}")
+    return trials
+
+
+def _distribution(value: Any, spelled: str) -> Callable[[np.float64], Any]:
+    """Return the function from a number in [0, 1) to a value, as the file describes it."""
+    kinds = ("uniform", "log_uniform", "integers", "choices")
+    if isinstance(value, list):
+        value = {"choices": value}
+    if not isinstance(value, dict) or len(value) != 1:
+        raise UserError(
+            f"{spelled} must be a list of choices or one of {{ {' = ..., '.join(kinds)} = ... }}, "
+            f"found {value}"
+        )
+    ((kind, values),) = value.items()
+    kind = kind.replace("-", "_")
+    if kind not in kinds:
+        hint = did_you_mean(kind, kinds) or f": expected {', '.join(kinds)}"
+        raise UserError(f"{spelled}: unknown distribution {kind}{hint}")
+    if kind == "choices":
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{spelled}: choices must be a list of values, found {values}")
+        return lambda number: values[int(number * len(values))]
+    kind_of_number = numbers.Integral if kind == "integers" else numbers.Real
+    is_range = isinstance(values, list) and len(values) == 2
+    is_range = is_range and all(
+        isinstance(v, kind_of_number) and not isinstance(v, bool) and math.isfinite(v)
+        for v in values
+    )
+    if not is_range or values[0] > values[1] or (kind == "log_uniform" and values[0] <= 0):
+        positive = "positive " if kind == "log_uniform" else ""
+        noun = "whole numbers" if kind == "integers" else "numbers"
+        raise UserError(
+            f"{spelled}: {kind} must be two {positive}{noun}, the lowest and the highest, "
+            f"found {values}"
+        )
+    low, high = values
+    if kind == "integers":
+        return lambda number: low + int(number * (high - low + 1))
+    if kind == "uniform":
+        return lambda number: _rounded(low + number * (high - low), low, high)
+    return lambda number: _rounded(low * math.exp(number * math.log(high / low)), low, high)
+
+
+def _rounded(value, low, high):
+    return min(max(float(f"{value:.{DIGITS}g}"), low), high)

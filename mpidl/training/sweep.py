@@ -1,0 +1,225 @@
+"""Train many models at once: groups of ranks take the next trial as they become free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from mpidl.comm import World
+from mpidl.comm.failure import Signals
+from mpidl.comm.groups import Group
+from mpidl.comm.transport import Cancelled
+from mpidl.errors import Fault, UserError
+from mpidl.files import on_rank_0, reason
+
+Trial = TypeVar("Trial")
+Returned = TypeVar("Returned")
+
+STOP_SECONDS = 0.5  # time between two looks for a request to stop from another group
+
+
+def sweep(
+    function: Callable[[Trial, World], Returned],
+    trials: Iterable[Trial],
+    *,
+    ranks_per_model: int = 1,
+    world: World | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> list[Returned | Exception]:
+    """Call `function(trial, world)` for each trial, on groups of ranks that work at the same time.
+
+    Collective over all ranks. A group takes the next trial as soon as it is free.
+
+    Parameters
+    ----------
+    function : callable
+        Function of a trial and the `World` of its group, called on each rank of the group. It may
+        train with `dl.train(..., world=world)`. Inside it, `dl.World()` is also the group's.
+    trials : iterable
+        The trials, such as dictionaries of options; the same on all ranks.
+    ranks_per_model : int
+        Number of consecutive ranks per group. It must divide the number of ranks.
+    world : World, optional
+        The ranks; by default all ranks.
+    folder : path, optional
+        Existing folder, visible on all hosts, for the files by which the groups share the trials.
+        By default the temporary folder or, on several hosts, ~/.cache/mpidl ($MPIDL_CACHE).
+
+    Returns
+    -------
+    list
+        The results in the order of the trials, the same on all ranks. A result is what the function
+        returned on rank 0 of the group, and must be picklable. A trial that failed has its
+        exception in the list. If a signal (USR1, TERM, INT) stopped the sweep, trials that did not
+        start have a `Fault`.
+
+    Raises
+    ------
+    UserError
+        If `ranks_per_model` does not divide the number of ranks, or if the folder cannot be used.
+    """
+    world = World() if world is None else world
+    trials, outcomes = list(trials), {}
+    group = Group(world, ranks_per_model)
+
+    def attempt(index):
+        def call(group_world):
+            try:
+                result = function(trials[index], group_world)
+                if group.is_leader:
+                    pickle.dumps(result)  # raise here, so that only this trial fails
+                return result if group.is_leader else None
+            except Exception as error:
+                print_traceback(error)
+                raise
+
+        return group.attempt(call, lambda error: None)
+
+    with Signals() as signals:
+        for index, outcome in run(len(trials), attempt, group, signals, folder):
+            outcomes[index] = outcome.value if outcome.error is None else outcome.error
+    group.close()
+    results: dict[int, Any] = {}
+    for part in world.allgather(outcomes if group.is_leader else {}):
+        results.update(part)
+    stopped = Fault("the sweep was stopped before this trial")
+    return [results.get(index, stopped) for index in range(len(trials))]
+
+
+def run(
+    count: int,
+    attempt: Callable[[int], Returned],
+    group: Group,
+    signals: Signals,
+    folder: str | os.PathLike[str] | None = None,
+) -> Iterator[tuple[int, Returned]]:
+    """Share trials among groups, and yield the trials of this group as they end.
+
+    Collective over the job; the iterator ends on all ranks when all groups have ended.
+
+    Parameters
+    ----------
+    count : int
+        Number of trials.
+    attempt : callable
+        Function of the number of a trial, from 0, called on all ranks of a group.
+    group : Group
+        The group of this rank.
+    signals : Signals
+        Requests to stop. If any rank has one, no group starts another trial, and each rank that
+        leads a group receives USR1.
+    folder : path, optional
+        See `sweep`.
+
+    Yields
+    ------
+    index : int
+        Number of the trial.
+    result : object
+        What `attempt` returned.
+    """
+    with _claims_folder(group.job, folder) as claims, _stops(claims, group, signals) as stop_path:
+        for index in range(count):
+            claimed = group.is_leader and not os.path.exists(stop_path) and _claim(claims, index)
+            if group.ranks.broadcast(claimed):
+                yield index, attempt(index)
+            if group.any(_is_stopping(signals)):
+                if group.is_leader:
+                    _touch(stop_path)
+                break
+        group.wait_for_job()
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an unexpected exception to stderr."""
+    if not isinstance(error, (UserError, Fault, Cancelled)):
+        traceback.print_exception(error)
+
+
+def _is_stopping(signals):
+    return signals.agreed or signals.name is not None
+
+
+@contextlib.contextmanager
+def _claims_folder(world, parent):
+    """Make a folder of this start, with a file for each trial that a group has claimed.
+
+    Files need no help of a rank that computes, which messages do with many MPI libraries.
+    """
+    if parent is None and len(set(world.hosts)) > 1:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        parent = os.environ.get("MPIDL_CACHE") or os.path.join(cache, "mpidl")
+
+    def make():
+        try:
+            if parent is not None:
+                os.makedirs(parent, exist_ok=True)
+            return tempfile.mkdtemp(prefix=".claims-", dir=parent)
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be written: {reason(error)}") from error
+
+    folder = on_rank_0(world, make)
+    lacking = [host for host in world.allgather(_lacks(folder, world.host)) if host]
+    try:
+        if lacking:
+            raise UserError(f"{folder}: expected a folder on all hosts, found none on {lacking[0]}")
+        yield folder
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lacks(folder, host):
+    return "" if os.path.isdir(folder) else host
+
+
+def _claim(folder, index):
+    """Claim a trial; return False if another group has claimed it."""
+    return _touch(os.path.join(folder, str(index)))
+
+
+def _touch(path):
+    """Create an empty file; return False if it exists."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _stops(folder, group, signals):
+    """Pass requests to stop between the groups, by a file whose path this context manager yields.
+
+    A thread of each leader creates the file if its rank has a request, and sends the signal USR1 to
+    its rank if another group has created the file.
+    """
+    path, is_over = os.path.join(folder, "stop"), threading.Event()
+
+    def watch():
+        while not is_over.wait(STOP_SECONDS):
+            if _is_stopping(signals):
+                _touch(path)
+            elif os.path.exists(path):
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    watcher = threading.Thread(target=watch, name="mpidl-sweep-stops", daemon=True)
+    has_handlers = threading.current_thread() is threading.main_thread()
+    if group.is_leader and has_handlers:  # elsewhere USR1 would end the process
+        watcher.start()
+    try:
+        yield path
+    finally:
+        is_over.set()
+        if watcher.ident is not None:
+            watcher.join()

@@ -1,0 +1,249 @@
+"""mpidl.sweep: weights as those of trainings alone, failed trials, stops and resumes."""
+
+import csv
+import os
+import re
+import shutil
+import signal
+
+import jobs
+import launcher
+import pool
+import pytest
+import tomli_w
+from launcher import finish, mpirun
+from limits import wait_until
+
+SLOW = pytest.mark.slow("jobs")
+RATES, SEEDS = [0.01, 0.1], [0, 1]
+LIMITS = {"batch_size": 50, "max_iterations": 6, "epochs": 2}
+
+
+@pytest.fixture
+def write(pictures, tmp_path):
+    """A function that writes a sweep's file and returns the path."""
+
+    def write_tables(train=None, **tables):
+        common = {"network": jobs.SMALL, "data": str(pictures), "threads": 1, **LIMITS}
+        path = tmp_path / "rates.toml"
+        path.write_text(tomli_w.dumps({"train": common | (train or {}), **tables}))
+        return path
+
+    return write_tables
+
+
+def sweep(ranks, file, out, *options, check=0):
+    return pool.run(ranks, "-m", "mpidl.sweep", file, "--out", out, *options, check=check)
+
+
+def table(out):
+    with open(out / "table.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def states(out):
+    return [row["state"] for row in table(out)]
+
+
+def files(folder):
+    """Return {path: time of the last write} of all files in a folder."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_trials_are_trainings_alone(write, pictures, tmp_path):
+    """Groups of one rank and of all ranks; a finished sweep changes no file of a trial."""
+    file = write(grid={"learning_rate": RATES, "seed": SEEDS})
+    first, second, single = tmp_path / "first", tmp_path / "second", tmp_path / "single"
+    result = sweep(3, file, first)
+    lines = jobs.output_lines(result)
+    assert f"Sweep: {file}, 4 trials" in lines and "Ranks: 3, 3 group(s) of 1" in lines
+    assert sum("done: accuracy" in line for line in lines) == 4
+    assert f"Table: {first / 'table.csv'}" in lines
+    sweep(2, file, second, "--ranks-per-model", 2)
+    hashes = [jobs.weights_hash(first / f"trial-00{i}") for i in (1, 2, 3, 4)]
+    assert len(set(hashes)) == 4
+    options = ["--learning-rate", 0.1, "--seed", 0, "--max-iterations", 6, "--epochs", 2]
+    assert jobs.trained_hash(None, pictures, single, *options) == hashes[2]
+    rows = table(first)
+    for out in (first, second):
+        assert [row["weights_sha256"] for row in table(out)] == hashes
+        assert jobs.rehash(out / "trial-003" / "model.h5") == hashes[2]
+        assert "Epoch: 1, Loss: " in (out / "trial-003" / "console.log").read_text()
+    columns = ["trial", "learning_rate", "seed", "state", "accuracy", "loss"]
+    assert list(rows[0])[:6] == columns
+    assert [(float(row["learning_rate"]), int(row["seed"])) for row in rows] == [
+        (rate, seed) for rate in RATES for seed in SEEDS
+    ]
+    summary = jobs.summary(first / "trial-002")
+    assert (rows[1]["accuracy"], rows[1]["loss"]) == (
+        str(summary["accuracy"]),
+        str(summary["loss"]),
+    )
+    best = max(rows, key=lambda row: (float(row["accuracy"]), -float(row["loss"])))
+    assert any(f"Best: {first}/trial-00{best['trial']}, accuracy " in line for line in lines)
+
+    before = files(first / "trial-001")
+    result = sweep(2, file, first)
+    assert "Before: 4 done; 0 to train" in result.stdout
+    assert files(first / "trial-001") == before
+    assert sorted(os.listdir(first)) == ["table.csv", *(f"trial-00{i}" for i in (1, 2, 3, 4))]
+
+
+def test_a_changed_file_is_refused(write, tmp_path):
+    out = tmp_path / "out"
+    sweep(None, write(grid={"seed": [0, 1]}), out)
+    file = write(grid={"seed": [0, 2]})
+    line = jobs.refusal(sweep(None, file, out, check=2))
+    assert line.startswith(f"{file}: trial-002 has begun with other options: seed was 1, is 2; ")
+    sweep(None, write({"threads": 2, "timeout": 50}, grid={"seed": [0, 1]}), out)  # only speed
+
+
+def test_trials_that_fail(write, tmp_path):
+    """Errors on one rank, on all, at the start and in training; the other trials are trained."""
+    out = tmp_path / "out"
+    networks = [
+        jobs.network("breaks_on_odd_ranks"),
+        jobs.network("one_output"),
+        jobs.network("exits"),
+        jobs.SMALL,
+        jobs.SMALL,
+    ]
+    trials = [{"network": network} for network in networks]
+    trials[3]["learning_rate"] = 1e30
+    file = write(trial=trials)
+    result = sweep(2, file, out, "--ranks-per-model", 2, check=1)
+    assert states(out) == ["failed"] * 4 + ["done"]
+    errors = [row["error"] for row in table(out)]
+    assert errors[0] == "ArithmeticError: this network breaks on odd ranks"
+    assert "expected 3 outputs" in errors[1] and errors[2] == "SystemExit: enough"
+    assert errors[3].startswith("the loss is ")
+    for i, error in enumerate(errors[:4]):
+        assert f"trial-00{i + 1} failed: {error}" in result.stdout
+        assert f"Failed: trial-00{i + 1}: {error}" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    log = (out / "trial-001" / "console.log").read_text()
+    assert log.count("Traceback") == 1 and "ArithmeticError" in log
+
+    before = files(out / "trial-005")
+    result = sweep(2, file, out, check=1)
+    assert "Before: 1 done, 4 failed (--retry-failed); 0 to train" in result.stdout
+    assert states(out) == ["failed"] * 4 + ["done"]
+    for trial in trials[:4]:
+        trial |= {"network": jobs.SMALL, "learning_rate": 0.02}
+    file = write(trial=trials)
+    assert "has begun with other options: network" in jobs.refusal(sweep(2, file, out, check=2))
+    result = sweep(2, file, out, "--retry-failed")
+    assert states(out) == ["done"] * 5 and files(out / "trial-005") == before
+    assert len({row["weights_sha256"] for row in table(out)}) == 2
+
+
+def test_single_trials_and_the_table(write, pictures, tmp_path):
+    """As the tasks of a job array; the table is written afterwards."""
+    out = tmp_path / "out"
+    file = write(grid={"seed": [0, 1, 2]})
+    sweep(2, file, out, "--trial", 2)
+    assert os.listdir(out) == ["trial-002"]
+    result = sweep(None, file, out, "--table")
+    assert states(out) == ["waiting", "done", "waiting"]
+    assert f"Best: {out / 'trial-002'}, accuracy " in result.stdout
+    for trial, text in (("4", "--trial 4: expected at most 3, the number of trials in "),):
+        assert jobs.refusal(sweep(None, file, out, "--trial", trial, check=2)).startswith(text)
+    line = jobs.refusal(sweep(None, file, tmp_path / "none", "--table", check=2))
+    assert line.endswith("expected the folder of a sweep, found none")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--ranks-per-model", 3],
+            "--ranks-per-model 3: expected a divisor of the number of ranks, 2: 1, 2",
+        ),
+        (["--trial", 1, "--table"], "--trial and --table: expected at most one of them"),
+        (["--out", "/proc/none"], "--out /proc/none: cannot be created: "),
+    ],
+)
+def test_options_that_are_refused(write, tmp_path, options, message):
+    result = sweep(2, write(grid={"seed": [0]}), tmp_path / "out", *options, check=2)
+    assert message in jobs.refusal(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("SIGUSR1", 1),
+        pytest.param("SIGTERM", "mpirun", marks=SLOW),
+        pytest.param("SIGINT", "mpirun", marks=SLOW),
+    ],
+)
+def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
+    """Both groups write checkpoints; resumed in one group, the trials end as if uninterrupted."""
+    out = tmp_path / "out"
+    endless = {"epochs": 10**6, "max_iterations": "none", "timeout": 50}
+    file = write(endless, grid={"seed": [0, 1, 2]})
+    words = ["-m", "mpidl.sweep", file, "--out", out]
+    metrics = [out / f"trial-00{i}" / "metrics.jsonl" for i in (1, 2)]
+    with launcher.start(2, *words, env=jobs.without_plots()) as job:
+        wait_until(lambda: all(path.exists() and path.stat().st_size > 2000 for path in metrics))
+        pid = job.pid if target == "mpirun" else job.rank_pids()[target]
+        os.kill(pid, signal.Signals[name])
+        result = finish(job)
+    assert result.returncode == jobs.STOPPED, result.stderr
+    assert jobs.error_lines(result) == []
+    assert states(out) == ["stopped", "stopped", "waiting"]
+    text = r"SIG\w+: 2 trial\(s\) stopped with a checkpoint, 1 not trained; to continue, run the "
+    assert re.fullmatch(text + "same command again", result.stdout.splitlines()[-1])
+
+    # A training must not get fewer iterations on resume, so the end is that of the longer one.
+    end = max(jobs.iterations(out / f"trial-00{i}")[-1] for i in (1, 2)) + 3
+    for path in out.glob("*/trial.json"):  # as if the file had always had this end
+        path.unlink()
+    result = sweep(
+        2,
+        write({**endless, "max_iterations": end}, grid={"seed": [0, 1, 2]}),
+        out,
+        "--ranks-per-model",
+        2,
+    )
+    assert states(out) == ["done"] * 3
+    options = ["--seed", 1, "--max-iterations", end, "--epochs", 10**6]
+    expected = jobs.trained_hash(None, pictures, tmp_path / "single", *options)
+    assert jobs.weights_hash(out / "trial-002") == expected
+    assert jobs.iterations(out / "trial-002") == list(range(1, end + 1))
+
+
+@pytest.mark.slow("jobs")
+def test_a_killed_sweep_continues(write, pictures, tmp_path):
+    """After SIGKILL, the trial resumes from its checkpoint, and files of the start are ignored."""
+    out = tmp_path / "out"
+    train = {"epochs": 60, "max_iterations": "none", "checkpoint_every": 5}
+    file = write(train, grid={"seed": [0, 1]})
+    with launcher.start(
+        2, "-m", "mpidl.sweep", file, "--out", out, env=jobs.without_plots()
+    ) as job:
+        wait_until(lambda: (out / "trial-001" / "checkpoint-previous.h5").exists())
+        pids = job.rank_pids()
+        os.kill(pids[0], signal.SIGKILL)
+        finish(job)
+    result = sweep(2, file, out)
+    assert "trial-001 continues: seed 0" in result.stdout
+    assert states(out) == ["done", "done"]
+    expected = jobs.trained_hash(None, pictures, tmp_path / "single", "--epochs", 60)
+    assert table(out)[0]["weights_sha256"] == expected
+
+
+@pytest.mark.slow("jobs")
+def test_a_rank_that_does_not_come_back_ends_the_job(write, tmp_path):
+    """The failed trial is recorded, so the next start trains the others."""
+    out = tmp_path / "out"
+    networks = [jobs.network("hangs_on_even_ranks"), jobs.SMALL]
+    file = write({"timeout": 3}, trial=[{"network": network} for network in networks])
+    words = ["-m", "mpidl.sweep", file, "--out", out, "--ranks-per-model", 2]
+    result = mpirun(2, *words, env=jobs.without_plots())
+    assert result.returncode == 1
+    text = "this network is not built on odd ranks"
+    assert f"mpidl: rank 1 failed: {text}" in result.stderr
+    result = sweep(2, *words[2:3], out, "--ranks-per-model", 2, check=1)
+    assert states(out) == ["failed", "done"]
+    assert table(out)[0]["error"] == f"ArithmeticError: {text}"
+    shutil.rmtree(out)

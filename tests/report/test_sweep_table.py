@@ -1,0 +1,85 @@
+"""table.csv, table.png and the printed table of a sweep, and the choice of the best trial."""
+
+import csv
+import sys
+
+import pytest
+from image_sets import refusal
+from PIL import Image
+
+from mpidl.report import plots, sweep_table
+
+
+def row(trial, state="done", rate=0.1, **values):
+    return (
+        {"trial": trial, "learning_rate": rate}
+        | dict.fromkeys(sweep_table.RESULTS)
+        | {
+            "state": state,
+            **values,
+        }
+    )
+
+
+def test_the_best_trial():
+    """Validation before test and accuracy before loss, if all trials that ended have them."""
+    rows = [row(1, accuracy=0.9, loss=0.3), row(2, accuracy=0.8, loss=0.1)]
+    assert sweep_table.best_of(rows)["trial"] == 1 and sweep_table.score_of(rows) == "accuracy"
+    rows += [row(3, accuracy=0.9, loss=0.2), row(4, accuracy=0.9, loss=0.2), row(5, "failed")]
+    assert sweep_table.best_of(rows)["trial"] == 3  # the lowest loss, then the first trial
+    for figures, score in zip(rows[:4], (0.1, 0.3, 0.2, 0.1), strict=True):
+        figures["validation_accuracy"] = score
+    assert (sweep_table.best_of(rows)["trial"], sweep_table.score_of(rows)) == (
+        2,
+        "validation_accuracy",
+    )
+    losses = [row(1, loss=0.3), row(2, loss=0.1)]
+    assert (sweep_table.best_of(losses)["trial"], sweep_table.score_of(losses)) == (2, "loss")
+    assert sweep_table.best_of([row(1, "failed"), row(2, "waiting")]) is None
+    assert sweep_table.best_of([row(1), row(2, loss=1.0)])["trial"] == 2  # NaN is written as None
+
+
+def test_csv(tmp_path):
+    rows = [row(1, accuracy=0.1 + 0.2, loss=1e-9), row(2, "failed", error='of "a, b"')]
+    sweep_table.write_csv(str(tmp_path), rows, ["learning_rate"])
+    sweep_table.write_csv(str(tmp_path), rows, ["learning_rate"], writer=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+    with open(tmp_path / "table.csv", newline="") as file:
+        first, second = csv.DictReader(file)
+    assert list(first) == ["trial", "learning_rate", *sweep_table.RESULTS]
+    assert (float(first["accuracy"]), float(first["loss"])) == (0.1 + 0.2, 1e-9)
+    assert second["error"] == 'of "a, b"' and second["accuracy"] == ""
+    text = refusal(sweep_table.write_csv, str(tmp_path / "nothing"), rows, [])
+    assert "cannot be written" in text
+
+
+def test_printed_table(capsys):
+    rows = [
+        row(1, accuracy=0.98765, loss=0.00123456, validation_accuracy=0.5, seconds=3723.4),
+        row(2, "failed", rate=1e-5, error="a line"),
+    ]
+    rows[0]["validation_loss"] = 0.7
+    sweep_table.print_table(rows, ["learning_rate", "solver"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split() == "trial rate solver state accuracy accuracy loss time".split()
+    assert lines[3].split() == "1 0.1 done 0.5000 0.9877 0.001235 1:02:03".split()
+    assert lines[4].split() == ["2", "1e-05", "failed"]
+
+
+def test_picture(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="table.png needs the extra `plots`")
+    rows = [row(i, rate=10.0**-i, accuracy=i / 10, solver="ab"[i % 2], seed=1) for i in (1, 2, 3)]
+    rows += [row(4, "failed", rate=None)]
+    folder, varied = str(tmp_path), ["learning_rate", "solver", "seed"]
+    assert not sweep_table.draw(folder, rows[3:], varied) and not list(tmp_path.iterdir())
+    assert sweep_table.draw(folder, rows, varied)
+    with Image.open(tmp_path / "table.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
+    for colour in (plots.TRAINING, plots.VALIDATION):
+        assert tuple(bytes.fromhex(colour[1:])) in colours
+    assert sweep_table.draw(folder, rows[:1], varied)  # no option varies
+    rows[0]["learning_rate"] = None
+    assert sweep_table.draw(folder, rows, varied)  # some trials leave the option to its default
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not sweep_table.draw(folder, rows, varied)

@@ -1,0 +1,125 @@
+"""The file of a sweep: trials of each kind, and errors that name table and key."""
+
+import math
+
+import numpy as np
+import pytest
+from image_sets import refusal
+
+from mpidl.training.options import sweep_file
+from mpidl.training.options.configuration import RULES
+
+
+@pytest.fixture
+def read(tmp_path):
+    """A function that reads a sweep from a text; `read.path` is its file."""
+    path = tmp_path / "sweep.toml"
+
+    def read_text(text):
+        path.write_text(text)
+        return sweep_file.read(path)
+
+    read_text.path = path
+    return read_text
+
+
+def test_grid(read):
+    sweep = read(
+        '[train]\nepochs = 2\nnetwork = "digits"\n'
+        '[grid]\nlearning-rate = [0.1, 0.01]\nsolver = ["sgdm", "adam"]\nrandom_crop = [[8, 8]]\n'
+    )
+    assert sweep.train == {"epochs": 2, "network": "digits"}
+    assert [list(trial.values()) for trial in sweep.trials] == [
+        [0.1, "sgdm", "8x8"],
+        [0.1, "adam", "8x8"],
+        [0.01, "sgdm", "8x8"],
+        [0.01, "adam", "8x8"],
+    ]
+    assert sweep.varied == ["learning_rate", "solver", "random_crop"]
+    assert sweep.options(1)["solver"] == "adam" and sweep.options(1)["epochs"] == 2
+
+
+def test_listed(read):
+    sweep = read("[train]\nseed = 3\n[[trial]]\n[[trial]]\nseed = 4\nl2 = 0.1\n[[trial]]\nl2 = 0\n")
+    assert [sweep.options(i) for i in range(3)] == [
+        {"seed": 3},
+        {"seed": 4, "l2": 0.1},
+        {"seed": 3, "l2": 0.0},
+    ]
+    assert sweep.varied == ["seed", "l2"]
+
+
+RANDOM = """
+[random]
+count = 400
+learning_rate = { log_uniform = [1e-4, 1e-1] }
+momentum = { uniform = [0.8, 0.9] }
+batch_size = { integers = [5, 8] }
+solver = ["sgdm", "adam"]
+"""
+
+
+def test_random(read):
+    """Values are in range and spread over it, and depend only on the seed and the option."""
+    trials = read(RANDOM).trials
+    columns = {name: [trial[name] for trial in trials] for name in trials[0]}
+    logs = np.log10(columns["learning_rate"])
+    assert -4 <= logs.min() < -3.9 and -1.1 < logs.max() <= -1 and abs(logs.mean() + 2.5) < 0.15
+    momenta = np.array(columns["momentum"])
+    assert 0.8 <= momenta.min() and momenta.max() <= 0.9 and abs(momenta.mean() - 0.85) < 0.005
+    assert {n: columns["batch_size"].count(n) > 70 for n in (5, 6, 7, 8)} == dict.fromkeys(
+        (5, 6, 7, 8), True
+    )
+    assert set(columns["batch_size"]) == {5, 6, 7, 8} and set(columns["solver"]) == {"sgdm", "adam"}
+    assert all(float(f"{x:.6g}") == x for x in columns["learning_rate"] + columns["momentum"])
+    assert read(RANDOM).trials == trials
+    fewer = read(RANDOM.replace("momentum", "# momentum")).trials
+    assert [trial["learning_rate"] for trial in fewer] == columns["learning_rate"]
+    other = read(RANDOM + "search_seed = 1\n").trials
+    assert [trial["learning_rate"] for trial in other] != columns["learning_rate"]
+    assert read(RANDOM.replace("400", "3")).trials == trials[:3]
+    assert math.isclose(trials[0]["learning_rate"], columns["learning_rate"][0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nepochs = 2", "expected one of [grid], [[trial]] and [random], found none"),
+        ("[grid]\nseed = [1]\n[[trial]]\nseed = 1", "found [grid] and [[trial]]"),
+        ("[gird]\nseed = [1]", "unknown table [gird]: did you mean grid?"),
+        ("epochs = 3\n[grid]\nseed = [1]", "unknown table [epochs]: expected [train], "),
+        ("[grid]", "[grid] must have lists of values, found none"),
+        ("[grid]\nseed = 1", "[grid] seed must be a list of values, found 1"),
+        ("[grid]\nseed = []", "[grid] seed must be a list of values, found []"),
+        ("[grid]\nsead = [1]", "[grid] sead: unknown option: did you mean seed?"),
+        ("[grid]\nepochs = [1, 0]", "[grid] epochs must be at least 1, found 0"),
+        ("[train]\nlr = 1\n[grid]\nseed = [1]", "[train] lr: unknown option: did you mean learn"),
+        ("[[trial]]\n[[trial]]\nl2 = -1", "[[trial]] 2: l2 must be at least 0, found -1"),
+        ("trial = 3", "[[trial]] must be tables, found 3"),
+        ("train = 3\n[grid]\nseed = [1]", "[train] must be a table, found 3"),
+        ("[random]\nseed = [1]", "[random] expected count, the number of trials, found none"),
+        ("[random]\ncount = 3", "[random] must have ranges of options, found none"),
+        ("[random]\ncount = 0\nseed = [1]", "[random] count must be at least 1, found 0"),
+        ("[random]\ncount = 2\nl2 = 0.1", "[random] l2 must be a list of choices or one of"),
+        ("[random]\ncount = 2\nl2 = { unifrom = [0, 1] }", "did you mean uniform?"),
+        ("[random]\ncount = 2\nl2 = { uniform = [1, 0] }", "uniform must be two numbers, the low"),
+        ("[random]\ncount = 2\nl2 = { log_uniform = [0, 1] }", "must be two positive numbers"),
+        ("[random]\ncount = 2\nseed = { integers = [0, 1.5] }", "must be two whole numbers"),
+        ("[random]\ncount = 2\nepochs = { uniform = [1, 9] }", "epochs must be a whole number"),
+        ("[grid", "not a TOML file"),
+    ],
+)
+def test_an_unusable_file(read, text, message):
+    error = refusal(read, text)
+    assert error.startswith(f"{read.path}: ") and message in error, error
+
+
+def test_a_missing_file(tmp_path):
+    assert "cannot be read: No such file" in refusal(sweep_file.read, tmp_path / "none.toml")
+
+
+def test_changed_options():
+    old = {"seed": 1, "l2": 0.1, "threads": 1}
+    assert sweep_file.changed_options(old, {"seed": 1, "l2": 0.1, "threads": 2}) == []
+    assert sweep_file.changed_options(old, {"seed": 2, "epochs": 3}) == ["seed", "l2", "epochs"]
+    assert set(sweep_file.SPEED) <= set(RULES)
