@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpidl import data
-from mpidl.cli import arguments, start
+from mpidl.cli import arguments, remote, start
 from mpidl.comm import World, failure
 from mpidl.data import gallery
 from mpidl.data.loading.pipeline import Pipeline
+from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import evaluate, validation
 from mpidl.files import on_rank_0
@@ -38,6 +39,7 @@ def _train(typed, world, signals):
         world, lambda: configuration.resolve(typed, config=typed.get("config"), resumed=saved)
     )
     settings, run = resolved.options.for_ranks(world.size), resolved.run
+    remote.configure(run, world)
     world.transport.timeout = settings.timeout
     lines = world.use_device(settings.device, settings.gpus)
     device = start.device_of(world)
@@ -127,6 +129,9 @@ def _train(typed, world, signals):
         on_rank_0(world, lambda: _write_results(out, net, result, test, world, device))
         console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
+        if run["upload"] is not None:
+            on_rank_0(world, lambda: remote.upload(out, run["upload"]))
+            console.line(f"Uploaded: {run['upload']}")
     return 0
 
 
@@ -211,6 +216,7 @@ def _checkpoint(typed):
 
     Raise UserError if --out contains another run.
     """
+    refuse_remote(typed.get("preview"), "--preview", "a file")
     if "preview" not in typed:
         start.check_output_folder(typed)
     return checkpoint.load(typed["resume"]) if "resume" in typed else None

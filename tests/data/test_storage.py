@@ -38,11 +38,14 @@ def put(request, tmp_path):
     def copy(path):
         if request.param == "file":
             return f"file://{path}"
-        memory.put(str(path), f"/{path.name}", recursive=True)
+        for file in [path, *path.rglob("*")]:
+            if file.is_file():
+                memory.pipe(f"/{file.relative_to(path.parent)}", file.read_bytes())
         return f"memory://{path.name}"
 
     yield copy
     memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def batches(store, **options):
     """Return the bytes of all mini-batches of an epoch."""
     queue = MinibatchQueue(store, 5, seed=3, **options)
     return [
-        (images.data.tobytes(), None if labels is None else labels.data.tobytes())
+        (images.lanes.tobytes(), None if labels is None else labels.lanes.tobytes())
         for images, labels in queue.epoch(1)
     ]
 
@@ -230,6 +233,4 @@ def test_settings_are_checked(tmp_path):
         ({"cache_dir": tmp_path / "file" / "x"}, f"--cache-dir {tmp_path}/file/x: cannot be made"),
     ):
         assert refusal(configure_storage, **options).startswith(text)
-    assert refusal(open_data, "nosuch://x") == (
-        "nosuch://: expected a protocol that fsspec knows"
-    )
+    assert refusal(open_data, "nosuch://x") == ("nosuch://: expected a protocol that fsspec knows")

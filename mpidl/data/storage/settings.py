@@ -88,9 +88,10 @@ def configure(
     if not retry_seconds > 0:
         raise UserError(f"--retry-seconds must be above 0, got {retry_seconds}")
     if cache_dir is not None:
-        cache_dir = os.path.abspath(cache_dir)
-        if is_remote(os.fspath(cache_dir)):
+        if is_remote(cache_dir):
+            check_url(os.fspath(cache_dir), "--cache-dir")
             raise UserError(f"--cache-dir {printable(cache_dir)}: expected a local folder")
+        cache_dir = os.path.abspath(cache_dir)
         try:
             os.makedirs(cache_dir, exist_ok=True)
         except OSError as error:

@@ -22,7 +22,16 @@ T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 CONNECT_SECONDS, READ_SECONDS = 10, 30  # time-outs of one attempt
 # The entries of an object's description that change with its content; the first one counts.
-VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
+VERSIONS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "LastModified",
+    "Last-Modified",
+    "mtime",
+    "created",
+)
 
 
 def store_of(url: str) -> Store:

@@ -18,10 +18,12 @@ from mpidl.text import printable
 from mpidl.training.options.option_types import (
     SIZE,
     Rule,
+    at_least,
     check_value,
     fraction,
     nearest,
     one_of,
+    positive,
     rule_of,
 )
 from mpidl.training.options.training_options import (
@@ -40,6 +42,8 @@ RULES: dict[str, Rule] = {
     **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
     "test_fraction": fraction(),
     "colour": one_of("gray", "rgb", optional=True),
+    "requests": at_least(1),
+    "retry_seconds": positive(),
     **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
 }
 
