@@ -7,6 +7,7 @@ first access, so it must not precede a fork.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import hashlib
 from collections.abc import Coroutine
@@ -219,6 +220,8 @@ def _stamp_of(info):
 def _version(info):
     """Return a number that changes with the version of an object, at least 0."""
     version = next((info[name] for name in VERSIONS if info.get(name) is not None), "")
+    if isinstance(version, datetime.datetime):  # a listing may give the time as a number
+        version = version.timestamp()
     return int.from_bytes(hashlib.sha256(str(version).encode()).digest()[:8], "little") >> 1
 
 
