@@ -17,6 +17,7 @@ from benchmarks import (
     machine,
     optimizers,
     report,
+    s3,
     step,
     turns,
 )
@@ -33,6 +34,7 @@ COMMANDS = {
     "compare": compare.main,
     "against": against.main,
     "input": input.main,
+    "s3": s3.main,
     "optimizers": optimizers.main,
     "gpu": speed.main,
 }
