@@ -215,13 +215,13 @@ class MinibatchQueue:
             plain=self.plain,
             device=None if self.device is None else self.world.counts,
         )
-        ahead = self.datastore.read_ahead(batch.indices) if self.prefetch else None
+        fetches = self.datastore.read_ahead(batch.indices) if self.prefetch else None
         if self.device is not None:
             feed = FeedBuilder(self.pipeline, batch, batch.indices)
-            feed.ahead = ahead
+            feed.fetches = fetches
             return feed.job(self.workers)
         builder = _BatchBuilder(batch, self.pipeline, self.arena)
-        builder.ahead = ahead
+        builder.fetches = fetches
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
 
 
@@ -230,7 +230,7 @@ class _BatchBuilder:
 
     def __init__(self, batch, pipeline, arena):
         self.batch, self.pipeline = batch, pipeline
-        self.ahead: object = None  # the result of `Datastore.read_ahead`
+        self.fetches: object = None  # the result of `Datastore.read_ahead`
         p, blocks = pipeline, batch.blocks
         self.lanes = arenas.empty((blocks, *p.image_shape, LANES), arena=arena)
         self.labels = None

@@ -128,19 +128,19 @@ def test_rows_that_are_close_are_read_together(put, reads, tmp_path):
         store = kind(put(tmp_path / name))
         reads.clear()
         indices = [3, 2, 39, 5]
-        kept = store.read_ahead(indices)
+        fetches = store.read_ahead(indices)
         assert store.read(indices).tobytes() == images[indices].tobytes()
         data = [(start, stop) for start, stop in reads if stop - start >= 64 * 64]
         # 139 KB lie between rows 5 and 39, more than is worth reading.
         sizes = sorted(stop - start for start, stop in data if (stop - start) % (64 * 64) == 0)
         assert sizes == [64 * 64, 4 * 64 * 64]
-        del kept
+        del fetches
     folder = ImageFolder(put(tmp_path / "photos"))
     reads.clear()
-    kept = folder.read_ahead([0, 1, 2])
+    fetches = folder.read_ahead([0, 1, 2])
     folder.read([2, 0]), folder.read([1])
     assert len(reads) == 3  # what was read ahead is not read again
-    del kept
+    del fetches
     folder.read([2])
     assert len(reads) == 4
 

@@ -19,14 +19,14 @@ def _free_ports(count):
     """Return free ports whose numbers plus 10000, seaweedfs's ports of gRPC, are free as well."""
     ports = []
     while len(ports) < count:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1] % 20000 + 20000
-            with contextlib.suppress(OSError), socket.socket() as low:
-                low.bind(("127.0.0.1", port))
-                other.bind(("127.0.0.1", port + 10000))
-                if port not in ports:
-                    ports.append(port)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1] % 20000 + 20000
+        with contextlib.suppress(OSError), socket.socket() as low, socket.socket() as high:
+            low.bind(("127.0.0.1", port))
+            high.bind(("127.0.0.1", port + 10000))
+            if port not in ports:
+                ports.append(port)
     return ports
 
 
@@ -34,7 +34,7 @@ class ObjectStore:
     """A running store; `url` is its endpoint."""
 
     def __init__(self, folder):
-        s3, master, volume, filer, *others = _free_ports(7)
+        s3, master, volume, filer = _free_ports(4)
         identity = {
             "name": "tests",
             "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}],
@@ -182,7 +182,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         connection.request(self.command, self.path, body, headers)
         reply = connection.getresponse()
         content = reply.read()
-        headers = {k: v for k, v in reply.getheaders() if k.lower() not in _OWN}
+        headers = {k: v for k, v in reply.getheaders() if k.lower() not in _REPLACED}
         if self.command == "HEAD":
             headers["Content-Length"] = reply.getheader("Content-Length")
         self._answer(reply.status, headers, content, cut=fault == "drop")
@@ -201,4 +201,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
 
 
-_OWN = {"content-length", "connection", "transfer-encoding", "server", "date"}
+_REPLACED = {"content-length", "connection", "transfer-encoding", "server", "date"}

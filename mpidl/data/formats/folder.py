@@ -87,7 +87,7 @@ class ImageFolder(Datastore):
         self.folder = os.fspath(folder)
         self.conversion = preprocess or AS_IT_IS
         self.preprocess = self.conversion or None
-        self._ahead = objects.ReadAhead()
+        self._pending = objects.ReadAhead()
         with listed(self.folder):
             listing = on_rank_0(
                 world, lambda: list_images(self.folder, classes, labelled, self.conversion)
@@ -120,11 +120,11 @@ class ImageFolder(Datastore):
     def read_ahead(self, indices: Indices) -> list[objects.Fetch] | None:
         if not is_remote(self.folder):
             return None
-        return self._ahead.start(map(int, indices), self._request)
+        return self._pending.start(map(int, indices), self._request)
 
     def _request(self, i):
         expected = Stamp(int(self.sizes[i]), int(self.written[i]))
-        return objects.whole(os.path.join(self.folder, self.files[i]), expected)
+        return objects.request(os.path.join(self.folder, self.files[i]), expected)
 
     def name(self, i: int) -> str:
         return printable(os.path.join(self.folder, self.files[i]))
@@ -217,7 +217,7 @@ def list_images(
         labels = np.array([label[name] for name in names], np.int64)
     first, content = os.path.join(folder, files[0]), None
     if is_remote(folder):
-        content = objects.whole(first, Stamp(int(sizes[0]), int(written[0]))).result()
+        content = objects.request(first, Stamp(int(sizes[0]), int(written[0]))).result()
     pixels, _ = decode(first, preprocess, content=content)
     unlabelled = problem if names else None
     return files, sizes, written, labels, list(classes), pixels.shape, unlabelled
@@ -254,7 +254,8 @@ def images_below(
                 yield from images_below(entry.path, relative, ancestors)
             elif entry.name.lower().endswith(SUFFIXES):
                 try:
-                    yield relative, stamp(entry.stat())
+                    now = entry.stamp if isinstance(entry, Entry) else stamp(entry.stat())
+                    yield relative, now
                 except FileNotFoundError:
                     raise UserError(f"{printable(entry.path)}: a link to a missing file") from None
     except OSError as e:

@@ -194,13 +194,13 @@ class _Served(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         os.write(1, READ + REQUEST.pack(self.position, len(view)))
         self.position += len(view)
-        at = 0
-        while at < len(view):
-            received = os.readv(0, [view[at:]])
+        count = 0
+        while count < len(view):
+            received = os.readv(0, [view[count:]])
             if not received:
                 raise EOFError
-            at += received
-        return at
+            count += received
+        return count
 
 
 def _walk(file):

@@ -36,7 +36,7 @@ class RemoteRows:
         self._offset = stored.id.get_offset()  # None if the dataset has chunks
         self._row_bytes = int(np.prod(stored.shape[1:])) * stored.dtype.itemsize
         if self._offset is not None:
-            self._ahead = stream.file.read_ahead(self._places(indices), self._row_bytes)
+            self._fetches = stream.file.read_ahead(self._places(indices), self._row_bytes)
         elif stored.chunks and not stream.file.is_copied:
             stream.give(stream.file.read_spans(self._chunks(indices)))
 
@@ -60,9 +60,9 @@ class RemoteRows:
         """Return (offset, size) in the file of every chunk that holds one of the rows."""
         shape, sides = self.stored.shape, self.stored.chunks
         first_rows = np.unique(indices // sides[0]) * sides[0]
-        others = [range(0, n, side) for n, side in zip(shape[1:], sides[1:], strict=True)]
+        other_starts = [range(0, n, side) for n, side in zip(shape[1:], sides[1:], strict=True)]
         infos = (
             self.stored.id.get_chunk_info_by_coord(tuple(map(int, corner)))
-            for corner in itertools.product(first_rows, *others)
+            for corner in itertools.product(first_rows, *other_starts)
         )
         return [(info.byte_offset, info.size) for info in infos if info.byte_offset is not None]

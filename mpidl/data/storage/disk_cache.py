@@ -54,7 +54,7 @@ def write(path: str, content: bytes) -> None:
     if _is_full:
         return
     try:
-        with _whole(path) as file:
+        with _temporary_file(path) as file:
             file.write(content + _digest(content))
     except OSError as error:
         _is_full = True
@@ -89,7 +89,7 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
             with contextlib.suppress(OSError):  # without locks, every rank makes its own copy
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not (os.path.exists(path) and os.path.getsize(path) == size):
-                with _whole(path) as file:
+                with _temporary_file(path) as file:
                     copy(file.fileno())
                     file.flush()
                     os.fsync(file.fileno())
@@ -101,7 +101,7 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
 
 
 @contextlib.contextmanager
-def _whole(path: str) -> Iterator:
+def _temporary_file(path: str) -> Iterator:
     """Open a temporary file, and rename it to `path` at the end of the `with` block.
 
     Unlike `files.write_whole`, several ranks may write the same file at the same time.

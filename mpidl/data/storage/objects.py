@@ -70,6 +70,11 @@ class Fetch:
             self._future = self._request()  # the file is damaged
         return self._future.result()
 
+    def has_failed(self) -> bool:
+        """Return whether the request has ended with an error."""
+        future = self._future
+        return future is not None and future.done() and future.exception() is not None
+
     def __del__(self):
         future = getattr(self, "_future", None)
         if future is not None:
@@ -83,7 +88,7 @@ async def _read(store, span, path):
     return content
 
 
-def whole(url: str, stamp: Stamp) -> Fetch:
+def request(url: str, stamp: Stamp) -> Fetch:
     """Request all bytes of an object."""
     return Fetch(Span(url, stamp, 0, stamp.size))
 
@@ -99,13 +104,18 @@ class ReadAhead:
 
     def missing(self, keys: Iterable[Any]) -> set[Any]:
         """Return the keys that no request in progress has."""
-        return {key for key in keys if key not in self._fetches}
+        return {key for key in keys if self._pending(key) is None}
+
+    def _pending(self, key):
+        """Return the request of a key, or None if there is none or it has failed."""
+        fetch = self._fetches.get(key)
+        return None if fetch is None or fetch.has_failed() else fetch
 
     def start(self, keys: Iterable[Hashable], request: Callable[[Any], Fetch]) -> list[Fetch]:
         """Return a Fetch per key: the one in progress, or the result of ``request(key)``."""
         fetches = []
         for key in keys:
-            fetch = self._fetches.get(key)
+            fetch = self._pending(key)
             if fetch is None:
                 fetch = self._fetches[key] = request(key)
             fetches.append(fetch)
@@ -127,7 +137,7 @@ class RemoteFile:
 
     def __init__(self, url: str, expected: Stamp):
         self.url, self.expected = url, expected
-        self._ahead, self._lock = ReadAhead(), threading.Lock()
+        self._pending, self._lock = ReadAhead(), threading.Lock()
         self._copy: RawFile | None = None
 
     @property
@@ -150,15 +160,15 @@ class RemoteFile:
 
     def _write_copy(self, descriptor):
         size, depth = self.expected.size, settings.current().requests
-        spans = [self._span(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
+        spans = [self._span(offset, min(offset + PIECE, size)) for offset in range(0, size, PIECE)]
         fetches = [Fetch(span) for span in spans[:depth]]
         for i, span in enumerate(spans):
             if i + depth < len(spans):
                 fetches.append(Fetch(spans[i + depth]))
-            view, at = memoryview(fetches.pop(0).result()), span.start
+            view, offset = memoryview(fetches.pop(0).result()), span.start
             while view:
-                count = os.pwrite(descriptor, view, at)
-                view, at = view[count:], at + count
+                count = os.pwrite(descriptor, view, offset)
+                view, offset = view[count:], offset + count
 
     def _span(self, start, stop):
         return Span(self.url, self.expected, start, stop)
@@ -172,14 +182,14 @@ class RemoteFile:
     def _start(self, offsets, nbytes):
         """Return a Fetch per offset. Offsets that are close together have the same Fetch."""
         fresh: dict[int, Fetch] = {}
-        for group in _groups(sorted(self._ahead.missing(offsets.tolist())), nbytes):
+        for group in _groups(sorted(self._pending.missing(offsets.tolist())), nbytes):
             fetch = Fetch(self._span(group[0], group[-1] + nbytes))
             fresh.update(dict.fromkeys(group, fetch))
 
-        def request(at):
-            return fresh.get(at) or Fetch(self._span(at, at + nbytes))
+        def request(offset):
+            return fresh.get(offset) or Fetch(self._span(offset, offset + nbytes))
 
-        return self._ahead.start(offsets.tolist(), request)
+        return self._pending.start(offsets.tolist(), request)
 
     def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
         """Fill the rows of a C-ordered array with the bytes from an offset per row on."""
@@ -195,8 +205,8 @@ class RemoteFile:
             self._copy.read_rows(rows, offsets)
             return
         flat = rows.reshape(len(rows), -1).view(np.uint8)
-        for row, at, fetch in zip(flat, offsets, self._start(offsets, nbytes), strict=True):
-            row[:] = np.frombuffer(fetch.result(), np.uint8, nbytes, int(at) - fetch.span.start)
+        for row, offset, fetch in zip(flat, offsets, self._start(offsets, nbytes), strict=True):
+            row[:] = np.frombuffer(fetch.result(), np.uint8, nbytes, int(offset) - fetch.span.start)
 
     def read_into(self, buffer: Any, offset: int) -> None:
         """Fill a writable buffer with the bytes from `offset` on."""
@@ -211,11 +221,11 @@ class RemoteFile:
 def _groups(offsets, nbytes):
     """Divide sorted offsets into groups that one request reads."""
     group: list[int] = []
-    for at in offsets:
-        if group and (at - group[-1] - nbytes > GAP or at + nbytes - group[0] > MAX_SPAN):
+    for offset in offsets:
+        if group and (offset - group[-1] - nbytes > GAP or offset + nbytes - group[0] > MAX_SPAN):
             yield group
             group = []
-        group.append(at)
+        group.append(offset)
     if group:
         yield group
 
@@ -223,13 +233,13 @@ def _groups(offsets, nbytes):
 def _joined(ranges):
     """Join sorted ranges (offset, size) that are close together; yield (start, stop)."""
     start = stop = None
-    for at, size in ranges:
-        if start is not None and at - stop <= GAP and at + size - start <= MAX_SPAN:
-            stop = max(stop, at + size)
+    for offset, size in ranges:
+        if start is not None and offset - stop <= GAP and offset + size - start <= MAX_SPAN:
+            stop = max(stop, offset + size)
             continue
         if start is not None:
             yield start, stop
-        start, stop = at, at + size
+        start, stop = offset, offset + size
     if start is not None:
         yield start, stop
 
@@ -244,7 +254,7 @@ class ByteStream(io.RawIOBase):
     def __init__(self, url: str, stamp: Stamp):
         self.file, self.position = remote_file(url, stamp), 0
         self._block = functools.lru_cache(MAX_BLOCKS)(self._read_block)
-        self._given = threading.local()
+        self._provided = threading.local()
 
     def __repr__(self) -> str:  # `h5py.File.filename`, which messages contain
         return self.file.url
@@ -265,26 +275,28 @@ class ByteStream(io.RawIOBase):
 
     def give(self, spans: list[tuple[int, bytes]]) -> None:
         """Provide bytes (offset, bytes) that this thread's next reads need."""
-        self._given.spans = spans
+        self._provided.spans = spans
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         start = self.position
         stop = min(start + len(view), self.file.expected.size)
-        for at, content in getattr(self._given, "spans", ()):
-            if at <= start and stop <= at + len(content):
-                view[: stop - start] = content[start - at : stop - at]
+        for offset, content in getattr(self._provided, "spans", ()):
+            if offset <= start and stop <= offset + len(content):
+                view[: stop - start] = content[start - offset : stop - offset]
                 break
         else:
-            for at in range(start - start % BLOCK, stop, BLOCK):
-                first, last = max(at, start), min(at + BLOCK, stop)
-                view[first - start : last - start] = self._block(at)[first - at : last - at]
+            for offset in range(start - start % BLOCK, stop, BLOCK):
+                first, last = max(offset, start), min(offset + BLOCK, stop)
+                view[first - start : last - start] = self._block(offset)[
+                    first - offset : last - offset
+                ]
         self.position = max(start, stop)
         return max(0, stop - start)
 
-    def _read_block(self, at):
-        content = np.empty((1, min(BLOCK, self.file.expected.size - at)), np.uint8)
-        self.file.read_rows(content, np.array([at]))
+    def _read_block(self, offset):
+        content = np.empty((1, min(BLOCK, self.file.expected.size - offset)), np.uint8)
+        self.file.read_rows(content, np.array([offset]))
         return content.tobytes()
 
 

@@ -21,13 +21,6 @@ from mpidl.files import Stamp, stamp, unreadable
 from mpidl.text import printable
 
 
-class Status(NamedTuple):
-    """Status of an object, with the names of os.stat_result that `files.stamp` uses."""
-
-    st_size: int
-    st_mtime_ns: int
-
-
 class Entry(NamedTuple):
     """An object or a folder in a remote folder, with methods of os.DirEntry."""
 
@@ -37,9 +30,6 @@ class Entry(NamedTuple):
 
     def is_dir(self) -> bool:
         return self.stamp is None
-
-    def stat(self) -> Status:
-        return Status(*self.stamp)
 
 
 class Listing:
@@ -146,10 +136,10 @@ def stamp_of(path: str) -> Stamp:
     if not is_remote(path):
         return stamp(os.stat(path))
     listing = _listing_of(path)
-    found = store_of(path).stamp(path) if listing is None else listing.find(path)[0]
-    if found is None:
+    stamp_found = store_of(path).stamp(path) if listing is None else listing.find(path)[0]
+    if stamp_found is None:
         raise unreadable(path, FileNotFoundError())
-    return found
+    return stamp_found
 
 
 def open_binary(path: str) -> BinaryIO:
@@ -161,9 +151,9 @@ def read_whole(url: str) -> bytes:
     """Read all bytes of an object; inside `listed`, only once."""
     listing = _listing_of(url)
     if listing is None:
-        return objects.whole(url, stamp_of(url)).result()
+        return objects.request(url, stamp_of(url)).result()
     if url not in listing.contents:
-        listing.contents[url] = objects.whole(url, stamp_of(url)).result()
+        listing.contents[url] = objects.request(url, stamp_of(url)).result()
     return listing.contents[url]
 
 

@@ -95,25 +95,25 @@ class Store:
 
     async def _listing(self, url):
         self.fs.invalidate_cache()
-        one = await self._stamp(url)
-        if one is not None:
-            return {"": one}
+        single = await self._stamp(url)
+        if single is not None:
+            return {"": single}
         root = self.fs._strip_protocol(url).rstrip("/")
         try:
-            found = await self.fs._find(root, detail=True)
+            infos = await self.fs._find(root, detail=True)
         except FileNotFoundError as error:
             if _is_missing_bucket(error):
                 raise
             return {}
         return {
             path[len(root) :].lstrip("/"): _stamp_of(info)
-            for path, info in found.items()
+            for path, info in infos.items()
             if info["type"] == "file" and not path.endswith("/")
         }
 
     async def _read(self, url, expected, start, stop):
-        whole = start == 0 and stop == expected.size
-        span = None if whole else f"bytes={start}-{stop - 1}"
+        is_whole = start == 0 and stop == expected.size
+        span = None if is_whole else f"bytes={start}-{stop - 1}"
         if self.protocol in ("s3", "s3a"):
             content, now = await self._read_s3(url, span)
         elif self.protocol in ("http", "https"):
@@ -123,7 +123,7 @@ class Store:
             if now is None:
                 raise FileNotFoundError(url)
             path = self.fs._strip_protocol(url)
-            ends = {} if whole else {"start": start, "end": stop}
+            ends = {} if is_whole else {"start": start, "end": stop}
             content = await self.fs._cat_file(path, **ends)
         if now != expected:
             raise changed(url, expected, now)
@@ -141,15 +141,15 @@ class Store:
         reply = await client.get_object(Bucket=bucket, Key=key, **({"Range": span} if span else {}))
         async with reply["Body"] as body:
             content = await body.read()
-        return content, Stamp(_total(reply, "ContentRange", "ContentLength"), _version(reply))
+        return content, Stamp(_total(reply.get("ContentRange"), content), _version(reply))
 
     async def _read_http(self, url, span):
         session = await self.fs.set_session()
         async with session.get(url, headers={"Range": span} if span else {}) as reply:
             reply.raise_for_status()
             content = await reply.read()
-            size = _total(reply.headers, "Content-Range", None)
-            return content, Stamp(len(content) if size is None else size, _version(reply.headers))
+            size = _total(reply.headers.get("Content-Range"), content)
+            return content, Stamp(size, _version(reply.headers))
 
 
 def _filesystem(protocol, configuration):
@@ -225,8 +225,7 @@ def _version(info):
     return int.from_bytes(hashlib.sha256(str(version).encode()).digest()[:8], "little") >> 1
 
 
-def _total(reply, range_name, length_name):
-    """Return the size of an object from the headers of a reply that may hold a part of it."""
-    text = reply.get(range_name) or ""
-    total = text.rpartition("/")[2]
-    return int(total) if total.isdigit() else reply.get(length_name)
+def _total(content_range, content):
+    """Return the size of an object from the header Content-Range, if a reply has a part of it."""
+    total = (content_range or "").rpartition("/")[2]
+    return int(total) if total.isdigit() else len(content)
