@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,27 @@ HINTS = {
 }
 
 _last_notice = -float("inf")
+
+
+class Refusal(Exception):
+    """A reply of a store that reports an error; `response` has the form of botocore's errors."""
+
+    def __init__(self, response: dict[str, dict]):
+        super().__init__(response["Error"]["Message"])
+        self.response = response
+
+
+def refusal(status: int, reason: str | None, content: bytes) -> Refusal:
+    """Return the error of an HTTP reply, which in S3 is XML with a code and a message."""
+    code, message = (
+        re.search(f"<{name}>([^<]*)</{name}>".encode(), content[:10000])
+        for name in ("Code", "Message")
+    )
+    error = {
+        "Code": code[1].decode(errors="replace") if code else "",
+        "Message": message[1].decode(errors="replace") if message else reason or "",
+    }
+    return Refusal({"Error": error, "ResponseMetadata": {"HTTPStatusCode": status}})
 
 
 async def retried(url: str, attempt: Callable[[], Awaitable[T]]) -> T:
