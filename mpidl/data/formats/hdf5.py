@@ -141,6 +141,8 @@ class HDF5Datastore(Datastore):
         self.contents, self._lock = contents, threading.Lock()
         self._file: Any = None
         self._stream: ByteStream | None = None
+        if is_remote(self.path):
+            self._stream = ByteStream(self.path, contents.stamp)
         self.image_shape, self.dtype = contents.images.shape, contents.images.dtype
         self.labels, self.classes = contents.labels, contents.classes
         if contents.targets is not None:
@@ -157,9 +159,9 @@ class HDF5Datastore(Datastore):
         return self._rows(self.contents.targets, indices)
 
     def _rows(self, rows, indices):
-        with failing(self.path):
-            stored = self._opened()[rows.name]
-            return read_rows(stored, rows, np.asarray(indices, np.int64), self._stream)
+        stream = self._stream
+        with failing(self.path), contextlib.nullcontext() if stream is None else stream.in_hdf5():
+            return read_rows(self._opened()[rows.name], rows, indices, stream)
 
     def _opened(self):
         """Return the open file; raise UserError if the file has changed since construction."""
@@ -167,8 +169,6 @@ class HDF5Datastore(Datastore):
             if self._file is None:
                 import h5py
 
-                if is_remote(self.path):
-                    self._stream = ByteStream(self.path, self.contents.stamp)
                 source = self._stream or self.path
                 self._file = h5py.File(source, "r", locking=False)
         if self._stream is not None:  # each request to the store checks the Stamp
@@ -267,7 +267,11 @@ def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
         problem = hdf5_probe.problem_of(path, now, stream)
     if problem is not None:
         raise UserError(f"{printable(path)}: the file cannot be read: {problem}")
-    with failing(path), h5py.File(source, "r", locking=False) as file:
+    with (
+        contextlib.nullcontext() if stream is None else stream.in_hdf5(),
+        failing(path),
+        h5py.File(source, "r", locking=False) as file,
+    ):
         yield file
 
 
@@ -415,6 +419,7 @@ def read_rows(
     The rows are read in the order of the file and returned in the order of `indices`. If the file
     is an object in a store, `stream` is the open file.
     """
+    indices = np.asarray(indices, np.int64)
     remote = None if stream is None else RemoteRows(stored, indices, stream)
     result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
     order = np.argsort(indices, kind="stable")

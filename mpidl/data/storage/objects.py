@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import gc
 import io
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -24,6 +27,9 @@ MAX_SPAN = 4 << 20  # largest number of bytes that such a request reads
 BLOCK = 256 << 10  # bytes of a block that `ByteStream` reads, mostly descriptions of datasets
 MAX_BLOCKS = 64  # number of blocks that it keeps
 PIECE = 8 << 20  # bytes per request while a file is brought over
+
+
+_pause_lock, _pauses, _was_enabled = threading.Lock(), 0, True  # of the garbage collector
 
 
 class Span(NamedTuple):
@@ -272,6 +278,29 @@ class ByteStream(io.RawIOBase):
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.position}.get(whence, self.file.expected.size)
         self.position = origin + offset
         return self.position
+
+    @contextlib.contextmanager
+    def in_hdf5(self) -> Iterator[None]:
+        """Pause Python's garbage collector while the HDF5 library reads from this file.
+
+        h5py holds a lock while it waits for the thread of the requests. If that thread collected an
+        object of h5py, which needs the lock, both would wait for ever.
+        """
+        global _pauses, _was_enabled
+        with _pause_lock:
+            if not _pauses:
+                _was_enabled = gc.isenabled()
+                gc.disable()
+            _pauses += 1
+        try:
+            # A collection that this thread has begun ends before its next task.
+            store_of(self.file.url).start(asyncio.sleep(0)).result()
+            yield
+        finally:
+            with _pause_lock:
+                _pauses -= 1
+                if not _pauses and _was_enabled:
+                    gc.enable()
 
     def give(self, spans: list[tuple[int, bytes]]) -> None:
         """Provide bytes (offset, bytes) that this thread's next reads need."""

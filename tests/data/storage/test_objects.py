@@ -1,5 +1,6 @@
 """Image sets in object stores: the same images as from local files. Stores: memory and file."""
 
+import gc
 import shutil
 
 import datafiles
@@ -21,6 +22,7 @@ from mpidl.data import (
     pack,
 )
 from mpidl.data.storage import disk_cache, objects, settings
+from mpidl.data.storage.paths import stamp_of
 from mpidl.data.storage.store import Store
 
 
@@ -234,3 +236,21 @@ def test_settings_are_checked(tmp_path):
     ):
         assert refusal(configure_storage, **options).startswith(text)
     assert refusal(open_data, "nosuch://x") == ("nosuch://: expected a protocol that fsspec knows")
+
+
+def test_the_collector_is_paused_while_hdf5_reads(put, tmp_path):
+    """Collecting an object of h5py in the thread of the requests would block both threads."""
+    datafiles.hdf5(tmp_path / "rows.h5", pixels_of(0, 9, 1, 6, 5), np.arange(9) % 2)
+    stream = objects.ByteStream(url := put(tmp_path / "rows.h5"), stamp_of(url))
+    states = []
+    with stream.in_hdf5():
+        with stream.in_hdf5():
+            states.append(gc.isenabled())
+        states.append(gc.isenabled())
+    assert states == [False, False] and gc.isenabled()
+    for _ in range(30):  # garbage of h5py while another file is read
+        cycle = [h5py.File(tmp_path / "rows.h5")]
+        cycle.append(cycle)
+        del cycle
+        HDF5Datastore(url).read([1])
+        gc.collect(0)
