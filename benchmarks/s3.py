@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from benchmarks import input as input_files
-from benchmarks import machine, report, subject, turns
+from benchmarks import machine, report, subject
 from benchmarks.mpidl_step import EagerStep
 from mpidl.comm import World
 from mpidl.data import ImageFolder, MinibatchQueue, NodeCache, configure_storage
@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> dict:
         raise UserError("--url: expected a prefix to write to, such as s3://bucket/prefix")
     notes = subject.configure(options)
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
-        configure_storage(requests=options.requests)
+        _configure(options)
         input_files.draw(folder, options.side, options.images, options.kinds)
         local = os.path.join(folder, options.kinds[0])
         upload(local, options.url)
@@ -59,46 +59,61 @@ def upload(folder: str, url: str) -> None:
 
 
 def measure(options: argparse.Namespace, local: str, cache_dir: str) -> dict:
-    """Time epochs from both sources.
+    """Time epochs from both sources; the two epochs of a kind follow each other.
 
     Returns
     -------
     dict
-        By epoch, summaries of the seconds from "local" files and from the "store", and "ratio",
-        the median over the rounds of store / local.
+        By epoch, summaries of the seconds from "local" files and from the "store"; "ratio", the
+        median over the rounds of store / local; and "processor", this ratio of the processor time
+        of this process, which other programs on the machine disturb less.
     """
     shape = (3, options.side, options.side)
     step = EagerStep(subject.network(options.network, shape), None, World(threads=options.threads))
-    times: dict = {epoch: {"local": [], "store": []} for epoch in EPOCHS}
-    for number, side in turns.alternate(("local", "store"), options.rounds + 1):
-        source = local if side == "local" else options.url
-        configure_storage(requests=options.requests)
-        cached = NodeCache(ImageFolder(source), budget_bytes=options.cache_mb * 10**6)
-        seconds = [_epoch(step, cached, options, epoch) for epoch in range(2)]
-        configure_storage(requests=options.requests, cache_dir=cache_dir)
-        files = ImageFolder(source)
-        if side == "store":
-            files.read(np.arange(len(files)))  # fills the folder in the first round
-        seconds.append(_epoch(step, files, options, 2))
-        if number:  # the first round warms up
-            for epoch, value in zip(EPOCHS, seconds, strict=True):
-                times[epoch][side].append(value)
-    rows = [["epoch, s", "local files", "store", "store / local"]]
+    sources = {"local": local, "store": options.url}
+    times: dict = {epoch: {side: [] for side in sources} for epoch in EPOCHS}
+    _configure(options, cache_dir)
+    files = ImageFolder(options.url)
+    files.read(np.arange(len(files)))  # fills the folder
+    for number in range(options.rounds + 1):
+        _configure(options)
+        budget = options.cache_mb * 10**6
+        sets = {side: NodeCache(ImageFolder(path), None, budget) for side, path in sources.items()}
+        for epoch, name in enumerate(EPOCHS):
+            if name == EPOCHS[-1]:
+                _configure(options, cache_dir)
+                sets = {side: ImageFolder(path) for side, path in sources.items()}
+            for side in list(sources)[:: 1 if number % 2 else -1]:
+                seconds = _epoch(step, sets[side], options, epoch)
+                if number:  # the first round warms up
+                    times[name][side].append(seconds)
+    rows = [["epoch, s", "local files", "store", "store / local", "processor time"]]
     figures = {}
-    for epoch, by_side in times.items():
-        ratio = report.median(np.array(by_side["store"]) / np.array(by_side["local"]))
-        figures[epoch] = {side: report.summary(values) for side, values in by_side.items()}
-        figures[epoch]["ratio"] = ratio
-        rows.append([epoch, *map(report.spread, by_side.values()), f"{ratio:.3f}"])
+    for name, by_side in times.items():
+        walls, processor = np.array([by_side[side] for side in sources]).transpose(2, 0, 1)
+        ratios = [
+            report.median(remote_times / local_times)
+            for local_times, remote_times in (walls, processor)
+        ]
+        figures[name] = {
+            side: report.summary(list(wall)) for side, wall in zip(sources, walls, strict=True)
+        }
+        figures[name] |= dict(zip(("ratio", "processor"), ratios, strict=True))
+        spreads = [report.spread(list(wall)) for wall in walls]
+        rows.append([name, *spreads, *(f"{ratio:.3f}" for ratio in ratios)])
     report.print_table(rows)
     return figures
 
 
+def _configure(options, cache_dir=None):
+    configure_storage(requests=options.requests, cache_dir=cache_dir)
+
+
 def _epoch(step, datastore, options, epoch):
-    """Train for one epoch and return its seconds."""
+    """Train for one epoch; return its seconds and its processor time in this process."""
     queue = MinibatchQueue(datastore, options.batch_size, workers=options.workers[0])
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     for images, labels in queue.epoch(epoch):
         step(images, labels)
         del images, labels
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - processor

