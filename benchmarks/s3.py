@@ -78,7 +78,9 @@ def measure(options: argparse.Namespace, local: str, cache_dir: str) -> dict:
     for number in range(options.rounds + 1):
         _configure(options)
         budget = options.cache_mb * 10**6
-        sets = {side: NodeCache(ImageFolder(path), None, budget) for side, path in sources.items()}
+        sets: dict = {
+            side: NodeCache(ImageFolder(path), None, budget) for side, path in sources.items()
+        }
         for epoch, name in enumerate(EPOCHS):
             if name == EPOCHS[-1]:
                 _configure(options, cache_dir)
@@ -88,17 +90,13 @@ def measure(options: argparse.Namespace, local: str, cache_dir: str) -> dict:
                 if number:  # the first round warms up
                     times[name][side].append(seconds)
     rows = [["epoch, s", "local files", "store", "store / local", "processor time"]]
-    figures = {}
+    figures: dict = {}
     for name, by_side in times.items():
         walls, processor = np.array([by_side[side] for side in sources]).transpose(2, 0, 1)
-        ratios = [
-            report.median(remote_times / local_times)
-            for local_times, remote_times in (walls, processor)
-        ]
-        figures[name] = {
-            side: report.summary(list(wall)) for side, wall in zip(sources, walls, strict=True)
-        }
-        figures[name] |= dict(zip(("ratio", "processor"), ratios, strict=True))
+        ratios = [report.median(seconds[1] / seconds[0]) for seconds in (walls, processor)]
+        figures[name] = {"ratio": ratios[0], "processor": ratios[1]}
+        for side, wall in zip(sources, walls, strict=True):
+            figures[name][side] = report.summary(list(wall))
         spreads = [report.spread(list(wall)) for wall in walls]
         rows.append([name, *spreads, *(f"{ratio:.3f}" for ratio in ratios)])
     report.print_table(rows)
