@@ -18,6 +18,7 @@ BENCHMARKS = {
     "compare": "the training step against PyTorch's, in turns on the same cores",
     "against": "the training step against that of another checkout of mpidl",
     "input": "reading, decoding and augmenting images, alone and during a training step",
+    "s3": "epochs from an object store against epochs from local files",
     "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
     "interchange": "the scores of exported networks against onnxruntime's and PyTorch's",
     "transfer": "the epochs and images to an accuracy, with and without pretrained weights",
@@ -64,6 +65,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser = Parser(f"benchmarks {command}", f"Measure {BENCHMARKS[command]}.", quiet)
     add = {
         "input": _add_input,
+        "s3": _add_s3,
         "optimizers": _add_optimizers,
         "interchange": _add_interchange,
         "gpu": _add_gpu,
@@ -111,6 +113,28 @@ def _add_subject(parser, command):
         )
     if command == "compare":
         _add_compare(parser)
+
+
+def _add_s3(parser, command):
+    text = "prefix of a store to which the images are written, such as s3://bucket/prefix; "
+    text += "credentials and AWS_ENDPOINT_URL come from the environment"
+    parser.text("--url", "URL", text)
+    parser.text(
+        "--network", "NAME", "network of the zoo, or FILE.py:FUNCTION (resnet)", default="resnet"
+    )
+    _add_counts(
+        parser,
+        ("side", 32, "height and width of an image in pixels"),
+        ("images", 2000, "number of images"),
+        ("batch-size", 128, "images per mini-batch"),
+        ("threads", 2, "threads of the training step"),
+        ("requests", 16, "requests to the store at a time"),
+        ("cache-mb", 1000, "size of the node's cache of images"),
+        ("rounds", 5, "number of rounds; results are medians over them"),
+    )
+    parser.text("--workers", "N", "threads that decode (1)", default=[1], type=_counts("--workers"))
+    text = "kind of image files: jpeg or png (jpeg)"
+    parser.text("--kinds", "NAME", text, default=["jpeg"], type=_names("--kinds", KINDS[:2]))
 
 
 def _add_input(parser, command):

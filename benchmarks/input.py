@@ -11,6 +11,7 @@ import itertools
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from mpidl.nn import Network
 from mpidl.training.options import configuration
 
 CLASSES, QUALITY = 4, 85
+DRAWN = ("jpeg", "png", "whole")  # kinds of image files
 FILE_SIDE = 256  # height and width in pixels of the files that are cropped
 
 
@@ -50,13 +52,18 @@ def main(options: argparse.Namespace) -> dict:
     return report.header(options, configuration.versions_of("one rank"), *names) | figures
 
 
-def draw(folder: str, side: int, count: int) -> None:
-    """Write image files that resemble photographs: smooth colours, edges and some noise."""
+def draw(folder: str, side: int, count: int, kinds: Sequence[str] = DRAWN) -> None:
+    """Write image files that resemble photographs: smooth colours, edges and some noise.
+
+    `kinds` names the sub-folders to write: jpeg and png, of the given side, and whole, of
+    `FILE_SIDE`.
+    """
     from PIL import Image
 
-    for size, kinds in ((side, ("jpeg", "png")), (FILE_SIDE, ("whole",))):
+    for size, drawn in ((side, ("jpeg", "png")), (FILE_SIDE, ("whole",))):
+        drawn = [kind for kind in drawn if kind in kinds]
         y, x = np.mgrid[:size, :size] / size
-        for i in range(count):
+        for i in range(count if drawn else 0):
             u = keyed.uniform(0, "bench pictures", 3 * size * size + 30, sample=i)
             waves = [
                 np.sin(6 * u[j] * x + 9 * u[j + 3] * y + 6 * u[j + 6]) + (x * u[j + 9] > y - 0.3)
@@ -65,7 +72,7 @@ def draw(folder: str, side: int, count: int) -> None:
             noise = u[30:].reshape(size, size, 3) - 0.5
             pixels = np.stack(waves, -1) * 70 + 100 + 24 * noise
             image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-            for kind in kinds:
+            for kind in drawn:
                 suffix = "png" if kind == "png" else "jpg"
                 path = os.path.join(folder, kind, f"class{i % CLASSES}", f"{i:05}.{suffix}")
                 os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -18,6 +18,10 @@ class Fault(Exception):
     """
 
 
+class StorageFault(Fault):
+    """Raised if an object store does not answer in time, or refuses to store an object."""
+
+
 class RankError(Exception):
     """Raised if a rank that `dl.launch` started fails; the message is the rank's traceback.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpidl.errors import UserError
+from mpidl.errors import StorageFault, UserError
 from mpidl.text import printable
 
 T = TypeVar("T")
@@ -22,7 +22,10 @@ MAX_REASON = 300  # maximum length in characters, because a library's error may 
 
 
 class Stamp(NamedTuple):
-    """Size and last write time of a file, which are compared to detect changes."""
+    """Size and last write time of a file, which are compared to detect changes.
+
+    For an object of an object store, `written` is a digest of its version.
+    """
 
     size: int  # bytes
     written: int  # nanoseconds
@@ -107,6 +110,23 @@ class RawFile:
         except OSError as e:
             raise unreadable(self.path, e) from None
 
+    def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
+        """Fill the rows of a C-ordered array with the bytes from an offset per row on.
+
+        `check` must have been called before. Rows that are consecutive in the file are read
+        together.
+
+        Raises
+        ------
+        UserError
+            If the file ends early or cannot be read.
+        """
+        nbytes = rows.nbytes // max(len(rows), 1)
+        edges = [0, *(np.nonzero(np.diff(offsets) != nbytes)[0] + 1), len(rows)]
+        for first, last in zip(edges[:-1], edges[1:], strict=True):
+            if first < last and nbytes:
+                self.read_into(rows[first:last], int(offsets[first]))
+
     def close(self) -> None:
         """Close the file if it is open."""
         descriptor, self.descriptor = self.descriptor, None
@@ -125,7 +145,7 @@ def on_rank_0(world: Any, function: Callable[[], T]) -> T:
 
     Raises
     ------
-    UserError
+    UserError, StorageFault
         On all ranks, if the function raises it.
     """
     if world is None:
@@ -138,14 +158,14 @@ def call_together(world: Any, function: Callable[[], T]) -> T:
 
     Raises
     ------
-    UserError
+    UserError, StorageFault
         On all ranks, if the function raises it on any rank.
     """
     result: Any = None
     error = None
     try:
         result = function()
-    except UserError as e:
+    except (UserError, StorageFault) as e:
         error = e
     world.raise_if_any(error)
     return result

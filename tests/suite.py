@@ -84,6 +84,7 @@ PARTS = {
     "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs"),
     "ranks": marked("more ranks, threads and builds; other algorithms of convolutions", "ranks"),
     "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
+    "stores": marked("data in an object store, and its faults", "stores"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "package": marked("trainings by the installed wheel", "package"),
     "compilers": marked("the kernels by gcc and clang, without a warning", "compilers"),

@@ -36,8 +36,13 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
 
 # The modules that may import a foreign package, and the packages for imports inside functions only.
-ONLY_IN = {"mpi4py": ("mpidl.comm",), "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl")}
+ONLY_IN = {
+    "mpi4py": ("mpidl.comm",),
+    "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl"),
+    "fsspec": ("mpidl.data.storage.store",),
+}
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
+ONLY_LATE |= {"aiohttp", "fsspec", "yarl"}
 EARLY, LATE, TYPING = "when imported", "when called", "for a type checker"
 
 

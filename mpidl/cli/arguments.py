@@ -26,6 +26,7 @@ after writing a checkpoint: run again with --resume DIR
 
 # Training options that mpidl.predict also accepts.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
+STORAGE = ("endpoint_url", "requests", "cache_dir", "retry_seconds")
 PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 
 MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows after a flag
@@ -150,8 +151,9 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     -------
     dict
         The typed arguments, {name: value}. Names are the training options, the names in
-        `PREPROCESS`, and network, weights, new_layer_factor, freeze_up_to, data, test_data,
-        validation_data, test_fraction, preview, out, resume, overwrite and config.
+        `PREPROCESS` and `STORAGE`, and network, weights, new_layer_factor, freeze_up_to, data,
+        test_data, validation_data, test_fraction, upload, preview, out, resume, overwrite and
+        config.
 
     Raises
     ------
@@ -188,6 +190,13 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "Images for validation during training, or test for the test images; default: none",
     )
     add_preprocess(parser)
+    add_storage(parser)
+    parser.text(
+        "--upload",
+        "URL",
+        "Copy model.h5, summary.json and options.toml to this prefix of an object store at the "
+        "end, such as s3://bucket/run7",
+    )
     parser.add_options(*training_options.NAMES)
     parser.text(
         "--preview",
@@ -218,8 +227,8 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     -------
     Namespace
         The attributes are model, layers, data, out, top_k, confusion, activations, the training
-        options in `PREDICT`, and preprocess. preprocess is a dict {name: value} of the options in
-        `PREPROCESS` that the user typed.
+        options in `PREDICT`, preprocess and storage. preprocess and storage are dicts
+        {name: value} of the options in `PREPROCESS` and `STORAGE` that the user typed.
     """
     parser = Parser(
         "mpidl.predict",
@@ -253,11 +262,15 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     )
     parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
     add_preprocess(parser, "that of the model")
+    add_storage(parser)
     parser.add_options(*PREDICT)
     defaults = {name: training_options.OPTIONS[name].default for name in PREDICT}
     values = defaults | vars(parser.parse(argv))
-    typed = {name: values.pop(name) for name in PREPROCESS if name in values}
-    return argparse.Namespace(**values, preprocess=typed)
+    groups = {
+        group: {name: values.pop(name) for name in names if name in values}
+        for group, names in (("preprocess", PREPROCESS), ("storage", STORAGE))
+    }
+    return argparse.Namespace(**values, **groups)
 
 
 def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -287,6 +300,7 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
     )
     _add_data(parser)
     add_preprocess(parser)
+    add_storage(parser)
     parser.add_options(
         *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2"),
         *("shuffle", "learn_rate_schedule", "gradient_threshold", "gradient_threshold_method"),
@@ -364,7 +378,8 @@ MODEL_HELP = (
     "wrote (*.safetensors)"
 )
 DATA_HELP = (
-    "Images: digits; a folder with one sub-folder of images per class, or with two such "
+    "Images: digits; or the path, or the URL such as s3://bucket/prefix, of one of these: a "
+    "folder with one sub-folder of images per class, or with two such "
     "folders, train/ and test/; a folder of IDX files or of CIFAR's binary files; "
     f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by python -m mpidl.pack"
 )
@@ -422,6 +437,33 @@ def add_preprocess(parser: Parser, default: str = "none") -> None:
     )
     for name, text in zip(PREPROCESS, texts, strict=True):
         parser.add(name, text, default)
+
+
+def add_storage(parser: Parser) -> None:
+    """Add the flags for access to object stores."""
+    none = {"default": argparse.SUPPRESS}
+    parser.text(
+        "--endpoint-url",
+        "URL",
+        "S3-compatible store of s3:// data; default: AWS_ENDPOINT_URL, else Amazon's",
+        **none,
+    )
+    parser.add(
+        "requests",
+        "Requests to an object store per node at a time",
+        str(training_options.RUN["requests"]),
+    )
+    parser.text(
+        "--cache-dir",
+        "DIR",
+        "Local folder that keeps the bytes of objects for later epochs and runs; default: none",
+        **none,
+    )
+    parser.add(
+        "retry_seconds",
+        "Seconds for which a request is repeated if an object store is busy or does not answer",
+        f"{training_options.RUN['retry_seconds']:g}",
+    )
 
 
 def count(spelled: str) -> Callable[[str], int]:

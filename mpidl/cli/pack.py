@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpidl.cli import arguments, start
+from mpidl.cli import arguments, remote, start
 from mpidl.comm import failure
 from mpidl.data import registry
 from mpidl.data.formats import packed, packing
+from mpidl.data.storage.settings import check_url, refuse_remote
 from mpidl.errors import UserError
 from mpidl.report.console import LINE_SECONDS, clock, terminal_width
 
@@ -28,8 +29,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Returns
     -------
     Namespace
-        The attributes are source, target, preprocess, threads and verify. target is None if verify
-        is true; preprocess is a Preprocess.
+        The attributes are source, target, preprocess, threads, verify and storage. target is None
+        if verify is true; preprocess is a Preprocess; storage is a dict {name: value} of the
+        options in `arguments.STORAGE` that the user typed.
 
     Raises
     ------
@@ -51,6 +53,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.add_argument("source", metavar="SRC", help=arguments.DATA_HELP)
     parser.add_argument("target", metavar="DST.h5", nargs="?", help="The file to write")
     arguments.add_preprocess(parser)
+    arguments.add_storage(parser)
     parser.add_argument(
         "--threads",
         type=arguments.count("--threads"),
@@ -68,7 +71,11 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         raise UserError("--verify: expected a packed file and nothing else")
     if not parsed.verify and parsed.target is None:
         raise UserError("DST.h5: expected the file to write, found none")
+    check_url(parsed.source, "SRC")
+    refuse_remote(parsed.target, "DST.h5", "a file")
+    storage = {name: v for name, v in vars(parsed).items() if name in arguments.STORAGE}
     return argparse.Namespace(
+        storage=storage,
         source=parsed.source,
         target=parsed.target,
         preprocess=preprocess,
@@ -87,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(job: argparse.Namespace) -> int:
     """Pack or verify a file according to the result of `parse`, and return the exit code."""
+    remote.configure(job.storage)
     with failure.Signals() as signals:
         return _verify(job, signals) if job.verify else _pack(job, signals)
 

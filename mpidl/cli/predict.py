@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl import backends, data, losses
-from mpidl.cli import arguments, start
+from mpidl.cli import arguments, remote, start
 from mpidl.comm import World, failure
 from mpidl.data.checks import read_targets
+from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = arguments.predict(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=parsed.timeout, threads=None)
+    remote.configure({"data": parsed.data, **parsed.storage}, world)
     backends.configure(winograd=parsed.winograd, precision=parsed.precision)
     lines = world.use_device(parsed.device, parsed.gpus) + world.use_threads(parsed.threads)
     for line in [*start.arithmetic(world), *lines]:
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_outputs(parsed):
     """Check the output files before the computation; raise UserError if one cannot be written."""
+    for name in ("out", "confusion"):
+        refuse_remote(getattr(parsed, name), training_options.flag(name), "a file")
     if parsed.confusion:
         confusion.check_path(parsed.confusion, "--confusion")
     if parsed.activations:

@@ -15,6 +15,7 @@ from mpidl import data
 from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.data.datastore import Datastore
+from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Layer, Network, zoo
@@ -362,8 +363,12 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
 def check_output_folder(typed: Mapping[str, Any]) -> None:
     """Raise UserError if --out contains a run that is neither resumed nor overwritten.
 
+    The folders of --out and --resume must be on a file system.
+
     `typed` is the result of `arguments.train`.
     """
+    refuse_remote(typed.get("out"), "--out", "a folder")
+    refuse_remote(typed.get("resume"), "--resume", "a folder")
     if "out" in typed and not typed.get("overwrite"):
         run_folder.refuse_a_run(typed["out"], typed.get("resume"))
 

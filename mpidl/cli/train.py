@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from mpidl import data
-from mpidl.cli import arguments, pretrained, start
+from mpidl.cli import arguments, pretrained, remote, start
 from mpidl.comm import World, failure
 from mpidl.data import gallery
 from mpidl.data.loading.pipeline import Pipeline
+from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import evaluate, validation
 from mpidl.files import on_rank_0
@@ -50,8 +51,10 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         world, lambda: configuration.resolve(typed, config=typed.get("config"), resumed=saved)
     )
     settings, run = resolved.options.for_ranks(world.size), resolved.run
+    remote.configure(run, world)
     world.transport.timeout = settings.timeout
-    lines = world.use_device(settings.device, settings.gpus)
+    gpus = None if settings.gpus is None else str(settings.gpus)
+    lines = world.use_device(settings.device, gpus)
     device = start.device_of(world)
 
     preprocess = start.preprocess(run)
@@ -154,6 +157,9 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         )
         console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
+        if run["upload"] is not None:
+            on_rank_0(world, lambda: remote.upload(out, run["upload"]))
+            console.line(f"Uploaded: {run['upload']}")
     return 0
 
 
@@ -238,6 +244,7 @@ def _checkpoint(typed):
 
     Raise UserError if --out contains another run.
     """
+    refuse_remote(typed.get("preview"), "--preview", "a file")
     if "preview" not in typed:
         start.check_output_folder(typed)
     return checkpoint.load(typed["resume"]) if "resume" in typed else None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from mpidl.cli import arguments, start
 from mpidl.comm import failure
 from mpidl.comm.launcher import environment, launcher
+from mpidl.data.storage.settings import check_url
 from mpidl.errors import Fault, UserError
 
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "verify starts the ranks itself: run it without mpirun, as python -m mpidl.verify"
         )
+    check_url(parsed.options.get("data", ""), "--data")
     flags = arguments.as_flags(parsed.options)
     hashes = {}
     for line in start.without_kernels():

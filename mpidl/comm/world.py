@@ -17,7 +17,7 @@ from mpidl.comm import devices, failure, serial, thread_budget
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.reducer import Reducer, is_on_host
 from mpidl.comm.transport import Transport, allocate_shared, free_shared_bytes
-from mpidl.errors import UserError
+from mpidl.errors import StorageFault, UserError
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class World(Messaging):
         self._wait_for([self.transport.comm.Ibarrier()], "barrier")
 
     def raise_if_any(self, error: BaseException | None = None) -> None:
-        """Raise a UserError on all ranks if any rank passes an error.
+        """Raise a UserError or a StorageFault on all ranks if any rank passes an error.
 
         An error that only one rank can notice, such as a corrupt image or a full disk, then ends
         all ranks at the same place.
@@ -364,10 +364,14 @@ class World(Messaging):
         ------
         UserError
             If any rank passes an error. The message comes from the lowest such rank.
+        StorageFault
+            The same, if that rank passes a StorageFault.
         """
         if self.gop("max", int(error is not None)):
             texts = self.allgather(None if error is None else str(error))
-            raise UserError(next(text for text in texts if text is not None))
+            lowest = next(rank for rank, text in enumerate(texts) if text is not None)
+            is_fault = self.allgather(isinstance(error, StorageFault))[lowest]
+            raise (StorageFault if is_fault else UserError)(texts[lowest])
 
     def report(self, **facts: Any) -> None:
         """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`.

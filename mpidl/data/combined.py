@@ -72,6 +72,11 @@ class Combined(Derived):
             return pixels / np.float32(255)
         return pixels.reshape(len(pixels), *self.targets_shape).astype(dtype, copy=False)
 
+    def read_ahead(self, indices: Indices) -> object:
+        source = self.target_source
+        targets = source.read_ahead(indices) if isinstance(source, Datastore) else None
+        return self.parent.read_ahead(indices), targets
+
     def describe(self) -> str:
         return f"{self.parent.describe().rpartition(': ')[0] or 'combined'}: {counted(self)}"
 

@@ -73,6 +73,18 @@ class Datastore:
         """Return targets by index, (len(indices), *targets_shape). Must not call MPI."""
         raise TypeError(f"{type(self).__name__} must define targets(indices)")
 
+    def read_ahead(self, indices: Indices) -> object:
+        """Request images, with their targets, that will be read soon. Must not call MPI.
+
+        A set in an object store starts its requests and returns at once. Other sets do nothing.
+
+        Returns
+        -------
+        object
+            The caller keeps it until the images have been read; the requests end with it.
+        """
+        return None
+
     def name(self, i: int) -> str:
         """Return the name of image i for tables: its path, or "image 17"."""
         return f"image {i}"
@@ -267,6 +279,9 @@ class Derived(Datastore):
     def targets(self, indices: Indices) -> np.ndarray:
         return self.parent.targets(indices)
 
+    def read_ahead(self, indices: Indices) -> object:
+        return self.parent.read_ahead(indices)
+
     def name(self, i: int) -> str:
         return self.parent.name(i)
 
@@ -306,6 +321,9 @@ class Subset(Derived):
 
     def targets(self, indices: Indices) -> np.ndarray:
         return self.parent.targets(self.indices[np.asarray(indices, np.int64)])
+
+    def read_ahead(self, indices: Indices) -> object:
+        return self.parent.read_ahead(self.indices[np.asarray(indices, np.int64)])
 
     def name(self, i: int) -> str:
         return self.parent.name(int(self.indices[i]))

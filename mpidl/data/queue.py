@@ -215,9 +215,13 @@ class MinibatchQueue:
             plain=self.plain,
             device=None if self.device is None else self.world.counts,
         )
+        fetches = self.datastore.read_ahead(batch.indices) if self.prefetch else None
         if self.device is not None:
-            return FeedBuilder(self.pipeline, batch, batch.indices).job(self.workers)
+            feed = FeedBuilder(self.pipeline, batch, batch.indices)
+            feed.fetches = fetches
+            return feed.job(self.workers)
         builder = _BatchBuilder(batch, self.pipeline, self.arena)
+        builder.fetches = fetches
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
 
 
@@ -226,6 +230,7 @@ class _BatchBuilder:
 
     def __init__(self, batch, pipeline, arena):
         self.batch, self.pipeline = batch, pipeline
+        self.fetches: object = None  # the result of `Datastore.read_ahead`
         p, blocks = pipeline, batch.blocks
         self.lanes = arenas.empty((blocks, *p.image_shape, LANES), arena=arena)
         self.labels = None

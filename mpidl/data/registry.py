@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import FILES, FOLDERS, FORMATS, KEYWORDS
 from mpidl.data.formats.folder import check_folder
 from mpidl.data.formats.format import Format, OpenOptions, World, agreed_format, file_format
+from mpidl.data.storage.paths import is_file, listed
+from mpidl.data.storage.settings import check_url
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, preprocessed
 from mpidl.errors import UserError
 
@@ -52,7 +53,9 @@ def open_data(
         No format recognizes the path, or the data are damaged or invalid.
     """
     options = OpenOptions(option, preprocess=preprocess)
-    train, test = _format_of(text, world, option).open_data(text, world, options)
+    check_url(text, option)
+    with listed(text):
+        train, test = _format_of(text, world, option).open_data(text, world, options)
     return _converted(train, preprocess), test and _converted(test, preprocess)
 
 
@@ -91,7 +94,9 @@ def open_test_data(
         No format recognizes the path, or the data are damaged or invalid.
     """
     options = OpenOptions(option, classes, labelled)
-    return _format_of(text, world, option).open_test_data(text, world, options)
+    check_url(text, option)
+    with listed(text):
+        return _format_of(text, world, option).open_test_data(text, world, options)
 
 
 def _format_of(text: str, world: World, option: str) -> Format:
@@ -110,7 +115,7 @@ def _recognized(path: str, option: str) -> Format:
     UserError
         The path does not exist, or no format recognizes it.
     """
-    if os.path.isfile(path):
+    if is_file(path):
         return file_format(path, option, FILES)
     check_folder(path, option)
     return next(candidate for candidate in FOLDERS if candidate.recognizes(path, b"", option))

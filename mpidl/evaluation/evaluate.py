@@ -15,7 +15,7 @@ from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
-from mpidl.errors import UserError
+from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.fold import Counter, Partial, replicated
 from mpidl.nn import Network
@@ -104,14 +104,14 @@ def agreed(
 
     Raises
     ------
-    UserError
+    UserError, StorageFault
         On all ranks, if any rank cannot read its images.
     """
     while True:
         ready, problem = [None], None
         try:
             ready = [next(batches, None)]
-        except UserError as error:
+        except (UserError, StorageFault) as error:
             problem = error
         signalled = signals is not None and signals.name is not None
         level = world.gop("max", 2 if problem else int(signalled))

@@ -19,7 +19,7 @@ from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
-from mpidl.errors import UserError
+from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation, held_out
 from mpidl.nn import Network
@@ -297,7 +297,7 @@ class Trainer:
         batches = self.queue.epoch(position.epoch, start=position.batch)
         start_time, images_before = time.monotonic(), position.images
         with contextlib.closing(batches):
-            for images, targets in agreed(batches, self.world, self.signals):
+            for images, targets in self._agreed(batches):
                 info = self._next_step(images.batch.count)
                 self._report(self.step.submit(images, targets, info))
                 del images, targets  # free the memory for the next mini-batch
@@ -309,6 +309,19 @@ class Trainer:
             speed = (position.images - images_before) / (time.monotonic() - start_time)
             summary = position.end_epoch(self.optimizer.learning_rate, speed)
             self.hooks.epoch(self, summary)
+
+    def _agreed(self, batches):
+        """Yield the mini-batches; write a checkpoint if an object store does not answer."""
+        try:
+            yield from agreed(batches, self.world, self.signals)
+        except StorageFault as fault:
+            if self.writer.out is None:
+                raise
+            self.save()
+            raise StorageFault(
+                f"{fault}; checkpoint written; to continue, run again with --resume "
+                f"{self.writer.out}"
+            ) from None
 
     def _next_step(self, images):
         position, start_time = self.position, time.monotonic()

@@ -3,7 +3,7 @@
 import datafiles
 from image_sets import grow, on_ranks, pixels_of, refusal, save
 
-from mpidl.data import ImageFolder, open_data, open_test_data
+from mpidl.data import open_data, open_test_data
 
 
 def test_open_data_accepts_train_and_test_folders(tmp_path):
@@ -24,10 +24,6 @@ def test_open_data_accepts_classes_named_train_and_test(tmp_path):
 
 
 def test_open_data_errors(tmp_path):
-    for url, text in (("s3://bucket/set", "S3 is"), ("https://host/set", "URLs are")):
-        text += " not supported yet: expected local files"
-        assert refusal(open_data, url) == f"--data {url}: {text}"
-        assert refusal(ImageFolder, url) == f"{url}: {text}"
     assert refusal(open_data, "digist").startswith("--data digist: no such folder: did you mean d")
     text = refusal(open_test_data, str(tmp_path / "no"))
     assert text == f"--test-data {tmp_path}/no: no such folder"

@@ -129,7 +129,7 @@ def test_options_that_a_resumed_run_cannot_change(runs, tmp_path):
         (["--output-network", "best-validation"], "expected validation images"),
         (["--validation-patience", 2], "--validation-patience 2: expected validation images"),
         (["--validation-frequency", 2], "--validation-frequency 2: expected validation images"),
-        (["--validation-data", "s3://a/b"], "--validation-data s3://a/b: S3 is not supported yet"),
+        (["--validation-data", "s3://me:secret@a/b"], "URL without user name and password"),
         (["--preview", "a.gif"], "--preview a.gif: the picture is written as .png"),
         (["--validation-data", "nowhere"], "--validation-data nowhere: "),
         (["--learn-rate-schedul", "cosine"], "did you mean --learn-rate-schedule?"),

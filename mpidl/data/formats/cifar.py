@@ -17,6 +17,7 @@ from mpidl.data.datastore import ArrayDatastore
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels
 from mpidl.data.loading.node_memory import once_per_node
+from mpidl.data.storage.paths import is_file, open_binary, stamp_of
 from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
@@ -95,7 +96,7 @@ def find_files(
             files = {}
             for key, names in (("train", kind.train), ("test", kind.test)):
                 paths = [os.path.join(root, name) for name in names]
-                files[key] = [path for path in paths if os.path.isfile(path)]
+                files[key] = [path for path in paths if is_file(path)]
             if files[part] if part else any(files.values()):
                 return root, kind, files
     return None
@@ -107,7 +108,7 @@ def refuse_pickles(folder: str, option: str = "--data") -> None:
         folder,
         *(os.path.join(folder, f"cifar-{n}") for n in ("10-batches-py", "100-python")),
     ):
-        pickled = [name for name in PICKLED if os.path.isfile(os.path.join(root, name))]
+        pickled = [name for name in PICKLED if is_file(os.path.join(root, name))]
         if len(pickled) >= 2:
             raise UserError(
                 f"{option} {printable(folder)}: found {pickled[0]}, the Python version of CIFAR, "
@@ -191,8 +192,8 @@ def read_records(path: str, kind: Kind) -> np.ndarray:
         The file is truncated, or a label is not below the number of classes.
     """
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open_binary(path) as file:
+            size = stamp_of(path).size
             if not size or size % kind.record_bytes:
                 raise UserError(
                     f"{printable(path)}: expected records of {kind.record_bytes} bytes "
@@ -219,10 +220,10 @@ def read_names(path: str, count: int) -> list[str]:
 
     If the file does not exist, return the names "0", "1", ...
     """
-    if not os.path.isfile(path):
+    if not is_file(path):
         return [str(i) for i in range(count)]
     try:
-        with open(path, "rb") as file:
+        with open_binary(path) as file:
             text = file.read(1 << 16).decode("utf-8", "replace")
     except OSError as e:
         raise unreadable(path, e) from None

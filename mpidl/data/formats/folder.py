@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,9 @@ from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import KINDS, SUFFIXES, decode
+from mpidl.data.storage import objects
+from mpidl.data.storage.paths import Entry, check_remote, exists, is_folder, listed, scan
+from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, reason, stamp
@@ -85,9 +87,11 @@ class ImageFolder(Datastore):
         self.folder = os.fspath(folder)
         self.conversion = preprocess or AS_IT_IS
         self.preprocess = self.conversion or None
-        listing = on_rank_0(
-            world, lambda: list_images(self.folder, classes, labelled, self.conversion)
-        )
+        self._pending = objects.ReadAhead()
+        with listed(self.folder):
+            listing = on_rank_0(
+                world, lambda: list_images(self.folder, classes, labelled, self.conversion)
+            )
         self.files: list[str]
         self.sizes: np.ndarray
         self.written: np.ndarray
@@ -101,15 +105,26 @@ class ImageFolder(Datastore):
     def read(self, indices: Indices) -> np.ndarray:
         # Use memory from the arena: clearing new pages would add a fifth to the decoding time.
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
-        for image, i in zip(images, indices, strict=True):
+        fetches = self.read_ahead(indices) or [None] * len(indices)
+        for image, i, fetch in zip(images, indices, fetches, strict=True):
             path = os.path.join(self.folder, self.files[i])
-            pixels, now = decode(path, self.conversion, self.image_shape, image)
-            if now != (self.sizes[i], self.written[i]):
+            content = None if fetch is None else fetch.result()
+            pixels, now = decode(path, self.conversion, self.image_shape, image, content)
+            if fetch is None and now != (self.sizes[i], self.written[i]):
                 before = Stamp(int(self.sizes[i]), int(self.written[i]))
                 raise changed(path, before, now)
             if isinstance(pixels, tuple):
                 raise UserError(self._shape_error(path, pixels))
         return images
+
+    def read_ahead(self, indices: Indices) -> list[objects.Fetch] | None:
+        if not is_remote(self.folder):
+            return None
+        return self._pending.start(map(int, indices), self._request)
+
+    def _request(self, i):
+        expected = Stamp(int(self.sizes[i]), int(self.written[i]))
+        return objects.request(os.path.join(self.folder, self.files[i]), expected)
 
     def name(self, i: int) -> str:
         return printable(os.path.join(self.folder, self.files[i]))
@@ -200,7 +215,10 @@ def list_images(
     if not problem:
         label = {name: i for i, name in enumerate(classes)}
         labels = np.array([label[name] for name in names], np.int64)
-    pixels, _ = decode(os.path.join(folder, files[0]), preprocess)
+    first, content = os.path.join(folder, files[0]), None
+    if is_remote(folder):
+        content = objects.request(first, Stamp(int(sizes[0]), int(written[0]))).result()
+    pixels, _ = decode(first, preprocess, content=content)
     unlabelled = problem if names else None
     return files, sizes, written, labels, list(classes), pixels.shape, unlabelled
 
@@ -225,27 +243,28 @@ def images_below(
         If a folder cannot be read, or a link leads to a missing file.
     """
     try:
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in ancestors:  # a link to a parent folder
-            return
-        ancestors = (*ancestors, (status.st_dev, status.st_ino))
+        if not is_remote(folder):
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in ancestors:  # a link to a parent folder
+                return
+            ancestors = (*ancestors, (status.st_dev, status.st_ino))
         for entry in visible(folder):
             relative = os.path.join(prefix, entry.name)
             if entry.is_dir():
                 yield from images_below(entry.path, relative, ancestors)
             elif entry.name.lower().endswith(SUFFIXES):
                 try:
-                    yield relative, stamp(entry.stat())
+                    now = entry.stamp if isinstance(entry, Entry) else stamp(entry.stat())
+                    yield relative, now
                 except FileNotFoundError:
                     raise UserError(f"{printable(entry.path)}: a link to a missing file") from None
     except OSError as e:
         raise UserError(f"{printable(folder)}: the folder cannot be read: {reason(e)}") from None
 
 
-def visible(folder: str) -> list[os.DirEntry]:
+def visible(folder: str) -> list[os.DirEntry[str] | Entry]:
     """Return the entries of a folder except hidden ones (such as .DS_Store)."""
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
+    return [entry for entry in scan(folder) if not entry.name.startswith(".")]
 
 
 def sub_folders(folder: str) -> list[str]:
@@ -260,10 +279,9 @@ def check_folder(folder: str, option: str | None = None) -> None:
     option that named the folder.
     """
     prefix = f"{option} {printable(folder)}" if option else printable(folder)
-    if not os.path.exists(folder):
-        if re.match(r"\w+://", str(folder)):
-            subject = "S3 is" if str(folder).startswith("s3:") else "URLs are"
-            raise UserError(f"{prefix}: {subject} not supported yet: expected local files")
+    if is_remote(folder):
+        check_remote(folder, option)
+    elif not exists(folder):
         parent, name = os.path.split(os.path.abspath(folder))
         try:
             candidates = [entry.name for entry in visible(parent) if entry.is_dir()]
@@ -271,7 +289,7 @@ def check_folder(folder: str, option: str | None = None) -> None:
             candidates = []
         candidates += ["digits"] if option else []
         raise UserError(f"{prefix}: no such folder{did_you_mean(name, candidates)}")
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         raise UserError(f"{prefix}: expected a folder, found a file")
     try:
         visible(folder)
@@ -279,7 +297,7 @@ def check_folder(folder: str, option: str | None = None) -> None:
         raise UserError(f"{prefix}: the folder cannot be read: {reason(e)}") from None
 
 
-def is_image_file(entry: os.DirEntry) -> bool:
+def is_image_file(entry: os.DirEntry[str] | Entry) -> bool:
     """Return whether an entry of a folder is an image file, judged by its name."""
     return entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpidl.data.datastore import Datastore
+from mpidl.data.storage.paths import head
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, unreadable
@@ -125,12 +126,11 @@ def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
     """
     formats = list(formats)
     try:
-        with open(path, "rb") as file:
-            head = file.read(HEAD_BYTES)
+        start = head(path, HEAD_BYTES)
     except OSError as e:
         raise unreadable(path, e) from None
     for candidate in formats:
-        if candidate.recognizes(path, head, option):
+        if candidate.recognizes(path, start, option):
             return candidate
     *nouns, last = ["a folder", *(fmt.noun for fmt in formats if fmt.noun)]
     expected = f"{', '.join(nouns)} or {last}"

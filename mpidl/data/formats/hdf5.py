@@ -14,8 +14,12 @@ from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.formats.hdf5_remote import RemoteRows
 from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
-from mpidl.errors import UserError
+from mpidl.data.storage.objects import ByteStream
+from mpidl.data.storage.paths import stamp_of
+from mpidl.data.storage.settings import is_remote
+from mpidl.errors import StorageFault, UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, stamp, unreadable
 from mpidl.text import printable
 
@@ -136,6 +140,9 @@ class HDF5Datastore(Datastore):
     def _set_contents(self, contents: Contents) -> None:
         self.contents, self._lock = contents, threading.Lock()
         self._file: Any = None
+        self._stream: ByteStream | None = None
+        if is_remote(self.path):
+            self._stream = ByteStream(self.path, contents.stamp)
         self.image_shape, self.dtype = contents.images.shape, contents.images.dtype
         self.labels, self.classes = contents.labels, contents.classes
         if contents.targets is not None:
@@ -152,8 +159,9 @@ class HDF5Datastore(Datastore):
         return self._rows(self.contents.targets, indices)
 
     def _rows(self, rows, indices):
-        with failing(self.path):
-            return read_rows(self._opened()[rows.name], rows, indices)
+        stream = self._stream
+        with failing(self.path), contextlib.nullcontext() if stream is None else stream.in_hdf5():
+            return read_rows(self._opened()[rows.name], rows, indices, stream)
 
     def _opened(self):
         """Return the open file; raise UserError if the file has changed since construction."""
@@ -161,7 +169,11 @@ class HDF5Datastore(Datastore):
             if self._file is None:
                 import h5py
 
-                self._file = h5py.File(self.path, "r", locking=False)
+                source = self._stream or self.path
+                self._file = h5py.File(source, "r", locking=False)
+        if self._stream is not None:  # each request to the store checks the Stamp
+            self._stream.file.check()
+            return self._file
         now = stamp(os.fstat(self._file.id.get_vfd_handle()))
         if now != self.contents.stamp:
             raise changed(self.path, self.contents.stamp, now)
@@ -204,7 +216,7 @@ def inspect_file(
             source = f"{printable(path)}: {names[1]}"
             values = integer_labels(stored[()], count, source, hint)
             labels, classes = align_labels(values, file_classes, classes, source)
-            return Contents(stamp(os.stat(path)), count, images, labels, classes, None)
+            return Contents(stamp_of(path), count, images, labels, classes, None)
         targets = None
         if names[2] in file:
             stored = dataset(file, names[2])
@@ -219,7 +231,7 @@ def inspect_file(
                 f"{printable(path)}: expected a dataset {names[1]} or {names[2]} in addition to "
                 f"{names[0]}; found {listed(file)}"
             )
-        return Contents(stamp(os.stat(path)), count, images, None, list(classes or []), targets)
+        return Contents(stamp_of(path), count, images, None, list(classes or []), targets)
 
 
 @contextlib.contextmanager
@@ -227,7 +239,7 @@ def failing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert any exception of HDF5 in the `with` block to a UserError that names the file."""
     try:
         yield
-    except UserError:
+    except (UserError, StorageFault):
         raise
     except Exception as e:  # OSError, KeyError, RuntimeError, ValueError, MemoryError, ...
         raise unreadable(path, e) from None
@@ -246,11 +258,20 @@ def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
     """
     import h5py
 
+    source: Any = os.fspath(path)
     with failing(path):
-        problem = hdf5_probe.problem_of(path, stamp(os.stat(path)))
+        now = stamp_of(source)
+        stream = None
+        if is_remote(source):
+            stream = source = ByteStream(source, now)
+        problem = hdf5_probe.problem_of(path, now, stream)
     if problem is not None:
         raise UserError(f"{printable(path)}: the file cannot be read: {problem}")
-    with failing(path), h5py.File(os.fspath(path), "r", locking=False) as file:
+    with (
+        contextlib.nullcontext() if stream is None else stream.in_hdf5(),
+        failing(path),
+        h5py.File(source, "r", locking=False) as file,
+    ):
         yield file
 
 
@@ -390,26 +411,35 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
     return Rows(name, shape, dtype, layout, rows_per_read)
 
 
-def read_rows(stored: h5py.Dataset, rows: Rows, indices: np.ndarray) -> np.ndarray:
+def read_rows(
+    stored: h5py.Dataset, rows: Rows, indices: np.ndarray, stream: ByteStream | None = None
+) -> np.ndarray:
     """Read rows by index; return an array (n, *rows.shape) of dtype `rows.dtype`.
 
-    The rows are read in the order of the file and returned in the order of `indices`.
+    The rows are read in the order of the file and returned in the order of `indices`. If the file
+    is an object in a store, `stream` is the open file.
     """
     indices = np.asarray(indices, np.int64)
+    remote = None if stream is None else RemoteRows(stored, indices, stream)
     result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
     order = np.argsort(indices, kind="stable")
     sorted_ = indices[order]
     groups = np.split(order, np.nonzero(np.diff(sorted_ // rows.rows_per_read))[0] + 1)
     for group in groups if len(indices) else ():
         members = indices[group]
-        first = int(members[0])
-        part = stored[first : int(members[-1]) + 1][members - first]
+        if remote is not None:
+            part = remote.take(members)
+        else:
+            first = int(members[0])
+            part = stored[first : int(members[-1]) + 1][members - first]
         if rows.layout:
             part = part.transpose(LAYOUTS[rows.layout]).reshape(len(group), *rows.shape)
         elif rows.dtype == np.int32 and part.dtype.itemsize > 2:
             check_int32(part, f"{printable(stored.file.filename)}: {rows.name}")
         with np.errstate(over="ignore"):  # `read_images` later reports infinities
             result[group] = part
+    if remote is not None:
+        remote.close()
     return result
 
 

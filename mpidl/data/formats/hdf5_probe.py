@@ -11,16 +11,21 @@ idle for `IDLE` seconds. It imports h5py and NumPy, but no module of mpidl.
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
+from typing import Any
 
 SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # seconds without work after which the helper ends
 OBJECTS = 2000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
+SERVED_BYTES = 1 << 20  # the same for a file that this process reads for the helper
+READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
 # Prefixes of the environment variables that MPI launchers set. The helper does not inherit these
 # variables: if h5py loads MPI, they would make the helper act as a rank.
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
@@ -29,7 +34,7 @@ _helper = None
 _problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
 
 
-def problem_of(path: str | os.PathLike, stamp: object) -> str | None:
+def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> str | None:
     """Test whether the helper can read an HDF5 file, and describe the problem if it cannot.
 
     Parameters
@@ -38,24 +43,28 @@ def problem_of(path: str | os.PathLike, stamp: object) -> str | None:
         The file.
     stamp : hashable
         A value that changes whenever the file changes.
+    stream : binary file, optional
+        A file that is not on a file system. The helper asks this process for its bytes.
 
     Returns
     -------
     str or None
         Description of the problem. None if the helper can read the file, or cannot be started.
     """
-    key = os.path.abspath(path), stamp
+    key = os.path.abspath(path) if stream is None else os.fspath(path), stamp
     if key not in _problems:
         while len(_problems) >= 16:
             del _problems[next(iter(_problems))]
-        _problems[key] = _ask(key[0])
+        _problems[key] = _ask(key[0], stream)
     return _problems[key]
 
 
-def _ask(path):
+def _ask(path, stream):
     """Send a path to the helper and wait for its answer; return the problem or None."""
     global _helper
     request = os.fsencode(path).hex().encode() + b"\n"
+    if stream is not None:
+        request = b"%d bytes\n" % stream.seek(0, os.SEEK_END)
     for _ in range(2):  # second attempt: an idle helper may end at this moment
         if _helper is None or _helper.poll() is not None:
             try:
@@ -65,10 +74,14 @@ def _ask(path):
         answer = b""
         try:
             _helper.stdin.write(request)
-            ready, _, _ = select.select([_helper.stdout], [], [], SECONDS)
-            answer = _helper.stdout.read(1) if ready else None
+            while (answer := _answer()) == READ:
+                _serve(stream)
         except OSError:
             pass
+        except BaseException:  # the stream cannot be read
+            _helper.kill()
+            _end()
+            raise
         if answer:
             return None
         if answer is None:
@@ -84,6 +97,20 @@ def _ask(path):
         if code > 0:  # h5py is missing, for example; this process will raise the same error
             return None
     return None
+
+
+def _answer():
+    """Return the next byte that the helper writes; None if it takes too long."""
+    ready, _, _ = select.select([_helper.stdout], [], [], SECONDS)
+    return _helper.stdout.read(1) if ready else None
+
+
+def _serve(stream):
+    """Send the bytes of the stream that the helper asks for."""
+    start, count = REQUEST.unpack(_helper.stdout.read(REQUEST.size))
+    stream.seek(start)
+    content = stream.read(count)
+    _helper.stdin.write(content + bytes(count - len(content)))
 
 
 def _start():
@@ -115,9 +142,11 @@ def _end():
 def main(idle):
     """Read hexadecimal paths from stdin, one per line, and read the file of each path.
 
-    The helper writes a byte to stdout after each file. The function returns when no path has
-    arrived for `idle` seconds, or when stdin is closed.
+    A line may also be the size of a file that the other process reads. The helper writes a byte to
+    stdout after each file. The function returns when no path has arrived for `idle` seconds, or
+    when stdin is closed.
     """
+    global MAX_BYTES
     import h5py
 
     data = b""
@@ -130,11 +159,48 @@ def main(idle):
             data += received
         line, _, data = data.partition(b"\n")
         try:
-            with h5py.File(os.fsdecode(bytes.fromhex(line.decode())), "r", locking=False) as file:
+            if line.endswith(b" bytes"):
+                source, MAX_BYTES = _Served(int(line.split()[0])), SERVED_BYTES
+            else:
+                source = os.fsdecode(bytes.fromhex(line.decode()))
+            with h5py.File(source, "r", locking=False) as file:
                 _walk(file)
         except Exception:  # the main process will raise and report the same error
             pass
         os.write(1, b".")
+
+
+class _Served(io.RawIOBase):
+    """A file whose bytes the other process sends on request."""
+
+    def __init__(self, size):
+        self.size, self.position = size, 0
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def tell(self):
+        return self.position
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.position}.get(whence, self.size)
+        self.position = origin + offset
+        return self.position
+
+    def readinto(self, buffer):
+        view = memoryview(buffer).cast("B")
+        os.write(1, READ + REQUEST.pack(self.position, len(view)))
+        self.position += len(view)
+        count = 0
+        while count < len(view):
+            received = os.readv(0, [view[count:]])
+            if not received:
+                raise EOFError
+            count += received
+        return count
 
 
 def _walk(file):

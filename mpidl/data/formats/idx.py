@@ -13,6 +13,7 @@ import numpy as np
 from mpidl.data.datastore import ArrayDatastore, check_labels
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.loading.node_memory import once_per_node
+from mpidl.data.storage.paths import is_file, open_binary, stamp_of
 from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
@@ -44,8 +45,11 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     """
     try:
         packed = str(path).endswith(".gz")
-        on_disk = os.stat(path).st_size
-        with (gzip.open if packed else open)(path, "rb") as file:
+        on_disk = stamp_of(os.fspath(path)).size
+        with (
+            open_binary(os.fspath(path)) as raw,
+            gzip.GzipFile(fileobj=raw) if packed else raw as file,
+        ):
             head = file.read(4 + 4 * MAX_DIMENSIONS)
             dtype, sizes, start = _header(head, path)
             expected = start + math.prod(sizes) * dtype.itemsize
@@ -107,7 +111,7 @@ def find_file(folder: str, part: str, kind: str) -> str | None:
         for suffix in ("", ".gz"):
             name = f"{PREFIX[part]}-{kind}{separator}idx{dimensions}-ubyte{suffix}"
             path = os.path.join(folder, name)
-            if os.path.isfile(path):
+            if is_file(path):
                 return path
     return None
 

@@ -29,7 +29,8 @@ def decode(
     preprocess: Preprocess = AS_IT_IS,
     expected: tuple[int, ...] | None = None,
     out: np.ndarray | None = None,
-) -> tuple[Any, Stamp]:
+    content: bytes | None = None,
+) -> tuple[Any, Stamp | None]:
     """Decode an image file.
 
     Parameters
@@ -43,14 +44,16 @@ def decode(
         than Pillow considers safe is rejected.
     out : ndarray, optional
         uint8 array of shape `expected`, to which the pixels are written.
+    content : bytes, optional
+        Content of the file. By default, the file is read.
 
     Returns
     -------
     pixels : ndarray or tuple of int
         Pixels, uint8 (1, H, W) or (3, H, W). If the file's header indicates another shape than
         `expected`, nothing is decoded, and that shape is returned instead.
-    stamp : Stamp
-        Size and time of the last change of the file.
+    stamp : Stamp or None
+        Size and time of the last change of the file; None if `content` was given.
 
     Raises
     ------
@@ -59,7 +62,9 @@ def decode(
     """
     Image, JpegImageFile, UnidentifiedImageError = _pillow()
     try:
-        content, now = _read(path)
+        now = None
+        if content is None:
+            content, now = _read(path)
         if expected is not None and not preprocess and content.startswith(JPEG):
             # Faster than Image.open, which would try other formats first.
             image = JpegImageFile(io.BytesIO(content))

@@ -23,8 +23,9 @@ from mpidl.data.formats.hdf5 import HDF5Datastore
 from mpidl.data.formats.mat5 import Variable
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
+from mpidl.data.storage.paths import open_binary, stamp_of
 from mpidl.errors import UserError
-from mpidl.files import on_rank_0, stamp, unreadable
+from mpidl.files import on_rank_0, unreadable
 from mpidl.text import printable
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def mat_file(
                 else:
                     texts = selection.classes and names_73(file, path, selection.classes)
                     codes, class_names = _labels(path, selection, values, texts, classes)
-            now = stamp(os.stat(path))
+            now = stamp_of(path)
             contents = hdf5.Contents(
                 now, selection.count, rows, codes, class_names, images_as_targets
             )
@@ -212,7 +213,7 @@ def version(path: str) -> str:
         The file cannot be read, or its header belongs to neither version.
     """
     try:
-        with open(path, "rb") as file:
+        with open_binary(path) as file:
             head = file.read(128)
     except OSError as e:
         raise unreadable(path, e) from None

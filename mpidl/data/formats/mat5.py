@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from mpidl.data.storage.paths import open_binary, stamp_of
 from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
@@ -91,8 +92,8 @@ def _top(path):
     """List the top-level elements of a file; raise UserError if the file is truncated."""
     elements = []
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open_binary(path) as file:
+            size = stamp_of(path).size
             order: Order = "little" if file.read(128)[126:] == b"IM" else "big"
             offset = 128
             while offset < size:
@@ -117,7 +118,7 @@ def _value(path, element, max_bytes):
     A compressed matrix is decompressed.
     """
     try:
-        with open(path, "rb") as file:
+        with open_binary(path) as file:
             file.seek(element.start)
             if element.kind != COMPRESSED:
                 return file.read(min(element.length, max_bytes)), element.length <= max_bytes

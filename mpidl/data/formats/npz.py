@@ -18,7 +18,8 @@ from mpidl.data.datastore import ArrayDatastore
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.errors import UserError
+from mpidl.data.storage.paths import open_binary, stamp_of
+from mpidl.errors import StorageFault, UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
 
@@ -109,15 +110,15 @@ def parts_of(path: str) -> list[str]:
 def _opened(path: str) -> Iterator[np.lib.npyio.NpzFile]:
     """Open an archive of arrays, and convert any exception of a damaged archive to a UserError."""
     try:
-        with open(path, "rb") as file:
+        with open_binary(path) as file:
             if file.read(4) not in ZIP_SIGNATURES:
                 raise UserError(
                     f"{printable(path)}: expected an .npz file (a zip archive of arrays), found "
                     "another kind of file"
                 )
-        with np.load(path, allow_pickle=False) as archive:
+        with open_binary(path) as file, np.load(file, allow_pickle=False) as archive:
             yield archive
-    except UserError:
+    except (UserError, StorageFault):
         raise
     except Exception as e:  # OSError, BadZipFile, zlib.error, ValueError, MemoryError, ...
         raise unreadable(path, e) from None
@@ -159,7 +160,7 @@ def _header(
             "never read because they can run arbitrary code"
         )
     expected = header_bytes + math.prod(shape) * dtype.itemsize
-    stored = min(info.compress_size, os.stat(path).st_size)
+    stored = min(info.compress_size, stamp_of(path).size)
     if min(shape, default=0) < 0 or expected != info.file_size:
         raise UserError(
             f"{source}: expected {expected} bytes for its shape {shape}, found {info.file_size}"

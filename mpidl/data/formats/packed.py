@@ -36,9 +36,11 @@ from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, parse_class_names
+from mpidl.data.storage.objects import RemoteFile, open_raw
+from mpidl.data.storage.paths import stamp_of
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
-from mpidl.files import RawFile, Stamp, on_rank_0, stamp
+from mpidl.files import Stamp, on_rank_0
 from mpidl.text import printable
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ class PackedDatastore(Datastore):
         self.image_shape, self.dtype = images.shape, images.dtype
         if targets is not None:
             self.targets_shape, self.targets_dtype = targets.shape, targets.dtype
-        self._file = RawFile(self.path, self.contents.stamp)
+        self._file = open_raw(self.path, self.contents.stamp)
 
     def __len__(self) -> int:
         return self.contents.count
@@ -146,13 +148,15 @@ class PackedDatastore(Datastore):
         rows, indices = self.contents.rows[name], np.asarray(indices, np.int64)
         result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
         self._file.check()
-        if rows.nbytes:
-            edges = [0, *(np.nonzero(np.diff(indices) != 1)[0] + 1), len(indices)]
-            for first, last in zip(edges[:-1], edges[1:], strict=True):
-                if first < last:  # consecutive images are read together
-                    offset = rows.offset + int(indices[first]) * rows.nbytes
-                    self._file.read_into(result[first:last], offset)
+        self._file.read_rows(result, rows.offset + indices * rows.nbytes)
         return result
+
+    def read_ahead(self, indices: Indices) -> object:
+        if not isinstance(self._file, RemoteFile):
+            return None
+        indices = np.asarray(indices, np.int64)
+        tables = self.contents.rows.values()
+        return [self._file.read_ahead(t.offset + indices * t.nbytes, t.nbytes) for t in tables]
 
     def name(self, i: int) -> str:
         if self.contents.names is None:
@@ -249,7 +253,7 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
         check_format(file)
         if part not in file:
             raise UserError(f"{source}: expected a part {part}; found {hdf5.listed(file)}")
-        now = stamp(os.stat(path))
+        now = stamp_of(path)
         group = file[part]
         rows = {name: _rows(file, part, name, now) for name in LARGE if name in group}
         if "images" not in rows or len(rows["images"].shape) != 3:

@@ -6,6 +6,7 @@ import os
 
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats.format import Format, OpenOptions, World, agreed_format, file_format
+from mpidl.data.storage.paths import is_file
 from mpidl.data.transforms.preprocess import AS_IT_IS
 from mpidl.files import on_rank_0
 
@@ -19,7 +20,7 @@ def split_files(formats: tuple[Format, ...]) -> Format:
 
     def file_of_part(folder: str, part: str) -> str | None:
         paths = [os.path.join(folder, part + suffix) for suffix in suffixes]
-        return next((path for path in paths if os.path.isfile(path)), None)
+        return next((path for path in paths if is_file(path)), None)
 
     def format_of(path: str, world: World, option: str) -> Format:
         return agreed_format(world, formats, lambda: file_format(path, option, formats))

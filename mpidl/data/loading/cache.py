@@ -61,6 +61,10 @@ class NodeCache(Derived):
     def targets(self, indices: Indices) -> np.ndarray:
         return self.tables[1].rows(np.asarray(indices, np.int64))
 
+    def read_ahead(self, indices: Indices) -> object:
+        indices = np.asarray(indices, np.int64)
+        return self.parent.read_ahead(indices[~self.tables[0].hits(indices)])
+
 
 class _Table:
     """A cache of the first `capacity` images, or the first targets, of a datastore.
@@ -90,9 +94,7 @@ class _Table:
             return self.read(self.datastore, indices)
         if len(indices) and indices.min() < 0:
             raise IndexError(f"expected indices from 0, got {indices.min()}")
-        (cacheable,) = np.nonzero(indices < self.capacity)
-        hits = np.zeros(len(indices), bool)
-        hits[cacheable] = self.filled[indices[cacheable]] != 0
+        hits = self.hits(indices)
         self._order_memory()
         if hits.all():
             return _take_rows(self.cache, indices)
@@ -104,12 +106,19 @@ class _Table:
             rows[hits] = _take_rows(self.cache, indices[hits])
         # Two ranks or threads may fill a row at the same time, but both write the same bytes.
         # Readers test the flag of a row, which is written after the pixels.
-        fresh = cacheable[~hits[cacheable]]
+        (fresh,) = np.nonzero((indices < self.capacity) & ~hits)
         for i in fresh:
             self.cache[indices[i]] = rows[i]
         self._order_memory()
         self.filled[indices[fresh]] = 1
         return rows
+
+    def hits(self, indices):
+        """Return for each of the `indices` whether the cache holds its image or target."""
+        hits = indices < self.capacity
+        if self.capacity:
+            hits[hits] = self.filled[indices[hits]] != 0
+        return hits
 
     def _order_memory(self):
         """Prevent the processor from reordering memory accesses across this call.

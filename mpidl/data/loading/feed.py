@@ -58,6 +58,7 @@ class FeedBuilder:
     def __init__(self, pipeline: Pipeline, batch: Batch, indices: np.ndarray, read: bool = True):
         self.pipeline, self.batch, self.indices = pipeline, batch, indices
         self.pixels = self.labels = None
+        self.fetches: object = None  # the result of `Datastore.read_ahead`
         self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each `_read`
         self.moves: dict = {}
         self.blocks = blocks_of(len(indices)) if read else 0

@@ -18,6 +18,7 @@ from mpidl.text import printable
 from mpidl.training.options.option_types import (
     SIZE,
     Rule,
+    at_least,
     check_value,
     fraction,
     nearest,
@@ -45,6 +46,8 @@ RULES: dict[str, Rule] = {
     "new_layer_factor": positive(),
     "test_fraction": fraction(),
     "colour": one_of("gray", "rgb", optional=True),
+    "requests": at_least(1),
+    "retry_seconds": positive(),
     **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
 }
 

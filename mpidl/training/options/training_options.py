@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from mpidl.data.datastore import Datastore
+from mpidl.data.storage import settings
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.nn.zoo import RECIPES
@@ -331,6 +332,11 @@ RUN: dict[str, Any] = {
     "resize": None,
     "cover": None,
     "centre_crop": None,
+    "endpoint_url": None,
+    "requests": settings.REQUESTS,
+    "cache_dir": None,
+    "retry_seconds": settings.RETRY_SECONDS,
+    "upload": None,
 }
 HINTS = {
     **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),

@@ -1,0 +1,67 @@
+"""Object stores in the commands: check URLs, apply the settings, upload the results."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mpidl.cli.arguments import STORAGE
+from mpidl.comm import World
+from mpidl.data.storage import settings, store
+from mpidl.errors import StorageFault, UserError
+from mpidl.files import call_together, on_rank_0
+from mpidl.text import printable
+from mpidl.training.options.training_options import flag
+
+DATA = ("data", "test_data", "validation_data", "upload")
+UPLOADED = ("model.h5", "summary.json", "options.toml")
+
+
+def configure(options: Mapping[str, Any], world: World | None = None) -> None:
+    """Apply the settings for object stores, and check the URLs of a command. Collective.
+
+    Parameters
+    ----------
+    options : mapping
+        Options by name: those in `STORAGE` and `DATA`; each may be missing.
+    world : World, optional
+        The ranks; by default this rank alone.
+
+    Raises
+    ------
+    UserError
+        If a URL contains credentials, --upload names no object store, or a setting is invalid.
+    """
+    for name in DATA:
+        settings.check_url(options.get(name) or "", flag(name))
+    values = {name: options[name] for name in STORAGE if name in options}
+    if world is None:
+        settings.configure(**values)
+    else:  # a folder may be missing on one node only
+        call_together(world, lambda: settings.configure(world, **values))
+    target = options.get("upload")
+    if target is None:
+        return
+    if not settings.is_remote(target):
+        raise UserError(
+            f"--upload {printable(target)}: expected a URL such as s3://bucket/prefix, found a path"
+        )
+    on_rank_0(world, lambda: store.store_of(target) and None)  # the packages are there
+
+
+def upload(folder: str, target: str) -> None:
+    """Copy the files in `UPLOADED` from the folder of a run to a prefix of an object store.
+
+    Raises
+    ------
+    StorageFault
+        If a file cannot be copied.
+    """
+    for name in UPLOADED:
+        with open(os.path.join(folder, name), "rb") as file:
+            content = file.read()
+        try:
+            store.store_of(target).write(f"{target.rstrip('/')}/{name}", content)
+        except (UserError, StorageFault) as error:
+            raise StorageFault(
+                f"--upload: {error}; the results are in {printable(folder)}"
+            ) from None

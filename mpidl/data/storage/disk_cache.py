@@ -1,0 +1,123 @@
+"""Keep the bytes of objects in the folder of `--cache-dir`, which the ranks of a node share.
+
+A file's name is a digest of the object's URL and Stamp, so a changed object gets another file. Each
+file ends with a digest of its content: a file that a crash or a full disk has damaged is not used.
+Large objects, which are read by byte ranges, are kept as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+from mpidl.data.storage import settings
+from mpidl.errors import UserError
+from mpidl.files import Stamp, digest
+from mpidl.text import printable
+
+DIGEST = 16  # bytes at the end of a small file
+
+_is_full = False  # whether a write has failed; then no more are tried
+
+
+def path_of(url: str, stamp: Stamp, suffix: str = "") -> str | None:
+    """Return the path at which an object is kept; None without `--cache-dir`."""
+    folder = settings.current().cache_dir
+    if folder is None:
+        return None
+    name = digest("object", url, settings.current().endpoint_url, *stamp)
+    return os.path.join(folder, name[:2], name[2:40] + suffix)
+
+
+def read(path: str, size: int) -> bytes | None:
+    """Return the content of a small object; None if the file is missing or damaged."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data = file.read(size + DIGEST + 1)
+    except OSError:
+        return None
+    content = data[:size]
+    return content if data[size:] == _digest(content) else None
+
+
+def write(path: str, content: bytes) -> None:
+    """Keep the content of a small object, completely or not at all.
+
+    If the disk is full, a line says so once, and no more objects are kept.
+    """
+    global _is_full
+    if _is_full:
+        return
+    try:
+        with _temporary_file(path) as file:
+            file.write(content + _digest(content))
+    except OSError as error:
+        _is_full = True
+        print(
+            f"mpidl: warning: --cache-dir {printable(settings.current().cache_dir)}: "
+            f"{error.strerror or error}: this rank keeps no more objects there",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
+    """Make the copy of a large object, unless the node already has it.
+
+    Parameters
+    ----------
+    path : str
+        Path of the copy. Other ranks that need it wait for the rank that makes it.
+    size : int
+        Size of the object in bytes.
+    copy : callable
+        ``copy(descriptor)`` writes the object to an open file.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written.
+    """
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(f"{path}.lock", "w") as lock:
+            with contextlib.suppress(OSError):  # without locks, every rank makes its own copy
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (os.path.exists(path) and os.path.getsize(path) == size):
+                with _temporary_file(path) as file:
+                    copy(file.fileno())
+                    file.flush()
+                    os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"--cache-dir {printable(settings.current().cache_dir)}: cannot be written: "
+            f"{error.strerror or error}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _temporary_file(path: str) -> Iterator:
+    """Open a temporary file, and rename it to `path` at the end of the `with` block.
+
+    Unlike `files.write_whole`, several ranks may write the same file at the same time.
+    """
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def _digest(content):
+    return hashlib.sha256(content).digest()[:DIGEST]

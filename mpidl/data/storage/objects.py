@@ -1,0 +1,340 @@
+"""Read objects: whole, in advance, or by byte ranges, with the same methods as local files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import io
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl.data.storage import disk_cache, settings
+from mpidl.data.storage.store import store_of
+from mpidl.errors import UserError
+from mpidl.files import RawFile, Stamp
+from mpidl.text import printable
+
+GAP = 64 << 10  # ranges with at most so many bytes between them are read by one request
+MAX_SPAN = 4 << 20  # largest number of bytes that such a request reads
+BLOCK = 256 << 10  # bytes of a block that `ByteStream` reads, mostly descriptions of datasets
+MAX_BLOCKS = 64  # number of blocks that it keeps
+PIECE = 8 << 20  # bytes per request while a file is brought over
+
+
+_pause_lock, _pauses, _was_enabled = threading.Lock(), 0, True  # of the garbage collector
+
+
+class Span(NamedTuple):
+    """A range of bytes of an object, from `start` to before `stop`."""
+
+    url: str
+    stamp: Stamp
+    start: int
+    stop: int
+
+
+class Fetch:
+    """The bytes of a Span, which are requested in the background.
+
+    If nothing refers to a Fetch any more, its request is cancelled.
+    """
+
+    def __init__(self, span: Span):
+        self.span, self._future = span, None
+        is_whole = (span.start, span.stop) == (0, span.stamp.size)
+        self._path = disk_cache.path_of(span.url, span.stamp) if is_whole else None
+        # The thread that needs the bytes reads them from disk: it is as fast, and needs no task.
+        if self._path is None or not os.path.exists(self._path):
+            self._future = self._request()
+
+    def _request(self) -> Future[bytes]:
+        store = store_of(self.span.url)
+        return store.start(_read(store, self.span, self._path))
+
+    def result(self) -> bytes:
+        """Wait for the bytes and return them.
+
+        Raises
+        ------
+        UserError
+            If the object is missing, cannot be read, or has changed.
+        StorageFault
+            If the store does not answer in time.
+        """
+        if self._future is None:
+            content = disk_cache.read(self._path, self.span.stamp.size)
+            if content is not None:
+                return content
+            self._future = self._request()  # the file is damaged
+        return self._future.result()
+
+    def has_failed(self) -> bool:
+        """Return whether the request has ended with an error."""
+        future = self._future
+        return future is not None and future.done() and future.exception() is not None
+
+    def __del__(self):
+        future = getattr(self, "_future", None)
+        if future is not None:
+            future.cancel()
+
+
+async def _read(store, span, path):
+    content = await store.read(*span)
+    if path is not None:
+        disk_cache.write(path, content)
+    return content
+
+
+def request(url: str, stamp: Stamp) -> Fetch:
+    """Request all bytes of an object."""
+    return Fetch(Span(url, stamp, 0, stamp.size))
+
+
+class ReadAhead:
+    """The requests of a datastore that are in progress, by a key such as the image's index.
+
+    It does not keep them alive: the caller of `start` does.
+    """
+
+    def __init__(self) -> None:
+        self._fetches: weakref.WeakValueDictionary[Hashable, Fetch] = weakref.WeakValueDictionary()
+
+    def missing(self, keys: Iterable[Any]) -> set[Any]:
+        """Return the keys that no request in progress has."""
+        return {key for key in keys if self._pending(key) is None}
+
+    def _pending(self, key):
+        """Return the request of a key, or None if there is none or it has failed."""
+        fetch = self._fetches.get(key)
+        return None if fetch is None or fetch.has_failed() else fetch
+
+    def start(self, keys: Iterable[Hashable], request: Callable[[Any], Fetch]) -> list[Fetch]:
+        """Return a Fetch per key: the one in progress, or the result of ``request(key)``."""
+        fetches = []
+        for key in keys:
+            fetch = self._pending(key)
+            if fetch is None:
+                fetch = self._fetches[key] = request(key)
+            fetches.append(fetch)
+        return fetches
+
+
+class RemoteFile:
+    """An object that is read by byte offset, with the methods of `files.RawFile`.
+
+    With `--cache-dir`, the object is brought over at the first `check`, once per node.
+
+    Parameters
+    ----------
+    url : str
+        URL of the object.
+    expected : Stamp
+        Stamp that the object must have whenever it is read.
+    """
+
+    def __init__(self, url: str, expected: Stamp):
+        self.url, self.expected = url, expected
+        self._pending, self._lock = ReadAhead(), threading.Lock()
+        self._copy: RawFile | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the object has been brought over."""
+        return self._copy is not None
+
+    def check(self) -> None:
+        """Bring the object over if there is a `--cache-dir`. Every request checks the Stamp."""
+        path = disk_cache.path_of(self.url, self.expected, ".file")
+        if path is None:
+            return
+        with self._lock:
+            if self._copy is None:
+                disk_cache.bring_over(path, self.expected.size, self._write_copy)
+                status = os.stat(path)
+                copy = RawFile(path, Stamp(status.st_size, status.st_mtime_ns))
+                copy.check()
+                self._copy = copy
+
+    def _write_copy(self, descriptor):
+        size, depth = self.expected.size, settings.current().requests
+        spans = [self._span(offset, min(offset + PIECE, size)) for offset in range(0, size, PIECE)]
+        fetches = [Fetch(span) for span in spans[:depth]]
+        for i, span in enumerate(spans):
+            if i + depth < len(spans):
+                fetches.append(Fetch(spans[i + depth]))
+            view, offset = memoryview(fetches.pop(0).result()), span.start
+            while view:
+                count = os.pwrite(descriptor, view, offset)
+                view, offset = view[count:], offset + count
+
+    def _span(self, start, stop):
+        return Span(self.url, self.expected, start, stop)
+
+    def read_ahead(self, offsets: np.ndarray, nbytes: int) -> list[Fetch]:
+        """Request `nbytes` bytes from each offset on, and return the requests."""
+        if settings.current().cache_dir is not None or not nbytes:
+            return []
+        return self._start(offsets, nbytes)
+
+    def _start(self, offsets, nbytes):
+        """Return a Fetch per offset. Offsets that are close together have the same Fetch."""
+        fresh: dict[int, Fetch] = {}
+        for group in _groups(sorted(self._pending.missing(offsets.tolist())), nbytes):
+            fetch = Fetch(self._span(group[0], group[-1] + nbytes))
+            fresh.update(dict.fromkeys(group, fetch))
+
+        def request(offset):
+            return fresh.get(offset) or Fetch(self._span(offset, offset + nbytes))
+
+        return self._pending.start(offsets.tolist(), request)
+
+    def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
+        """Fill the rows of a C-ordered array with the bytes from an offset per row on."""
+        nbytes = rows.nbytes // max(len(rows), 1)
+        if not nbytes:
+            return
+        if int(np.max(offsets)) + nbytes > self.expected.size:
+            raise UserError(
+                f"{printable(self.url)}: expected {nbytes} bytes at {int(np.max(offsets))}, found "
+                "the end of the file: it is cut short"
+            )
+        if self._copy is not None:
+            self._copy.read_rows(rows, offsets)
+            return
+        flat = rows.reshape(len(rows), -1).view(np.uint8)
+        for row, offset, fetch in zip(flat, offsets, self._start(offsets, nbytes), strict=True):
+            row[:] = np.frombuffer(fetch.result(), np.uint8, nbytes, int(offset) - fetch.span.start)
+
+    def read_into(self, buffer: Any, offset: int) -> None:
+        """Fill a writable buffer with the bytes from `offset` on."""
+        self.read_rows(np.frombuffer(buffer, np.uint8)[None], np.array([offset]))
+
+    def read_spans(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
+        """Read ranges (offset, size) with as few requests as sensible; return (offset, bytes)."""
+        fetches = [Fetch(self._span(start, stop)) for start, stop in _joined(sorted(set(ranges)))]
+        return [(fetch.span.start, fetch.result()) for fetch in fetches]
+
+
+def _groups(offsets, nbytes):
+    """Divide sorted offsets into groups that one request reads."""
+    group: list[int] = []
+    for offset in offsets:
+        if group and (offset - group[-1] - nbytes > GAP or offset + nbytes - group[0] > MAX_SPAN):
+            yield group
+            group = []
+        group.append(offset)
+    if group:
+        yield group
+
+
+def _joined(ranges):
+    """Join sorted ranges (offset, size) that are close together; yield (start, stop)."""
+    start = stop = None
+    for offset, size in ranges:
+        if start is not None and offset - stop <= GAP and offset + size - start <= MAX_SPAN:
+            stop = max(stop, offset + size)
+            continue
+        if start is not None:
+            yield start, stop
+        start, stop = offset, offset + size
+    if start is not None:
+        yield start, stop
+
+
+class ByteStream(io.RawIOBase):
+    """An object as a Python file, from which the HDF5 library reads.
+
+    It keeps blocks of the object, because the library reads descriptions of datasets in small
+    pieces. With a copy of the object in `--cache-dir`, it reads from the copy.
+    """
+
+    def __init__(self, url: str, stamp: Stamp):
+        self.file, self.position = remote_file(url, stamp), 0
+        self._block = functools.lru_cache(MAX_BLOCKS)(self._read_block)
+        self._provided = threading.local()
+
+    def __repr__(self) -> str:  # `h5py.File.filename`, which messages contain
+        return self.file.url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.position}.get(whence, self.file.expected.size)
+        self.position = origin + offset
+        return self.position
+
+    @contextlib.contextmanager
+    def in_hdf5(self) -> Iterator[None]:
+        """Pause Python's garbage collector while the HDF5 library reads from this file.
+
+        h5py holds a lock while it waits for the thread of the requests. If that thread collected an
+        object of h5py, which needs the lock, both would wait for ever.
+        """
+        global _pauses, _was_enabled
+        with _pause_lock:
+            if not _pauses:
+                _was_enabled = gc.isenabled()
+                gc.disable()
+            _pauses += 1
+        try:
+            # A collection that this thread has begun ends before its next task.
+            store_of(self.file.url).start(asyncio.sleep(0)).result()
+            yield
+        finally:
+            with _pause_lock:
+                _pauses -= 1
+                if not _pauses and _was_enabled:
+                    gc.enable()
+
+    def give(self, spans: list[tuple[int, bytes]]) -> None:
+        """Provide bytes (offset, bytes) that this thread's next reads need."""
+        self._provided.spans = spans
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        start = self.position
+        stop = min(start + len(view), self.file.expected.size)
+        for offset, content in getattr(self._provided, "spans", ()):
+            if offset <= start and stop <= offset + len(content):
+                view[: stop - start] = content[start - offset : stop - offset]
+                break
+        else:
+            for offset in range(start - start % BLOCK, stop, BLOCK):
+                first, last = max(offset, start), min(offset + BLOCK, stop)
+                view[first - start : last - start] = self._block(offset)[
+                    first - offset : last - offset
+                ]
+        self.position = max(start, stop)
+        return max(0, stop - start)
+
+    def _read_block(self, offset):
+        content = np.empty((1, min(BLOCK, self.file.expected.size - offset)), np.uint8)
+        self.file.read_rows(content, np.array([offset]))
+        return content.tobytes()
+
+
+@functools.lru_cache(16)
+def remote_file(url: str, stamp: Stamp) -> RemoteFile:
+    """Return the RemoteFile of this version of an object."""
+    return RemoteFile(url, stamp)
+
+
+def open_raw(path: str, stamp: Stamp) -> RawFile | RemoteFile:
+    """Return a local file or an object, to be read by byte offset."""
+    return remote_file(path, stamp) if settings.is_remote(path) else RawFile(path, stamp)

@@ -1,0 +1,179 @@
+"""Functions of paths for data formats, which work on local paths and on URLs.
+
+A URL is *in* a listing if `listed` has listed it or a folder above it. Inside the `with` block of
+`listed`, all questions about such URLs are answered by one listing, which takes place at the first
+question. Only rank 0 asks, and broadcasts what the formats make of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from mpidl.data.storage import objects
+from mpidl.data.storage.settings import check_url, is_remote
+from mpidl.data.storage.store import store_of
+from mpidl.errors import UserError
+from mpidl.files import Stamp, stamp, unreadable
+from mpidl.text import printable
+
+
+class Entry(NamedTuple):
+    """An object or a folder in a remote folder, with methods of os.DirEntry."""
+
+    name: str
+    path: str
+    stamp: Stamp | None  # None for a folder
+
+    def is_dir(self) -> bool:
+        return self.stamp is None
+
+
+class Listing:
+    """The objects below a URL, as a tree of folders."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.contents: dict[str, bytes] = {}  # of the objects that `read_whole` has read
+        self._folders: dict[str, dict[str, Stamp | None]] | None = None
+        self._self: Stamp | None = None
+
+    def contains(self, url: str) -> bool:
+        """Return whether a URL is this one or below it."""
+        return url == self.url or url.startswith(self.url + "/")
+
+    def find(self, url: str) -> tuple[Stamp | None, dict[str, Stamp | None] | None]:
+        """Return the Stamp of an object, and the content of a folder; None for what is not."""
+        if self._folders is None:
+            self._folders = self._tree(store_of(self.url).listing(self.url))
+        relative = url[len(self.url) + 1 :]
+        content = self._folders.get(relative)
+        if not relative:
+            return self._self, content
+        parent, _, name = relative.rpartition("/")
+        return self._folders.get(parent, {}).get(name), content
+
+    def _tree(self, stamps):
+        """Return {relative folder: {name: Stamp, or None for a folder}}."""
+        self._self = stamps.pop("", None)
+        folders: dict[str, dict[str, Stamp | None]] = {}
+        for path, value in stamps.items():
+            parent, _, name = path.rpartition("/")
+            is_new = parent not in folders
+            folders.setdefault(parent, {})[name] = value
+            while is_new and parent:
+                parent, _, name = parent.rpartition("/")
+                is_new = parent not in folders
+                folders.setdefault(parent, {}).setdefault(name, None)
+        return folders
+
+
+_listings: list[Listing] = []
+
+
+@contextlib.contextmanager
+def listed(path: str) -> Iterator[None]:
+    """Answer questions about a URL and the objects below it by one listing. Local: no effect."""
+    path = path.rstrip("/") if is_remote(path) else path
+    if not is_remote(path) or any(listing.contains(path) for listing in _listings):
+        yield
+        return
+    listing = Listing(path)
+    _listings.append(listing)
+    try:
+        yield
+    finally:
+        _listings.remove(listing)
+
+
+def _listing_of(url):
+    """Return the Listing that contains a URL, or None."""
+    return next((listing for listing in _listings if listing.contains(url)), None)
+
+
+def _find(url):
+    url = url.rstrip("/")
+    return (_listing_of(url) or Listing(url)).find(url)
+
+
+def is_file(path: str) -> bool:
+    """Return whether a path is a file or an object."""
+    return _find(path)[0] is not None if is_remote(path) else os.path.isfile(path)
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder, or the prefix of objects in a store."""
+    return _find(path)[1] is not None if is_remote(path) else os.path.isdir(path)
+
+
+def exists(path: str) -> bool:
+    """Return whether a path is a file or a folder."""
+    return _find(path) != (None, None) if is_remote(path) else os.path.exists(path)
+
+
+def scan(folder: str) -> list[Entry] | list[os.DirEntry[str]]:
+    """Return the entries of a folder."""
+    if not is_remote(folder):
+        with os.scandir(folder) as entries:
+            return list(entries)
+    content = _find(folder)[1] or {}
+    return [Entry(name, os.path.join(folder, name), value) for name, value in content.items()]
+
+
+def stamp_of(path: str) -> Stamp:
+    """Return the Stamp of a file or an object.
+
+    Raises
+    ------
+    UserError
+        If there is no such object.
+    OSError
+        If there is no such file.
+    """
+    if not is_remote(path):
+        return stamp(os.stat(path))
+    listing = _listing_of(path)
+    stamp_found = store_of(path).stamp(path) if listing is None else listing.find(path)[0]
+    if stamp_found is None:
+        raise unreadable(path, FileNotFoundError())
+    return stamp_found
+
+
+def open_binary(path: str) -> BinaryIO:
+    """Open a file for reading, or read an object into memory and open that."""
+    return io.BytesIO(read_whole(path)) if is_remote(path) else open(path, "rb")
+
+
+def read_whole(url: str) -> bytes:
+    """Read all bytes of an object; inside `listed`, only once."""
+    listing = _listing_of(url)
+    if listing is None:
+        return objects.request(url, stamp_of(url)).result()
+    if url not in listing.contents:
+        listing.contents[url] = objects.request(url, stamp_of(url)).result()
+    return listing.contents[url]
+
+
+def head(path: str, count: int) -> bytes:
+    """Return the first bytes of a file or an object, `count` at most."""
+    if not is_remote(path):
+        with open(path, "rb") as file:
+            return file.read(count)
+    now = stamp_of(path)
+    if not now.size:
+        return b""
+    return objects.Fetch(objects.Span(path, now, 0, min(count, now.size))).result()
+
+
+def check_remote(url: str, option: str | None = None) -> None:
+    """Raise UserError if a URL has credentials, or if it is neither an object nor a prefix.
+
+    `option` is the command-line option that named the URL.
+    """
+    check_url(url, option or "URL")
+    if not exists(url):
+        prefix = f"{option} {printable(url)}" if option else printable(url)
+        raise UserError(f"{prefix}: no such object, and no objects below it")

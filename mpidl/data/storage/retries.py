@@ -1,0 +1,154 @@
+"""Repeat requests that fail for a while, and describe the errors that last in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from mpidl.data.storage import settings
+from mpidl.errors import StorageFault, UserError
+from mpidl.files import MAX_REASON
+from mpidl.text import printable
+
+T = TypeVar("T")
+FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0  # seconds before the first and any later attempt
+NOTICE_SECONDS = 5.0  # after so many seconds of failures, a line says that mpidl tries again
+BUSY = {408, 429, 500, 502, 503, 504}  # HTTP codes of a store that may answer later
+BUSY_CODES = {"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "InternalError"}
+LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "urllib3", "requests")
+# Errors of these libraries that no later attempt changes.
+LASTING = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "ParamValidationError",
+    "InvalidURL",
+    "NonHttpUrlClientError",
+}
+HINTS = {
+    401: "check the credentials of this rank",
+    403: "check the credentials of this rank and their permissions",
+    404: "no such bucket or object",
+}
+
+_last_notice = -float("inf")
+
+
+class Refusal(Exception):
+    """A reply of a store that reports an error; `response` has the form of botocore's errors."""
+
+    def __init__(self, response: dict[str, dict]):
+        super().__init__(response["Error"]["Message"])
+        self.response = response
+
+
+def refusal(status: int, reason: str | None, content: bytes) -> Refusal:
+    """Return the error of an HTTP reply, which in S3 is XML with a code and a message."""
+    code, message = (
+        re.search(f"<{name}>([^<]*)</{name}>".encode(), content[:10000])
+        for name in ("Code", "Message")
+    )
+    error = {
+        "Code": code[1].decode(errors="replace") if code else "",
+        "Message": message[1].decode(errors="replace") if message else reason or "",
+    }
+    return Refusal({"Error": error, "ResponseMetadata": {"HTTPStatusCode": status}})
+
+
+async def retried(url: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    """Await `attempt()` until it succeeds, with exponential backoff and jitter.
+
+    Raises
+    ------
+    UserError
+        If the store refuses the request, or the object does not exist.
+    StorageFault
+        If the store is busy or does not answer for `retry_seconds`.
+    """
+    start, delay, limit = time.monotonic(), FIRST_DELAY, settings.current().retry_seconds
+    while True:
+        try:
+            return await attempt()
+        except (UserError, StorageFault):
+            raise
+        except Exception as error:
+            text = describe(error)
+            if not is_transient(error):
+                raise UserError(f"{printable(url)}: {text}") from None
+            wait, elapsed = delay * random.uniform(0.5, 1), time.monotonic() - start
+            if elapsed + wait > limit:
+                raise StorageFault(
+                    f"{printable(url)}: the store did not answer for {limit:g} s "
+                    f"(--retry-seconds): {text}"
+                ) from None
+            if elapsed > NOTICE_SECONDS:
+                _notice(url, text, limit)
+        await asyncio.sleep(wait)
+        delay = min(2 * delay, LONGEST_DELAY)
+
+
+def _notice(url, text, limit):
+    """Print that requests fail, at most once per `limit` seconds and process."""
+    global _last_notice
+    if time.monotonic() - _last_notice > limit:
+        _last_notice = time.monotonic()
+        print(
+            f"mpidl: {printable(url)}: {text}: trying again for {limit:g} s at most",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether a later attempt may succeed."""
+    response_code, status = _codes(error)
+    if status is not None:
+        return status in BUSY or response_code in BUSY_CODES
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return False
+    if any(kind.__name__ in LASTING for kind in type(error).__mro__):
+        return False
+    if isinstance(error, OSError | EOFError | asyncio.TimeoutError):
+        return True
+    return type(error).__module__.startswith(LIBRARIES)
+
+
+def describe(error: BaseException) -> str:
+    """Describe an error of a store in one line."""
+    code, status = _codes(error)
+    if status is None and isinstance(error, FileNotFoundError):
+        return HINTS[404]
+    if any(kind.__name__.endswith("CredentialsError") for kind in type(error).__mro__):
+        return "no credentials found: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret"
+    message = " ".join(str(error).split()) or type(error).__name__
+    if status is not None:
+        response = getattr(_origin(error), "response", None) or {}
+        message = response.get("Error", {}).get("Message") or getattr(error, "message", "")
+        parts = [code if code and not code.isdigit() else f"HTTP status {status}", message]
+        message = ": ".join(str(part) for part in parts if part)
+        message += f" ({HINTS[status]})" if status in HINTS else ""
+    return "".join(c if c.isprintable() else "?" for c in message)[:MAX_REASON]
+
+
+def _origin(error):
+    """Return the error of the store's library that fsspec has translated, or the error itself."""
+    while not hasattr(error, "response") and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _codes(error):
+    """Return (name of the error, HTTP status) as the store answered; None if it did not."""
+    origin = _origin(error)
+    response = getattr(origin, "response", None)
+    if isinstance(response, dict) and "Error" in response:
+        code = str(response["Error"].get("Code", ""))
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return code, int(status) if status else (int(code) if code.isdigit() else None)
+    status = getattr(error, "status", None)  # of aiohttp
+    return None, status if isinstance(status, int) else None

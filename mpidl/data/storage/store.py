@@ -1,0 +1,249 @@
+"""Access one object store through fsspec: list objects, read and write their bytes.
+
+All requests run on fsspec's event loop, which has a thread of its own. The thread starts at the
+first access, so it must not precede a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+import hashlib
+import os
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mpidl.data.storage import settings
+from mpidl.data.storage.retries import refusal, retried
+from mpidl.errors import UserError
+from mpidl.files import Stamp, changed
+
+T = TypeVar("T")
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
+SIGNED_SECONDS = 600  # for which a signed URL is valid; it is used at once
+CONNECT_SECONDS, READ_SECONDS = 10, 30  # time-outs of one attempt
+# The entries of an object's description that change with its content; the first one counts.
+VERSIONS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "LastModified",
+    "Last-Modified",
+    "mtime",
+    "created",
+)
+
+
+def store_of(url: str) -> Store:
+    """Return the Store of a URL, with the current settings."""
+    return _store(url.partition("://")[0], settings.current())
+
+
+@functools.cache
+def _store(protocol, configuration):
+    return Store(protocol, configuration)
+
+
+class Store:
+    """An object store. Methods with a URL block until the store has answered.
+
+    Every method raises UserError if the store refuses the request, and StorageFault if it does not
+    answer within `retry_seconds`. Messages name the URL.
+    """
+
+    def __init__(self, protocol: str, configuration: settings.Settings):
+        self.protocol, self.configuration = protocol, configuration
+        self.fs = _filesystem(protocol, configuration)
+        self._clients: dict[str, Any] = {}  # of S3, by bucket
+        self._http = self.fs
+        if protocol in ("s3", "s3a"):
+            self._http = _filesystem("http", configuration)
+        self._slots = asyncio.Semaphore(configuration.requests)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the event loop and return its Future."""
+        return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
+
+    def stamp(self, url: str) -> Stamp | None:
+        """Return the Stamp of an object, or None if there is no object of this name."""
+        return self.start(retried(url, lambda: self._stamp(url))).result()
+
+    def listing(self, url: str) -> dict[str, Stamp]:
+        """Return {relative path: Stamp} of all objects below a URL.
+
+        If the URL names an object, its relative path is "". If nothing is there, the dict is empty.
+        """
+        return self.start(retried(url, lambda: self._listing(url))).result()
+
+    def write(self, url: str, content: bytes) -> None:
+        """Write an object."""
+        path = self.fs._strip_protocol(url)
+        self.start(retried(url, lambda: self.fs._pipe_file(path, content))).result()
+
+    async def read(self, url: str, expected: Stamp, start: int, stop: int) -> bytes:
+        """Read the bytes from `start` to `stop` of an object that has the given Stamp."""
+        async with self._slots:
+            return await retried(url, lambda: self._read(url, expected, start, stop))
+
+    async def _stamp(self, url):
+        try:
+            info = await self.fs._info(self.fs._strip_protocol(url))
+        except FileNotFoundError as error:
+            if _is_missing_bucket(error):
+                raise
+            return None
+        if info["type"] != "file" or "text/html" in info.get("mimetype", ""):  # an index page
+            return None
+        return _stamp_of(info)
+
+    async def _listing(self, url):
+        self.fs.invalidate_cache()
+        single = await self._stamp(url)
+        if single is not None:
+            return {"": single}
+        root = self.fs._strip_protocol(url).rstrip("/")
+        try:
+            infos = await self.fs._find(root, detail=True)
+        except FileNotFoundError as error:
+            if _is_missing_bucket(error):
+                raise
+            return {}
+        return {
+            path[len(root) :].lstrip("/"): _stamp_of(info)
+            for path, info in infos.items()
+            if info["type"] == "file" and not path.endswith("/")
+        }
+
+    async def _read(self, url, expected, start, stop):
+        is_whole = start == 0 and stop == expected.size
+        span = None if is_whole else f"bytes={start}-{stop - 1}"
+        if self.protocol in ("s3", "s3a"):
+            content, now = await self._get(await self._signed(url), span)
+        elif self.protocol in ("http", "https"):
+            content, now = await self._get(self.fs.encode_url(url), span)
+        else:
+            now = await self._stamp(url)
+            if now is None:
+                raise FileNotFoundError(url)
+            path = self.fs._strip_protocol(url)
+            ends = {} if is_whole else {"start": start, "end": stop}
+            content = await self.fs._cat_file(path, **ends)
+        if now != expected:
+            raise changed(url, expected, now)
+        if len(content) != stop - start and len(content) == expected.size:  # Range was ignored
+            content = content[start:stop]
+        if len(content) != stop - start:
+            raise ConnectionError(f"expected {stop - start} bytes, found {len(content)}")
+        return content
+
+    async def _signed(self, url):
+        """Return an HTTP URL that reads an object of S3.
+
+        A plain HTTP request needs a quarter of the processor time of the client's own method.
+        """
+        bucket, key, _ = self.fs.split_path(url)
+        if bucket not in self._clients:  # `get_s3` may ask for the bucket's region
+            await self.fs.set_session()
+            self._clients[bucket] = await self.fs.get_s3(bucket)
+        place, client = {"Bucket": bucket, "Key": key}, self._clients[bucket]
+        return await client.generate_presigned_url("get_object", place, SIGNED_SECONDS)
+
+    async def _get(self, url, span):
+        """Read an HTTP URL; return the bytes, and the Stamp of the object."""
+        from yarl import URL
+
+        session = await self._http.set_session()
+        headers = {"Range": span} if span else {}
+        async with session.get(URL(url, encoded=True), headers=headers) as reply:
+            content = await reply.read()
+            if reply.status >= 400:
+                raise refusal(reply.status, reply.reason, content)
+            total = reply.headers.get("Content-Range", "").rpartition("/")[2]
+            size = int(total) if total.isdigit() else len(content)
+            return content, Stamp(size, _version(reply.headers))
+
+
+async def _http_client(**options):
+    """Return an HTTP client with the time-outs, certificates and proxies of this process."""
+    import ssl
+    from urllib.request import getproxies
+
+    from aiohttp import ClientSession, ClientTimeout, TCPConnector
+
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    return ClientSession(
+        connector=TCPConnector(ssl=ssl.create_default_context(cafile=bundle)),
+        timeout=ClientTimeout(None, connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
+        trust_env=bool(getproxies()),  # it costs time for each request
+    )
+
+
+def _filesystem(protocol, configuration):
+    """Return an asynchronous file system of fsspec.
+
+    Raises
+    ------
+    UserError
+        If fsspec does not know the protocol, or a package that it needs is missing.
+    """
+    try:
+        import fsspec
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{protocol}://: expected the package fsspec, which is not installed: pip install "
+            "mpidl[s3]"
+        ) from None
+    options: dict[str, Any] = {}
+    if protocol in ("s3", "s3a"):
+        options = {
+            "endpoint_url": configuration.endpoint_url,
+            "cache_regions": True,
+            "use_listings_cache": False,
+            "config_kwargs": {
+                "connect_timeout": CONNECT_SECONDS,
+                "read_timeout": READ_SECONDS,
+                "max_pool_connections": configuration.requests,
+                "retries": {"total_max_attempts": 1},  # `retried` repeats requests
+            },
+        }
+    elif protocol in ("http", "https"):
+        options = {"get_client": _http_client}
+    try:
+        fs = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+    except ImportError:
+        raise _missing(protocol, PACKAGES.get(protocol, f"of {protocol}")) from None
+    except ValueError:
+        raise UserError(f"{protocol}://: expected a protocol that fsspec knows") from None
+    if not fs.async_impl:
+        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+        fs = AsyncFileSystemWrapper(fs, asynchronous=False)
+    return fs
+
+
+def _missing(protocol, package):
+    extra = "mpidl[s3]" if package in ("s3fs", "aiohttp") else package
+    return UserError(
+        f"{protocol}://: expected the package {package}, which is not installed: pip install "
+        f"{extra}"
+    )
+
+
+def _is_missing_bucket(error):
+    response = getattr(error.__cause__, "response", {})
+    return response.get("Error", {}).get("Code") == "NoSuchBucket"
+
+
+def _stamp_of(info):
+    return Stamp(int(info.get("size") or 0), _version(info))
+
+
+def _version(info):
+    """Return a number that changes with the version of an object, at least 0."""
+    version = next((info[name] for name in VERSIONS if info.get(name) is not None), "")
+    if isinstance(version, datetime.datetime):  # a listing may give the time as a number
+        version = version.timestamp()
+    return int.from_bytes(hashlib.sha256(str(version).encode()).digest()[:8], "little") >> 1

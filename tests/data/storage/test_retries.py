@@ -1,0 +1,173 @@
+"""Faults of a store on loopback that a client of HTTP sees: waited for, or reported in one line."""
+
+import http.server
+import threading
+
+import numpy as np
+import pytest
+from image_sets import grow, pixels_of, refusal
+
+from mpidl.data import ArrayDatastore, HDF5Datastore, ImageFolder, configure_storage, pack
+from mpidl.data.formats.packed import PackedDatastore
+from mpidl.data.storage import paths, retries
+from mpidl.errors import StorageFault
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves `content` as /set.h5; `faults` holds what happens to the next GET requests.
+
+    A fault is an HTTP status, "drop" to close the connection in the middle of the reply, or
+    "refuse" to close it before.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, content):
+        self.content, self.tag, self.faults, self.count = content, "1", [], 0
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/set.h5"
+
+    def handle_error(self, request, client_address):
+        pass  # a client has closed its connection
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        server = self.server
+        server.count += self.command == "GET"
+        fault = server.faults.pop(0) if server.faults and self.command == "GET" else None
+        if self.path != "/set.h5":
+            fault = 404
+        if fault == "refuse":
+            self.close_connection = True
+            return
+        content, status = server.content, fault or 200
+        headers = {"ETag": f'"{server.tag}"'}
+        span = self.headers.get("Range")
+        if span and status == 200:
+            start, stop = map(int, span.removeprefix("bytes=").split("-"))
+            headers["Content-Range"] = f"bytes {start}-{stop}/{len(content)}"
+            content, status = content[start : stop + 1], 206
+        if isinstance(fault, int):
+            content = b""
+        self.send_response_only(206 if fault == "drop" else status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if fault == "drop":
+            content, self.close_connection = content[: len(content) // 2], True
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.005)
+    images = ArrayDatastore(pixels_of(0, 40, 1, 8, 8), np.arange(40) % 3)
+    pack({"train": images}, tmp_path / "set.h5")
+    running = Server((tmp_path / "set.h5").read_bytes())
+    thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield running
+    running.shutdown()
+    running.server_close()
+    configure_storage()
+
+
+def test_requests_are_repeated(server):
+    """A busy store, time-outs, cut replies and closed connections only delay the images."""
+    store = PackedDatastore(server.url)
+    expected = pixels_of(0, 40, 1, 8, 8)
+    for fault in (503, 429, 500, "drop", "refuse"):
+        server.faults = [fault] * 2
+        server.count = 0
+        assert store.read([7, 3]).tobytes() == expected[[7, 3]].tobytes()
+        assert not server.faults and server.count == 3, fault
+    server.faults = [503, "drop"] * 3
+    assert len(HDF5Datastore(server.url, images="train/images", labels="train/labels")) == 40
+    assert not server.faults
+
+
+def test_a_store_that_does_not_answer_in_time(server, capsys, monkeypatch):
+    monkeypatch.setattr(retries, "NOTICE_SECONDS", 0.0)
+    store = PackedDatastore(server.url)
+    configure_storage(retry_seconds=0.2)
+    server.faults = [503] * 1000
+    with pytest.raises(StorageFault) as caught:
+        store.read([1])
+    text = f"{server.url}: the store did not answer for 0.2 s (--retry-seconds): HTTP status 503"
+    assert str(caught.value).startswith(text)
+    assert capsys.readouterr().err.count("trying again for 0.2 s at most") == 1
+    assert len(server.faults) > 985  # the time between attempts grows
+
+
+def test_refusals_of_the_store(server):
+    store = PackedDatastore(server.url)
+    for status, text in (
+        (401, "HTTP status 401"),
+        (403, "HTTP status 403"),
+        (404, "HTTP status 404"),
+    ):
+        server.faults = [status]
+        line = refusal(store.read, [1])
+        assert line.startswith(f"{server.url}: {text}") and retries.HINTS[status] in line
+    text = refusal(PackedDatastore, server.url.replace("set", "other"))
+    assert text == f"{server.url.replace('set', 'other')}: no such file"
+    server.tag = "2"
+    assert "the file has changed since the run began (same size)" in refusal(store.read, [1])
+
+
+def test_a_damaged_file_does_not_crash_this_process(server):
+    """The helper process reads a remote HDF5 file first, through this process."""
+    content = bytearray(server.content)
+    content[40:2000] = bytes(b ^ 0x55 for b in content[40:2000])
+    server.content, server.tag = bytes(content), "damaged"
+    text = refusal(HDF5Datastore, server.url)
+    assert text.startswith(f"{server.url}: ")
+
+
+def test_errors_of_botocore_are_understood():
+    exceptions = pytest.importorskip("botocore.exceptions")
+    for code, status, transient in (
+        ("SlowDown", 503, True),
+        ("RequestTimeout", 400, True),
+        ("SignatureDoesNotMatch", 403, False),
+        ("NoSuchBucket", 404, False),
+    ):
+        response = {
+            "Error": {"Code": code, "Message": "some\nlines"},
+            "ResponseMetadata": {"HTTPStatusCode": status},
+        }
+        error = exceptions.ClientError(response, "GetObject")
+        translated = OSError("translated")
+        translated.__cause__ = error
+        for one_error in (error, translated):
+            assert retries.is_transient(one_error) == transient
+            assert retries.describe(one_error).startswith(f"{code}: some")
+            assert "\n" not in retries.describe(one_error)
+    assert not retries.is_transient(exceptions.NoCredentialsError())
+    assert "AWS_PROFILE" in retries.describe(exceptions.NoCredentialsError())
+    assert retries.is_transient(exceptions.EndpointConnectionError(endpoint_url="http://x"))
+
+
+def test_without_fsspec_or_a_package_for_the_store(monkeypatch, tmp_path):
+    grow(tmp_path / "photos")
+    url = f"file://{tmp_path}/photos"
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    configure_storage(requests=7)  # settings of their own, so a Store of its own
+    expected = "expected the package fsspec, which is not installed: pip install mpidl[s3]"
+    assert refusal(ImageFolder, url) == f"file://: {expected}"
+    monkeypatch.undo()
+    text = refusal(paths.exists, "abfs://container/x")
+    assert text == (
+        "abfs://: expected the package adlfs, which is not installed: pip install adlfs"
+    )
+    configure_storage()
