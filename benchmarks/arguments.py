@@ -216,11 +216,14 @@ def _add_transfer(parser, command):
     _add_counts(
         parser,
         ("epochs", 40, "epochs of each training with the other classes"),
-        ("pretraining-epochs", 3, "epochs of the pretraining"),
         ("batch-size", 16, "images per mini-batch"),
-        ("test-images", 1000, "largest number of test images"),
         ("seeds", 3, "number of seeds; results are medians over them"),
     )
+    for flag, default, text in (
+        ("--pretraining-epochs", 3, "epochs of the pretraining"),
+        ("--test-images", 1000, "largest number of test images"),
+    ):
+        parser.text(flag, "N", f"{text} ({default})", default=default, type=count(flag))
 
 
 def _add_compare(parser):
