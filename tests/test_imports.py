@@ -42,7 +42,7 @@ ONLY_IN = {
     "fsspec": ("mpidl.data.storage.store",),
 }
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
-ONLY_LATE |= {"aiohttp", "fsspec", "yarl"}
+ONLY_LATE |= {"aiohttp", "asyncio", "fsspec", "ssl", "yarl"}
 EARLY, LATE, TYPING = "when imported", "when called", "for a type checker"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import gc
@@ -294,7 +293,7 @@ class ByteStream(io.RawIOBase):
             _pauses += 1
         try:
             # A collection that this thread has begun ends before its next task.
-            store_of(self.file.url).start(asyncio.sleep(0)).result()
+            store_of(self.file.url).wait_for_loop()
             yield
         finally:
             with _pause_lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import sys
@@ -70,6 +69,8 @@ async def retried(url: str, attempt: Callable[[], Awaitable[T]]) -> T:
     StorageFault
         If the store is busy or does not answer for `retry_seconds`.
     """
+    import asyncio
+
     start, delay, limit = time.monotonic(), FIRST_DELAY, settings.current().retry_seconds
     while True:
         try:
@@ -106,6 +107,8 @@ def _notice(url, text, limit):
 
 def is_transient(error: BaseException) -> bool:
     """Return whether a later attempt may succeed."""
+    import asyncio
+
     response_code, status = _codes(error)
     if status is not None:
         return status in BUSY or response_code in BUSY_CODES

@@ -6,7 +6,6 @@ first access, so it must not precede a fork.
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import functools
 import hashlib
@@ -61,11 +60,21 @@ class Store:
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
+        import asyncio  # takes 40 ms, which local data do not need
+
         self._slots = asyncio.Semaphore(configuration.requests)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop and return its Future."""
+        import asyncio
+
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
+
+    def wait_for_loop(self) -> None:
+        """Wait until the thread of the event loop has ended what it was doing."""
+        import asyncio
+
+        self.start(asyncio.sleep(0)).result()
 
     def stamp(self, url: str) -> Stamp | None:
         """Return the Stamp of an object, or None if there is no object of this name."""
