@@ -374,15 +374,19 @@ def test_many_nodes_take_no_quadratic_time(tmp_path):
     assert len(dl.load_onnx(path).layers) == 3001
 
 
-def test_a_network_that_pytorch_exports(tmp_path):
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_a_network_that_pytorch_exports(tmp_path, dynamo):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    if dynamo:  # PyTorch's default
+        pytest.importorskip("onnxscript", reason="onnxscript is not installed")
     from benchmarks import torch_networks
 
     oracle, path = torch_networks.create("resnet18", 10), tmp_path / "a.onnx"
     images = torch.tensor(pixels_of(0, 3, 3, 64, 64) / np.float32(255))
-    torch.onnx.export(
-        oracle, (images,), str(path), dynamo=False, dynamic_axes={"x": {0: "N"}}, input_names=["x"]
-    )
+    axes = {"dynamic_axes": {"x": {0: "N"}}, "input_names": ["x"]}
+    if dynamo:
+        axes = {"dynamic_shapes": ({0: torch.export.Dim("N")},)}
+    torch.onnx.export(oracle, (images,), str(path), dynamo=dynamo, **axes)
     net = dl.load_onnx(path)
     with torch.no_grad():
         expected = oracle(images).numpy()
