@@ -255,7 +255,9 @@ class Command:
     @staticmethod
     def _print(group, folder, text):
         prefix = f"Group {group.index + 1}: " if group.count > 1 else ""
-        print(f"{prefix}{folder.name} {text}", flush=True)
+        # The newline is part of one write: print() writes it separately if Python does not buffer,
+        # and the lines of two groups could mix.
+        print(f"{prefix}{folder.name} {text}\n", end="", flush=True)
 
     def _rows(self):
         varied = self.sweep.varied

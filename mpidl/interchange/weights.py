@@ -186,8 +186,8 @@ def refuse_pickle(path: str | os.PathLike[str]) -> None:
         target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
         recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
         raise UserError(
-            f"{printable(path)}: mpidl reads no pickle, which can run any code; where PyTorch is "
-            f"installed, convert it: {recipe}"
+            f"{printable(path)}: mpidl does not read pickles, because they can run any code. On a "
+            f"machine with PyTorch and safetensors, this command converts it: {recipe}"
         )
 
 

@@ -198,8 +198,8 @@ def test_pickles_are_refused_with_a_recipe(tmp_path):
     path = tmp_path / "resnet18.pth"
     path.write_bytes(b"\x80\x04.")
     text = refusal(dl.load_weights, network(), path)
-    assert text.startswith(f"{path}: mpidl reads no pickle")
-    recipe = text.partition("convert it: ")[2]
+    assert text.startswith(f"{path}: mpidl does not read pickles")
+    recipe = text.partition("converts it: ")[2]
     assert recipe.endswith(f" {path} {tmp_path}/resnet18.safetensors")
     compile(re.search('-c "(.*)"', recipe)[1], "recipe", "exec")
 
