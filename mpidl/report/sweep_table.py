@@ -83,26 +83,18 @@ def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
 
     On a narrow terminal, scores by which the trials are not compared are left out, the last first.
     """
-    import rich.console
-
     width = terminal_width(sys.stdout) or 100
-    console = rich.console.Console(file=sys.stdout, width=width, color_system=None)
     columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
     others = [name for name in shown_scores(rows) if name != score_of(rows)]
-    table = _table(rows, columns)
-    while console.measure(table).maximum > width and others:
+    while max(map(len, lines := _lines(rows, columns))) > width and others:
         columns.remove(others.pop())
-        table = _table(rows, columns)
-    console.width = max(width, console.measure(table).maximum)  # the terminal wraps, rich cuts
-    with console.capture() as text:
-        console.print(table, markup=False, highlight=False)
-    lines = [line.rstrip().removeprefix(" ") for line in text.get().splitlines()]
-    print("\n".join(line for line in lines if line))
+    print("\n".join(lines))
 
 
-def _table(rows, columns):
-    """Return a table of these columns."""
+def _lines(rows, columns):
+    """Return the lines of a table with these columns."""
     import rich.box
+    import rich.console
     import rich.table
 
     box = rich.box.SIMPLE_HEAD
@@ -113,7 +105,12 @@ def _table(rows, columns):
         table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(cell(name, row.get(name), digits=4) for name in columns))
-    return table
+    # rich cuts values to fit its width; the terminal wraps lines that are too long.
+    console = rich.console.Console(file=sys.stdout, width=10_000, color_system=None)
+    with console.capture() as text:
+        console.print(table, markup=False, highlight=False)
+    lines = (line.rstrip().removeprefix(" ") for line in text.get().splitlines())
+    return [line for line in lines if line]
 
 
 def shown_scores(rows: Sequence[Row]) -> list[str]:
