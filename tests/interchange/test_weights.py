@@ -178,6 +178,18 @@ def test_an_error_lists_all_differences(tmp_path):
     assert weights_sha256(net) == before
 
 
+def test_an_error_for_another_network_is_short(tmp_path):
+    net = network()
+    many = {f"layer{i}.weight": np.zeros(1, np.float32) for i in range(60)}
+    text = refusal(dl.load_weights, net, written(tmp_path / "a.safetensors", many))
+    assert text.endswith(" and 50 more") and text.count(".weight") < 15
+    convs = [dl.Conv2D(1, 1) for _ in range(8)]
+    deep, path = dl.Network(convs, (1, 2, 2)), tmp_path / "b.safetensors"
+    arrays = {name: np.zeros(7, np.float32) for name in deep.parameters}
+    text = refusal(dl.load_weights, deep, written(path, arrays))
+    assert text.count("the network has") == 10 and text.endswith("; 6 more misfits")
+
+
 def test_an_error_names_the_library_whose_names_fit(tmp_path):
     path = written(tmp_path / "a.safetensors", torch_arrays(network()))
     text = refusal(dl.load_weights, network(), path)
