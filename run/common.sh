@@ -128,9 +128,19 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install \
         --disable-pip-version-check --no-input "$@" -e ".$extras") >"$log" 2>&1 ||
         explain_pip "$log"
+    find_checkout_first
     echo "$mpi" >"$venv/mpidl-mpi"
     installed >"$venv/mpidl-$kind"
     [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
+}
+
+find_checkout_first() { # let "import mpidl" find the checkout before a folder with this name
+    # The finder of an editable installation comes after the current folder. If that folder contains
+    # the checkout as "mpidl", Python would import an empty namespace. It prefers a package on its
+    # path.
+    local packages
+    packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "$root" >"$packages/mpidl-checkout.pth"
 }
 
 explain_pip() { # explain_pip LOG: print one line that says why pip failed, and exit

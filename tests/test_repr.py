@@ -76,7 +76,7 @@ def test_networks_are_tables_in_notebooks():
     assert html == net.analyze()._repr_html_()
     assert html.startswith("<table><tr><th>layer</th><th>type</th>")
     assert html.count("<tr>") == 1 + 1 + 3 + 1  # the header, the images, the layers, the totals
-    assert "<td>conv1</td><td>Conv2D</td><td></td><td>4x6x6</td><td>112</td>" in html
+    assert "<td>conv1</td><td>Conv2D</td><td>4x6x6</td><td>112</td>" in html
     assert "<td>&lt;&amp;&gt;</td>" in html
     assert repr(net.analyze()) == "Analysis(3 layers, batch_size=128)"
 

@@ -8,7 +8,6 @@ each value.
 import argparse
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,14 @@ PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows after a flag
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Wraps each paragraph of a description or an epilog to the width of the terminal."""
+
+    def _fill_text(self, text, width, indent):
+        fill = super()._fill_text
+        return "\n\n".join(fill(part, width, indent) for part in text.split("\n\n"))
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises one-line UserErrors and accepts no abbreviated flags.
 
@@ -51,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"python -m {command}",
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,
             **keywords,
         )
@@ -167,7 +174,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         quiet,
         usage="python -m mpidl.train [OPTION VALUE] ...",
         epilog="A default applies unless the network's recipe sets the option.\n"
-        f"{textwrap.fill(_recipe('digits'), 88)}\n"
+        f"{_recipe('digits')}\n\n"
         "The first of these sources that has a value wins: the command line, --config, the\n"
         f"resumed run, the recipe, the default.\n\n{EXIT_CODES}",
         argument_default=argparse.SUPPRESS,
@@ -289,6 +296,7 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "Train briefly on each number of ranks and compare the weights, which must be the same,\n"
         "byte for byte.",
         quiet,
+        usage="python -m mpidl.verify [OPTION VALUE] ...",
         epilog="exit codes: 0 the weights are equal; 1 they differ, or an error; 2 invalid options",
     )
     parser.text(

@@ -143,9 +143,12 @@ class Command:
         for folder in self.folders:
             is_retried = self.retry_failed and folder.state() == FAILED
             if not is_retried and (changes := folder.changes()):
+                ways = "another --out"
+                if folder.state() == FAILED:
+                    ways += ", or --retry-failed"
                 raise UserError(
                     f"{self.sweep.path}: {folder.name} has begun with other options: "
-                    f"{'; '.join(changes)}; expected the same file, or another --out"
+                    f"{'; '.join(changes)}; expected the same file, or {ways}"
                 )
 
     def is_due(self, folder: TrialFolder) -> bool:
@@ -191,8 +194,9 @@ class Command:
         print(f"Ranks: {group.job.size}, {group.count} group(s) of {ranks}")
         earlier = [f"{states.count(s)} {s}" for s in (COMPLETE, FAILED, STOPPED) if s in states]
         if earlier:
-            hint = "" if FAILED not in states or self.retry_failed else " (--retry-failed)"
-            print(f"Before: {', '.join(earlier)}{hint}; {due} to train")
+            print(f"Before: {', '.join(earlier)}; {due} to train")
+            if FAILED in states and not self.retry_failed:
+                print("To train failed trials again, add --retry-failed")
         print(f"Results: {self.out}", flush=True)
 
     def _attempt(self, group, folder, signals):
@@ -255,7 +259,9 @@ class Command:
     @staticmethod
     def _print(group, folder, text):
         prefix = f"Group {group.index + 1}: " if group.count > 1 else ""
-        print(f"{prefix}{folder.name} {text}", flush=True)
+        # The newline is part of one write: print() writes it separately if Python does not buffer,
+        # and the lines of two groups could mix.
+        print(f"{prefix}{folder.name} {text}\n", end="", flush=True)
 
     def _rows(self):
         varied = self.sweep.varied

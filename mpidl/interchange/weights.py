@@ -20,7 +20,7 @@ from mpidl.files import unreadable, write_whole
 from mpidl.interchange import weight_names
 from mpidl.interchange.weight_names import LIBRARIES, Names
 from mpidl.nn import Network
-from mpidl.text import printable
+from mpidl.text import NAMES_IN_A_LINE, name_list, printable
 from mpidl.training.files import model_file
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
@@ -69,7 +69,7 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     ------
     UserError
         If the file cannot be read, if arrays are missing, left over or of other shapes, or if two
-        arrays have the same name in the network. The message names these arrays.
+        arrays have the same name in the network. The message names the first ten of each.
     TypeError
         If the network is on a GPU.
     """
@@ -186,8 +186,8 @@ def refuse_pickle(path: str | os.PathLike[str]) -> None:
         target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
         recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
         raise UserError(
-            f"{printable(path)}: mpidl reads no pickle, which can run any code; where PyTorch is "
-            f"installed, convert it: {recipe}"
+            f"{printable(path)}: mpidl does not read pickles, because they can run any code. On a "
+            f"machine with PyTorch and safetensors, this command converts it: {recipe}"
         )
 
 
@@ -249,10 +249,11 @@ def _differences(net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]) ->
     ]
     lines = []
     if missing:
-        lines.append(f"the file lacks {', '.join(missing)}")
+        lines.append(f"the file lacks {name_list(missing)}")
     if left_over:
-        lines.append(f"the network lacks {', '.join(map(printable, left_over))}")
-    return lines + misfits
+        lines.append(f"the network lacks {name_list(left_over)}")
+    rest = len(misfits) - NAMES_IN_A_LINE
+    return [*lines, *misfits[:NAMES_IN_A_LINE], *([f"{rest} more misfits"] if rest > 0 else [])]
 
 
 def _fits(array, shape):

@@ -114,7 +114,7 @@ class Analysis:
         return sum(row.flops for row in self.rows)
 
     def _table(self):
-        """Return the header, the rows and the totals as tuples of strings."""
+        """Return the header, the rows and the totals as strings, without empty columns."""
         head = ("layer", "type", "reads", "output", "learnables", "state", "memory", "MFLOP")
         lines = [head, ("images", "", "", times(self.input_shape), "", "", "", "")]
         before = "images"
@@ -133,17 +133,18 @@ class Analysis:
             )
             before = row.name
         totals = self.learnables, self.state, _size(self.memory), f"{self.flops / 1e6:,.2f}"
-        lines.append(("total", "", "", "", f"{totals[0]:,}", f"{totals[1]:,}", *totals[2:]))
-        return lines
+        lines.append(("total", "", "", "", f"{totals[0]:,}", _number(totals[1]), *totals[2:]))
+        columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+        return list(zip(*columns, strict=True))
 
     def _footnote(self):
         return (
-            f"memory: stored outputs of {self.batch_size} images; MFLOP: million operations of a "
-            "forward pass of one image"
+            f"memory: stored outputs of {self.batch_size} images; MFLOP: forward pass of one image"
         )
 
     def __str__(self) -> str:
-        return "\n".join([*aligned(self._table(), left=3), self._footnote()])
+        table = self._table()
+        return "\n".join([*aligned(table, left=table[0].index("output")), self._footnote()])
 
     def __repr__(self) -> str:
         return f"Analysis({len(self.rows)} layers, batch_size={self.batch_size})"

@@ -52,6 +52,7 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
     _draw(accuracy_axes, records, ends, "accuracy", 100)
     accuracy_axes.set_ylabel("accuracy (%)")
     accuracy_axes.set_xlabel("iteration")
+    accuracy_axes.xaxis.get_major_locator().set_params(integer=True)
     _mark_epochs(loss_axes, accuracy_axes, ends)
     loss_axes.set_title("Training progress", loc="left", pad=26)
 

@@ -79,45 +79,57 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
 
 
 def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
-    """Print the trials as a table."""
+    """Print the trials as a table.
+
+    On a narrow terminal, scores by which the trials are not compared are left out, the last first.
+    """
+    width = terminal_width(sys.stdout) or 100
+    columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
+    others = [name for name in shown_scores(rows) if name != score_of(rows)]
+    while max(map(len, lines := _lines(rows, columns))) > width and others:
+        columns.remove(others.pop())
+    print("\n".join(lines))
+
+
+def _lines(rows, columns):
+    """Return the lines of a table with these columns."""
     import rich.box
     import rich.console
     import rich.table
 
     box = rich.box.SIMPLE_HEAD
     table = rich.table.Table(box=box, pad_edge=False, padding=(0, 0, 0, 1))
-    columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
     for name in columns:
         is_text = name == "state" or any(isinstance(row.get(name), str) for row in rows)
         header = {"seconds": "time"}.get(name, name.replace("_", "\n"))
         table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(cell(name, row.get(name)) for name in columns))
-    width = terminal_width(sys.stdout) or 100
-    console = rich.console.Console(file=sys.stdout, width=width, color_system=None)
+        table.add_row(*(cell(name, row.get(name), digits=4) for name in columns))
+    # rich cuts values to fit its width; the terminal wraps lines that are too long.
+    console = rich.console.Console(file=sys.stdout, width=10_000, color_system=None)
     with console.capture() as text:
         console.print(table, markup=False, highlight=False)
-    lines = [line.rstrip().removeprefix(" ") for line in text.get().splitlines()]
-    print("\n".join(line for line in lines if line))
+    lines = (line.rstrip().removeprefix(" ") for line in text.get().splitlines())
+    return [line for line in lines if line]
 
 
 def shown_scores(rows: Sequence[Row]) -> list[str]:
     """Return the names of the scores that fit on a terminal: at most three of `SCORES`."""
     names = [name for name in SCORES if any(row[name] is not None for row in rows)]
     if "validation_accuracy" in names:
-        names.remove("validation_loss")
+        names = [name for name in names if name != "validation_loss"]
     return names
 
 
-def cell(name: str, value: Any) -> str:
-    """Format a value for people."""
+def cell(name: str, value: Any, digits: int = 6) -> str:
+    """Format a value for people, an option with this number of significant digits."""
     if value is None:
         return ""
     if name == "seconds":
         return clock(value)
     if name in SCORES:
         return f"{value:.4f}" if name.endswith("accuracy") else f"{value:.4g}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def draw(folder: str, rows: Sequence[Row], varied: Sequence[str]) -> bool:

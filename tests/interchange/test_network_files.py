@@ -129,7 +129,9 @@ def test_damaged_descriptions(tmp_path):
 def test_files_that_are_no_weights(tmp_path):
     (tmp_path / "a.pth").write_bytes(b"\x80\x02")
     for load in (loaded, network_files.load):
-        assert "mpidl reads no pickle, which can run any code" in refusal(load, tmp_path / "a.pth")
+        assert "mpidl does not read pickles, because they can run any code" in refusal(
+            load, tmp_path / "a.pth"
+        )
         text = refusal(load, tmp_path / "a.txt")
         assert text.endswith("expected a *.h5, *.onnx or *.safetensors file, found '.txt'")
         assert "no such file" in refusal(load, tmp_path / "a.onnx")

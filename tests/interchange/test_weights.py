@@ -178,6 +178,18 @@ def test_an_error_lists_all_differences(tmp_path):
     assert weights_sha256(net) == before
 
 
+def test_an_error_for_another_network_is_short(tmp_path):
+    net = network()
+    many = {f"layer{i}.weight": np.zeros(1, np.float32) for i in range(60)}
+    text = refusal(dl.load_weights, net, written(tmp_path / "a.safetensors", many))
+    assert text.endswith(" and 50 more") and text.count(".weight") < 15
+    convs = [dl.Conv2D(1, 1) for _ in range(8)]
+    deep, path = dl.Network(convs, (1, 2, 2)), tmp_path / "b.safetensors"
+    arrays = {name: np.zeros(7, np.float32) for name in deep.parameters}
+    text = refusal(dl.load_weights, deep, written(path, arrays))
+    assert text.count("the network has") == 10 and text.endswith("; 6 more misfits")
+
+
 def test_an_error_names_the_library_whose_names_fit(tmp_path):
     path = written(tmp_path / "a.safetensors", torch_arrays(network()))
     text = refusal(dl.load_weights, network(), path)
@@ -198,8 +210,8 @@ def test_pickles_are_refused_with_a_recipe(tmp_path):
     path = tmp_path / "resnet18.pth"
     path.write_bytes(b"\x80\x04.")
     text = refusal(dl.load_weights, network(), path)
-    assert text.startswith(f"{path}: mpidl reads no pickle")
-    recipe = text.partition("convert it: ")[2]
+    assert text.startswith(f"{path}: mpidl does not read pickles")
+    recipe = text.partition("converts it: ")[2]
     assert recipe.endswith(f" {path} {tmp_path}/resnet18.safetensors")
     compile(re.search('-c "(.*)"', recipe)[1], "recipe", "exec")
 

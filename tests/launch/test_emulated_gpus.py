@@ -124,5 +124,5 @@ def test_an_exception_on_one_rank_with_gpus_ends_the_sweep(pictures, tmp_path):
     assert result.returncode == 1
     assert "mpidl: rank 1 failed: this network breaks on odd ranks" in result.stderr
     result = run(2, *words, check=1)
-    assert "Before: 1 failed (--retry-failed); 1 to train" in result.stdout
+    assert "Before: 1 failed; 1 to train" in result.stdout
     assert (tmp_path / "out" / "trial-002" / "summary.json").exists()

@@ -165,7 +165,7 @@ def test_an_image_of_another_size(spoiled, tmp_path):
     paths = {"data": spoiled, "out": tmp_path / "run"}
     text = refused_training(2, "--batch-size", 50, "--epochs", 1, **paths)
     assert text.startswith(f"{path}: expected a 12x12 gray image like the first one")
-    assert "found 12x13 gray" in text
+    assert "found 13x12 gray" in text
 
 
 def test_test_images_of_another_size(pictures, tmp_path):

@@ -3,6 +3,8 @@
 import configparser
 import os
 import shutil
+import subprocess
+import venv
 import zipfile
 
 import jobs
@@ -149,3 +151,20 @@ def test_import_is_lean():
     late = ["h5py", "rich", "matplotlib", "cupy", "torch", "scipy", "mpi4py.MPI"]
     text = f"import sys, mpidl; print([name for name in {late} if name in sys.modules])"
     assert mpirun(None, "-c", text, check=0).stdout.strip() == "[]"
+
+
+def test_a_folder_named_mpidl_does_not_hide_the_checkout(tmp_path):
+    """Programs often stand beside the checkout, whose folder is a namespace for Python."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (tmp_path / "mpidl").mkdir()
+
+    def origin():
+        code = "import importlib.util as u; print(u.find_spec('mpidl').origin)"
+        command = [tmp_path / "venv" / "bin" / "python", "-c", code]
+        environment = {"PATH": os.environ["PATH"]}
+        return subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).strip()
+
+    assert origin() == "None"
+    script = f". {ROOT}/run/common.sh; root={ROOT}; venv={tmp_path}/venv; find_checkout_first"
+    subprocess.run(["bash", "-euc", script], check=True)
+    assert origin() == str(ROOT / "mpidl" / "__init__.py")

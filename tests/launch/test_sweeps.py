@@ -126,12 +126,13 @@ def test_trials_that_fail(write, tmp_path):
 
     before = files(out / "trial-005")
     result = sweep(2, file, out, check=1)
-    assert "Before: 1 done, 4 failed (--retry-failed); 0 to train" in result.stdout
+    assert "Before: 1 done, 4 failed; 0 to train" in result.stdout
     assert states(out) == ["failed"] * 4 + ["done"]
     for trial in trials[:4]:
         trial |= {"network": jobs.SMALL, "learning_rate": 0.02}
     file = write(trial=trials)
-    assert "has begun with other options: network" in jobs.refusal(sweep(2, file, out, check=2))
+    line = jobs.refusal(sweep(2, file, out, check=2))
+    assert "has begun with other options: network" in line and line.endswith("or --retry-failed")
     result = sweep(2, file, out, "--retry-failed")
     assert states(out) == ["done"] * 5 and files(out / "trial-005") == before
     assert len({row["weights_sha256"] for row in table(out)}) == 2

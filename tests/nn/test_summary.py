@@ -111,6 +111,12 @@ def test_the_text():
         residual().analyze(0)
 
 
+def test_a_chain_without_state_has_no_empty_columns_and_fits_a_terminal():
+    lines = str(zoo.alexnet().analyze()).splitlines()
+    assert lines[0].split() == "layer type output learnables memory MFLOP".split()
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_command(world, capsys):
     assert info.main(["--network", "digits"]) == 0
     output = capsys.readouterr().out

@@ -67,6 +67,22 @@ def test_printed_table(capsys):
     assert lines[4].split() == ["2", "1e-05", "failed"]
 
 
+def test_a_narrow_terminal_cuts_no_value(capsys, monkeypatch):
+    monkeypatch.setattr(sweep_table, "terminal_width", lambda stream: 80)
+    scores = {"validation_accuracy": 0.5, "accuracy": 0.3333, "loss": 34.41, "seconds": 2.0}
+    options = {"momentum": 0.805881, "batch_size": 71, "solver": "adam"}
+    rows = [row(1, rate=0.000419587, **options, **scores)]
+    names = ["learning_rate", *options]
+    sweep_table.print_table(rows, names)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[3].split() == "1 0.0004196 0.8059 71 adam done 0.5000 0.3333 0:00:02".split()
+    rows[0] |= {f"an_option_of_many_letters_{i}": "value" for i in range(5)}
+    sweep_table.print_table(rows, [*names, *list(rows[0])[-5:]])
+    text = capsys.readouterr().out
+    assert "…" not in text and text.split()[-2:] == ["0.5000", "0:00:02"]
+
+
 def test_picture(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="table.png needs the extra `plots`")
     rows = [row(i, rate=10.0**-i, accuracy=i / 10, solver="ab"[i % 2], seed=1) for i in (1, 2, 3)]

@@ -154,7 +154,7 @@ class ImageFolder(Datastore):
     def _shape_error(self, path, shape):
         """Return the error message for an image whose shape differs from the first image."""
         expected, actual = (
-            f"{shape[2]}x{shape[1]} {KINDS[shape[0]]}" for shape in (self.image_shape, shape)
+            f"{shape[1]}x{shape[2]} {KINDS[shape[0]]}" for shape in (self.image_shape, shape)
         )
         return (
             f"{printable(path)}: expected a {expected} image like the first one "

@@ -82,7 +82,10 @@ class TrialFolder(NamedTuple):
         record = self._record()
         old = record.get("options", self.options)
         names = changed_options(old, self.options)
-        return [f"{name} was {old.get(name)}, is {self.options.get(name)}" for name in names]
+        new = self.options
+        return [
+            f"{name} was {old.get(name, 'unset')}, is {new.get(name, 'unset')}" for name in names
+        ]
 
     @contextlib.contextmanager
     def log(self) -> Iterator[None]:

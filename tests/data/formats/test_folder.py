@@ -126,10 +126,10 @@ def test_folder_refuses_another_size_or_kind(tmp_path):
     color = save(tmp_path / "dog" / "x.png", pixels_of(0, 3, 6, 5))
     store = ImageFolder(tmp_path)
     text = refusal(store.read, [store.files.index("dog/wide.png")])
-    assert text.startswith(f"{wide}: expected a 5x6 gray image like the first one (cat/0.png), ")
-    assert "found 9x6 gray; all images must have one size" in text and "resize" in text
+    assert text.startswith(f"{wide}: expected a 6x5 gray image like the first one (cat/0.png), ")
+    assert "found 6x9 gray; all images must have one size" in text and "resize" in text
     text = refusal(store.read, [store.files.index("dog/x.png")])
-    assert text.startswith(f"{color}: ") and "found 5x6 RGB" in text
+    assert text.startswith(f"{color}: ") and "found 6x5 RGB" in text
 
 
 def test_folder_numbers_labels_by_given_classes(tmp_path):
