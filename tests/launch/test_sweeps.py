@@ -160,12 +160,27 @@ def test_single_trials_and_the_table(write, pictures, tmp_path):
             "--ranks-per-model 3: expected a divisor of the number of ranks, 2: 1, 2",
         ),
         (["--trial", 1, "--table"], "--trial and --table: expected at most one of them"),
+        (["--table", "--retry-failed"], "--table and --retry-failed: expected at most one of"),
+        (["--out", "s3://bucket/x"], "--out s3://bucket/x: expected a folder on a file system"),
         (["--out", "/proc/none"], "--out /proc/none: cannot be created: "),
     ],
 )
 def test_options_that_are_refused(write, tmp_path, options, message):
     result = sweep(2, write(grid={"seed": [0]}), tmp_path / "out", *options, check=2)
     assert message in jobs.refusal(result)
+
+
+def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
+    """The trials have different URLs, and the training is not repeated."""
+    pytest.importorskip("s3fs")
+    out, closed = tmp_path / "out", "http://127.0.0.1:9"
+    common = {"upload": "s3://bucket/x/", "endpoint_url": closed, "retry_seconds": 0.1}
+    file = write(common, grid={"seed": [0]})
+    for options in ([], ["--retry-failed"]):
+        result = sweep(None, file, out, *options, check=1)
+        assert "trial-001 failed: --upload: s3://bucket/x/trial-001/model.h5: " in result.stdout
+        assert states(out) == ["failed"]
+    assert "Resumed after iteration 6, " in (out / "trial-001" / "console.log").read_text()
 
 
 @pytest.mark.parametrize(
