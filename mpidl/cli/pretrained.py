@@ -57,7 +57,7 @@ def load(
     """Return the network that --weights names, or None without a weight file. Collective.
 
     A resumed run needs the file only if the checkpoint does not describe the network, because it
-    has custom layers.
+    has custom layers. If the file is still there, it must be the same.
 
     Parameters
     ----------
@@ -91,6 +91,8 @@ def load(
             raise UserError("--network none: expected --weights FILE with it, found none")
         return None
     net = None if saved is None else _described(*resume)
+    if net is not None and typed and path == saved["path"]:  # such as in a script that is repeated
+        typed = on_rank_0(world, lambda: os.path.lexists(path))
     if net is not None and not typed:
         return Pretrained(net, saved, True)
     file = {"path": path, "sha256": on_rank_0(world, lambda: _sha256(path))}
@@ -104,10 +106,17 @@ def load(
         start.load_user_function(network, "--network")  # rank 0 sends layers of its classes
     net = on_rank_0(world, lambda: _load(path, network, images))
     on_rank_0(world, lambda: last_layer(net))
-    is_silent = net.normalization is None or net.normalization.name == "none"
-    if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and is_silent:
+    if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and _is_silent(net, path):
         net.normalization = network_files.torchvision_normalization()
     return Pretrained(net, file, False)
+
+
+def _is_silent(net, path):
+    """Return whether a file says nothing about the normalization of its network."""
+    if net.normalization is None:
+        return True
+    # The program that runs an ONNX file may normalize the images.
+    return net.normalization.name == "none" and network_files.suffix_of(path) == ".onnx"
 
 
 def _load(path, network, images):

@@ -39,7 +39,7 @@ def transfer(
     freeze_up_to : str, optional
         Name of a layer. This layer and all layers before it in the list are frozen: they keep
         their learnables and run as in prediction; see `Network.freeze`. Layers that are frozen in
-        `net` stay frozen in any case.
+        `net`, except for the last one, stay frozen in any case.
     seed : int, optional
         Seed of the initial learnables of the new layer; by default the seed of the network.
 
@@ -59,12 +59,12 @@ def transfer(
         raise UserError(f"new_layer_factor: expected a number above 0, found {new_layer_factor!r}")
     net, head = net.on(None), last_layer(net)
     layer = copy.copy(head)
+    layer.trainable = True
     if is_kept(net, classes):
         layer.weight_learn_rate_factor = layer.bias_learn_rate_factor = 1.0
         edited = net.with_layers([layer if old is head else old for old in net.layers])
     else:
         layer.weight_learn_rate_factor = layer.bias_learn_rate_factor = float(new_layer_factor)
-        layer.trainable = True
         if isinstance(layer, Dense):
             layer.outputs = count
         else:

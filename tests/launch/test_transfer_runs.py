@@ -111,7 +111,8 @@ def test_a_resumed_run_does_not_need_the_file(pictures, weights, expected, tmp_p
         (["--weights", weights["onnx"]], "found another file"),
     ):
         assert text in jobs.refusal(jobs.resume(None, out, *options, check=2))
-    result = jobs.resume(3, out, "--max-iterations", "none")
+    # a job script repeats its options
+    result = jobs.resume(3, out, "--max-iterations", "none", "--weights", path)
     assert f"Resumed after iteration {jobs.ITERATIONS + 1}, in epoch 2" in result.stdout
     jobs.assert_same_end(expected, out)
     assert jobs.rehash(out / "model.h5") == jobs.weights_hash(expected)
