@@ -284,7 +284,8 @@ def describe(
         return facts
     head, outputs = last_layer(net).name, net.output_shape[0]
     if is_kept(source.net, _classes_of(images)):
-        facts["last_layer"] = f"{head} is kept, because the weights have the {outputs} classes"
+        noun = "classes" if images.targets_shape is None else "outputs"
+        facts["last_layer"] = f"{head} is kept, because the weights have the {outputs} {noun}"
     else:
         factor = f"learning rate times {run['new_layer_factor']:g}"
         facts["new_layer"] = f"{head}, {outputs} outputs instead of "

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from mpidl.errors import UserError
-from mpidl.nn.layers import Conv2D, Dense
+from mpidl.nn.layers import Conv2D, Dense, Softmax
 from mpidl.nn.network import Network
 from mpidl.ops import check
 
@@ -24,7 +24,8 @@ def transfer(
 
     The new layer replaces the last layer with learnables and keeps its name. All other layers keep
     their learnables and state, byte for byte. If the network already has the given classes, its
-    last layer is kept, too, and learns as fast as the other layers.
+    last layer is kept, too, and learns as fast as the other layers. If the outputs are not classes,
+    a `Softmax` at the end is left out.
 
     Parameters
     ----------
@@ -69,6 +70,8 @@ def transfer(
             layer.outputs = count
         else:
             layer.filters = count
+        if not names and isinstance(net.layers[-1], Softmax):
+            net = net.up_to(net.reads[-1][0])
         edited = net.replace_layers({head.name: layer}, seed)
         edited.classes = names or None
     if freeze_up_to is not None:
