@@ -235,7 +235,7 @@ class Command:
         folder.write(RUNNING)
         varied = self.sweep.trials[folder.number - 1]
         values = ", ".join(
-            f"{name} {'none' if value is None else report.cell(name, value)}"
+            f"{name} {'none' if value is None else report.cell(report.column_of(name), value)}"
             for name, value in varied.items()
         )
         self._print(group, folder, f"{verb}: {values}" if values else verb)
@@ -259,17 +259,20 @@ class Command:
             scores = [text.replace("validation accuracy", "validation") for text in scores]
             self._print(group, folder, f"done: {', '.join([*scores, clock(row['seconds'])])}")
         if self.writes_table:
-            report.write_csv(self.out, self._rows(), self.sweep.varied, writer=group.index)
+            report.write_csv(self.out, self._rows(), self._columns(), writer=group.index)
 
     @staticmethod
     def _print(group, folder, text):
         prefix = f"Group {group.index + 1}: " if group.count > 1 else ""
         print(f"{prefix}{folder.name} {text}", flush=True)
 
+    def _columns(self):
+        return [report.column_of(name) for name in self.sweep.varied]
+
     def _rows(self):
-        varied = self.sweep.varied
         return [
-            {name: folder.options.get(name) for name in varied} | folder.row()
+            {report.column_of(name): folder.options.get(name) for name in self.sweep.varied}
+            | folder.row()
             for folder in self.all
         ]
 
@@ -278,7 +281,7 @@ class Command:
 
         `speed` is the number of models that were trained to their end, and the seconds it took.
         """
-        rows, varied = self._rows(), self.sweep.varied
+        rows, varied = self._rows(), self._columns()
         report.write_csv(self.out, rows, varied)
         has_picture = report.draw(self.out, rows, varied)
         print()

@@ -140,11 +140,16 @@ def test_trials_that_fail(write, tmp_path):
 def test_single_trials_and_the_table(write, pictures, tmp_path):
     """As the tasks of a job array; the table is written afterwards."""
     out = tmp_path / "out"
-    file = write(grid={"seed": [0, 1, 2]})
-    sweep(2, file, out, "--trial", 2)
+    file = write(grid={"epochs": [1, 2, 3], "loss": ["crossentropy"]})
+    result = sweep(2, file, out, "--trial", 2)
+    assert "trial-002 starts: epochs 2, loss crossentropy" in result.stdout
     assert os.listdir(out) == ["trial-002"]
     result = sweep(None, file, out, "--table")
     assert states(out) == ["waiting", "done", "waiting"]
+    rows = table(out)
+    assert [row["epochs_option"] for row in rows] == ["1", "2", "3"]
+    assert {row["loss_option"] for row in rows} == {"crossentropy"}
+    assert rows[1]["epochs"] == "1" and float(rows[1]["loss"]) > 0 and not rows[0]["epochs"]
     assert f"Best: {out / 'trial-002'}, accuracy " in result.stdout
     for trial, text in (("4", "--trial 4: expected at most 3, the number of trials in "),):
         assert jobs.refusal(sweep(None, file, out, "--trial", trial, check=2)).startswith(text)

@@ -157,6 +157,8 @@ def _grid(path, table):
 def _random(path, table):
     """Draw trials at random. Each number depends only on the seed, the option and the trial."""
     spelled, table = f"{path}: [random]", dict(table)
+    if (other := SEED.replace("_", "-")) in table:
+        table[SEED] = table.pop(other)
     if COUNT not in table:
         raise UserError(f"{spelled} expected {COUNT}, the number of trials, found none")
     count = check_value(at_least(1), table.pop(COUNT), f"{spelled} {COUNT}")

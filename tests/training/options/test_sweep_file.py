@@ -76,6 +76,7 @@ def test_random(read):
     fewer = read(RANDOM.replace("momentum", "# momentum")).trials
     assert [trial["learning_rate"] for trial in fewer] == columns["learning_rate"]
     other = read(RANDOM + "search_seed = 1\n").trials
+    assert read(RANDOM + "search-seed = 1\n").trials == other
     assert [trial["learning_rate"] for trial in other] != columns["learning_rate"]
     assert read(RANDOM.replace("400", "3")).trials == trials[:3]
     assert math.isclose(trials[0]["learning_rate"], columns["learning_rate"][0])
