@@ -13,6 +13,7 @@ from mpidl.cli import start
 from mpidl.comm import World
 from mpidl.data import ImageFolder
 from mpidl.data.datastore import Datastore
+from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, COLOURS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, unreadable
@@ -90,8 +91,12 @@ def load(
         if run["network"] is None:
             raise UserError("--network none: expected --weights FILE with it, found none")
         return None
+    if typed and is_remote(path):
+        raise UserError(
+            f"--weights {printable(path)}: expected a file on a file system, found a URL"
+        )
     net = None if saved is None else _described(*resume)
-    if net is not None and typed and path == saved["path"]:  # such as in a script that is repeated
+    if net is not None and typed and path == saved["path"]:  # a job script repeats its options
         typed = on_rank_0(world, lambda: os.path.lexists(path))
     if net is not None and not typed:
         return Pretrained(net, saved, True)
