@@ -13,6 +13,7 @@ from mpidl.cli import start
 from mpidl.comm import World
 from mpidl.data import ImageFolder
 from mpidl.data.datastore import Datastore
+from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, COLOURS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, unreadable
@@ -57,7 +58,7 @@ def load(
     """Return the network that --weights names, or None without a weight file. Collective.
 
     A resumed run needs the file only if the checkpoint does not describe the network, because it
-    has custom layers.
+    has custom layers. If the file is still there, it must be the same.
 
     Parameters
     ----------
@@ -90,7 +91,13 @@ def load(
         if run["network"] is None:
             raise UserError("--network none: expected --weights FILE with it, found none")
         return None
+    if typed and is_remote(path):
+        raise UserError(
+            f"--weights {printable(path)}: expected a file on a file system, found a URL"
+        )
     net = None if saved is None else _described(*resume)
+    if net is not None and typed and path == saved["path"]:  # a job script repeats its options
+        typed = on_rank_0(world, lambda: os.path.lexists(path))
     if net is not None and not typed:
         return Pretrained(net, saved, True)
     file = {"path": path, "sha256": on_rank_0(world, lambda: _sha256(path))}
@@ -104,10 +111,17 @@ def load(
         start.load_user_function(network, "--network")  # rank 0 sends layers of its classes
     net = on_rank_0(world, lambda: _load(path, network, images))
     on_rank_0(world, lambda: last_layer(net))
-    is_silent = net.normalization is None or net.normalization.name == "none"
-    if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and is_silent:
+    if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and _is_silent(net, path):
         net.normalization = network_files.torchvision_normalization()
     return Pretrained(net, file, False)
+
+
+def _is_silent(net, path):
+    """Return whether a file says nothing about the normalization of its network."""
+    if net.normalization is None:
+        return True
+    # The program that runs an ONNX file may normalize the images.
+    return net.normalization.name == "none" and network_files.suffix_of(path) == ".onnx"
 
 
 def _load(path, network, images):
@@ -275,7 +289,8 @@ def describe(
         return facts
     head, outputs = last_layer(net).name, net.output_shape[0]
     if is_kept(source.net, _classes_of(images)):
-        facts["last_layer"] = f"{head} is kept, because the weights have the {outputs} classes"
+        noun = "classes" if images.targets_shape is None else "outputs"
+        facts["last_layer"] = f"{head} is kept, because the weights have the {outputs} {noun}"
     else:
         factor = f"learning rate times {run['new_layer_factor']:g}"
         facts["new_layer"] = f"{head}, {outputs} outputs instead of "

@@ -12,7 +12,7 @@ from mpidl.files import call_together, on_rank_0
 from mpidl.text import printable
 from mpidl.training.options.training_options import flag
 
-DATA = ("data", "test_data", "validation_data", "upload")
+DATA = ("data", "test_data", "validation_data", "weights", "upload")
 UPLOADED = ("model.h5", "summary.json", "options.toml")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mpidl.cli import arguments, train
 from mpidl.comm import World, failure
 from mpidl.comm.groups import Group, describe
+from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
 from mpidl.files import on_rank_0, reason
 from mpidl.report import sweep_table as report
@@ -67,8 +68,11 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
     modes += (("--ranks-per-model", parsed.ranks_per_model),)
     used = [flag for flag, value in modes if value is not None]
+    if parsed.table and parsed.retry_failed:
+        used = ["--table", "--retry-failed"]
     if len(used) > 1:
         raise UserError(f"{' and '.join(used)}: expected at most one of them")
+    refuse_remote(parsed.out, "--out", "a folder")
     return parsed
 
 
@@ -78,15 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.table:
         return _table_only(parsed) if failure.launched_rank() == 0 else 0
     world = World(timeout=training_options.TrainingOptions().timeout, threads=None)
-    sweep = on_rank_0(world, lambda: sweep_file.read(parsed.file))
-    world.transport.timeout = sweep.train.get("timeout", world.transport.timeout)
-    command = Command(sweep, _out(parsed), parsed.retry_failed)
-    if parsed.trial is not None:
-        command.select(parsed.trial)
-    size = parsed.ranks_per_model or (world.size if parsed.trial else 1)
-    group = Group(world, size, "--ranks-per-model")
-    on_rank_0(world, command.check)
     with failure.Signals() as signals:
+        sweep = on_rank_0(world, lambda: sweep_file.read(parsed.file))
+        world.transport.timeout = sweep.train.get("timeout", world.transport.timeout)
+        command = Command(sweep, _out(parsed), parsed.retry_failed)
+        if parsed.trial is not None:
+            command.select(parsed.trial)
+        size = parsed.ranks_per_model or (world.size if parsed.trial else 1)
+        group = Group(world, size, "--ranks-per-model")
+        on_rank_0(world, command.check)
         code = command.run(group, signals)
     group.close()
     return code
@@ -230,9 +234,14 @@ class Command:
             typed["resume"], verb = folder.path, "continues"
         elif checkpoint.exists(folder.path) and folder.changes():
             typed["overwrite"] = True  # a failed trial with other options
+        if typed.get("upload") is not None:
+            typed["upload"] = f"{typed['upload'].rstrip('/')}/{folder.name}"
         folder.write(RUNNING)
         varied = self.sweep.trials[folder.number - 1]
-        values = ", ".join(f"{name} {report.cell(name, value)}" for name, value in varied.items())
+        values = ", ".join(
+            f"{name} {'none' if value is None else report.cell(report.column_of(name), value)}"
+            for name, value in varied.items()
+        )
         self._print(group, folder, f"{verb}: {values}" if values else verb)
         return typed
 
@@ -254,7 +263,7 @@ class Command:
             scores = [text.replace("validation accuracy", "validation") for text in scores]
             self._print(group, folder, f"done: {', '.join([*scores, clock(row['seconds'])])}")
         if self.writes_table:
-            report.write_csv(self.out, self._rows(), self.sweep.varied, writer=group.index)
+            report.write_csv(self.out, self._rows(), self._columns(), writer=group.index)
 
     @staticmethod
     def _print(group, folder, text):
@@ -263,10 +272,13 @@ class Command:
         # and the lines of two groups could mix.
         print(f"{prefix}{folder.name} {text}\n", end="", flush=True)
 
+    def _columns(self):
+        return [report.column_of(name) for name in self.sweep.varied]
+
     def _rows(self):
-        varied = self.sweep.varied
         return [
-            {name: folder.options.get(name) for name in varied} | folder.row()
+            {report.column_of(name): folder.options.get(name) for name in self.sweep.varied}
+            | folder.row()
             for folder in self.all
         ]
 
@@ -275,7 +287,7 @@ class Command:
 
         `speed` is the number of models that were trained to their end, and the seconds it took.
         """
-        rows, varied = self._rows(), self.sweep.varied
+        rows, varied = self._rows(), self._columns()
         report.write_csv(self.out, rows, varied)
         has_picture = report.draw(self.out, rows, varied)
         print()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from mpidl.errors import UserError
-from mpidl.nn.layers import Conv2D, Dense
+from mpidl.nn.layers import Conv2D, Dense, Softmax
 from mpidl.nn.network import Network
 from mpidl.ops import check
 
@@ -24,7 +24,8 @@ def transfer(
 
     The new layer replaces the last layer with learnables and keeps its name. All other layers keep
     their learnables and state, byte for byte. If the network already has the given classes, its
-    last layer is kept, too, and learns as fast as the other layers.
+    last layer is kept, too, and learns as fast as the other layers. If the outputs are not classes,
+    a `Softmax` at the end is left out.
 
     Parameters
     ----------
@@ -39,7 +40,7 @@ def transfer(
     freeze_up_to : str, optional
         Name of a layer. This layer and all layers before it in the list are frozen: they keep
         their learnables and run as in prediction; see `Network.freeze`. Layers that are frozen in
-        `net` stay frozen in any case.
+        `net`, except for the last one, stay frozen in any case.
     seed : int, optional
         Seed of the initial learnables of the new layer; by default the seed of the network.
 
@@ -59,16 +60,18 @@ def transfer(
         raise UserError(f"new_layer_factor: expected a number above 0, found {new_layer_factor!r}")
     net, head = net.on(None), last_layer(net)
     layer = copy.copy(head)
+    layer.trainable = True
     if is_kept(net, classes):
         layer.weight_learn_rate_factor = layer.bias_learn_rate_factor = 1.0
         edited = net.with_layers([layer if old is head else old for old in net.layers])
     else:
         layer.weight_learn_rate_factor = layer.bias_learn_rate_factor = float(new_layer_factor)
-        layer.trainable = True
         if isinstance(layer, Dense):
             layer.outputs = count
         else:
             layer.filters = count
+        if not names and isinstance(net.layers[-1], Softmax):
+            net = net.up_to(net.reads[-1][0])
         edited = net.replace_layers({head.name: layer}, seed)
         edited.classes = names or None
     if freeze_up_to is not None:

@@ -19,7 +19,13 @@ RESULTS = (
 SCORES = ("validation_accuracy", "accuracy", "validation_loss", "loss")  # by which to choose
 MAX_PANELS = 6
 
-Row = dict[str, Any]  # "trial" (its number), the options that vary, and RESULTS; None if missing
+# "trial" (its number), the columns of the options that vary, and RESULTS; None if missing
+Row = dict[str, Any]
+
+
+def column_of(option: str) -> str:
+    """Return the name of an option's column, which differs from the names in `RESULTS`."""
+    return f"{option}_option" if option in RESULTS else option
 
 
 def score_of(rows: Sequence[Row]) -> str:
@@ -58,7 +64,7 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
     rows : sequence of Row
         The trials.
     varied : sequence of str
-        Names of the options that vary.
+        Columns of the options that vary.
     writer : int
         Number of the process that writes; several may write at the same time.
 

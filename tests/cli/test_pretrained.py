@@ -9,6 +9,7 @@ from image_sets import grow, pixels_of, refusal
 
 import mpidl as dl
 from mpidl.cli import pretrained
+from mpidl.interchange import network_files
 from mpidl.nn import zoo
 from mpidl.training.options import configuration, training_options
 
@@ -118,6 +119,12 @@ def test_the_weights_of_torchvision_expect_its_normalization(tmp_path):
     resolved = resolve(weights=str(path), network="squeezenet1_1")
     source = pretrained.load(resolved, None, images, None)
     assert source.net.normalization.name == "rescale-symmetric"
+    net.normalization = dl.data.normalization("none", images)
+    for name, expected in (("a.h5", "none"), ("a.onnx", "zscore")):  # ONNX cannot say "none"
+        network_files.save(net, tmp_path / name)
+        resolved = resolve(weights=str(tmp_path / name), network="squeezenet1_1")
+        source = pretrained.load(resolved, None, images, None)
+        assert source.net.normalization.name == expected
     text = refusal(pretrained.load, resolve(network="none"), None, images, None)
     assert text == "--network none: expected --weights FILE with it, found none"
 

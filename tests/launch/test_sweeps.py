@@ -141,11 +141,16 @@ def test_trials_that_fail(write, tmp_path):
 def test_single_trials_and_the_table(write, pictures, tmp_path):
     """As the tasks of a job array; the table is written afterwards."""
     out = tmp_path / "out"
-    file = write(grid={"seed": [0, 1, 2]})
-    sweep(2, file, out, "--trial", 2)
+    file = write(grid={"epochs": [1, 2, 3], "loss": ["crossentropy"]})
+    result = sweep(2, file, out, "--trial", 2)
+    assert "trial-002 starts: epochs 2, loss crossentropy" in result.stdout
     assert os.listdir(out) == ["trial-002"]
     result = sweep(None, file, out, "--table")
     assert states(out) == ["waiting", "done", "waiting"]
+    rows = table(out)
+    assert [row["epochs_option"] for row in rows] == ["1", "2", "3"]
+    assert {row["loss_option"] for row in rows} == {"crossentropy"}
+    assert rows[1]["epochs"] == "1" and float(rows[1]["loss"]) > 0 and not rows[0]["epochs"]
     assert f"Best: {out / 'trial-002'}, accuracy " in result.stdout
     for trial, text in (("4", "--trial 4: expected at most 3, the number of trials in "),):
         assert jobs.refusal(sweep(None, file, out, "--trial", trial, check=2)).startswith(text)
@@ -161,12 +166,27 @@ def test_single_trials_and_the_table(write, pictures, tmp_path):
             "--ranks-per-model 3: expected a divisor of the number of ranks, 2: 1, 2",
         ),
         (["--trial", 1, "--table"], "--trial and --table: expected at most one of them"),
+        (["--table", "--retry-failed"], "--table and --retry-failed: expected at most one of"),
+        (["--out", "s3://bucket/x"], "--out s3://bucket/x: expected a folder on a file system"),
         (["--out", "/proc/none"], "--out /proc/none: cannot be created: "),
     ],
 )
 def test_options_that_are_refused(write, tmp_path, options, message):
     result = sweep(2, write(grid={"seed": [0]}), tmp_path / "out", *options, check=2)
     assert message in jobs.refusal(result)
+
+
+def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
+    """The trials have different URLs, and the training is not repeated."""
+    pytest.importorskip("s3fs")
+    out, closed = tmp_path / "out", "http://127.0.0.1:9"
+    common = {"upload": "s3://bucket/x/", "endpoint_url": closed, "retry_seconds": 0.1}
+    file = write(common, grid={"seed": [0]})
+    for options in ([], ["--retry-failed"]):
+        result = sweep(None, file, out, *options, check=1)
+        assert "trial-001 failed: --upload: s3://bucket/x/trial-001/model.h5: " in result.stdout
+        assert states(out) == ["failed"]
+    assert "Resumed after iteration 6, " in (out / "trial-001" / "console.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def test_a_resumed_run_does_not_need_the_file(pictures, weights, expected, tmp_p
         (["--weights", weights["onnx"]], "found another file"),
     ):
         assert text in jobs.refusal(jobs.resume(None, out, *options, check=2))
-    result = jobs.resume(3, out, "--max-iterations", "none")
+    # a job script repeats its options
+    result = jobs.resume(3, out, "--max-iterations", "none", "--weights", path)
     assert f"Resumed after iteration {jobs.ITERATIONS + 1}, in epoch 2" in result.stdout
     jobs.assert_same_end(expected, out)
     assert jobs.rehash(out / "model.h5") == jobs.weights_hash(expected)
@@ -183,6 +184,10 @@ def test_refused_weights(pictures, weights, tmp_path):
     line = refused("--weights", path, "--freeze-up-to", "conv9")
     assert line == "freeze_up_to (--freeze-up-to) conv9: no layer conv9: did you mean conv2?"
     assert refused("--weights", tmp_path / "none.h5").endswith("none.h5: no such file")
+    line = refused("--weights", "s3://bucket/a.h5")
+    assert line == "--weights s3://bucket/a.h5: expected a file on a file system, found a URL"
+    line = refused("--weights", "s3://me:secret@bucket/a.h5")
+    assert line.startswith("--weights s3://bucket/a.h5: expected a URL without user name")
     assert refused(*WORDS) == "--new-layer-factor 5.0: expected --weights FILE with it"
     line = refused("--weights", path, "--resize", 20)
     assert line.startswith(f"--weights {path}: expected images of shape (3, 14, 12), found (1, 20,")

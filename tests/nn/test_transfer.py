@@ -90,6 +90,16 @@ def test_a_pointwise_convolution_in_front_of_pooling():
     assert list(dl.transfer(without_bias, 2).parameters) == ["dense1.weight"]
 
 
+def test_outputs_that_are_not_classes_have_no_softmax():
+    old, names = network(dl.Softmax()), network().layer_names
+    assert dl.transfer(old, NAMES).layer_names == old.layer_names == [*names, "softmax1"]
+    net = dl.transfer(old, 2, freeze_up_to="relu1", seed=7)
+    assert net.layer_names == names and net.output_shape == (2,)
+    assert table_of(net) == table_of(dl.transfer(network(), 2, seed=7))
+    assert net.normalization is old.normalization and not net["relu1"].trainable
+    assert dl.transfer(network(dl.Sigmoid()), 2).layer_names[-1] == "sigmoid1"
+
+
 def test_frozen_layers():
     net = dl.transfer(network(), NAMES, freeze_up_to="conv2")
     frozen = [layer.name for layer in net.layers if not layer.trainable]
@@ -98,6 +108,7 @@ def test_frozen_layers():
     assert [layer.name for layer in second.layers if not layer.trainable] == frozen
     old = network().freeze("dense1")
     assert dl.transfer(old, NAMES)["dense1"].trainable
+    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # kept, but it is to learn
 
 
 def test_refused_arguments():

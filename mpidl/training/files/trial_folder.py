@@ -51,8 +51,6 @@ class TrialFolder(NamedTuple):
 
     def state(self) -> str:
         """Return one of `STATES`; a trial that was killed is still "running"."""
-        if os.path.exists(os.path.join(self.path, SUMMARY)):
-            return COMPLETE
         return self._record().get("state", WAITING)
 
     def row(self) -> dict[str, Any]:
@@ -104,9 +102,8 @@ class TrialFolder(NamedTuple):
 
 def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
     """Return the folders of all trials of a sweep in the folder `out`."""
-    digits = max(3, len(str(len(sweep.trials))))
-    return [
-        TrialFolder(os.path.join(out, f"trial-{i + 1:0{digits}}"), i + 1, sweep.options(i))
+    return [  # the number of trials may grow, so the names do not depend on it
+        TrialFolder(os.path.join(out, f"trial-{i + 1:03}"), i + 1, sweep.options(i))
         for i in range(len(sweep.trials))
     ]
 

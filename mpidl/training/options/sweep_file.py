@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import keyed
+from mpidl.data.storage.settings import check_url
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 from mpidl.training.options.configuration import RULES, read_toml
@@ -23,6 +24,7 @@ DIGITS = 6  # significant digits of random numbers, which are then the same with
 SPEED = (
     *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
     *("checkpoint_every", "verbose", "verbose_every", "plots"),
+    *("endpoint_url", "requests", "cache_dir", "retry_seconds"),
 )
 
 Options = dict[str, Any]
@@ -71,8 +73,9 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     Raises
     ------
     UserError
-        If the file cannot be read or is not valid TOML, if it does not describe trials, or if an
-        option or a value is invalid. The message names the file, the table and the key.
+        If the file cannot be read or is not valid TOML, if it does not describe trials, if an
+        option or a value is invalid, or if a URL contains credentials. The message names the file,
+        the table and the key.
     """
     path = os.fspath(path)
     tables = read_toml(path, path)
@@ -94,6 +97,9 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     train = _checked(tables.get("train", {}), f"{path}: [train]")
     make = {"grid": _grid, "trial": _listed, "random": _random}[kinds[0]]
     trials = make(path, tables[kinds[0]])
+    for options in (train, *trials):
+        for name, value in options.items():
+            check_url(value if isinstance(value, str) else "", f"{path}: {name}")
     varied = list(dict.fromkeys(name for trial in trials for name in trial))
     return Sweep(path, train, trials, varied)
 
@@ -108,20 +114,27 @@ def _checked(table, spelled):
     """Return {name: value} of a table of options, checked and with underscores in the names."""
     options = {}
     for name, value in table.items():
-        option = _option(name, spelled)
+        option = _option(name, spelled, options)
         options[option] = check_value(RULES[option], value, f"{spelled} {name}")
     return options
 
 
-def _option(name, spelled):
-    """Return the name of an option with underscores; raise UserError if there is none."""
+def _option(name, spelled, earlier):
+    """Return the name of an option with underscores.
+
+    Raise UserError if there is no such option, or if it is one of the `earlier` ones.
+    """
     option = name.replace("-", "_")
     if option not in RULES:
         raise UserError(f"{spelled} {name}: unknown option{nearest(option, RULES)}")
+    if option in earlier:
+        raise UserError(f"{spelled} {name}: expected {option} once, found it twice")
     return option
 
 
 def _listed(path, tables):
+    if not tables:
+        raise UserError(f"{path}: expected at least one [[trial]], found none")
     return [_checked(table, f"{path}: [[trial]] {i + 1}:") for i, table in enumerate(tables)]
 
 
@@ -130,11 +143,11 @@ def _grid(path, table):
     choices = {}
     for name, values in table.items():
         spelled = f"{path}: [grid]"
-        rule = RULES[_option(name, spelled)]
+        option = _option(name, spelled, choices)
         if not isinstance(values, list) or not values:
             raise UserError(f"{spelled} {name} must be a list of values, found {values}")
-        choices[_option(name, spelled)] = [
-            check_value(rule, value, f"{spelled} {name}") for value in values
+        choices[option] = [
+            check_value(RULES[option], value, f"{spelled} {name}") for value in values
         ]
     if not choices:
         raise UserError(f"{path}: [grid] must have lists of values, found none")
@@ -144,6 +157,8 @@ def _grid(path, table):
 def _random(path, table):
     """Draw trials at random. Each number depends only on the seed, the option and the trial."""
     spelled, table = f"{path}: [random]", dict(table)
+    if (other := SEED.replace("_", "-")) in table:
+        table[SEED] = table.pop(other)
     if COUNT not in table:
         raise UserError(f"{spelled} expected {COUNT}, the number of trials, found none")
     count = check_value(at_least(1), table.pop(COUNT), f"{spelled} {COUNT}")
@@ -152,7 +167,7 @@ def _random(path, table):
         raise UserError(f"{spelled} must have ranges of options, found none")
     trials = [{} for _ in range(count)]
     for name, value in table.items():
-        option = _option(name, spelled)
+        option = _option(name, spelled, trials[0])
         draw = _distribution(value, f"{spelled} {name}")
         for trial, number in zip(
             trials, keyed.uniform(seed, f"sweep {option}", count), strict=True

@@ -76,6 +76,7 @@ def test_random(read):
     fewer = read(RANDOM.replace("momentum", "# momentum")).trials
     assert [trial["learning_rate"] for trial in fewer] == columns["learning_rate"]
     other = read(RANDOM + "search_seed = 1\n").trials
+    assert read(RANDOM + "search-seed = 1\n").trials == other
     assert [trial["learning_rate"] for trial in other] != columns["learning_rate"]
     assert read(RANDOM.replace("400", "3")).trials == trials[:3]
     assert math.isclose(trials[0]["learning_rate"], columns["learning_rate"][0])
@@ -107,11 +108,17 @@ def test_random(read):
         ("[random]\ncount = 2\nseed = { integers = [0, 1.5] }", "must be two whole numbers"),
         ("[random]\ncount = 2\nepochs = { uniform = [1, 9] }", "epochs must be a whole number"),
         ("[grid", "not a TOML file"),
+        ("trial = []", "expected at least one [[trial]], found none"),
+        ("[train]\nbatch-size = 1\nbatch_size = 2\n[grid]\nseed = [1]", "expected batch_size once"),
+        ("[grid]\nbatch-size = [1]\nbatch_size = [2]", "batch_size: expected batch_size once"),
+        ("[random]\ncount = 2\nbatch_size = [1]\nbatch-size = [2]", "batch-size: expected batch_"),
+        ("[[trial]]\ndata = 's3://me:pw@b/x'", "data s3://b/x: expected a URL without user name"),
+        ("[train]\nendpoint_url = 'http://me:pw@h'\n[grid]\nseed = [1]", "endpoint_url http://h: "),
     ],
 )
 def test_an_unusable_file(read, text, message):
     error = refusal(read, text)
-    assert error.startswith(f"{read.path}: ") and message in error, error
+    assert error.startswith(f"{read.path}: ") and message in error and "pw" not in error, error
 
 
 def test_a_missing_file(tmp_path):
@@ -122,4 +129,5 @@ def test_changed_options():
     old = {"seed": 1, "l2": 0.1, "threads": 1}
     assert sweep_file.changed_options(old, {"seed": 1, "l2": 0.1, "threads": 2}) == []
     assert sweep_file.changed_options(old, {"seed": 2, "epochs": 3}) == ["seed", "l2", "epochs"]
+    assert sweep_file.changed_options({"requests": 8}, {"endpoint_url": "http://h"}) == []
     assert set(sweep_file.SPEED) <= set(RULES)
