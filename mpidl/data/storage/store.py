@@ -13,11 +13,13 @@ import os
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from mpidl.data.storage import settings
 from mpidl.data.storage.retries import refusal, retried
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed
+from mpidl.text import printable
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
@@ -106,6 +108,8 @@ class Store:
             return None
         if info["type"] != "file" or "text/html" in info.get("mimetype", ""):  # an index page
             return None
+        if info.get("size") is None:
+            raise UserError(f"{printable(url)}: the store does not tell the size of the object")
         return _stamp_of(info)
 
     async def _listing(self, url):
@@ -120,11 +124,32 @@ class Store:
             if _is_missing_bucket(error):
                 raise
             return {}
-        return {
-            path[len(root) :].lstrip("/"): _stamp_of(info)
+        stamps = {
+            path: None if info.get("size") is None else _stamp_of(info)
             for path, info in infos.items()
             if info["type"] == "file" and not path.endswith("/")
         }
+        await self._complete(stamps)
+        return {
+            self._decoded(path[len(root) :].lstrip("/")): stamp
+            for path, stamp in stamps.items()
+            if stamp is not None
+        }
+
+    def _decoded(self, name):
+        """Return a name in an index page of HTTP without percent-encoding, which requests add."""
+        decoded = unquote(name) if self.protocol in ("http", "https") else name
+        return name if any(c in decoded for c in "%?#") else decoded
+
+    async def _complete(self, stamps):
+        """Replace the Stamps that are None: the index pages of HTTP servers show only names."""
+        import asyncio
+
+        async def ask(path):
+            async with self._slots:
+                stamps[path] = await self._stamp(path)
+
+        await asyncio.gather(*(ask(path) for path, value in stamps.items() if value is None))
 
     async def _read(self, url, expected, start, stop):
         is_whole = start == 0 and stop == expected.size
@@ -165,7 +190,8 @@ class Store:
         from yarl import URL
 
         session = await self._http.set_session()
-        headers = {"Range": span} if span else {}
+        # Bytes are those of the object: a compressed object stays compressed.
+        headers = {"Accept-Encoding": "identity"} | ({"Range": span} if span else {})
         async with session.get(URL(url, encoded=True), headers=headers) as reply:
             content = await reply.read()
             if reply.status >= 400:
@@ -186,6 +212,7 @@ async def _http_client(**options):
     return ClientSession(
         connector=TCPConnector(ssl=ssl.create_default_context(cafile=bundle)),
         timeout=ClientTimeout(None, connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
+        auto_decompress=False,
         trust_env=bool(getproxies()),  # it costs time for each request
     )
 
@@ -247,7 +274,7 @@ def _is_missing_bucket(error):
 
 
 def _stamp_of(info):
-    return Stamp(int(info.get("size") or 0), _version(info))
+    return Stamp(int(info["size"]), _version(info))
 
 
 def _version(info):

@@ -215,6 +215,7 @@ def test_changed_and_missing_objects(put, tmp_path):
 def test_credentials_in_urls_are_refused():
     for url in (
         "s3://KEY:topsecret@bucket/photos",
+        "s3://KEY:with/slash/topsecret@bucket/photos",
         "https://user:topsecret@host/set.h5",
         "https://host/set.h5?X-Amz-Signature=topsecret",
     ):
@@ -223,6 +224,9 @@ def test_credentials_in_urls_are_refused():
         assert "topsecret" not in refusal(ImageFolder, url)
     text = refusal(configure_storage, endpoint_url="http://user:topsecret@host")
     assert "topsecret" not in text and text.startswith("--endpoint-url http://host: expected")
+    for url in ("s3://bucket/a:b@c", "http://host:80/a@b", "http://[::1]:80/a@b", "s3://arn:x/a@b"):
+        settings.check_url(url, "--data")
+    assert refusal(open_data, "s3://") == "--data s3://: expected a URL such as s3://bucket/prefix"
 
 
 def test_settings_are_checked(tmp_path):

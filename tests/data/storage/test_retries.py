@@ -1,5 +1,6 @@
 """Faults of a store on loopback that a client of HTTP sees: waited for, or reported in one line."""
 
+import functools
 import http.server
 import threading
 
@@ -24,6 +25,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, content):
         self.content, self.tag, self.faults, self.count = content, "1", [], 0
+        self.encoding = None
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}/set.h5"
 
@@ -53,6 +55,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             start, stop = map(int, span.removeprefix("bytes=").split("-"))
             headers["Content-Range"] = f"bytes {start}-{stop}/{len(content)}"
             content, status = content[start : stop + 1], 206
+        if self.command == "GET" and server.encoding:
+            headers["Content-Encoding"] = server.encoding
         if isinstance(fault, int):
             content = b""
         self.send_response_only(206 if fault == "drop" else status)
@@ -94,6 +98,32 @@ def test_requests_are_repeated(server):
     server.faults = [503, "drop"] * 3
     assert len(HDF5Datastore(server.url, images="train/images", labels="train/labels")) == 40
     assert not server.faults
+
+
+def test_an_object_that_is_stored_compressed(server):
+    """Its bytes are read, not those that they encode."""
+    store = PackedDatastore(server.url)
+    server.encoding = "gzip"
+    assert store.read([3]).tobytes() == pixels_of(0, 40, 1, 8, 8)[[3]].tobytes()
+
+
+class Folder(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_index_pages_show_no_sizes(tmp_path):
+    """They also encode names; the images and classes are those of the local folder."""
+    grow(tmp_path, classes=("a b", "ü&c", "z"))
+    handler = functools.partial(Folder, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        local, remote = (
+            ImageFolder(path) for path in (tmp_path, f"http://127.0.0.1:{running.server_port}")
+        )
+        assert remote.classes == local.classes and remote.sizes.tolist() == local.sizes.tolist()
+        assert remote.read(range(9)).tobytes() == local.read(range(9)).tobytes()
+        running.shutdown()
 
 
 def test_a_store_that_does_not_answer_in_time(server, capsys, monkeypatch):
