@@ -184,12 +184,15 @@ def test_large_objects_are_brought_over_once(put, reads, tmp_path, monkeypatch):
     assert HDF5Datastore(url).read([4, 29]).tobytes() == images[[4, 29]].tobytes()
     assert len({span for span in reads if span[1] - span[0] == 1000}) >= 12
     (copy,) = [path for path in (tmp_path / "cache").rglob("*.file")]
+    killed = copy.with_name(f"{copy.name}.killed.part")  # what a killed process leaves
+    killed.write_bytes(b"half")
     assert copy.read_bytes() == (tmp_path / "rows.h5").read_bytes()
     objects.remote_file.cache_clear()
     store = HDF5Datastore(url)
     store.read([0])
     reads.clear()
     assert store.read(range(30)).tobytes() == images.tobytes() and not reads
+    assert not killed.exists()
 
 
 def test_changed_and_missing_objects(put, tmp_path):

@@ -129,13 +129,14 @@ def test_index_pages_show_no_sizes(tmp_path):
 def test_a_store_that_does_not_answer_in_time(server, capsys, monkeypatch):
     monkeypatch.setattr(retries, "NOTICE_SECONDS", 0.0)
     store = PackedDatastore(server.url)
-    configure_storage(retry_seconds=0.2)
+    configure_storage(retry_seconds=0.5)
+    store.read([0])  # the first request to a store takes longer
     server.faults = [503] * 1000
     with pytest.raises(StorageFault) as caught:
         store.read([1])
-    text = f"{server.url}: the store did not answer for 0.2 s (--retry-seconds): HTTP status 503"
+    text = f"{server.url}: the store did not answer for 0.5 s (--retry-seconds): HTTP status 503"
     assert str(caught.value).startswith(text)
-    assert capsys.readouterr().err.count("trying again for 0.2 s at most") == 1
+    assert capsys.readouterr().err.count("trying again for 0.5 s at most") == 1
     assert len(server.faults) > 985  # the time between attempts grows
 
 
