@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import keyed
+from mpidl.data.storage.settings import check_url
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 from mpidl.training.options.configuration import RULES, read_toml
@@ -94,6 +95,10 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     train = _checked(tables.get("train", {}), f"{path}: [train]")
     make = {"grid": _grid, "trial": _listed, "random": _random}[kinds[0]]
     trials = make(path, tables[kinds[0]])
+    for options in (train, *trials):  # before any file of a trial contains them
+        for name, value in options.items():
+            if isinstance(value, str):
+                check_url(value, f"{path}: {name}")
     varied = list(dict.fromkeys(name for trial in trials for name in trial))
     return Sweep(path, train, trials, varied)
 

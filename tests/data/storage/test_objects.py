@@ -147,6 +147,19 @@ def test_rows_that_are_close_are_read_together(put, reads, tmp_path):
     assert len(reads) == 4
 
 
+def test_a_row_that_is_read_ahead_is_no_block_of_the_file(put, tmp_path):
+    """Row 127 and a block that the HDF5 library reads begin at the same byte."""
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["images"] = pixels_of(0, 200, 1, 32, 64)
+        start = file["images"].id.get_offset()
+    assert start % 2048 == 0 and (row := (objects.BLOCK - start) // 2048) < 200
+    stream = objects.ByteStream(url := put(tmp_path / "rows.h5"), stamp_of(url))
+    fetches = stream.file.read_ahead(start + np.array([row]) * 2048, 2048)
+    stream.seek(objects.BLOCK)
+    assert stream.read(5000) == (tmp_path / "rows.h5").read_bytes()[objects.BLOCK :][:5000]
+    del fetches
+
+
 def test_images_in_the_cache_of_the_node_are_not_read_ahead(put, reads, tmp_path):
     grow(tmp_path / "photos")
     store = ImageFolder(put(tmp_path / "photos"))

@@ -107,6 +107,11 @@ def test_random(read):
         ("[random]\ncount = 2\nseed = { integers = [0, 1.5] }", "must be two whole numbers"),
         ("[random]\ncount = 2\nepochs = { uniform = [1, 9] }", "epochs must be a whole number"),
         ("[grid", "not a TOML file"),
+        (
+            '[grid]\nseed = [1]\n[train]\ndata = "s3://k:secret@b/x"',
+            "data s3://b/x: expected a URL",
+        ),
+        ('[grid]\nupload = ["s3://k:sec/ret@b/x"]', "upload s3://b/x: expected a URL without user"),
     ],
 )
 def test_an_unusable_file(read, text, message):
