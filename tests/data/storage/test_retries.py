@@ -55,7 +55,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             start, stop = map(int, span.removeprefix("bytes=").split("-"))
             headers["Content-Range"] = f"bytes {start}-{stop}/{len(content)}"
             content, status = content[start : stop + 1], 206
-        if self.command == "GET" and server.encoding:
+        if server.encoding:
             headers["Content-Encoding"] = server.encoding
         if isinstance(fault, int):
             content = b""
@@ -102,9 +102,16 @@ def test_requests_are_repeated(server):
 
 def test_an_object_that_is_stored_compressed(server):
     """Its bytes are read, not those that they encode."""
-    store = PackedDatastore(server.url)
     server.encoding = "gzip"
+    store = PackedDatastore(server.url)
     assert store.read([3]).tobytes() == pixels_of(0, 40, 1, 8, 8)[[3]].tobytes()
+
+
+def test_a_server_that_cannot_be_reached_is_no_missing_file(server):
+    configure_storage(retry_seconds=0.1)
+    server.server_close()
+    with pytest.raises(StorageFault, match="the store did not answer for 0.1 s"):
+        ImageFolder(server.url)
 
 
 class Folder(http.server.SimpleHTTPRequestHandler):
@@ -197,6 +204,9 @@ def test_without_fsspec_or_a_package_for_the_store(monkeypatch, tmp_path):
     expected = "expected the package fsspec, which is not installed: pip install mpidl[s3]"
     assert refusal(ImageFolder, url) == f"file://: {expected}"
     monkeypatch.undo()
+    monkeypatch.setitem(__import__("sys").modules, "paramiko", None)
+    assert "a package is missing: " in refusal(paths.exists, "sftp://host/x")
+    assert refusal(paths.exists, f"zip://{tmp_path}").startswith("zip://: ")
     text = refusal(paths.exists, "abfs://container/x")
     assert text == (
         "abfs://: expected the package adlfs, which is not installed: pip install adlfs"
