@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
@@ -14,6 +15,8 @@ from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.interchange import onnx_export, onnx_import, weight_names, weights
+from mpidl.interchange.onnx_builder import MAX_VALUES
+from mpidl.interchange.onnx_file import LARGEST
 from mpidl.nn import Layer, Network, Softmax, zoo
 from mpidl.nn.transfer import last_layer
 from mpidl.text import printable
@@ -22,7 +25,6 @@ from mpidl.training.files import model_file
 SUFFIXES = (".h5", ".onnx", ".safetensors")
 IMAGES = 4  # number of images whose scores are compared
 HDF5 = b"\x89HDF\r\n\x1a\n"  # the first bytes of a file
-LARGEST = 1 << 16  # largest accepted height or width of an image
 LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
 
 # A function from (C, H, W) of an image and the number of outputs to a network.
@@ -86,11 +88,28 @@ def load(
         )
     try:
         description = model_file.described(json.loads(metadata["description"]))
+        _check_shape(description["input_shape"])
         net = model_file.network_of(description, _scaling(metadata), layers)
     except DAMAGES as error:
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
+    _check_size(net, path)
     names = "mpidl" if weights.fits(net, arrays, "mpidl", path) else "torchvision"
     return weights.assign(net, arrays, names, path)
+
+
+def _check_shape(input_shape):
+    if len(input_shape) != 3 or not all(0 < size <= LARGEST for size in input_shape):
+        raise ValueError(f"images of shape {tuple(input_shape)}: expected (C, H, W)")
+
+
+def _check_size(net, path):
+    """Raise UserError if a layer computes so many values that no memory would suffice."""
+    largest = max(math.prod(shape) for shape in (net.input_shape, *net.output_shapes))
+    if largest > MAX_VALUES:
+        raise UserError(
+            f"{printable(path)}: a layer computes {largest} values per image, expected at most "
+            f"{MAX_VALUES}"
+        )
 
 
 def load_into(
@@ -160,17 +179,19 @@ def load_into(
 def _built(path, build, input_shape, outputs):
     """Call `build`; raise UserError if it cannot build a network for the images of the file."""
     try:
-        if len(input_shape) != 3 or not all(0 < size <= LARGEST for size in input_shape):
-            raise ValueError("expected a shape (C, H, W)")
-        return build(input_shape, outputs)
+        _check_shape(input_shape)
+        net = build(input_shape, outputs)
     except (MemoryError, ValueError) as error:
         raise UserError(
             f"{printable(path)}: no network for images of shape {input_shape}: {error}"
         ) from None
+    _check_size(net, path)
+    return net
 
 
 # Exceptions that a damaged description causes.
-DAMAGES = (AttributeError, LookupError, RecursionError, TypeError, ValueError, UserError)
+DAMAGES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
+DAMAGES += (TypeError, ValueError, UserError)
 
 
 def _is_described(metadata):
@@ -189,7 +210,7 @@ def _load_onnx_into(path, build):
     The arrays are matched by name or, in files from other libraries, by the order of the layers.
     """
     source = onnx_import.load_onnx(path)
-    net = build(source.input_shape, source.output_shape[0])
+    net = _built(path, build, source.input_shape, source.output_shape[0])
     for table in ("parameters", "state"):
         expected, arrays = getattr(net, table), getattr(source, table)
         values = list(arrays.values())
@@ -234,7 +255,8 @@ def score_difference(net: Network, other: Network) -> float:
 
     The images are random pixels, which each network normalizes.
     """
-    pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, *net.input_shape)).astype(np.uint8)
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (IMAGES, *net.input_shape), np.uint8)
     batch = share(IMAGES, OneRank())
     scores = []
     for network in (net, other):

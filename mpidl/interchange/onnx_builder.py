@@ -9,6 +9,7 @@ first dimension, the mini-batch.
 from __future__ import annotations
 
 import collections
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from mpidl.nn import construction, graph
 from mpidl.nn import layers as nn
 
 BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
+MAX_VALUES = 1 << 28  # largest number of values that a layer may compute from an image
 UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # their sum is 1
 
 
@@ -188,6 +190,8 @@ class Builder:
             built = construction.build_layer(layer, [(v.layer, v.shape) for v in reads])
         except (TypeError, ValueError) as error:
             raise Unsupported(str(error)) from None
+        if math.prod(built.output_shape) > MAX_VALUES:
+            raise Unsupported(f"it computes more than {MAX_VALUES} values per image")
         for name, (shape, _) in {**built.learnables, **built.state}.items():
             array = np.asarray(arrays[name], np.float32)
             if array.shape != shape:

@@ -23,7 +23,10 @@ from mpidl.text import printable
 OLDEST_OPSET = 7
 FLOAT = 1  # ONNX's code for the type float32
 LARGE = 1024  # elements; ONNX infers shapes from smaller constants, which can be sizes
-MAX_ELEMENTS = 1 << 28  # largest total size of all computed constants
+# Largest total size of all computed constants: of any file, and of a file with few weights, plus
+# the elements per byte of weights.
+MAX_ELEMENTS, MIN_ELEMENTS, ELEMENTS_PER_BYTE = 1 << 28, 1 << 22, 8
+LARGEST = 1 << 16  # largest accepted number of channels, rows or columns of an image
 CHANNELS_LAST = (1, 2, 0)
 BEFORE_TRANSPOSE = ("Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub")
 FOLDABLE = frozenset(
@@ -59,6 +62,8 @@ class Model(NamedTuple):
         Version of ONNX's operators.
     description : dict
         The metadata of the file, {key: text}.
+    limit : int
+        Largest number of elements of all constants that `compute_constant` computes.
     computed : list of int
         The numbers of elements of the constants that `compute_constant` has computed.
     """
@@ -73,6 +78,7 @@ class Model(NamedTuple):
     shapes: dict[str, str]
     opset: int
     description: dict[str, str]
+    limit: int
     computed: list[int]
 
 
@@ -129,8 +135,10 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
     )
     description = {entry.key: entry.value for entry in proto.metadata_props}
     shape = tuple(image_shape)
+    stored = os.path.getsize(path) + sum(array.nbytes for array in constants.values())
     return Model(
         *(nodes, constants, images, shape, order, batch, output, shapes, opset, description),
+        limit=min(MIN_ELEMENTS + ELEMENTS_PER_BYTE * stored, MAX_ELEMENTS),
         computed=[],
     )
 
@@ -241,6 +249,10 @@ def _image_input(graph, nodes, constants, input_shape, path):
             "input_shape=(C, H, W), or --input-shape of mpidl.convert, sets sizes that the file "
             "leaves open"
         )
+    if max(sizes) > LARGEST:
+        raise UserError(
+            f"{printable(path)}: images of shape {tuple(sizes)}: expected sizes up to {LARGEST}"
+        )
     return inputs[0].name, (batch, *sizes), order
 
 
@@ -275,20 +287,21 @@ def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> b
         If a result cannot be computed or would be too large.
     """
     onnx, constants = library("onnx", path, "onnx"), model.constants
-    if node.op_type == "Constant":
-        constants[node.output[0]] = _constant(onnx, node, path)
-        return True
     names = list(dict.fromkeys(name for name in node.input if name))
-    if node.op_type not in FOLDABLE or not names or any(name not in constants for name in names):
+    is_foldable = node.op_type in FOLDABLE and names and all(name in constants for name in names)
+    if not is_foldable and node.op_type != "Constant":
         return False
-    arrays = [constants[name] for name in names]
     try:
+        if node.op_type == "Constant":
+            constants[node.output[0]] = _constant(onnx, node, path)
+            return True
+        arrays = [constants[name] for name in names]
         count = _size(node, [constants[name] for name in node.input if name])
         model.computed.append(count)
-        if count < 0 or sum(model.computed) > MAX_ELEMENTS:
+        if count < 0 or sum(model.computed) > model.limit:
             raise ValueError(
                 f"it would have {count} numbers; all computed constants together may have "
-                f"{MAX_ELEMENTS}"
+                f"{model.limit}"
             )
         infos = [onnx.helper.make_empty_tensor_value_info(name) for name in names]
         results = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output]
@@ -297,8 +310,11 @@ def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> b
         single = onnx.helper.make_model(graph, opset_imports=opsets)
         evaluator = library("onnx.reference", path, "onnx").ReferenceEvaluator(single)
         values = evaluator.run(None, dict(zip(names, arrays, strict=True)))
+    except UserError:
+        raise
     except Exception as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
+        is_clear = str(error) and not isinstance(error, LookupError)
+        reason = (str(error) if is_clear else repr(error)).splitlines()[0]
         raise UserError(
             f"{printable(path)}: {node.op_type} {printable(node.output[0])}: the constant cannot "
             f"be computed: {reason:.200}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 from typing import Any
 
@@ -14,7 +15,14 @@ from mpidl.interchange import onnx_elementwise as onnx_elementwise
 from mpidl.interchange import onnx_export, onnx_file, onnx_patterns
 from mpidl.interchange import onnx_operators as onnx_operators
 from mpidl.interchange import onnx_shapes as onnx_shapes
-from mpidl.interchange.onnx_builder import OPERATORS, Builder, Node, Unsupported, Value
+from mpidl.interchange.onnx_builder import (
+    MAX_VALUES,
+    OPERATORS,
+    Builder,
+    Node,
+    Unsupported,
+    Value,
+)
 from mpidl.interchange.weights import library
 from mpidl.nn import Network, graph
 from mpidl.text import printable
@@ -60,7 +68,7 @@ def load_onnx(
     """
     model = onnx_file.read(path, input_shape)
     net = None if graph_alone else onnx_export.restored(model)
-    if net is not None:
+    if net is not None and max(map(math.prod, net.output_shapes)) <= MAX_VALUES:
         return net
     builder, output = _build(model, path)
     if not builder.layers or output.layer != builder.layers[-1].name:

@@ -110,6 +110,7 @@ def test_damaged_descriptions(tmp_path):
         {"input_shape": None},
         {"input_shape": [3, 2**20, 2**20]},
         {"input_shape": [3, 2**40, 2**40]},
+        {"input_shape": [3, 1e400, 4]},
         {"input_shape": [3]},
         {"normalization": "zerocenter-elements"},
         {"normalization": 7},
@@ -118,6 +119,7 @@ def test_damaged_descriptions(tmp_path):
         metadata = original | {"description": json.dumps(description | change)}
         safetensors.numpy.save_file(arrays, path, metadata)
         refusal(loaded, path)
+        refusal(network_files.load, path)
     for numbers in ("{}", "[]", "{", '{"centre": [[1], [1, 2]]}', '{"centre": ["a"]}'):
         safetensors.numpy.save_file(arrays, path, original | {"normalization": numbers})
         refusal(loaded, path)

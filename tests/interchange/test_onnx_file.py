@@ -165,7 +165,7 @@ def test_many_constants_that_are_allowed_alone(tmp_path):
         CONV,
         node("Add", "y d", "z"),
     ]
-    constants = {"n": np.array([1 << 26]), "zero": np.array([0]), "one": np.array([1]), "w": WEIGHT}
+    constants = {"n": np.array([1 << 19]), "zero": np.array([0]), "one": np.array([1]), "w": WEIGHT}
     path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE, output="z")
     assert "all computed constants together may have" in refusal(dl.load_onnx, path)
 
@@ -184,6 +184,7 @@ def test_constants_larger_than_allowed(tmp_path):
     long = np.ones(1 << 15, np.float32)
     for nodes, constants in (
         ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 20, 1 << 20, 3, 3])}),
+        ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 19, 1, 3, 3])}),
         ([node("Mul", "a b", "w")], {"a": long[:, None], "b": long}),
         (
             [node("Gather", "a i", "w", axis=1)],
@@ -193,3 +194,24 @@ def test_constants_larger_than_allowed(tmp_path):
         path = saved(tmp_path / "a.onnx", [*nodes, CONV], constants, SHAPE)
         text = refusal(dl.load_onnx, path)
         assert re.search(r"the constant cannot be computed: it would have \d+ numbers", text)
+
+
+def test_a_constant_of_an_unknown_type(tmp_path):
+    tensor = onnx.numpy_helper.from_array(WEIGHT, "w")
+    tensor.data_type = 99
+    path = saved(tmp_path / "a.onnx", [node("Constant", "", "w", value=tensor), CONV], {}, SHAPE)
+    text = refusal(dl.load_onnx, path)
+    assert text == f"{path}: Constant w: the constant cannot be computed: KeyError(99)"
+
+
+def test_images_that_no_memory_could_hold(tmp_path):
+    pads = np.array([0, 0, 1 << 40, 0, 0, 0, 1 << 40, 0])
+    for nodes, shape, reason in (
+        ([CONV], (2, 1 << 17, 4), "images of shape (2, 131072, 4): expected sizes up to 65536"),
+        ([CONV], (2, 1 << 16, 1 << 16), "it computes more than 268435456 values per image"),
+        ([node("Flatten", "x", "y")], (2, 1 << 16, 1 << 16), "it computes more than"),
+        ([node("Pad", "x pads", "y")], SHAPE, "it computes more than"),
+    ):
+        constants = {"w": WEIGHT} if nodes == [CONV] else {"pads": pads}
+        path = saved(tmp_path / "a.onnx", nodes, constants, shape)
+        assert reason in refusal(dl.load_onnx, path)

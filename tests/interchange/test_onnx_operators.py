@@ -75,6 +75,12 @@ CASES = {
         + [node("Mul", "x half", "h"), node("Mul", "h f", "y")],
         "GELU",
     ),
+    "Gelu of clipped numbers": (
+        [node("Mul", "x six", "m"), node("Clip", "m minus_ten ten", "z")]
+        + [node("Div", "z root2", "a"), node("Erf", "a", "b"), node("Add", "b unit", "c")]
+        + [node("Mul", "z c", "e"), node("Mul", "e half", "y")],
+        "Clip GELU",
+    ),
     "HardSwish by Clip": (
         [node("Add", "x cube", "a"), node("Clip", "a zero six", "b"), node("Mul", "x b", "c")]
         + [node("Div", "c six", "y")],
@@ -182,6 +188,8 @@ NUMBERS |= {
         "small": 0.044715,
         "root": (2 / np.pi) ** 0.5,
         "six": 6,
+        "ten": 10,
+        "minus_ten": -10,
     }.items()
 }
 

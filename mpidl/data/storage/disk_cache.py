@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import sys
@@ -88,6 +89,8 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
         with open(f"{path}.lock", "w") as lock:
             with contextlib.suppress(OSError):  # without locks, every rank makes its own copy
                 fcntl.flock(lock, fcntl.LOCK_EX)
+                for part in glob.glob(f"{glob.escape(path)}.*.part"):  # of a killed process
+                    os.unlink(part)
             if not (os.path.exists(path) and os.path.getsize(path) == size):
                 with _temporary_file(path) as file:
                     copy(file.fileno())
@@ -106,9 +109,9 @@ def _temporary_file(path: str) -> Iterator:
 
     Unlike `files.write_whole`, several ranks may write the same file at the same time.
     """
-    folder = os.path.dirname(path)
+    folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
-    descriptor, part = tempfile.mkstemp(dir=folder, suffix=".part")
+    descriptor, part = tempfile.mkstemp(".part", f"{name}.", folder)
     try:
         with open(descriptor, "wb") as file:
             yield file

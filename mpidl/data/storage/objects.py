@@ -186,15 +186,15 @@ class RemoteFile:
 
     def _start(self, offsets, nbytes):
         """Return a Fetch per offset. Offsets that are close together have the same Fetch."""
-        fresh: dict[int, Fetch] = {}
-        for group in _groups(sorted(self._pending.missing(offsets.tolist())), nbytes):
-            fetch = Fetch(self._span(group[0], group[-1] + nbytes))
-            fresh.update(dict.fromkeys(group, fetch))
+        ranges = [(offset, nbytes) for offset in offsets.tolist()]
+        fresh: dict[tuple[int, int], Fetch] = {}
+        for start, stop, members in _joined(sorted(self._pending.missing(ranges))):
+            fresh.update(dict.fromkeys(members, Fetch(self._span(start, stop))))
 
-        def request(offset):
-            return fresh.get(offset) or Fetch(self._span(offset, offset + nbytes))
+        def request(key):
+            return fresh.get(key) or Fetch(self._span(key[0], sum(key)))
 
-        return self._pending.start(offsets.tolist(), request)
+        return self._pending.start(ranges, request)
 
     def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
         """Fill the rows of a C-ordered array with the bytes from an offset per row on."""
@@ -219,34 +219,22 @@ class RemoteFile:
 
     def read_spans(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
         """Read ranges (offset, size) with as few requests as sensible; return (offset, bytes)."""
-        fetches = [Fetch(self._span(start, stop)) for start, stop in _joined(sorted(set(ranges)))]
+        spans = [self._span(start, stop) for start, stop, _ in _joined(sorted(set(ranges)))]
+        fetches = [Fetch(span) for span in spans]
         return [(fetch.span.start, fetch.result()) for fetch in fetches]
 
 
-def _groups(offsets, nbytes):
-    """Divide sorted offsets into groups that one request reads."""
-    group: list[int] = []
-    for offset in offsets:
-        if group and (offset - group[-1] - nbytes > GAP or offset + nbytes - group[0] > MAX_SPAN):
-            yield group
-            group = []
-        group.append(offset)
-    if group:
-        yield group
-
-
 def _joined(ranges):
-    """Join sorted ranges (offset, size) that are close together; yield (start, stop)."""
-    start = stop = None
+    """Join sorted ranges (offset, size) that are close together; yield (start, stop, ranges)."""
+    members, stop = [], 0
     for offset, size in ranges:
-        if start is not None and offset - stop <= GAP and offset + size - start <= MAX_SPAN:
-            stop = max(stop, offset + size)
-            continue
-        if start is not None:
-            yield start, stop
-        start, stop = offset, offset + size
-    if start is not None:
-        yield start, stop
+        if members and (offset - stop > GAP or offset + size - members[0][0] > MAX_SPAN):
+            yield members[0][0], stop, members
+            members, stop = [], 0
+        members.append((offset, size))
+        stop = max(stop, offset + size)
+    if members:
+        yield members[0][0], stop, members
 
 
 class ByteStream(io.RawIOBase):

@@ -10,6 +10,7 @@ from mpidl.errors import UserError
 from mpidl.text import printable
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(.*)", re.S)
+HOST = re.compile(r"[^:]*(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?|arn:.*")  # perhaps with a port
 REQUESTS = 32  # default number of requests at a time per node
 RETRY_SECONDS = 120.0
 
@@ -110,7 +111,9 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def check_url(url: str, option: str) -> None:
-    """Raise UserError if a URL contains credentials; the message does not repeat them.
+    """Raise UserError if a URL contains credentials or nothing but a protocol.
+
+    The message does not repeat credentials.
 
     Parameters
     ----------
@@ -124,14 +127,17 @@ def check_url(url: str, option: str) -> None:
         return
     protocol, host, rest = match.groups()
     advice = "credentials come from the environment or a profile"
-    if "@" in host:
-        name = printable(host.rpartition("@")[2] + rest.partition("?")[0])
+    # A password may contain slashes: those of AWS do.
+    if "@" in host or ("@" in rest and not HOST.fullmatch(host)):
+        name = printable((host + rest).rpartition("@")[2].partition("?")[0])
         raise UserError(
             f"{option} {protocol}://{name}: expected a URL without user name and password: {advice}"
         )
     if protocol in ("http", "https") and "?" in rest:
         name = printable(host + rest.partition("?")[0])
         raise UserError(f"{option} {protocol}://{name}: expected a URL without a query: {advice}")
+    if not (host + rest).strip("/"):
+        raise UserError(f"{option} {printable(url)}: expected a URL such as s3://bucket/prefix")
 
 
 def refuse_remote(path: str | None, option: str, kind: str) -> None:

@@ -13,14 +13,23 @@ import os
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from mpidl.data.storage import settings
-from mpidl.data.storage.retries import refusal, retried
+from mpidl.data.storage.retries import describe, refusal, retried
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed
+from mpidl.text import printable
 
 T = TypeVar("T")
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
+# {protocol: (package, argument of pip install)}
+PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), ("s3fs", "mpidl[s3]")),
+    **dict.fromkeys(("http", "https"), ("aiohttp", "mpidl[s3]")),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcsfs")),
+    "abfs": ("adlfs", "adlfs"),
+}
+HTTP = ("http", "https")
 SIGNED_SECONDS = 600  # for which a signed URL is valid; it is used at once
 CONNECT_SECONDS, READ_SECONDS = 10, 30  # time-outs of one attempt
 # The entries of an object's description that change with its content; the first one counts.
@@ -98,15 +107,33 @@ class Store:
             return await retried(url, lambda: self._read(url, expected, start, stop))
 
     async def _stamp(self, url):
+        if self.protocol in HTTP:
+            return await self._http_stamp(url)
         try:
             info = await self.fs._info(self.fs._strip_protocol(url))
         except FileNotFoundError as error:
             if _is_missing_bucket(error):
                 raise
             return None
-        if info["type"] != "file" or "text/html" in info.get("mimetype", ""):  # an index page
-            return None
-        return _stamp_of(info)
+        return _stamp_of(info) if info["type"] == "file" else None
+
+    async def _http_stamp(self, url):
+        """Return the Stamp of an HTTP URL, or None for an index page or for nothing.
+
+        The method of fsspec would report any error as a missing file.
+        """
+        session = await self._http.set_session()
+        for method in ("HEAD", "GET"):  # some servers know no HEAD
+            async with session.request(method, self.fs.encode_url(url)) as reply:
+                if reply.status in (404, 410) or reply.content_type == "text/html":
+                    return None
+                if method == "HEAD" and reply.status in (405, 501):
+                    continue
+                if reply.status >= 300:  # a redirection without a target included
+                    raise refusal(reply.status, reply.reason, await reply.read())
+                if reply.content_length is not None:
+                    return Stamp(reply.content_length, _version(reply.headers))
+        raise UserError(f"{printable(url)}: the server does not tell the size of the object")
 
     async def _listing(self, url):
         self.fs.invalidate_cache()
@@ -120,18 +147,39 @@ class Store:
             if _is_missing_bucket(error):
                 raise
             return {}
-        return {
-            path[len(root) :].lstrip("/"): _stamp_of(info)
+        stamps = {
+            path: None if info.get("size") is None else _stamp_of(info)
             for path, info in infos.items()
             if info["type"] == "file" and not path.endswith("/")
         }
+        await self._complete(stamps)
+        return {
+            self._decoded(path[len(root) :].lstrip("/")): stamp
+            for path, stamp in stamps.items()
+            if stamp is not None
+        }
+
+    def _decoded(self, name):
+        """Return a name in an index page of HTTP without percent-encoding, which requests add."""
+        decoded = unquote(name) if self.protocol in HTTP else name
+        return name if any(c in decoded for c in "%?#") else decoded
+
+    async def _complete(self, stamps):
+        """Replace the Stamps that are None: the index pages of HTTP servers show only names."""
+        import asyncio
+
+        async def ask(path):
+            async with self._slots:
+                stamps[path] = await retried(path, lambda: self._stamp(path))
+
+        await asyncio.gather(*(ask(path) for path, value in stamps.items() if value is None))
 
     async def _read(self, url, expected, start, stop):
         is_whole = start == 0 and stop == expected.size
         span = None if is_whole else f"bytes={start}-{stop - 1}"
         if self.protocol in ("s3", "s3a"):
             content, now = await self._get(await self._signed(url), span)
-        elif self.protocol in ("http", "https"):
+        elif self.protocol in HTTP:
             content, now = await self._get(self.fs.encode_url(url), span)
         else:
             now = await self._stamp(url)
@@ -168,7 +216,7 @@ class Store:
         headers = {"Range": span} if span else {}
         async with session.get(URL(url, encoded=True), headers=headers) as reply:
             content = await reply.read()
-            if reply.status >= 400:
+            if reply.status >= 300:  # a redirection without a target included
                 raise refusal(reply.status, reply.reason, content)
             total = reply.headers.get("Content-Range", "").rpartition("/")[2]
             size = int(total) if total.isdigit() else len(content)
@@ -186,6 +234,8 @@ async def _http_client(**options):
     return ClientSession(
         connector=TCPConnector(ssl=ssl.create_default_context(cafile=bundle)),
         timeout=ClientTimeout(None, connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,  # of objects that are stored compressed
         trust_env=bool(getproxies()),  # it costs time for each request
     )
 
@@ -218,27 +268,25 @@ def _filesystem(protocol, configuration):
                 "retries": {"total_max_attempts": 1},  # `retried` repeats requests
             },
         }
-    elif protocol in ("http", "https"):
+    elif protocol in HTTP:
         options = {"get_client": _http_client}
     try:
         fs = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
-    except ImportError:
-        raise _missing(protocol, PACKAGES.get(protocol, f"of {protocol}")) from None
-    except ValueError:
-        raise UserError(f"{protocol}://: expected a protocol that fsspec knows") from None
+    except ImportError as error:
+        text = f"a package is missing: {describe(error)}"
+        if protocol in PACKAGES:
+            package, source = PACKAGES[protocol]
+            text = f"expected the package {package}, which is not installed: pip install {source}"
+        raise UserError(f"{protocol}://: {text}") from None
+    except Exception as error:
+        known = protocol in fsspec.available_protocols()
+        text = describe(error) if known else "expected a protocol that fsspec knows"
+        raise UserError(f"{protocol}://: {text}") from None
     if not fs.async_impl:
         from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
         fs = AsyncFileSystemWrapper(fs, asynchronous=False)
     return fs
-
-
-def _missing(protocol, package):
-    extra = "mpidl[s3]" if package in ("s3fs", "aiohttp") else package
-    return UserError(
-        f"{protocol}://: expected the package {package}, which is not installed: pip install "
-        f"{extra}"
-    )
 
 
 def _is_missing_bucket(error):
@@ -247,7 +295,7 @@ def _is_missing_bucket(error):
 
 
 def _stamp_of(info):
-    return Stamp(int(info.get("size") or 0), _version(info))
+    return Stamp(int(info["size"]), _version(info))
 
 
 def _version(info):

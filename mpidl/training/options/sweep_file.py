@@ -97,9 +97,10 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     train = _checked(tables.get("train", {}), f"{path}: [train]")
     make = {"grid": _grid, "trial": _listed, "random": _random}[kinds[0]]
     trials = make(path, tables[kinds[0]])
-    for options in (train, *trials):
+    for options in (train, *trials):  # before any file of a trial contains them
         for name, value in options.items():
-            check_url(value if isinstance(value, str) else "", f"{path}: {name}")
+            if isinstance(value, str):
+                check_url(value, f"{path}: {name}")
     varied = list(dict.fromkeys(name for trial in trials for name in trial))
     return Sweep(path, train, trials, varied)
 

@@ -147,6 +147,19 @@ def test_rows_that_are_close_are_read_together(put, reads, tmp_path):
     assert len(reads) == 4
 
 
+def test_a_row_that_is_read_ahead_is_no_block_of_the_file(put, tmp_path):
+    """Row 127 and a block that the HDF5 library reads begin at the same byte."""
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["images"] = pixels_of(0, 200, 1, 32, 64)
+        start = file["images"].id.get_offset()
+    assert start % 2048 == 0 and (row := (objects.BLOCK - start) // 2048) < 200
+    stream = objects.ByteStream(url := put(tmp_path / "rows.h5"), stamp_of(url))
+    fetches = stream.file.read_ahead(start + np.array([row]) * 2048, 2048)
+    stream.seek(objects.BLOCK)
+    assert stream.read(5000) == (tmp_path / "rows.h5").read_bytes()[objects.BLOCK :][:5000]
+    del fetches
+
+
 def test_images_in_the_cache_of_the_node_are_not_read_ahead(put, reads, tmp_path):
     grow(tmp_path / "photos")
     store = ImageFolder(put(tmp_path / "photos"))
@@ -184,12 +197,15 @@ def test_large_objects_are_brought_over_once(put, reads, tmp_path, monkeypatch):
     assert HDF5Datastore(url).read([4, 29]).tobytes() == images[[4, 29]].tobytes()
     assert len({span for span in reads if span[1] - span[0] == 1000}) >= 12
     (copy,) = [path for path in (tmp_path / "cache").rglob("*.file")]
+    killed = copy.with_name(f"{copy.name}.killed.part")  # what a killed process leaves
+    killed.write_bytes(b"half")
     assert copy.read_bytes() == (tmp_path / "rows.h5").read_bytes()
     objects.remote_file.cache_clear()
     store = HDF5Datastore(url)
     store.read([0])
     reads.clear()
     assert store.read(range(30)).tobytes() == images.tobytes() and not reads
+    assert not killed.exists()
 
 
 def test_changed_and_missing_objects(put, tmp_path):
@@ -215,6 +231,7 @@ def test_changed_and_missing_objects(put, tmp_path):
 def test_credentials_in_urls_are_refused():
     for url in (
         "s3://KEY:topsecret@bucket/photos",
+        "s3://KEY:with/slash/topsecret@bucket/photos",
         "https://user:topsecret@host/set.h5",
         "https://host/set.h5?X-Amz-Signature=topsecret",
     ):
@@ -223,6 +240,9 @@ def test_credentials_in_urls_are_refused():
         assert "topsecret" not in refusal(ImageFolder, url)
     text = refusal(configure_storage, endpoint_url="http://user:topsecret@host")
     assert "topsecret" not in text and text.startswith("--endpoint-url http://host: expected")
+    for url in ("s3://bucket/a:b@c", "http://host:80/a@b", "http://[::1]:80/a@b", "s3://arn:x/a@b"):
+        settings.check_url(url, "--data")
+    assert refusal(open_data, "s3://") == "--data s3://: expected a URL such as s3://bucket/prefix"
 
 
 def test_settings_are_checked(tmp_path):

@@ -1,5 +1,6 @@
 """Faults of a store on loopback that a client of HTTP sees: waited for, or reported in one line."""
 
+import functools
 import http.server
 import threading
 
@@ -24,6 +25,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, content):
         self.content, self.tag, self.faults, self.count = content, "1", [], 0
+        self.encoding = None
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}/set.h5"
 
@@ -53,6 +55,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             start, stop = map(int, span.removeprefix("bytes=").split("-"))
             headers["Content-Range"] = f"bytes {start}-{stop}/{len(content)}"
             content, status = content[start : stop + 1], 206
+        if server.encoding:
+            headers["Content-Encoding"] = server.encoding
         if isinstance(fault, int):
             content = b""
         self.send_response_only(206 if fault == "drop" else status)
@@ -96,10 +100,44 @@ def test_requests_are_repeated(server):
     assert not server.faults
 
 
+def test_an_object_that_is_stored_compressed(server):
+    """Its bytes are read, not those that they encode."""
+    server.encoding = "gzip"
+    store = PackedDatastore(server.url)
+    assert store.read([3]).tobytes() == pixels_of(0, 40, 1, 8, 8)[[3]].tobytes()
+
+
+def test_a_server_that_cannot_be_reached_is_no_missing_file(server):
+    configure_storage(retry_seconds=0.1)
+    server.server_close()
+    with pytest.raises(StorageFault, match="the store did not answer for 0.1 s"):
+        ImageFolder(server.url)
+
+
+class Folder(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_index_pages_show_no_sizes(tmp_path):
+    """They also encode names; the images and classes are those of the local folder."""
+    grow(tmp_path, classes=("a b", "ü&c", "z"))
+    handler = functools.partial(Folder, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        local, remote = (
+            ImageFolder(path) for path in (tmp_path, f"http://127.0.0.1:{running.server_port}")
+        )
+        assert remote.classes == local.classes and remote.sizes.tolist() == local.sizes.tolist()
+        assert remote.read(range(9)).tobytes() == local.read(range(9)).tobytes()
+        running.shutdown()
+
+
 def test_a_store_that_does_not_answer_in_time(server, capsys, monkeypatch):
     monkeypatch.setattr(retries, "NOTICE_SECONDS", 0.0)
     store = PackedDatastore(server.url)
     configure_storage(retry_seconds=1)
+    store.read([0])  # the first request to a store takes longer
     server.faults = [503] * 1000
     with pytest.raises(StorageFault) as caught:
         store.read([1])
@@ -166,6 +204,9 @@ def test_without_fsspec_or_a_package_for_the_store(monkeypatch, tmp_path):
     expected = "expected the package fsspec, which is not installed: pip install mpidl[s3]"
     assert refusal(ImageFolder, url) == f"file://: {expected}"
     monkeypatch.undo()
+    monkeypatch.setitem(__import__("sys").modules, "paramiko", None)
+    assert "a package is missing: " in refusal(paths.exists, "sftp://host/x")
+    assert refusal(paths.exists, f"zip://{tmp_path}").startswith("zip://: ")
     text = refusal(paths.exists, "abfs://container/x")
     assert text == (
         "abfs://: expected the package adlfs, which is not installed: pip install adlfs"

@@ -114,6 +114,11 @@ def test_random(read):
         ("[random]\ncount = 2\nbatch_size = [1]\nbatch-size = [2]", "batch-size: expected batch_"),
         ("[[trial]]\ndata = 's3://me:pw@b/x'", "data s3://b/x: expected a URL without user name"),
         ("[train]\nendpoint_url = 'http://me:pw@h'\n[grid]\nseed = [1]", "endpoint_url http://h: "),
+        (
+            '[grid]\nseed = [1]\n[train]\ndata = "s3://k:secret@b/x"',
+            "data s3://b/x: expected a URL",
+        ),
+        ('[grid]\nupload = ["s3://k:sec/ret@b/x"]', "upload s3://b/x: expected a URL without user"),
     ],
 )
 def test_an_unusable_file(read, text, message):
