@@ -14,6 +14,7 @@ import suite
 from image_sets import grow
 
 import mpidl as dl
+from mpidl.data.storage import settings
 from mpidl.training.options import configuration, sweep_file
 
 ROOT = documented_commands.ROOT
@@ -45,6 +46,8 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     world.barrier()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(dl.data, "digits", small_digits)
+    # Undo what the documents set for object stores.
+    monkeypatch.setattr(settings, "_settings", settings.current())
     if world.size > 1:  # ranks cannot start ranks
 
         def launch(function, *arguments, ranks):

@@ -75,6 +75,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.005)
+    configure_storage()
     images = ArrayDatastore(pixels_of(0, 40, 1, 8, 8), np.arange(40) % 3)
     pack({"train": images}, tmp_path / "set.h5")
     running = Server((tmp_path / "set.h5").read_bytes())
