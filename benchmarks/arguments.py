@@ -5,7 +5,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
-from mpidl.cli.arguments import Parser, count, rank_counts
+from mpidl.cli.parser import Parser, count, rank_counts
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.options import training_options

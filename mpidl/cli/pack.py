@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.cli import arguments, remote, start
+from mpidl.cli.parser import Parser, count
 from mpidl.comm import failure
 from mpidl.data import registry
 from mpidl.data.formats import packed, packing
@@ -38,7 +39,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     UserError
         If an argument is invalid.
     """
-    parser = arguments.Parser(
+    parser = Parser(
         "mpidl.pack",
         "Write the images of a folder, or of any other source, to one file that training reads\n"
         "faster, especially from parallel file systems. The file includes labels, class names and\n"
@@ -56,7 +57,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     arguments.add_storage(parser)
     parser.add_argument(
         "--threads",
-        type=arguments.count("--threads"),
+        type=count("--threads"),
         metavar="N",
         help="Threads that read and decode; default: the number of cores",
     )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from mpidl.cli import arguments, train
+from mpidl.cli.parser import Parser, count
 from mpidl.comm import World, failure
 from mpidl.comm.groups import Group, describe
 from mpidl.data.storage.settings import refuse_remote
@@ -33,7 +34,7 @@ signal (USR1, TERM, INT) after writing checkpoints: run the same command again
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
     """Parse the arguments of mpidl.sweep; `arguments.train` describes parameters and errors."""
-    parser = arguments.Parser(
+    parser = Parser(
         "mpidl.sweep",
         "Train many networks at once. The ranks work in groups, and a group takes the next trial\n"
         "as soon as it is free. The same command continues a sweep.",
@@ -50,13 +51,13 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "--ranks-per-model",
         "N",
         "Ranks that train a model together; N divides the number of ranks; default: 1",
-        type=arguments.count("--ranks-per-model"),
+        type=count("--ranks-per-model"),
     )
     parser.text(
         "--trial",
         "I",
         "Train only trial I, counted from 1, on all ranks",
-        type=arguments.count("--trial"),
+        type=count("--trial"),
     )
     parser.add_argument(
         "--table", action="store_true", help="Write and print the table, without training"

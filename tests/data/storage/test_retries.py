@@ -1,12 +1,13 @@
 """Faults of a store on loopback that a client of HTTP sees: waited for, or reported in one line."""
 
+import contextlib
 import functools
 import http.server
-import threading
 
 import numpy as np
 import pytest
 from image_sets import grow, pixels_of, refusal
+from object_store import LoopbackServer, QuietHandler
 
 from mpidl.data import ArrayDatastore, HDF5Datastore, ImageFolder, configure_storage, pack
 from mpidl.data.formats.packed import PackedDatastore
@@ -14,31 +15,21 @@ from mpidl.data.storage import paths, retries
 from mpidl.errors import StorageFault
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(LoopbackServer):
     """Serves `content` as /set.h5; `faults` holds what happens to the next GET requests.
 
     A fault is an HTTP status, "drop" to close the connection in the middle of the reply, or
     "refuse" to close it before.
     """
 
-    daemon_threads = True
-
     def __init__(self, content):
         self.content, self.tag, self.faults, self.count = content, "1", [], 0
         self.encoding = None
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/set.h5"
-
-    def handle_error(self, request, client_address):
-        pass  # a client has closed its connection
+        super().__init__(Handler)
+        self.url += "/set.h5"
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
+class Handler(QuietHandler):
     def do_GET(self):
         server = self.server
         server.count += self.command == "GET"
@@ -79,11 +70,8 @@ def server(tmp_path, monkeypatch):
     images = ArrayDatastore(pixels_of(0, 40, 1, 8, 8), np.arange(40) % 3)
     pack({"train": images}, tmp_path / "set.h5")
     running = Server((tmp_path / "set.h5").read_bytes())
-    thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
     yield running
-    running.shutdown()
-    running.server_close()
+    running.close()
     configure_storage()
 
 
@@ -124,14 +112,10 @@ def test_index_pages_show_no_sizes(tmp_path):
     """They also encode names; the images and classes are those of the local folder."""
     grow(tmp_path, classes=("a b", "ü&c", "z"))
     handler = functools.partial(Folder, directory=tmp_path)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
-        local, remote = (
-            ImageFolder(path) for path in (tmp_path, f"http://127.0.0.1:{running.server_port}")
-        )
+    with contextlib.closing(LoopbackServer(handler)) as running:
+        local, remote = (ImageFolder(path) for path in (tmp_path, running.url))
         assert remote.classes == local.classes and remote.sizes.tolist() == local.sizes.tolist()
         assert remote.read(range(9)).tobytes() == local.read(range(9)).tobytes()
-        running.shutdown()
 
 
 def test_a_store_that_does_not_answer_in_time(server, capsys, monkeypatch):
