@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from mpidl.data.storage import settings
+from mpidl.data.storage.presigned import BucketUrls
 from mpidl.data.storage.retries import describe, refusal, retried
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed
@@ -30,7 +31,6 @@ PACKAGES = {
     "abfs": ("adlfs", "adlfs"),
 }
 HTTP = ("http", "https")
-SIGNED_SECONDS = 600  # for which a signed URL is valid; it is used at once
 CONNECT_SECONDS, READ_SECONDS = 10, 30  # time-outs of one attempt
 # The entries of an object's description that change with its content; the first one counts.
 VERSIONS = (
@@ -65,7 +65,7 @@ class Store:
     def __init__(self, protocol: str, configuration: settings.Settings):
         self.protocol, self.configuration = protocol, configuration
         self.fs = _filesystem(protocol, configuration)
-        self._clients: dict[str, Any] = {}  # of S3, by bucket
+        self._urls: dict[str, BucketUrls] = {}  # of S3, by bucket
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
@@ -199,14 +199,14 @@ class Store:
     async def _signed(self, url):
         """Return an HTTP URL that reads an object of S3.
 
-        A plain HTTP request needs a quarter of the processor time of the client's own method.
+        A plain HTTP request needs a fraction of the processor time of the client's own method.
         """
         bucket, key, _ = self.fs.split_path(url)
-        if bucket not in self._clients:  # `get_s3` may ask for the bucket's region
+        if bucket not in self._urls:  # `get_s3` may ask for the bucket's region
             await self.fs.set_session()
-            self._clients[bucket] = await self.fs.get_s3(bucket)
-        place, client = {"Bucket": bucket, "Key": key}, self._clients[bucket]
-        return await client.generate_presigned_url("get_object", place, SIGNED_SECONDS)
+            client = await self.fs.get_s3(bucket)
+            self._urls[bucket] = BucketUrls(client, self.fs.session, bucket)
+        return await self._urls[bucket].url(key)
 
     async def _get(self, url, span):
         """Read an HTTP URL; return the bytes, and the Stamp of the object."""

@@ -1,0 +1,106 @@
+"""Signed URLs of S3. The oracle is botocore, which signs each URL on its own."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from mpidl.data.storage import presigned
+
+REASON = "botocore is not installed: pip install mpidl[s3]"
+sessions = pytest.importorskip("botocore.session", reason=REASON)
+KEYS = ["a.jpg", "a b/ü~+&=?#%41.jpg", "./x//../y", "/", "'()*!,:@$;[]"]
+
+
+class Client:
+    """A client of S3, and its session, with the asynchronous methods of aiobotocore."""
+
+    def __init__(self, **place):
+        session = sessions.get_session()
+        session.set_credentials("ID", "secret/key")
+        self.client = session.create_client("s3", **place)
+        self.credentials, self.count = session.get_credentials(), 0
+        self.meta = self.client.meta
+        presigned.BucketUrls(self, self, "bucket")  # which chooses the version of signatures
+
+    def sign(self, bucket, key):
+        place = {"Bucket": bucket, "Key": key}
+        return self.client.generate_presigned_url("get_object", place, presigned.VALID_SECONDS)
+
+    async def generate_presigned_url(self, method, place, seconds):
+        self.count += 1
+        return self.client.generate_presigned_url(method, place, seconds)
+
+    async def get_credentials(self):
+        return self
+
+    async def get_frozen_credentials(self):
+        return self.credentials.get_frozen_credentials()
+
+
+@pytest.fixture(scope="module", params=["amazon", "endpoint"])
+def client(request):
+    if request.param == "amazon":
+        return Client(region_name="us-east-1")
+    return Client(endpoint_url="https://store.example:9000/prefix", region_name="x")
+
+
+def in_one_second(sign):
+    """Return {key: URL} of all keys, signed within one second of the clock."""
+    while True:
+        urls = {key: sign(key) for key in KEYS}
+        if len({url.partition("X-Amz-Date=")[2][:16] for url in urls.values()}) == 1:
+            return urls
+
+
+def test_the_urls_are_those_of_botocore(client):
+    for bucket, token in (("bucket", None), ("with.dots", "a/token+of=a role")):
+        client.credentials.token = token
+        urls = in_one_second(lambda key, bucket=bucket: client.sign(bucket, key))
+        assert ("X-Amz-Security-Token=" in urls["/"]) == (token is not None)
+        for one_key in KEYS:
+            template = presigned.make_template(urls[one_key], one_key, "secret/key")
+            assert {key: template.sign(key) for key in KEYS} == urls
+            assert template.key.hex() not in repr(template) and "ID" not in repr(template)
+            assert presigned.make_template(urls[one_key], one_key, "another") is None
+    client.credentials.token = None
+
+
+def test_the_client_signs_again_with_its_current_credentials(client, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(presigned, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    urls, before = presigned.BucketUrls(client, client, "bucket"), client.count
+    for seconds, count in ((0, 1), (presigned.RENEW_SECONDS - 1, 1), (presigned.RENEW_SECONDS, 2)):
+        now[0] = seconds
+        for key in KEYS:
+            asyncio.run(urls.url(key))
+        assert client.count == before + count
+    monkeypatch.setattr(client.credentials, "secret_key", "another")
+    now[0] *= 2
+    for key in KEYS:
+        url = asyncio.run(urls.url(key))
+        assert presigned.make_template(url, key, "another").sign(key) == url
+        assert presigned.make_template(url, key, "secret/key") is None
+    assert client.count == before + 3
+
+
+@pytest.mark.parametrize(
+    "query", ["", "?AWSAccessKeyId=ID&Signature=x&Expires=1", f"?X{presigned.SIGNATURE}x"]
+)
+def test_urls_of_another_kind_are_left_to_the_client(query):
+    """Buckets without signatures, older signatures, and those of a session of the bucket."""
+
+    class Other(Client):
+        def __init__(self):
+            events = SimpleNamespace(register_first=lambda event, handler: None)
+            self.meta = SimpleNamespace(events=events)
+            self.credentials = SimpleNamespace(
+                get_frozen_credentials=lambda: SimpleNamespace(secret_key="secret/key")
+            )
+
+        async def generate_presigned_url(self, method, place, seconds):
+            return f"https://{place['Bucket']}.store/{place['Key']}{query}"
+
+    urls = presigned.BucketUrls(Other(), Other(), "bucket")
+    for key in ("a", "b"):
+        assert asyncio.run(urls.url(key)) == f"https://bucket.store/{key}{query}"
