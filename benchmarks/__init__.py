@@ -15,13 +15,16 @@ from benchmarks import (
     input,
     interchange,
     kernels,
+    logging,
     machine,
+    monitor,
     optimizers,
     pretrained,
     report,
     s3,
     step,
     sweep,
+    timeline,
     transfer,
     turns,
 )
@@ -45,6 +48,9 @@ COMMANDS = {
     "gpu": speed.main,
     "pretrained": pretrained.main,
     "sweep": sweep.main,
+    "timeline": timeline.main,
+    "monitor": monitor.main,
+    "logging": logging.main,
 }
 
 

@@ -25,6 +25,9 @@ BENCHMARKS = {
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
     "pretrained": "the scores with published weights against PyTorch's",
     "sweep": "many models at once on groups of ranks, against one after another",
+    "timeline": "the cost of recording a timeline, and how much of a step its spans cover",
+    "monitor": "epochs with the live page open, against epochs without it",
+    "logging": "metrics, event files for TensorBoard and the monitor, against no records",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -73,6 +76,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "pretrained": lambda parser, command: None,
         "transfer": _add_transfer,
         "sweep": _add_sweep,
+        "monitor": _add_monitor,
+        "logging": _add_logging,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -105,6 +110,8 @@ def _add_subject(parser, command):
         text = f"numbers of ranks to start; their processes run in turns{default}"
         parser.text("--ranks", "N,N,...", text, type=rank_counts)
         _add_counts(parser, ("iterations", 10, "steps per turn"))
+    if command == "timeline":
+        _add_counts(parser, ("iterations", 20, "steps per turn"))
     if command == "fold":
         parser.add_options("batchnorm")
     if command == "accuracy":
@@ -184,6 +191,24 @@ def _add_sweep(parser, command):
         ("iterations", 71, "mini-batches per model"),
         ("rounds", 3, "number of rounds; results are medians over them"),
     )
+
+
+def _add_monitor(parser, command):
+    parser.text("--network", "NAME", "network of the zoo that fits the digits (digits)")
+    parser.set_defaults(network="digits")
+    text = "further options of mpidl.train for the side with the page, in one word (none)"
+    parser.text("--also", "OPTIONS", text, default="")
+    _add_counts(
+        parser,
+        ("ranks", 2, "number of ranks"),
+        ("epochs", 10, "epochs after the first one"),
+        ROUNDS,
+    )
+
+
+def _add_logging(parser, command):
+    parser.add_options("seed")
+    _add_counts(parser, ROUNDS)
 
 
 def _add_optimizers(parser, command):

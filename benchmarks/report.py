@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from benchmarks import machine
-from mpidl.cli.info import cpu_model
+from mpidl.cli.device_probe import cpu_model
 from mpidl.errors import UserError
 from mpidl.files import write_whole
 from mpidl.text import aligned

@@ -2,7 +2,9 @@
 
 python examples/from_a_notebook.py [RANKS] [FOLDER OF IMAGES] [EPOCHS]
 
-What `# %%` divides are a notebook's cells; there, main's lines would stand by themselves.
+The `# %%` lines separate the cells of a notebook. In a notebook, the lines of `main` are a cell.
+There, `plots="live"` shows the curves while the ranks train. *Interrupt* stops the training with
+the network trained so far, as Ctrl-C does here.
 """
 
 import sys
@@ -11,22 +13,24 @@ import sys
 import mpidl as dl
 
 
-# %% on each of the ranks
+# %% runs on each rank
 def trained(world, data, epochs):
     images, _ = dl.data.open_data(data, world)
     train, test = images.split(0.9, seed=0)
     net = dl.nn.zoo.digits(train.image_shape, len(train.classes), seed=0)
-    options = dl.TrainingOptions.from_recipe("digits", epochs=epochs)
-    dl.train(net, train, options, world=world)
-    return net, dl.evaluate(net, test, world=world, top_k=2, confusion=True)
+    options = dl.TrainingOptions.from_recipe("digits", epochs=epochs, validation=test)
+    result = dl.train(net, train, options, world=world)
+    return net, result, dl.evaluate(net, test, world=world, top_k=2, confusion=True)
 
 
-# %% here
+# %% runs here
 def main(ranks=None, data="digits", epochs=3):
-    count = None if ranks is None else int(ranks)  # None: as many as there are cores
-    net, found = dl.launch(trained, data, int(epochs), ranks=count)
-    print(found.confusion)
-    print(f"Accuracy: {found.accuracy:.4f}, of the first two: {found.top_k:.4f}")
+    count = None if ranks is None else int(ranks)  # None: one rank per core
+    net, result, evaluation = dl.launch(trained, data, int(epochs), ranks=count, plots="live")
+    if result.stopped:
+        print(f"Stopped at iteration {result.iterations}")
+    print(evaluation.confusion)
+    print(f"Accuracy: {evaluation.accuracy:.4f}, of the first two: {evaluation.top_k:.4f}")
     print(f"Weights sha256: {dl.weights_sha256(net)}")
 
 

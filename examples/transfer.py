@@ -42,7 +42,7 @@ def main(data=None, epochs=40, pretraining_epochs=3):
         images, test = images.split(0.9)
     first_half, images = halves(images)
     test = halves(test)[1]
-    few, _ = images.split(min(1, PER_CLASS / max(np.bincount(images.labels))))
+    few, _ = images.split(min(1.0, PER_CLASS / max(np.bincount(images.labels))))
 
     # A pretrained network. The white paper loads AlexNet, as dl.load_model, dl.load_onnx and
     # dl.load_weights do.

@@ -186,7 +186,25 @@ def _remove_old_objects(days=30):
                 os.unlink(entry)
 
 
-def compile_builds(names, folder, compiler, extra=()):
+def _show_progress(jobs):
+    """Wait for jobs, and write to stderr how many have ended.
+
+    A terminal gets one line that changes each second; otherwise there is a line every 9 s.
+    """
+    start = line_time = time.monotonic()
+    is_terminal = sys.stderr.isatty()
+    while concurrent.futures.wait(jobs, timeout=1.0).not_done:
+        now = time.monotonic()
+        if is_terminal or now - line_time >= 9:
+            line_time, count = now, sum(job.done() for job in jobs)
+            text = f"kernels/build.py: compiled {count} of {len(jobs)} files ({now - start:.0f} s)"
+            sys.stderr.write(f"\r{text}" if is_terminal else f"{text}\n")
+            sys.stderr.flush()
+    if is_terminal and line_time > start:
+        sys.stderr.write("\r\033[K")
+
+
+def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
     """Compile builds in parallel into a folder.
 
     A library is replaced atomically when the new one is complete. Processes that use the old
@@ -202,6 +220,8 @@ def compile_builds(names, folder, compiler, extra=()):
         Command of the compiler, as returned by `find_compiler`.
     extra : list of str
         Further flags.
+    is_verbose : bool
+        Whether to write to stderr how many files have been compiled, while it takes seconds.
 
     Returns
     -------
@@ -229,6 +249,8 @@ def compile_builds(names, folder, compiler, extra=()):
             ]
             for build in names
         }
+        if is_verbose:
+            _show_progress([job for build in names for job in jobs[build]])
         for build in names:
             try:
                 objects, messages = zip(*(job.result() for job in jobs[build]), strict=True)
@@ -268,7 +290,7 @@ def main():
         # without a compiler, mpidl uses NumPy and the commands print a notice
         return 0 if options.if_needed else f"kernels/build.py: {error}"
     try:
-        failures = compile_builds(names, folder, compiler, extra) if names else {}
+        failures = compile_builds(names, folder, compiler, extra, True) if names else {}
     except (Failed, OSError) as error:
         return f"kernels/build.py: {error}"
     if failures:

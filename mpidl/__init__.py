@@ -5,6 +5,7 @@ The same seed, data and options give the same weights, byte for byte, on any num
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 # Limit BLAS to one thread before NumPy loads. A BLAS may split a matrix product among threads,
 # and the order of additions then depends on the number of threads.
@@ -76,7 +77,11 @@ from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.pad import *
 from mpidl.ops.pool import *
+from mpidl.ops.probabilities import *
+from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
+from mpidl.report.history import History as History
+from mpidl.report.history import history as history
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
@@ -86,6 +91,14 @@ from mpidl.training.optimizers import AdamW as AdamW
 from mpidl.training.optimizers import RMSProp as RMSProp
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
 from mpidl.training.sweep import sweep as sweep
+from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
+from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
+from mpidl.training.tracking_hooks import WandbHook as WandbHook
 from mpidl.training.trainer import train as train
+
+if not TYPE_CHECKING:  # for a type checker, an unknown name is an error
+    from mpidl import matlab_names
+
+    __getattr__ = matlab_names.missing_name
 
 __version__ = "0.1.0"

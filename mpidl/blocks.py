@@ -82,14 +82,30 @@ class Batch:
         return first, stop
 
     def valid(self, block: int) -> int:
-        """Return the number of images in this rank's block with index `block`, from 0.
+        """Return the number of images in a block of this rank.
 
         Only the last block of the mini-batch may have fewer than 16 images.
+
+        Parameters
+        ----------
+        block : int
+            Index of the block on this rank, from 0.
+
+        Returns
+        -------
+        int
+            From 1 to 16.
         """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
     def counts(self) -> np.ndarray:
-        """Return the number of images in each block, (blocks,) int32; on a GPU, the total, (1,)."""
+        """Return the number of images in each block of this rank.
+
+        Returns
+        -------
+        ndarray
+            Counts (blocks,) int32; on a GPU, the total, (1,).
+        """
         if self.device is not None:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
@@ -147,6 +163,11 @@ class OneRank:
         value
             A Partial, an array, or a dict, list or tuple of them.
 
+        Returns
+        -------
+        array, dict, list or tuple
+            The totals, in the structure of `value`.
+
         Raises
         ------
         ValueError
@@ -200,6 +221,11 @@ def share(
         `fold.Tree`). By default, the setting of the world.
     device
         The object that stores the counts in GPU memory; by default None, for host memory.
+
+    Returns
+    -------
+    Batch
+        The blocks and the images of this rank, possibly none.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
@@ -262,23 +288,56 @@ class Blocked:
         return self.lanes.dtype
 
     def like(self, lanes: np.ndarray) -> Blocked:
-        """Return a Blocked value with the given lanes for the same images."""
+        """Return a Blocked value with the given lanes for the same images.
+
+        Parameters
+        ----------
+        lanes : ndarray
+            Array (blocks, ..., 16) in the layout of `lanes`.
+
+        Returns
+        -------
+        Blocked
+            The value, which shares the array.
+        """
         return Blocked(lanes, self.batch)
 
     def stored(self) -> Blocked:
-        """Return this value with all lanes in memory; a DeferredActivation computes the lanes."""
+        """Return this value with all lanes in memory; a DeferredActivation computes the lanes.
+
+        Returns
+        -------
+        Blocked
+            This value, or a new one whose lanes are computed.
+        """
         return self
 
     def block(self, b: int) -> np.ndarray:
-        """Return block `b` as a C-ordered array (n, *image_shape), n <= 16.
+        """Return the images of a block as an array.
 
         The memory layout is always the same, because NumPy's order of summation depends on it.
+
+        Parameters
+        ----------
+        b : int
+            Index of the block on this rank, from 0.
+
+        Returns
+        -------
+        ndarray
+            C-ordered array (n, *image_shape), n <= 16.
         """
         lanes = np.asarray(self.lanes)[b]
         return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
 
     def local(self) -> np.ndarray:
-        """Return the entries of this rank's images as an array (n, *image_shape)."""
+        """Return the entries of this rank's images as an array (n, *image_shape).
+
+        Returns
+        -------
+        ndarray
+            Array (n, *image_shape), n = 0 if the rank has no images.
+        """
         flat = np.moveaxis(np.asarray(self.lanes), -1, 1).reshape(-1, *self.image_shape)
         first, last = self.batch.images
         return np.ascontiguousarray(flat[: last - first])
@@ -426,6 +485,11 @@ def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None)
         The mini-batch that the images belong to.
     dtype
         Type of the value; by default the type of `images`.
+
+    Returns
+    -------
+    Blocked
+        The value, whose lanes are a copy.
 
     Raises
     ------

@@ -230,6 +230,21 @@ def write_whole(
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
+def read_toml(path: str | os.PathLike[str], spelled: str) -> dict[str, Any]:
+    """Read a TOML file; raise UserError, whose message begins with `spelled`, if that fails."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10 has no tomllib
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"{spelled}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{spelled}: not a TOML file: {error}") from error
+
+
 def sync_folder(folder: str) -> None:
     """Flush renames in a folder to disk.
 

@@ -333,8 +333,8 @@ class Partial:
             if other.shape != self.shape:
                 raise ValueError(
                     f"cannot add Partials of shapes {self.shape} and {other.shape}: dl.mean and "
-                    "dl.sum reduce over the images only, (N, 3) to (3,); to get one number per "
-                    "image, (N,), write a custom op (@dl.op)"
+                    "dl.sum reduce over the images, (N, 3) to (3,); axis=(0, 1) reduces over both "
+                    "axes, and axis=1 gives one number per image, (N,)"
                 )
             addend = _sum_of_present(self.addend, other.addend)
             return Partial([*self.terms, *other.terms], addend, self.shape, self.dtype)
@@ -375,13 +375,34 @@ class Partial:
         return self * (1.0 / float(divisor))
 
     def astype(self, dtype: DTypeLike) -> Partial:
-        """Return a Partial of the same sum, which is converted to `dtype` after the fold."""
+        """Return a Partial of the same sum, which is converted to `dtype` after the fold.
+
+        Parameters
+        ----------
+        dtype : dtype_like
+            Type of the total.
+
+        Returns
+        -------
+        Partial
+            The same terms.
+        """
         return Partial(self.terms, self.addend, self.shape, dtype)
 
     def finish(self, roots: Sequence[np.ndarray]) -> np.ndarray:
         """Return the total, given the root of each term.
 
         Each root is scaled, the terms are added in order, and `addend` is added last.
+
+        Parameters
+        ----------
+        roots : sequence of ndarray
+            The folded sum of each term.
+
+        Returns
+        -------
+        ndarray
+            The total.
         """
         scaled = [
             root if term.scale == 1.0 else root * root.dtype.type(float(term.scale))
@@ -391,7 +412,13 @@ class Partial:
         return np.asarray(total, self.dtype).reshape(self.shape)
 
     def local(self) -> np.ndarray:
-        """Return this rank's part of the only term, not scaled; zeros if the rank has no blocks."""
+        """Return this rank's part of the only term, not scaled; zeros if the rank has no blocks.
+
+        Returns
+        -------
+        ndarray
+            An array of the sum's shape.
+        """
         (term,) = self.terms
         parts = [np.array(value) for value in term.nodes] or [np.zeros(self.shape, self.dtype)]
         while len(parts) > 1:

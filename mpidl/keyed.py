@@ -35,13 +35,43 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
 
 
 def key_of(seed: int, purpose: str) -> np.ndarray:
-    """Hash a seed and a purpose into a Philox key of two 64-bit words."""
+    """Hash a seed and a purpose into a Philox key of two 64-bit words.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the run.
+    purpose : str
+        What the numbers are for, such as "order"; other purposes give independent numbers.
+
+    Returns
+    -------
+    ndarray
+        The key, (2,) uint64.
+    """
     digest = hashlib.sha256(f"{int(seed)}\0{purpose}".encode()).digest()
     return np.frombuffer(digest[:16], "<u8").astype(np.uint64)
 
 
 def uniform(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 0) -> np.ndarray:
-    """Return `count` float64 numbers in [0, 1), each a multiple of 2**-53; see `words`."""
+    """Return `count` float64 numbers in [0, 1), each a multiple of 2**-53; see `words`.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the run.
+    purpose : str
+        What the numbers are for.
+    count : int
+        How many numbers to return.
+    epoch, sample : int
+        Epoch and number of the sample; each pair has numbers of its own.
+
+    Returns
+    -------
+    ndarray
+        Numbers (count,), float64.
+    """
     return (words(seed, purpose, count, epoch=epoch, sample=sample) >> 11) * 2.0**-53
 
 
@@ -49,5 +79,21 @@ def permutation(n: int, seed: int, purpose: str, *, epoch: int = 0) -> np.ndarra
     """Return a permutation of range(n): the stable argsort of n random words.
 
     `Generator.permutation` is not used, because its result may change between versions of NumPy.
+
+    Parameters
+    ----------
+    n : int
+        Number of elements.
+    seed : int
+        Seed of the run.
+    purpose : str
+        What the permutation is for.
+    epoch : int
+        Epoch; each has a permutation of its own.
+
+    Returns
+    -------
+    ndarray
+        The permutation, (n,) int64.
     """
     return np.argsort(words(seed, purpose, n, epoch=epoch), kind="stable")

@@ -16,7 +16,7 @@ from mpidl.data.datastore import need_datastore
 from mpidl.errors import UserError
 from mpidl.fold import Partial
 from mpidl.nn import Network
-from mpidl.ops.loss import squeezed
+from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names, name_list
 
 Sums: TypeAlias = tuple[Partial | Var, ...]  # (loss,) or (loss, number of correct labels)

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 NAMES_IN_A_LINE = 10  # `name_list` prints this many names and counts the others
@@ -23,6 +24,48 @@ def name_list(names: Sequence[str]) -> str:
     rest = len(names) - NAMES_IN_A_LINE
     tail = f" and {rest} more" if rest > 0 else ""
     return ", ".join(printable(name) for name in names[:NAMES_IN_A_LINE]) + tail
+
+
+def ranges(numbers: Iterable[int], width: int = 0) -> str:
+    """Format numbers as ranges, each of at least `width` digits: {0, 1, 2, 5} gives "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(
+        f"{first:0{width}}" + (f"-{last:0{width}}" if last > first else "") for first, last in parts
+    )
+
+
+def host_list(hosts: Iterable[str]) -> str:
+    """Join the names of hosts as Slurm does: "n[001-064], login".
+
+    Groups of names after the 10th are only counted.
+
+    Parameters
+    ----------
+    hosts : iterable of str
+        Names, which may repeat.
+    """
+    groups: dict[tuple[str, str], dict[str, None]] = {}  # {(before, after the number): numbers}
+    for host in dict.fromkeys(hosts):
+        match = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", host)
+        before, number, after = match.groups() if match else (host, "", "")
+        groups.setdefault((before, after), {})[number] = None
+    names = []
+    for (before, after), numbers in groups.items():
+        is_padded = any(number.startswith("0") and len(number) > 1 for number in numbers)
+        by_width: dict[int, list[str]] = {}
+        for number in numbers:
+            by_width.setdefault(len(number) if is_padded else 0, []).append(number)
+        for width, members in by_width.items():
+            text = members[0]
+            if len(members) > 1:
+                text = f"[{ranges(map(int, members), width)}]"
+            names.append(f"{before}{text}{after}")
+    return name_list(names)
 
 
 def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:

@@ -11,6 +11,42 @@ die() { # print one line and exit with code 2, which means unusable options
     exit 2
 }
 
+watched() { # watched TEXT LOG COMMAND...: run a command, output to LOG; show how long it takes
+    local text=$1 log=$2 code=0 start=$SECONDS
+    shift 2
+    : >"$log"
+    watch_command "$text" "$log" &
+    watcher=$!
+    trap end_watcher EXIT # for a command that Ctrl-C ends
+    "$@" >"$log" 2>&1 || code=$?
+    end_watcher
+    trap - EXIT
+    [ $((SECONDS - start)) -lt 2 ] || [ $code != 0 ] || say "$text: done ($((SECONDS - start)) s)"
+    return $code
+}
+
+watch_command() { # watch_command TEXT LOG: show TEXT, the seconds and the last line of LOG
+    # A terminal gets one line that changes each second; otherwise there is a line every 9 s.
+    local start=$SECONDS shown=$SECONDS line
+    # $$ is the program itself, which may be killed; sleep must not hold its pipes open.
+    while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        line="$program: $1 ($((SECONDS - start)) s)"
+        [ ! -s "$2" ] || line="$line: $(tail -n 1 "$2" | sed 's/^ *//; s/: started$//')"
+        if [ -t 2 ]; then
+            printf '\r%.*s\033[K' $((${COLUMNS:-80} - 1)) "$line" >&2
+        elif [ $((SECONDS - shown)) -ge 9 ]; then
+            shown=$SECONDS
+            printf '%.79s\n' "$line" >&2
+        fi
+    done
+}
+
+end_watcher() { # end the background process of `watched`, and erase its line on a terminal
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+}
+
 choose_environment() { # set venv, the folder of the environment, and mpi, the kind of MPI
     case ${MPIDL_MPI:-mpich} in
     openmpi) venv=$root/.venv-openmpi ;;
@@ -73,6 +109,7 @@ unlock() { exec 9<&-; }
 
 set_up() { # set_up train|test EXTRAS [PIP OPTION...]: make the environment, install the package
     make_environment
+    compile_kernels # before pip, which hides how far the compiler is
     install_package "$@"
 }
 
@@ -90,10 +127,16 @@ make_environment() { # make the environment unless it has a new enough Python an
     python=$(find_python) || die "Python 3.10 or newer is missing ($python)"
     "$python" -c 'import ensurepip, venv; ensurepip.version()' 2>/dev/null ||
         die "Python's venv module is missing: apt-get install ${python##*/}-venv"
-    say "making $venv for mpidl with MPI '$mpi' (once, a minute or two)"
+    say "making $venv, once, with MPI '$mpi'"
     local output
-    output=$("$python" -m venv $clear "$venv" 2>&1) ||
-        die "cannot create $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
+    output=$(mktemp) || die "cannot create a file in ${TMPDIR:-/tmp}"
+    if ! watched "creating the environment" "$output" "$python" -m venv $clear "$venv"; then
+        local reason
+        reason=$(tail -n 1 "$output")
+        rm -f "$output"
+        die "cannot create $venv: $reason (MPIDL_VENV names another folder)"
+    fi
+    rm -f "$output"
 }
 
 find_python() { # print the first Python that is new enough; fail and print advice if none is
@@ -125,13 +168,33 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     # Tests import few modules, so Python compiles each module at its first import.
     [ "$kind" = train ] || set -- --no-compile "$@"
     # An editable installation runs the checkout itself, also after a `git pull`.
-    (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install \
-        --disable-pip-version-check --no-input "$@" -e ".$extras") >"$log" 2>&1 ||
+    watched "installing packages" "$log" pip_in_root install "$@" -e ".$extras" ||
         explain_pip "$log"
     find_checkout_first
     echo "$mpi" >"$venv/mpidl-mpi"
     installed >"$venv/mpidl-$kind"
     [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
+}
+
+add_extra() { # add_extra EXTRA: install what an extra of setup.cfg names, unless it is installed
+    local stamp=$venv/mpidl-extra-$1 log=$venv/mpidl-install.log requirements
+    [ ! -r "$stamp" ] || [ "$(<"$stamp")" != "$(installed)" ] || return 0
+    requirements=$(mktemp)
+    (cd "$root" && "$venv/bin/python" -c 'import configparser, sys
+config = configparser.ConfigParser()
+config.read("setup.cfg")
+print(config["options.extras_require"][sys.argv[1]])' "$1" >"$requirements")
+    watched "installing the extra '$1'" "$log" pip_in_root install -r "$requirements" ||
+        explain_pip "$log"
+    rm -f "$requirements"
+    installed >"$stamp"
+}
+
+pip_in_root() { # pip_in_root COMMAND [ARGUMENT...]: run pip of the environment in the checkout
+    local command=$1
+    shift
+    (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} exec "$venv/bin/python" -m pip "$command" \
+        --disable-pip-version-check --no-input "$@")
 }
 
 find_checkout_first() { # let "import mpidl" find the checkout before a folder with this name

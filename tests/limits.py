@@ -48,10 +48,13 @@ def exceeded(start: float, seconds: float) -> bool:
     return elapsed > seconds and elapsed > seconds * slowness()
 
 
-def wait_until(condition) -> None:
-    """Return once condition() is true; the test's limit ends a wait that never succeeds."""
+def wait_until(condition, seconds: float = 0.01) -> None:
+    """Return once condition() is true, which is called every `seconds`.
+
+    The test's limit ends a wait that never succeeds.
+    """
     while not condition():
-        time.sleep(0.01)
+        time.sleep(seconds)
 
 
 def without_pytest(stacks: str) -> str:

@@ -43,7 +43,8 @@ class Run(NamedTuple):
     spread: str = "loadfile"
 
     def processes(self, cores):
-        return 1 if self.ranks else cores
+        """Return the number of pytest processes: one more than cores, because jobs also wait."""
+        return 1 if self.ranks or cores == 1 else cores + 1
 
     def expected(self, name, cores):
         """Return the expected seconds of the run on a quiet machine."""
@@ -57,7 +58,14 @@ class Run(NamedTuple):
         if self.ranks:
             start = ["mpirun", "-n", str(self.ranks), *pytest]
         elif cores > 1:
-            start = [*pytest, "-n", str(cores), "--dist", self.spread, "--no-loadscope-reorder"]
+            start = [
+                *pytest,
+                "-n",
+                str(self.processes(cores)),
+                "--dist",
+                self.spread,
+                "--no-loadscope-reorder",
+            ]
         else:
             start = pytest
         return [*start, *self.arguments, *arguments]
@@ -84,8 +92,12 @@ PARTS = {
     "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs"),
     "ranks": marked("more ranks, threads and builds; other algorithms of convolutions", "ranks"),
     "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
+    "pages": marked("the live page in a headless Chromium, beside jobs", "pages"),
     "stores": marked("data in an object store, and its faults", "stores"),
+    "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
+    "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
+    "notebooks": marked("trainings from a notebook, in a real kernel", "notebooks"),
     "package": marked("trainings by the installed wheel", "package"),
     "compilers": marked("the kernels by gcc and clang, without a warning", "compilers"),
     "aarch64": marked("the kernels for AArch64, under qemu", "aarch64"),

@@ -57,6 +57,7 @@ CROSS_CUTTING = {
     "nn/test_freeze.py": "freezing, from layers to the optimizer",
     "training/files/test_old_files.py": "files of earlier versions",
     "training/options/test_options_page.py": "docs/options.md",
+    "training/test_stopped_runs.py": "trainings that a stop file ends",
     "training/test_classes.py": "class names in training, files and evaluation",
 }
 CROSS_CUTTING |= dict.fromkeys(

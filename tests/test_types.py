@@ -46,6 +46,8 @@ dl.conv2d(dl.Var(np.ones(3)), np.ones(3), np.ones(3), strides=2)
 dl.World().gplus("text")
 dl.Network([], (1, 2, 3)).predict([1])
 dl.SGDM(0.1, momentun=0.9)
+dl.trainNetwork
+dl.ImageFolder("photos", include_subfolders=True)
 """
 
 # Attributes and results that may be Any, by reason.

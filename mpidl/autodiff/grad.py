@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, ov
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.autodiff.tape import Var, backward, batch_of, value_of, zeros_like
 from mpidl.fold import Partial, replicated
 
@@ -104,10 +105,11 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
 
     def run(model, *args, **options):
         network = hasattr(model, "bind")
-        learnables = model.trainable if network else model
-        leaves = {name: Var(value, name=name) for name, value in learnables.items()}
-        traced: Any = model.bind(leaves) if network else leaves
-        result = f(traced, *args, **options)
+        with phases.span("forward"):
+            learnables = model.trainable if network else model
+            leaves = {name: Var(value, name=name) for name, value in learnables.items()}
+            traced: Any = model.bind(leaves) if network else leaves
+            result = f(traced, *args, **options)
         outputs = result if isinstance(result, tuple) else (result,)
         loss, value = outputs[0], [value_of(v) for v in outputs]
         if not is_one_number(loss):
@@ -117,26 +119,29 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
             )
         batch = batch_of(*args)
         world = batch.world if batch else reduce
-        reducer = reduce.reducer() if reduce is not None else None
         computed = {}
-        if isinstance(loss, Var):
-            computed = backward(
-                loss,
-                np.ones((), value[0].dtype),
-                fold=world.gplus if world is not None else None,
-                on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
-                progress=reducer.progress if reducer else None,
-            )
-        if reducer:
-            computed = {leaves.get(name): g for name, g in reducer.finish().items()}
-        gradients = {
-            name: computed[leaf] if leaf in computed else zeros_like(leaf.value)
-            for name, leaf in leaves.items()
-        }
+        with phases.span("backward"):
+            reducer = reduce.reducer() if reduce is not None else None
+            if isinstance(loss, Var):
+                computed = backward(
+                    loss,
+                    np.ones((), value[0].dtype),
+                    fold=world.gplus if world is not None else None,
+                    on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
+                    progress=reducer.progress if reducer else None,
+                )
+        with phases.span("sums of gradients"):
+            if reducer:
+                computed = {leaves.get(name): g for name, g in reducer.finish().items()}
+            gradients = {
+                name: computed[leaf] if leaf in computed else zeros_like(leaf.value)
+                for name, leaf in leaves.items()
+            }
         if reducer:
             partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
-            for i, v in reduce.gplus(partials).items():
-                value[i] = v
+            with phases.span("sum of the loss"):
+                for i, v in reduce.gplus(partials).items():
+                    value[i] = v
         else:
             value[0] = _as_partial(value[0])
             gradients = {name: _as_partial(g) for name, g in gradients.items()}

@@ -42,6 +42,7 @@ from typing import (
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.blocks import Batch, Blocked, from_images
 from mpidl.device_array import is_device_array
 from mpidl.fold import Counter, Partial
@@ -67,7 +68,7 @@ class Var:
         The name of the op, or of the learnable if the Var is a leaf.
     """
 
-    __slots__ = ("value", "parents", "vjp", "name", "index")
+    __slots__ = ("value", "parents", "vjp", "name", "index", "layer")
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Var:
     ) -> None:
         self.value, self.parents, self.vjp, self.name = value, parents, vjp, name
         self.index: int = next(_clock)
+        self.layer = phases.current_layer()  # the layer whose op computed the value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -426,7 +428,10 @@ def backward(
                 )
             dy = fold(dy)
         needs = tuple(isinstance(p, Var) for p in parents)
-        parts = vjp(dy, needs) if dy is not None else (None,) * len(parents)
+        parts = (None,) * len(parents)
+        if dy is not None:
+            with phases.layer(node.layer or node.name):
+                parts = vjp(dy, needs)
         node.vjp = node.value = vjp = dy = None
         for parent, part in zip(parents, parts, strict=True):
             if not isinstance(parent, Var):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpidl.cli.parser import Parser, count, image_shape, rank_counts
+from mpidl.cli.parser import Parser, count, image_shape, port_of, rank_counts, typed_command
 from mpidl.data.formats import FILES
 from mpidl.errors import UserError
 from mpidl.nn import zoo
@@ -22,6 +22,19 @@ exit codes: 0 success; 1 error; 2 invalid options or data; 75 stopped by a signa
 after writing a checkpoint: run again with --resume DIR
 """
 
+# The ten commonest options of a command, in the order in which --help shows them.
+TRAIN_COMMON = (
+    *("data", "network", "weights", "epochs", "batch_size", "solver", "learning_rate"),
+    *("device", "out", "resume"),
+)
+PREDICT_COMMON = (
+    *("model", "data", "out", "top_k", "confusion", "activations", "resize", "colour"),
+    *("batch_size", "device"),
+)
+VERIFY_COMMON = (
+    *("ranks", "network", "data", "max_iterations", "batch_size", "solver", "learning_rate"),
+    *("device", "threads", "seed"),
+)
 # Training options that mpidl.predict also accepts.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 STORAGE = ("endpoint_url", "requests", "cache_dir", "retry_seconds")
@@ -43,8 +56,8 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     dict
         The typed arguments, {name: value}. Names are the training options, the names in
         `PREPROCESS` and `STORAGE`, and network, weights, new_layer_factor, freeze_up_to, data,
-        test_data, validation_data, test_fraction, upload, preview, out, resume, overwrite and
-        config.
+        test_data, validation_data, test_fraction, upload, mlflow, wandb, preview, out, resume,
+        overwrite, monitor and config.
 
     Raises
     ------
@@ -56,7 +69,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "Train a network on all ranks that mpirun or srun started. Without options, train the\n"
         "digits network on the embedded digit images with its recipe.",
         quiet,
-        usage="python -m mpidl.train [OPTION VALUE] ...",
+        TRAIN_COMMON,
         epilog="A default applies unless the network's recipe sets the option.\n"
         f"{_recipe('digits')}\n\n"
         "The first of these sources that has a value wins: the command line, --config, the\n"
@@ -79,6 +92,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "--validation-data",
         "DATA|test",
         "Images for validation during training, or test for the test images; default: none",
+        ("test",),
     )
     add_preprocess(parser)
     add_storage(parser)
@@ -87,6 +101,17 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "URL",
         "Copy model.h5, summary.json and options.toml to this prefix of an object store at the "
         "end, such as s3://bucket/run7",
+    )
+    parser.text(
+        "--mlflow",
+        "DIR",
+        "Record the run in this file store of MLflow, such as mlruns; default: none",
+    )
+    parser.text(
+        "--wandb",
+        "PROJECT",
+        "Record the run for this project of Weights & Biases, in the results folder and without "
+        "network; wandb sync uploads it; default: none",
     )
     parser.add_options(*training_options.NAMES)
     parser.text(
@@ -106,6 +131,15 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "--overwrite", action="store_true", help="Replace the run in the folder of --out"
     )
     parser.text("--config", "FILE.toml", "Read options from this file")
+    parser.add_argument(
+        "--monitor",
+        nargs="?",
+        const=0,
+        type=port_of("--monitor"),
+        metavar="PORT",
+        help="Serve a page with the curves of the run and a button that stops it, as mpidl.monitor "
+        "does, and print its URL; default without PORT: a free port",
+    )
     return vars(parser.parse(argv))
 
 
@@ -125,6 +159,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "mpidl.predict",
         "Classify images with a trained network.",
         quiet,
+        PREDICT_COMMON,
         epilog=(
             "--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
             "preprocessing, even if only one of them is given."
@@ -132,7 +167,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     )
     parser.text("--model", "FILE", MODEL_HELP, required=True)
     parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
-    parser.text("--data", "DATA", DATA_HELP, required=True)
+    parser.text("--data", "DATA", DATA_HELP, DIGITS, required=True)
     parser.text(
         "--out",
         "FILE",
@@ -180,7 +215,7 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "Train briefly on each number of ranks and compare the weights, which must be the same,\n"
         "byte for byte.",
         quiet,
-        usage="python -m mpidl.verify [OPTION VALUE] ...",
+        VERIFY_COMMON,
         epilog="exit codes: 0 the weights are equal; 1 they differ, or an error; 2 invalid options",
     )
     parser.text(
@@ -213,9 +248,9 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     Returns
     -------
     Namespace
-        The attributes are network, model, layers, input_shape, classes and batch_size. Each is
-        None if the user did not type it. Without a network and a model, the command shows the
-        machine.
+        The attributes are network, model, layers, input_shape, classes, batch_size, threads and
+        json. Each is None if the user did not type it. Without a network and a model, the command
+        shows the machines of all ranks.
     """
     parser = Parser(
         "mpidl.info",
@@ -227,6 +262,7 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
         "NAME",
         "Show the layers of this network with their learnables, memory and operations: "
         f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
+        zoo.NETWORKS,
     )
     parser.text("--model", "FILE", f"Show the layers of a file. {MODEL_HELP}")
     parser.text("--layers", "FILE.py", "Python file with the custom layer classes of --model")
@@ -249,6 +285,14 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
         "--network, else 128",
         type=count("--batch-size"),
     )
+    parser.text(
+        "--threads",
+        "N",
+        "Threads per rank that the report assumes; default: the cores divided among the ranks",
+        type=count("--threads"),
+    )
+    text = "Print the facts about each rank and the warnings as JSON"
+    parser.add_argument("--json", action="store_const", const=True, help=text)
     namespace = parser.parse(argv)
     if namespace.model is not None and namespace.network is not None:
         raise UserError("--model and --network: expected at most one of them")
@@ -256,6 +300,9 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
         raise UserError("--layers: expected --model FILE with it, found none")
     if namespace.batch_size is not None and namespace.model is None and namespace.network is None:
         raise UserError("--batch-size: expected --network NAME with it, found none")
+    for name in ("threads", "json"):
+        if getattr(namespace, name) and (namespace.network or namespace.model):
+            raise UserError(f"--{name}: expected neither --network nor --model with it")
     sizes = ("input_shape", "classes")
     typed = [name for name in sizes if getattr(namespace, name) is not None]
     if typed and namespace.network is None:
@@ -265,6 +312,7 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     return namespace
 
 
+DIGITS = ("digits",)  # the name of the embedded images, which shells complete for --data
 MODEL_HELP = (
     "Trained network: model.h5 of a run, an ONNX file (*.onnx), or a safetensors file that mpidl "
     "wrote (*.safetensors)"
@@ -273,7 +321,8 @@ DATA_HELP = (
     "Images: digits; or the path, or the URL such as s3://bucket/prefix, of one of these: a "
     "folder with one sub-folder of images per class, or with two such "
     "folders, train/ and test/; a folder of IDX files or of CIFAR's binary files; "
-    f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by python -m mpidl.pack"
+    f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by "
+    f"{typed_command('mpidl.pack')}"
 )
 
 
@@ -290,6 +339,7 @@ def _add_data(parser):
         f"Network to train: {', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, which is called "
         "with input_shape and classes. A returned Network keeps its learnables; a list of layers "
         "is initialized from --seed; default: digits",
+        zoo.NETWORKS,
         default=argparse.SUPPRESS,
     )
     parser.text(
@@ -313,7 +363,8 @@ def _add_data(parser):
         "default: none",
         default=argparse.SUPPRESS,
     )
-    parser.text("--data", "DATA", f"{DATA_HELP}; default: digits", default=argparse.SUPPRESS)
+    text = f"{DATA_HELP}; default: digits"
+    parser.text("--data", "DATA", text, DIGITS, default=argparse.SUPPRESS)
 
 
 def add_preprocess(parser: Parser, default: str = "none") -> None:

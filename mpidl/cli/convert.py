@@ -32,6 +32,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "NAME",
         "Network whose weights SRC has, if SRC does not describe it: "
         f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
+        zoo.NETWORKS,
     )
     parser.text(
         "--input-shape",

@@ -1,6 +1,7 @@
 """`python -m mpidl.info`: show hardware and libraries, or the layers of a network."""
 
 import inspect
+import json
 import os
 import platform
 import sys
@@ -10,8 +11,8 @@ import numpy as np
 
 from mpidl.backends.cpu import builds
 from mpidl.backends.gpu import cubins, discovery, nvrtc
-from mpidl.cli import arguments, start
-from mpidl.comm import World, devices, failure, nccl, thread_budget
+from mpidl.cli import arguments, device_probe, device_report, start
+from mpidl.comm import World, devices, failure, nccl
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.interchange import network_files
@@ -29,15 +30,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         show = _show_network if parsed.model is None else _show_model
         on_rank_0(world, lambda: show(parsed))
         return 0
-    ranks = world.gather((world.host, thread_budget.available_cores()))
-    warnings = start.arithmetic(world)
-    local_gpus = devices.find_gpus(world.host)
-    nccl_version = nccl.version() if local_gpus.gpus else 0
-    gpus_by_rank = world.gather(local_gpus)
+    own_report = device_probe.probe(world)
+    ranks = world.gather(own_report)
+    arithmetic = start.arithmetic(world)
+    nccl_version = nccl.version() if own_report.gpus.gpus else 0
     abilities = world.gather(nccl.Capabilities(world.host, "", nccl_version, nccl.cuda_aware()))
     if world.rank:
         return 0
-    threads = sorted(set(thread_budget.assign_threads(ranks, 0)[0]))
+    report = device_report.compare(
+        ranks,
+        parsed.threads or 0,
+        lambda threads: device_report.binding_command(
+            threads, ranks[0].mpi, "SLURM_JOB_ID" in os.environ
+        ),
+    )
+    report.warnings[:0] = [*arithmetic, *start.slow_mpi(world)]
+    if parsed.json:
+        print(json.dumps(device_report.as_json(report), indent=1))
+        return 0
+    gpus_by_rank = [rank.gpus for rank in ranks]
     package = os.path.dirname(os.path.dirname(__file__))
     facts = {
         "mpidl": f"{configuration.version_of('mpidl')}, {package}",
@@ -45,12 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
         "kernels": _kernels(),
-        "threads": f"{' or '.join(map(str, threads))} per rank unless --threads is given",
-        "CPU": f"{cpu_model()}, {os.cpu_count()} cores",
+        "CPU": "",  # its place
         "CPU features": ", ".join(_features()) or "not known",
-        "MPI": _first_line(world.transport.MPI.Get_library_version()),
+        **device_report.facts(report),
         "mpi4py": configuration.version_of("mpi4py"),
-        "fabric": _fabric(world.transport.MPI.Get_library_version()),
         "GPU": _gpus(gpus_by_rank[0]),
         "CuPy": _cupy(),
         "NVRTC": ", ".join(_nvrtc()) or "none",
@@ -59,13 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, fact in facts.items():
         print(f"{name:13} {fact}")
-    by_host = {}
-    for rank, (host, (bound, _)) in enumerate(ranks):
-        by_host.setdefault(host, []).append(f"{rank} on cores {_ranges(bound)}")
-    print(f"{'ranks':13} {world.size} on {len(by_host)} host(s)")
-    for host, lines in by_host.items():
-        print(f"  {host}: " + "; ".join(f"rank {line}" for line in lines))
-    for line in warnings:
+    hosts = len({rank.host for rank in ranks})
+    print(f"{'ranks':13} {world.size} on {hosts} host(s)\n")
+    for line in [*device_report.table(report), *report.warnings]:
         print(line)
     return 0
 
@@ -114,39 +119,10 @@ def _kernels():
     return ", ".join(names) or "none"
 
 
-def _first_line(text):
-    return " ".join(text.strip().splitlines()[0].replace("\0", "").split())
-
-
-def cpu_model() -> str:
-    """Return the name of the CPU from /proc/cpuinfo, or else from the platform module."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def _features():
     """Return the SIMD features of the CPU that NumPy can use."""
     extensions = np.show_config(mode="dicts").get("SIMD Extensions", {})
     return [*extensions.get("baseline", []), *extensions.get("found", [])]
-
-
-def _fabric(library):
-    """Describe the network that MPI uses, from the MPI library's version text and settings."""
-    settings = [
-        f"{name}={os.environ[name]}"
-        for name in ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
-        if name in os.environ
-    ]
-    for line in library.splitlines():
-        if "device" in line.lower():
-            settings.insert(0, " ".join(line.partition(":")[2].split()))
-    return ", ".join(settings) or "the MPI library's own choice"
 
 
 def _gpus(visible):
@@ -191,14 +167,3 @@ def _transport(gpus_by_rank, abilities):
     words = {"host": "through host memory", "mpi": "by MPI", "nccl": "by NCCL"}[transport]
     no_sums = ", nothing with one rank" if len(ranks) == 1 else ""
     return f"{words}{no_sums} ({nccl.VARIABLE})"
-
-
-def _ranges(numbers):
-    """Format sorted numbers as ranges: [0, 1, 2, 5] gives "0-2,5"."""
-    parts, first = [], None
-    for i, n in enumerate(numbers):
-        first = n if first is None else first
-        if i + 1 == len(numbers) or numbers[i + 1] != n + 1:
-            parts.append(f"{first}-{n}" if n > first else f"{n}")
-            first = None
-    return ",".join(parts)

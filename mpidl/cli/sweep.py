@@ -12,8 +12,9 @@ from mpidl.comm.groups import Group, describe
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
 from mpidl.files import on_rank_0, reason
+from mpidl.report import stop_file
 from mpidl.report import sweep_table as report
-from mpidl.report.console import clock
+from mpidl.report.rows import clock
 from mpidl.training import sweep as dispatch
 from mpidl.training.files import checkpoint, trial_folder
 from mpidl.training.files.trial_folder import (
@@ -181,6 +182,12 @@ class Command:
         if job.rank == 0:
             if self.writes_table:
                 self.finish((trained, time.monotonic() - start_time))
+            if not is_stopped and STOPPED in states:
+                print(
+                    f"{stop_file.REASON}: {states.count(STOPPED)} trial(s) stopped with a "
+                    "checkpoint; to continue, run the same command again",
+                    flush=True,
+                )
             if is_stopped:
                 waiting = states.count(WAITING) + states.count(RUNNING)
                 print(
@@ -209,9 +216,11 @@ class Command:
 
         def train_alone(world):
             typed = on_rank_0(world, lambda: self._prepare(group, folder))
-            with folder.log():
+            # A stop file ends only this trial; a signal to a `Signals` also reaches the outer one.
+            with folder.log(), failure.Signals() as trial_signals:
+                trial_signals.name = signals.name
                 try:
-                    return train.train(typed, world, signals)
+                    return train.train(typed, world, trial_signals)
                 except Exception as error:
                     dispatch.print_traceback(error)
                     if isinstance(error, (UserError, Fault)) and world.rank == 0:

@@ -1,5 +1,6 @@
 """`python -m mpidl.train`: train a network, test it, and write the results to a folder."""
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,12 @@ from mpidl.data import gallery
 from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
-from mpidl.evaluation import evaluate, validation
-from mpidl.files import on_rank_0
-from mpidl.report import Console, metrics
-from mpidl.training import input_pipeline, progress, trainer
-from mpidl.training.files import checkpoint, model_file
+from mpidl.evaluation import confusion, evaluate, validation
+from mpidl.files import call_together, on_rank_0
+from mpidl.report import Console, metrics, tracking
+from mpidl.report.live import address, page_process
+from mpidl.training import input_pipeline, progress, tracking_hooks, trainer
+from mpidl.training.files import checkpoint, model_file, run_folder
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
 
@@ -56,18 +58,23 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
     gpus = None if settings.gpus is None else str(settings.gpus)
     lines = world.use_device(settings.device, gpus)
     device = start.device_of(world)
+    console = Console(
+        world.rank, verbose_every=settings.verbose_every, progress=settings.verbose == "on"
+    )
 
     preprocess = start.preprocess(run)
-    train_set, test_set = data.open_data(run["data"], world, preprocess=preprocess)
+    with console.stage("reading the data"):
+        train_set, test_set = data.open_data(run["data"], world, preprocess=preprocess)
     source = pretrained.load(resolved, resume, train_set, world)
     if source is not None and not preprocess:
         preprocess = pretrained.conversion(source.net, train_set, settings)
         train_set, test_set = (
             images and data.preprocessed(images, preprocess) for images in (train_set, test_set)
         )
-    train_set, test_set = start.with_test(
-        run, train_set, test_set, world, preprocess, seed=settings.seed, typed=typed
-    )
+    with console.stage("reading the test data"):
+        train_set, test_set = start.with_test(
+            run, train_set, test_set, world, preprocess, seed=settings.seed, typed=typed
+        )
     if not len(train_set) or (test_set is not None and not len(test_set)):
         test_count = "none" if test_set is None else len(test_set)
         raise UserError(
@@ -95,12 +102,11 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         now = configuration.resumable(settings, net, train_set, world.size)
         # Check here, because trainer.train checks only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
+    trackers = tracking_hooks.of_run(settings, run)
+    page = _open_page(typed, world)
     title = pretrained.title(run)
     out = on_rank_0(world, lambda: start.output_folder(typed, title))
 
-    console = Console(
-        world.rank, verbose_every=settings.verbose_every, progress=settings.verbose == "on"
-    )
     if settings.sampling == "partition":
         lines.append(
             f"note: --sampling partition: the images are partitioned among {world.size} "
@@ -124,7 +130,11 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         console.line(f"Resumed after iteration {position['iteration']}, {position_text}")
     weights_file = None if source is None else source.file
     on_rank_0(world, lambda: _write_options(out, resolved, world, weights_file))
-    with console:
+    with (
+        console,
+        tracking_hooks.abandoned_on_error(trackers),
+        _served(page, out, console),
+    ):
         result = trainer.train(
             net,
             train_set,
@@ -134,16 +144,26 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             console=console,
             resume=resume,
             facts={"run": run, **({"weights_file": weights_file} if source else {})},
+            hooks=trackers,
             signals=signals,
         )
         stopped, test = result.stopped, None
         if stopped in (None, progress.PATIENCE):
             if test_set is not None:
-                test = evaluate.evaluate(
-                    net, test_set, world=world, signals=signals, loss=settings.loss
-                )
+                small = settings.loss == "crossentropy" and confusion.is_small(net.output_shape[0])
+                with console.stage("test", len(test_set)) as advance:
+                    test = evaluate.evaluate(
+                        *(net, test_set),
+                        world=world,
+                        signals=signals,
+                        loss=settings.loss,
+                        confusion=small,
+                        progress=advance,
+                    )
             stopped = trainer.stopped_by(signals, world)
         if stopped:
+            for tracker in trackers:
+                tracker.conclude(world, None, state=tracking.STOPPED)
             console.close()
             console.line(
                 f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
@@ -152,15 +172,42 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             return arguments.STOPPED
         for line in _validation_lines(result, settings):
             console.line(line)
-        on_rank_0(
-            world, lambda: _write_results(out, net, result, test, world, device, weights_file)
-        )
+        with console.stage("writing the results"):
+            on_rank_0(
+                world, lambda: _write_results(out, net, result, test, world, device, weights_file)
+            )
+            for tracker in trackers:
+                tracker.conclude(world, out, test)
         console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
         if run["upload"] is not None:
-            on_rank_0(world, lambda: remote.upload(out, run["upload"]))
+            with console.stage("uploading the results"):
+                on_rank_0(world, lambda: remote.upload(out, run["upload"]))
             console.line(f"Uploaded: {run['upload']}")
     return 0
+
+
+def _open_page(typed, world):
+    """Return the address of the live page on rank 0, if --monitor requests it. Collective."""
+
+    def listen():
+        address.need_bokeh("--monitor")
+        return address.listen(port=typed["monitor"], option="--monitor")
+
+    has_page = world.rank == 0 and "monitor" in typed
+    return call_together(world, listen if has_page else lambda: None)
+
+
+@contextlib.contextmanager
+def _served(page, out, console):
+    """Serve the live page of the run by a process beside this rank, if `page` is an address."""
+    if page is None:
+        yield
+        return
+    for line in page.lines():
+        console.line(line)
+    with contextlib.closing(page_process.PageProcess(out, page)):
+        yield
 
 
 def _check_shape(option, images, train_set):
@@ -277,6 +324,8 @@ def _write_options(out, resolved, world, weights_file):
 
 def _write_results(out, net, result, test, world, device, weights_file):
     model_file.save_model(os.path.join(out, "model.h5"), net)
+    if test is not None and test.confusion is not None:
+        test.confusion.save(os.path.join(out, run_folder.CONFUSION))
     summary = {
         "accuracy": test and test.accuracy,  # None if there is no test set or no classes
         "loss": metrics.number(test and test.loss),

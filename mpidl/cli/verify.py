@@ -11,10 +11,12 @@ import tempfile
 from collections.abc import Sequence
 
 from mpidl.cli import arguments, start
+from mpidl.cli.parser import typed_command
 from mpidl.comm import failure
 from mpidl.comm.launcher import environment, launcher
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import Fault, UserError
+from mpidl.report import Console
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,19 +24,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = arguments.verify(argv, quiet=failure.launched_rank() > 0)
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
-            "verify starts the ranks itself: run it without mpirun, as python -m mpidl.verify"
+            "verify starts the ranks itself: run it without mpirun, as "
+            f"{typed_command('mpidl.verify')}"
         )
     check_url(parsed.options.get("data", ""), "--data")
     flags = arguments.as_flags(parsed.options)
     hashes = {}
     for line in start.without_kernels():
         print(line)
+    console = Console(stream=sys.stderr)
     print("ranks  iterations  loss          seconds  weights_sha256", flush=True)
     with tempfile.TemporaryDirectory(prefix="mpidl-verify-") as folder:
         for number, ranks in enumerate(parsed.ranks):
             out = os.path.join(folder, str(number))
             command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", *flags, "--out", out]
-            process = subprocess.run(command, env=environment(), capture_output=True, text=True)
+            with console.stage(f"training on {ranks} rank{'s' if ranks > 1 else ''}"):
+                process = subprocess.run(command, env=environment(), capture_output=True, text=True)
             if process.returncode:
                 lines = process.stderr.strip().splitlines() or ["no message"]
                 text = next((x for x in lines if x.startswith("mpidl: ")), lines[-1])

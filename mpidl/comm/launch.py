@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
-import collections
-import contextlib
-import fcntl
 import io
 import numbers
 import os
 import pickle
 import platform
-import selectors
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,16 +16,16 @@ from typing import Any, TypeVar
 
 from mpidl import errors
 from mpidl.comm import failure, launch_worker
-from mpidl.comm.launcher import environment, launcher
+from mpidl.comm.launch_job import SIZE_VARIABLE, Interrupts, Job
+from mpidl.comm.launcher import launcher
 from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
+from mpidl.report import notebook
 
 Returned = TypeVar("Returned")
 
 SHOW_CHOICES = ("rank 0", "all", "none")
-SIZE_VARIABLE = "MPIDL_LAUNCHED"  # set to the number of ranks for each rank that `launch` starts
-ERROR_GRACE = 0.5  # seconds to wait for errors of other ranks and for remaining output
-TERMINATION_GRACE = 5.0  # seconds that mpirun has to end its ranks before all are killed
+PLOTS_CHOICES = ("none", "live")
 # The program of each rank. It imports this package from the same folder as this process does.
 RANK_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
@@ -46,6 +39,7 @@ def launch(
     ranks: int | None = None,
     timeout: float | None = None,
     show: str = "rank 0",
+    plots: str = "none",
 ) -> Returned:
     """Run `function(world, *arguments)` on ranks that mpirun starts.
 
@@ -65,6 +59,9 @@ def launch(
     show : {"rank 0", "all", "none"}
         Ranks whose output is shown as soon as it arrives. "rank 0" also shows what the other ranks
         write to stderr. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
+    plots : {"none", "live"}
+        In a notebook, "live" shows each training of the ranks while it runs: the curves of loss
+        and accuracy, the epoch, the learning rate and the time. Elsewhere it has no effect.
 
     Returns
     -------
@@ -81,10 +78,17 @@ def launch(
         contains the traceback of the exception.
     TimeoutError
         If the ranks do not finish within `timeout` seconds.
+    KeyboardInterrupt
+        If an interrupt ends the ranks; see the notes.
 
     Notes
     -----
-    An exception on any rank terminates all ranks. So does an interrupt or the end of this process.
+    An exception on any rank terminates all ranks. So does the end of this process.
+
+    An interrupt (Ctrl-C, or a notebook's *interrupt*) reaches rank 0. If the ranks are training,
+    the training stops after the current mini-batch, with a checkpoint, and the function continues
+    with a result whose `stopped` is "SIGINT". Otherwise the ranks end, and `launch` raises
+    KeyboardInterrupt. A second interrupt ends all ranks at once.
 
     Each rank runs the calling script again to define its functions, as Python's multiprocessing
     does.
@@ -97,6 +101,8 @@ def launch(
     _refuse_inside_a_rank()
     if show not in SHOW_CHOICES:
         raise UserError(f"launch: show must be one of {', '.join(SHOW_CHOICES)}, got {show!r}")
+    if plots not in PLOTS_CHOICES:
+        raise UserError(f"launch: plots must be one of {', '.join(PLOTS_CHOICES)}, got {plots!r}")
     ranks = _default_ranks() if ranks is None else ranks
     if not isinstance(ranks, numbers.Integral) or isinstance(ranks, bool) or ranks < 1:
         raise UserError(f"launch: ranks must be a whole number, at least 1, got {ranks!r}")
@@ -104,14 +110,20 @@ def launch(
     deadline = None if timeout is None else time.monotonic() + timeout
     folder = tempfile.mkdtemp(prefix="mpidl-launch-", dir=_parent_folder())
     try:
-        _write_task(folder, function, arguments, show)
+        is_live = plots == "live" and notebook.in_notebook()
+        display = notebook.LiveDisplay(folder) if is_live else None
+        _write_task(folder, function, arguments, show, is_live)
         package = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
         command = [*launcher(ranks), sys.executable, "-c", RANK_PROGRAM, package, folder]
-        job = _Job(command, ranks, folder, show)
-        try:
-            in_time = job.follow(deadline)
-        finally:
-            job.end()
+        with Interrupts() as interrupts:
+            update = None if display is None else display.update
+            job = Job(command, ranks, folder, show, interrupts, update)
+            try:
+                in_time = job.follow(deadline)
+            finally:
+                job.end()
+                if display is not None:
+                    display.update(is_last=True)
         _raise_error_of_a_rank(job)
         if not in_time:
             raise TimeoutError(
@@ -166,7 +178,7 @@ def _main_program():
     return ("path", os.path.abspath(path)) if path and os.path.isfile(path) else None
 
 
-def _write_task(folder, function, arguments, show):
+def _write_task(folder, function, arguments, show, is_live):
     """Write the function, its arguments and the settings to the file that each rank reads."""
     main = _main_program()
     by_value = main is None and getattr(function, "__module__", None) == "__main__"
@@ -180,6 +192,7 @@ def _write_task(folder, function, arguments, show):
         "argv": list(sys.argv),
         "main": main,
         "show": show,
+        "live": is_live,
         "host": platform.node(),
     }
     with open(os.path.join(folder, "task"), "wb") as file:
@@ -197,96 +210,6 @@ def _write_task(folder, function, arguments, show):
             ) from error
 
 
-class _Job:
-    """A running mpirun and its ranks, in a separate process session."""
-
-    def __init__(self, command, ranks, folder, show):
-        self.ranks, self.folder, self.show = ranks, folder, show
-        # Ranks on this host end when the lock is released.
-        self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")
-        with contextlib.suppress(OSError):
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
-        self.tail = collections.deque(maxlen=4096)  # last characters of stderr
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment() | {SIZE_VARIABLE: str(ranks), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
-
-    def follow(self, deadline):
-        """Show the ranks' output until they end or one reports an error.
-
-        Return False if the deadline passes first.
-        """
-        decoders, error_time = {}, None
-        with selectors.DefaultSelector() as pipes:
-            for pipe, name in ((self.process.stdout, "stdout"), (self.process.stderr, "stderr")):
-                pipes.register(pipe, selectors.EVENT_READ, name)
-                decoders[name] = codecs.getincrementaldecoder("utf-8")("replace")
-            while pipes.get_map():
-                for key, _ in pipes.select(0.05):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        pipes.unregister(key.fileobj)
-                    self._show(key.data, decoders[key.data].decode(data, final=not data))
-                now = time.monotonic()
-                if error_time is None and self.failed_ranks():
-                    error_time = now
-                if error_time is not None and now > error_time + ERROR_GRACE:
-                    return True
-                if deadline is not None and now > deadline:
-                    return bool(self.failed_ranks())
-        while self.process.poll() is None:
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def failed_ranks(self):
-        """Return the ranks that reported an error, in ascending order."""
-        names = os.listdir(self.folder)
-        return sorted(int(n[6:]) for n in names if n.startswith("error-") and n[6:].isdigit())
-
-    def _show(self, name, text):
-        """Print output from the ranks' stream `name`, and keep the end of stderr."""
-        if name == "stderr":
-            self.tail.extend(text)
-        if text and self.show != "none":
-            stream = getattr(sys, name)  # a notebook replaces the stream to show the output
-            stream.write(text)
-            stream.flush()
-
-    def end(self):
-        """Terminate all processes of the job."""
-        process = self.process
-        try:
-            if process.poll() is None:
-                self._signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(TERMINATION_GRACE)
-        finally:
-            self._signal(signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
-            process.stderr.close()
-            self.lock.close()
-
-    def describe_exit(self):
-        """Describe how the ranks ended if none of them reported an error."""
-        tail = "".join(self.tail).strip()
-        stderr = f"; the end of their stderr:\n{tail}" if tail else ""
-        code = self.process.returncode
-        return f"the {self.ranks} rank(s) ended with exit code {code} and no result{stderr}"
-
-    def _signal(self, number):
-        """Send a signal to all processes of the session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-
 def _raise_error_of_a_rank(job):
     """Raise the error of the lowest rank that reported one."""
     failed = job.failed_ranks()
@@ -296,6 +219,8 @@ def _raise_error_of_a_rank(job):
         report = pickle.load(file)
     if report["kind"] in ("UserError", "Fault"):
         raise getattr(errors, report["kind"])(report["line"])
+    if report["kind"] == "KeyboardInterrupt" and job.is_interrupted:
+        raise KeyboardInterrupt
     further = f" (and {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
     ranks = f"rank {report['rank']}{further} of {job.ranks} on {report['host'] or 'its host'}"
     error = RankError(f"{ranks} failed:\n\n{report['text']}", report["rank"], report["host"])

@@ -15,6 +15,7 @@ import pickle
 import platform
 import runpy
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -24,9 +25,12 @@ from typing import Any, BinaryIO
 
 from mpidl.comm import failure
 from mpidl.errors import UserError
+from mpidl.report import notebook
 
 MAIN = "__mp_main__"  # name of a main program that is run again, as in multiprocessing
 LOCK_FILE = "locked"  # the launching process locks this file until it ends
+INTERRUPT_FILE = "interrupted"  # the launching process creates this file to interrupt rank 0
+INTERRUPT_SECONDS = 0.1  # time between two looks for that file
 FAILED_WAIT = 20.0  # seconds until a failed rank exits, unless the launching process ends it first
 
 
@@ -39,12 +43,16 @@ def main(folder: str) -> None:
             task = pickle.load(file)
             if task["host"] == platform.node():  # locks may not work across hosts
                 threading.Thread(target=_end_with_launcher, args=(folder,), daemon=True).start()
+            if rank == 0:
+                threading.Thread(target=_interrupt, args=(folder,), daemon=True).start()
             _redirect_output(rank, task["show"])
             sys.path[:], sys.argv[:] = task["path"], task["argv"]
             from mpidl.comm.world import World
 
             world = World()
             rank, host = world.rank, world.host
+            if task["live"] and rank == 0:
+                notebook.record_in(folder)
             _run_main_program(task["main"])
             function, arguments = _load_task(file)
         result = function(world, *arguments)
@@ -134,7 +142,8 @@ def _write_error(folder, rank, host, error):
         trace = trace.tb_next  # skip the frames of the launch itself
     text = "".join(traceback.format_exception(type(error), error, trace))
     report = {"rank": rank, "host": host, "text": text, "line": str(error), "error": None}
-    report["kind"] = type(error).__name__ if type(error).__module__ == "mpidl.errors" else ""
+    is_named = type(error).__module__ == "mpidl.errors" or isinstance(error, KeyboardInterrupt)
+    report["kind"] = type(error).__name__ if is_named else ""
     try:
         file = io.BytesIO()
         dump(error, file)
@@ -209,6 +218,15 @@ class PrefixedStream(io.TextIOBase):
         text = "".join(f"{self.prefix}{line}\n" for line in lines)
         if text:
             os.write(self.descriptor, text.encode("utf-8", "backslashreplace"))
+
+
+def _interrupt(folder):
+    """Interrupt the main thread, as Ctrl-C does, when the launching process requests it."""
+    while not os.path.exists(os.path.join(folder, INTERRUPT_FILE)):
+        time.sleep(INTERRUPT_SECONDS)
+    main_thread = threading.main_thread().ident
+    if main_thread is not None:
+        signal.pthread_kill(main_thread, signal.SIGINT)
 
 
 def _end_with_launcher(folder):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.comm.exchange import choose_algorithm
 from mpidl.comm.reducer import PendingExchange
 from mpidl.comm.transport import Transport
@@ -62,6 +63,11 @@ class Messaging:
             Any object that can be pickled; ignored on ranks other than `root`.
         root : int, optional
             Rank whose value is returned.
+
+        Returns
+        -------
+        object
+            The value of rank `root`.
         """
         if self.size == 1:
             return value
@@ -80,6 +86,11 @@ class Messaging:
         ----------
         value : object
             Any object that can be pickled.
+
+        Returns
+        -------
+        list or None
+            One value per rank, in rank order, on rank 0.
         """
         control = self.transport.control
         if self.rank:
@@ -106,6 +117,11 @@ class Messaging:
         value : object
             Any object that can be pickled, such as a number, string or array.
 
+        Returns
+        -------
+        list
+            One value per rank.
+
         See Also
         --------
         gather : The same list on rank 0 only.
@@ -115,7 +131,13 @@ class Messaging:
     # messages to rank 0 while other work continues
 
     def after_each(self, handler: Callable[[Any], object]) -> None:
-        """Set the function that rank 0 calls for each object sent, like MATLAB's afterEach."""
+        """Set the function that rank 0 calls for each object sent, like MATLAB's afterEach.
+
+        Parameters
+        ----------
+        handler : callable
+            ``handler(data)`` is called on rank 0 for each object; its result is ignored.
+        """
         self._handler = handler
 
     def send(self, data: Any) -> None:
@@ -190,20 +212,42 @@ class Messaging:
         self.wait(pending)
         return pending.root
 
-    def start(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> PendingExchange:
-        """Start an exchange without waiting, and return it for `wait`; collective.
+    def start(
+        self, tree: Tree, matrix: np.ndarray, combine: Combine, name: str = ""
+    ) -> PendingExchange:
+        """Start an exchange without waiting; collective.
 
-        `exchange` describes the parameters.
+        Parameters
+        ----------
+        tree : Tree
+            The tree of the sum.
+        matrix : ndarray
+            This rank's nodes, one per row.
+        combine : callable
+            ``combine(left, right)`` returns the parent of two nodes.
+        name : str
+            Name of the sum in a timeline; by default its place in the training step.
+
+        Returns
+        -------
+        PendingExchange
+            The exchange, for `wait`.
         """
         algorithm = choose_algorithm(tree, matrix.shape[1] * matrix.itemsize, combine)
         steps = algorithm(self.transport, self._new_tag(), tree, matrix, combine)
-        pending = PendingExchange(steps)
+        pending = PendingExchange(steps, name or phases.place(), matrix.nbytes)
         if not pending.is_complete:
             self.pending_exchanges.append(pending)
         return pending
 
     def wait(self, pending: PendingExchange) -> None:
-        """Wait until an exchange is complete."""
+        """Wait until an exchange is complete.
+
+        Parameters
+        ----------
+        pending : PendingExchange
+            What `start` returned.
+        """
 
         def is_complete():
             self.progress()  # advances all exchanges, including this one

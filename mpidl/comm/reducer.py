@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
 from mpidl.device_array import OnDevice
@@ -22,6 +23,15 @@ BUCKET_BYTES = 1 << 18  # the gradient of the dense layer of the digits network 
 class PendingExchange:
     """An exchange in progress: a generator from the module `exchange`, and the requests it awaits.
 
+    Parameters
+    ----------
+    steps : generator
+        The exchange.
+    name : str
+        Description of the sum, for the timeline.
+    nbytes : int
+        Bytes of the tree nodes of this rank, for the timeline.
+
     Attributes
     ----------
     requests : sequence of mpi4py.MPI.Request
@@ -32,8 +42,9 @@ class PendingExchange:
         The sum, that is, the root of the reduction tree; None until the exchange is complete.
     """
 
-    def __init__(self, steps: exchange.Steps) -> None:
-        self._steps = steps
+    def __init__(self, steps: exchange.Steps, name: str = "", nbytes: int = 0) -> None:
+        self._steps, self._name, self._nbytes = steps, name, nbytes
+        self._start = phases.now()
         self.requests: Sequence[Any] = []
         self.root: np.ndarray | None = None
         self.is_complete = False
@@ -42,9 +53,13 @@ class PendingExchange:
     def advance(self) -> None:
         """Run the exchange up to its next requests; the current requests must be complete."""
         try:
-            self.requests = next(self._steps)
+            with phases.Phase(phases.SUM, "fold"):
+                self.requests = next(self._steps)
         except StopIteration as end:
             self.root, self.is_complete, self.requests = end.value, True, []
+            if (spans := phases.spans()) is not None:
+                name, nbytes = self._name or "sum", min(self._nbytes, 0xFFFFFFFF)
+                spans.add(phases.SUMS, "sum", name, self._start, phases.now(), nbytes)
 
 
 class Reducer:
@@ -76,7 +91,7 @@ class Reducer:
         self._values, self._buckets = {}, []
         self._has_hook = kernel_hook is not None and world.size > 1
         if self._has_hook:
-            builds.watch(kernel_hook)
+            builds.watch(lambda: self._advance(kernel_hook))
         self._bucket: list[tuple] = []
         self._bucket_key: tuple | None = None
         self._filled_bytes = 0
@@ -129,6 +144,11 @@ class Reducer:
 
     def _send_bucket(self):
         """Start the exchange of the current bucket."""
+        with phases.Phase(phases.SUM, "pack"):
+            self._pack_bucket()
+        self._bucket, self._bucket_key, self._filled_bytes = [], None, 0
+
+    def _pack_bucket(self):
         tree, combine, dtype = self._bucket_key
         entries = [(name, index, size) for name, index, _, size in self._bucket]
         if len(self._bucket) == len(self._bucket[0][2]) == 1:  # send one node without a copy
@@ -140,12 +160,20 @@ class Reducer:
                 for row, node in zip(matrix, nodes, strict=True):
                     row[offset : offset + size] = np.reshape(node, -1)
                 offset += size
-        self._buckets.append((entries, self.world.start(tree, matrix, combine)))
-        self._bucket, self._bucket_key, self._filled_bytes = [], None, 0
+        names = [name for name, *_ in entries if isinstance(name, str) and name]
+        title = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+        self._buckets.append((entries, self.world.start(tree, matrix, combine, title)))
 
     def progress(self) -> None:
         """Advance pending exchanges, without waiting."""
-        self.world.progress()
+        self._advance(self.world.progress)
+
+    def _advance(self, progress):
+        if self.world.pending_exchanges:
+            with phases.Phase(phases.SUM, "progress", phases.BRIEF):
+                progress()
+        else:
+            progress()
 
     def finish(self) -> dict[str, Any]:
         """Wait for all sums and return {name: array}."""

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpidl import backends
+from mpidl.text import host_list
 
 if TYPE_CHECKING:
     from mpidl.comm.world import World
 
 CGROUP_FOLDER = "/sys/fs/cgroup"
+SHARED_CORES = "which slows all of them"  # part of the warning about more threads than cores
 
 
 class Cores(NamedTuple):
@@ -96,33 +98,59 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
         Warnings about hosts with more threads than cores, and about ranks bound to fewer cores
         than they have threads.
     """
-    by_host: dict[str, list[int]] = {}
-    for rank, (host, _) in enumerate(ranks):
-        by_host.setdefault(host, []).append(rank)
-    threads, lines = [count] * len(ranks), []
+    threads = [count] * len(ranks)
+    crowded: dict[tuple[int, str, int], list[str]] = {}  # {(ranks, threads, cores): hosts}
+    narrow: list[int] = []
+    by_host = ranks_by_host(ranks)
     for host, host_ranks in by_host.items():
         users: dict[int, int] = {}  # {core: number of ranks that may use it}
         for rank in host_ranks:
             for core in ranks[rank][1].allowed:
                 users[core] = users.get(core, 0) + 1
-        quotas = [ranks[rank][1].quota for rank in host_ranks if ranks[rank][1].quota is not None]
-        usable = min([len(users), *quotas])
+        usable = usable_cores([ranks[rank][1] for rank in host_ranks])
         for rank in host_ranks:
             if count == 0:
                 part = sum(1 / users[core] for core in ranks[rank][1].allowed)
                 threads[rank] = max(1, int(part * usable / len(users) + 1e-9))
-        total = sum(threads[rank] for rank in host_ranks)
         counts = "/".join(map(str, sorted({threads[rank] for rank in host_ranks})))
-        narrow = [rank for rank in host_ranks if threads[rank] > len(ranks[rank][1].allowed)]
-        if total > usable:
-            lines.append(
-                f"warning: {len(host_ranks)} rank(s) x {counts} thread(s) on {host} share {usable} "
-                "core(s), which slows all of them"
+        if sum(threads[rank] for rank in host_ranks) > usable:
+            crowded.setdefault((len(host_ranks), counts, usable), []).append(host)
+        else:
+            narrow += [r for r in host_ranks if threads[r] > len(ranks[r][1].allowed)]
+    lines = []
+    for (size, counts, usable), hosts in crowded.items():
+        advice = f"use --threads {usable // size}"
+        if usable < size:
+            total = usable * len(by_host)
+            advice = (
+                f"start at most {usable} per host (mpirun -n {total}, srun "
+                f"--ntasks-per-node={usable})"
             )
-        elif narrow:
-            core_count = len(ranks[narrow[0]][1].allowed)
-            lines.append(
-                f"warning: rank {narrow[0]} on {host} runs {threads[narrow[0]]} threads but may "
-                f"use only {core_count} core(s): see the binding options of mpirun"
-            )
+        lines.append(
+            f"warning: {size} rank(s) x {counts} thread(s) on {host_list(hosts)} share {usable} "
+            f"core(s), {SHARED_CORES}: {advice}"
+        )
+    if narrow:
+        first = narrow[0]
+        core_count = len(ranks[first][1].allowed)
+        rest = f" ({len(narrow) - 1} other rank(s) too)" if len(narrow) > 1 else ""
+        lines.append(
+            f"warning: rank {first} on {ranks[first][0]} runs {threads[first]} threads but may use "
+            f"only {core_count} core(s){rest}: use "
+            f"--threads {core_count}, or see the binding options of mpirun and srun"
+        )
     return threads, lines
+
+
+def ranks_by_host(ranks: Sequence[tuple[str, Cores]]) -> dict[str, list[int]]:
+    """Return {host: its ranks} for the host and cores of each rank."""
+    by_host: dict[str, list[int]] = {}
+    for rank, (host, _) in enumerate(ranks):
+        by_host.setdefault(host, []).append(rank)
+    return by_host
+
+
+def usable_cores(cores: Sequence[Cores]) -> int:
+    """Return the number of cores that the ranks of one host may use at a time."""
+    quotas = [rank.quota for rank in cores if rank.quota is not None]
+    return min([len({core for rank in cores for core in rank.allowed}), *quotas])

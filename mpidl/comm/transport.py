@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.comm import serial
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class Transport:
             the ranks that do not respond and aborts the job.
         """
         start = time.monotonic()
-        self._poll(is_ready, operation, progress, self.timeout if timeout is None else timeout)
+        with phases.Phase(phases.WAIT, operation):
+            self._poll(is_ready, operation, progress, self.timeout if timeout is None else timeout)
         self.wait_seconds += time.monotonic() - start
 
     def _poll(self, is_ready, operation, progress, timeout):

@@ -333,7 +333,13 @@ class World(Messaging):
         return self.gplus(value) if op == "sum" else self.gop(op, value)
 
     def reducer(self) -> Reducer:
-        """Return a new `Reducer`; `value_and_grad(f, reduce=world)` passes gradients to it."""
+        """Return a new `Reducer`; `value_and_grad(f, reduce=world)` passes gradients to it.
+
+        Returns
+        -------
+        Reducer
+            It adds up gradients in buckets while backward runs.
+        """
         return Reducer(self, kernel_hook=self.advance)
 
     # agreement and reports
@@ -377,6 +383,12 @@ class World(Messaging):
         """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`.
 
         This method is not collective.
+
+        Parameters
+        ----------
+        **facts
+            Names and values, in the order of the line; a name such as `test_accuracy` is printed as
+            "Test accuracy".
         """
         if self.rank == 0:
             print(", ".join(_labelled(name, fact) for name, fact in facts.items()), flush=True)
@@ -384,7 +396,13 @@ class World(Messaging):
     # memory shared by a host
 
     def available_shared_bytes(self) -> int:
-        """Return the number of bytes that `shared_array` can allocate on every host."""
+        """Return the number of bytes that `shared_array` can allocate on every host.
+
+        Returns
+        -------
+        int
+            The number on the host with the least.
+        """
         return self.gop("min", free_shared_bytes(self.transport))
 
     def shared_array(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
@@ -398,6 +416,11 @@ class World(Messaging):
             Shape of the array.
         dtype : dtype_like
             Data type of the array.
+
+        Returns
+        -------
+        ndarray
+            The array, in memory that all ranks of the host address.
 
         Raises
         ------
@@ -416,7 +439,13 @@ class World(Messaging):
         return array
 
     def free(self, array: np.ndarray) -> None:
-        """Free the memory of a shared array; no rank may use it afterwards."""
+        """Free the memory of a shared array; no rank may use it afterwards.
+
+        Parameters
+        ----------
+        array : ndarray
+            An array of `shared_array`.
+        """
         window = self._windows.pop(id(array))
         if window is not None:
             self.barrier()  # unlike MPI's Free, the barrier times out if a rank is missing

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from decimal import ROUND_HALF_UP, Decimal
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 import numpy as np
 
-from mpidl import keyed
+from mpidl.data import splitting
 from mpidl.errors import UserError
 from mpidl.files import digest
+from mpidl.matlab_names import explain_arguments
+from mpidl.text import class_names
 
 if TYPE_CHECKING:
     from mpidl.data.transforms.preprocess import Preprocess
@@ -66,17 +67,44 @@ class Datastore:
         return len(self.labels)
 
     def read(self, indices: Indices) -> np.ndarray:
-        """Return images by index, (len(indices), C, H, W) of `dtype`. Must not call MPI."""
+        """Return images by index, (len(indices), C, H, W) of `dtype`. Must not call MPI.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Numbers of images, in any order.
+
+        Returns
+        -------
+        ndarray
+            Images (len(indices), C, H, W) of `dtype`.
+        """
         raise TypeError(f"{type(self).__name__} must define read(indices)")
 
     def targets(self, indices: Indices) -> np.ndarray:
-        """Return targets by index, (len(indices), *targets_shape). Must not call MPI."""
+        """Return targets by index, (len(indices), *targets_shape). Must not call MPI.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Numbers of images, in any order.
+
+        Returns
+        -------
+        ndarray
+            Targets (len(indices), *targets_shape).
+        """
         raise TypeError(f"{type(self).__name__} must define targets(indices)")
 
     def read_ahead(self, indices: Indices) -> object:
         """Request images, with their targets, that will be read soon. Must not call MPI.
 
         A set in an object store starts its requests and returns at once. Other sets do nothing.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Numbers of images, in any order.
 
         Returns
         -------
@@ -86,18 +114,45 @@ class Datastore:
         return None
 
     def name(self, i: int) -> str:
-        """Return the name of image i for tables: its path, or "image 17"."""
+        """Return the name of image i for tables: its path, or "image 17".
+
+        Parameters
+        ----------
+        i : int
+            Number of an image.
+
+        Returns
+        -------
+        str
+            The name.
+        """
         return f"image {i}"
 
     def located(self, i: int) -> str:
         """Return the name of image i for messages.
 
         Subclasses prepend the name of the file or data set if `name` does not contain it.
+
+        Parameters
+        ----------
+        i : int
+            Number of an image.
+
+        Returns
+        -------
+        str
+            The name.
         """
         return self.name(i)
 
     def describe(self) -> str:
-        """Describe the set in one line for the console."""
+        """Describe the set in one line for the console.
+
+        Returns
+        -------
+        str
+            Such as "900 of flowers: 1000 images of 3x64x64 in 5 classes".
+        """
         return f"{type(self).__name__}: {counted(self)}"
 
     def __repr__(self) -> str:
@@ -112,6 +167,11 @@ class Datastore:
 
         The digest does not depend on where the set is stored. No image is decoded, so the digest is
         cheap to compute. It distinguishes sets, but does not detect a changed pixel.
+
+        Returns
+        -------
+        str
+            Hexadecimal digits.
         """
         parts = [len(self), self.image_shape, self.dtype.str, *self.classes, self.labels]
         if self.targets_shape is not None:
@@ -119,7 +179,18 @@ class Datastore:
         return digest(*parts)
 
     def subset(self, indices: Indices) -> Subset:
-        """Return a datastore of the images with the given indices, in the given order."""
+        """Return a datastore of the images with the given indices, in the given order.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Numbers of images, in the new order. They may repeat.
+
+        Returns
+        -------
+        Datastore
+            The selected images, which are read from this datastore.
+        """
         return Subset(self, indices)
 
     def transform(
@@ -146,45 +217,75 @@ class Datastore:
         image_shape, dtype
             Shape and type of the function's results. If either is missing, image 0 is transformed
             to determine both.
+
+        Returns
+        -------
+        Datastore
+            The transformed images, which are computed as they are read.
         """
         return Transformed(self, function, include_index, image_shape, dtype)
 
-    def split(self, fraction: float, seed: int = 0) -> tuple[Subset, Subset]:
-        """Split the set at random into two subsets with the same mix of labels.
+    @overload
+    def split(self, part: float, /, *, seed: int = 0) -> tuple[Subset, Subset]: ...
+    @overload
+    def split(self, *parts: float, seed: int = 0) -> tuple[Subset, ...]: ...
+    def split(self, *parts: float, seed: int = 0) -> tuple[Subset, ...]:
+        """Split the set at random into subsets with the same mix of labels.
 
-        Both subsets keep the order of this set. If the set has no labels, all images are treated
-        as having the same label.
+        All subsets keep the order of this set. If the set has no labels, all images are treated as
+        having the same label.
 
         Parameters
         ----------
-        fraction : float
-            Fraction of each label's images that the first subset receives, 0 to 1. The number of
-            images of each label is rounded to the nearest integer, and halves are rounded up.
+        *parts : float or int
+            Size of each subset but the last, which receives the remaining images. Floats are
+            fractions of each label's images, 0 to 1: ``split(0.8, 0.1)`` gives 80, 10 and 10
+            percent. Integers count the images of each label: ``split(100)`` takes 100 images of
+            each label. The number of images of each label is rounded to the nearest integer, and
+            halves are rounded up.
         seed : int
-            Seed of the random selection. Equal seeds select the same images.
+            Seed of the random selection. Equal seeds select the same images, and the first subset
+            does not depend on the sizes of the others.
 
         Returns
         -------
         tuple of Subset
-            The first subset and the remaining images.
+            One more subset than `parts`.
 
         Raises
         ------
         UserError
-            If `fraction` is not between 0 and 1.
+            If the fractions are not between 0 and 1 or add up to more than 1, or if a label has
+            fewer images than the integers add up to.
+
+        Examples
+        --------
+        >>> train, test = images.split(0.9)
+        >>> train, validation, test = images.split(0.8, 0.1, seed=1)
+        >>> few, rest = images.split(20)
         """
-        if not 0 <= fraction <= 1:
-            raise UserError(f"a split's fraction must be between 0 and 1, got {fraction}")
         labels = np.zeros(len(self), np.int64) if self.labels is None else self.labels
-        first = np.zeros(len(self), bool)
-        for label in np.unique(labels):
-            (members,) = np.nonzero(labels == label)
-            # Use decimal arithmetic: 0.29 * 50 is 14.5, but binary floats give 14.499999999999998.
-            exact = Decimal(str(float(fraction))) * len(members)
-            count = int(exact.to_integral_value(ROUND_HALF_UP))
-            order = keyed.permutation(len(members), seed, f"split {label}")
-            first[members[order[:count]]] = True
-        return self.subset(np.nonzero(first)[0]), self.subset(np.nonzero(~first)[0])
+        selections = splitting.select(labels, parts, seed, self.classes, self.describe())
+        return tuple(self.subset(indices) for indices in selections)
+
+    def class_counts(self) -> dict[str, int]:
+        """Count the images of each class.
+
+        Returns
+        -------
+        dict
+            {class name: number of images} in the order of the labels, also for 0 images.
+
+        Raises
+        ------
+        UserError
+            If the set has no labels.
+        """
+        if self.labels is None:
+            raise UserError(f"{self.describe()}: expected images with labels to count, found none")
+        counts = np.bincount(self.labels, minlength=len(self.classes))
+        names = class_names(self.classes, len(counts))
+        return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
 class ArrayDatastore(Datastore):
@@ -211,6 +312,7 @@ class ArrayDatastore(Datastore):
 
     in_memory = True
 
+    @explain_arguments
     def __init__(
         self,
         images: np.ndarray,

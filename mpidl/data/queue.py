@@ -16,6 +16,7 @@ from mpidl.data.loading.feed import FeedBuilder, upload_feeds
 from mpidl.data.loading.pipeline import Pipeline, fill_blocks
 from mpidl.data.loading.workers import Job, make_items, prefetch_items
 from mpidl.errors import UserError
+from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 SHUFFLES = ("every-epoch", "once", "never")
 SAMPLINGS = ("global", "partition")
+PARTIAL_MINIBATCHES = ("return", "discard")
 
 
 class MinibatchQueue:
@@ -31,7 +33,8 @@ class MinibatchQueue:
 
     The queue permutes the whole set by seed and epoch, so the order does not depend on the number
     of ranks. It divides the set into mini-batches, each mini-batch into blocks of 16 images, and
-    the blocks among the ranks. Every image is used exactly once per epoch.
+    the blocks among the ranks. Every image is used exactly once per epoch, unless
+    `partial_minibatch` is "discard".
 
     Parameters
     ----------
@@ -83,6 +86,16 @@ class MinibatchQueue:
     classes : int, optional
         Number of classes. If given, a label outside 0..classes-1 raises a `UserError` that names
         the image.
+    partial_minibatch : {"return", "discard"}
+        Whether an epoch ends with a smaller mini-batch if `batch_size` does not divide the number
+        of images. "discard" leaves out the last images of the order: other images in each epoch,
+        or the same ones if `shuffle` is not "every-epoch". All mini-batches then have the same
+        size, on any number of ranks.
+
+    Raises
+    ------
+    UserError
+        If an argument is invalid, or if "discard" leaves no mini-batch.
 
     Notes
     -----
@@ -90,6 +103,7 @@ class MinibatchQueue:
     loop body with ``del images, labels`` therefore saves the memory of one mini-batch.
     """
 
+    @explain_arguments
     def __init__(
         self,
         datastore: Datastore,
@@ -108,12 +122,14 @@ class MinibatchQueue:
         load: tuple[int, ...] | None = None,
         sampling: str = "global",
         classes: int | None = None,
+        partial_minibatch: str = "return",
     ):
         if batch_size < 1:
             raise UserError(f"--batch-size must be at least 1, got {batch_size}")
         for name, value, choices in (
             ("shuffle", shuffle, SHUFFLES),
             ("sampling", sampling, SAMPLINGS),
+            ("partial_minibatch", partial_minibatch, PARTIAL_MINIBATCHES),
         ):
             if value not in choices:
                 hint = did_you_mean(str(value), choices)
@@ -122,7 +138,10 @@ class MinibatchQueue:
             raise UserError(f"prefetch must be at least 0, got {prefetch}")
         if workers < 1:
             raise UserError(f"workers must be at least 1, got {workers}")
+        if partial_minibatch == "discard":
+            need_full_batch(datastore, batch_size)
         self.datastore, self.batch_size, self.seed = datastore, int(batch_size), seed
+        self.partial_minibatch = partial_minibatch
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
         self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, classes)
@@ -135,13 +154,28 @@ class MinibatchQueue:
 
     def __len__(self) -> int:
         """Return the number of mini-batches per epoch."""
-        return -(-len(self.datastore) // self.batch_size)
+        full, images_left = divmod(len(self.datastore), self.batch_size)
+        return full + (images_left > 0 and self.partial_minibatch == "return")
 
     def __repr__(self) -> str:
         return f"MinibatchQueue({len(self)} mini-batches of {self.batch_size}, {self.datastore!r})"
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the sample indices of an epoch in the order in which they are used, int64 (n,)."""
+        """Return the sample numbers of an epoch in the order in which they are used.
+
+        Parameters
+        ----------
+        epoch : int
+            Epoch, from 1.
+
+        Returns
+        -------
+        ndarray
+            Numbers (n,), int64, without those of discarded images.
+        """
+        return self._complete_order(epoch)[: len(self) * self.batch_size]
+
+    def _complete_order(self, epoch):
         n = len(self.datastore)
         every_epoch, parts = self.shuffle == "every-epoch", self.sampling == "partition"
         if self.shuffle == "never":
@@ -223,6 +257,15 @@ class MinibatchQueue:
         builder = _BatchBuilder(batch, self.pipeline, self.arena)
         builder.fetches = fetches
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
+
+
+def need_full_batch(datastore: Datastore, batch_size: int) -> None:
+    """Raise UserError if the images do not fill a mini-batch, so that all would be discarded."""
+    if len(datastore) < batch_size:
+        raise UserError(
+            f"{datastore.describe()}: --partial-minibatch discard: expected images for at least "
+            f"one mini-batch of {batch_size}, found {len(datastore)}"
+        )
 
 
 class _BatchBuilder:

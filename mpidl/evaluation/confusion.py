@@ -14,6 +14,7 @@ from mpidl.files import write_whole
 from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names
 
+LARGEST = 1000  # with more classes, a run does not count confusions: 8 MB on each rank
 MAX_CLASSES = 20  # with more classes, only the most frequent confusions are printed
 
 
@@ -210,6 +211,11 @@ def confusion_matrix(
     counts = np.zeros((count, count), np.int64)
     tally(counts, labels, predicted)
     return Confusion(counts, class_names(classes, count))
+
+
+def is_small(classes: int) -> bool:
+    """Return whether a run counts the confusions of so many classes."""
+    return classes <= LARGEST
 
 
 def tally(counts: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> None:

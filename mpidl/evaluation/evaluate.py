@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl import losses
+from mpidl import losses, phases
 from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
@@ -19,7 +19,7 @@ from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.fold import Counter, Partial, replicated
 from mpidl.nn import Network
-from mpidl.ops.loss import squeezed
+from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
@@ -110,11 +110,13 @@ def agreed(
     while True:
         ready, problem = [None], None
         try:
-            ready = [next(batches, None)]
+            with phases.Phase(phases.INPUT, "input"):
+                ready = [next(batches, None)]
         except (UserError, StorageFault) as error:
             problem = error
         signalled = signals is not None and signals.name is not None
-        level = world.gop("max", 2 if problem else int(signalled))
+        with phases.span("agreement to continue"):
+            level = world.gop("max", 2 if problem else int(signalled))
         if level == 2:
             world.raise_if_any(problem)
         if level == 1:
@@ -154,6 +156,7 @@ def evaluate(
     top_k: int | None = None,
     confusion: bool = False,
     loss: str | Callable[..., Any] = "crossentropy",
+    progress: Callable[[int], object] | None = None,
 ) -> Evaluation:
     """Evaluate a network on a data set, in prediction mode.
 
@@ -181,6 +184,8 @@ def evaluate(
         Whether to compute the confusion matrix, in the same pass.
     loss : str or function
         Name of the loss, or a function, as in `TrainingOptions`.
+    progress : function, optional
+        Function to call after each mini-batch, with the number of images evaluated so far.
 
     Returns
     -------
@@ -190,10 +195,11 @@ def evaluate(
     ------
     UserError
         If the images have no labels, if a label is not less than the number of outputs, or if the
-        class names of the labels differ from ``net.classes``.
+        class names of the labels differ from ``net.classes``, or if there are no images.
     """
     losses.check(loss, net, datastore)
     losses.check_names(net.classes, loss, net, datastore, "the network")
+    _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
     totals, n, in_top_k = [0.0, 0.0], 0, 0
@@ -213,6 +219,8 @@ def evaluate(
         totals[0] += sums[0] * images.batch.count
         totals[1] = None if len(sums) == 1 else totals[1] + sums[1]
         n += images.batch.count
+        if progress is not None:
+            progress(n)
         if top_k or confusion:  # integer sums do not depend on the order
             local_scores, local_labels = scores.local(), labels.local()
             if confusion:
@@ -230,6 +238,11 @@ def evaluate(
         if confusion
         else None,
     )
+
+
+def _check_count(datastore):
+    if not len(datastore):
+        raise UserError(f"{datastore.describe()}: expected images, found none")
 
 
 def _classes(net, loss, top_k, confusion):
@@ -301,7 +314,8 @@ def regression_errors(
     Raises
     ------
     UserError
-        If the images have no targets, or if the shapes of the targets and the outputs differ.
+        If the images have no targets, if the shapes of the targets and the outputs differ, or if
+        there are no images.
     """
     losses.need_network(net)
     need_datastore(datastore, "images")
@@ -312,6 +326,7 @@ def regression_errors(
             f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
             f"network's outputs, found {datastore.targets_shape}"
         )
+    _check_count(datastore)
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
     batches = in_order(net, datastore, world, batch_size)

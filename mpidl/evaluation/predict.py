@@ -16,6 +16,7 @@ from mpidl.data import ArrayDatastore
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import BATCH, in_order
+from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 
 
@@ -39,6 +40,7 @@ def predict(
     softmax: bool | None = None,
     everywhere: bool,
 ) -> np.ndarray | None: ...
+@explain_arguments
 def predict(
     net: Network,
     images: Datastore | np.ndarray,
@@ -95,6 +97,7 @@ def classify(
     *,
     world: World | None = None,
     batch_size: int = BATCH,
+    names: bool = False,
     everywhere: Literal[True] = True,
 ) -> np.ndarray: ...
 @overload
@@ -104,14 +107,17 @@ def classify(
     *,
     world: World | None = None,
     batch_size: int = BATCH,
+    names: bool = False,
     everywhere: bool,
 ) -> np.ndarray | None: ...
+@explain_arguments
 def classify(
     net: Network,
     images: Datastore | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
+    names: bool = False,
     everywhere: bool = True,
 ) -> np.ndarray | None:
     """Return the class of each image, in prediction mode. Collective.
@@ -122,17 +128,20 @@ def classify(
     ----------
     net, images, world, batch_size, everywhere
         As for `predict`.
+    names : bool
+        Whether to return the names of the classes, ``net.classes``, instead of their indices.
 
     Returns
     -------
-    ndarray of int64, shape (n,), or None
+    ndarray of int64 or of str, shape (n,), or None
         The shape is (n, ...) if the network has outputs of shape (K, ...). The result is None on
         ranks other than 0 if `everywhere` is False.
 
     Raises
     ------
     UserError
-        If the network expects images of another shape, or was trained for regression.
+        If the network expects images of another shape, was trained for regression, or knows no
+        class names although `names` is True.
     """
     losses.need_network(net)
     if net.classes == ():
@@ -140,8 +149,14 @@ def classify(
             "classify: expected a network whose outputs are class scores, found one trained for "
             "regression (its `classes` are ()): use dl.predict"
         )
+    if names and net.classes is None:
+        raise UserError(
+            "classify: names=True: expected a network with class names, found none (its `classes` "
+            'are None): set net.classes = ("cat", "dog", ...)'
+        )
     images, shape = as_datastore(net, images), net.output_shape[1:]
-    return _collect(net, images, labels, shape, np.int64, world, batch_size, everywhere)
+    indices = _collect(net, images, labels, shape, np.int64, world, batch_size, everywhere)
+    return np.array(net.classes)[indices] if names and indices is not None else indices
 
 
 @overload
@@ -164,6 +179,7 @@ def activations(
     batch_size: int = BATCH,
     everywhere: bool,
 ) -> np.ndarray | None: ...
+@explain_arguments
 def activations(
     net: Network,
     images: Datastore | np.ndarray,

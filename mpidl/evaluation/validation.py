@@ -1,7 +1,7 @@
 """Validate during training: when to validate, when to stop, and which network is the best."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -130,7 +130,11 @@ class Validation:
         return self.store is not None and self.frequency == 0
 
     def run(
-        self, net: Network, iteration: int, signals: Signals | None = None
+        self,
+        net: Network,
+        iteration: int,
+        signals: Signals | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> Evaluation | None:
         """Validate the network after an iteration, and record the result. Collective.
 
@@ -142,6 +146,8 @@ class Validation:
             Number of iterations so far.
         signals : Signals, optional
             Signals that interrupt the validation; see `evaluate`.
+        progress : function, optional
+            Function to call with the number of images evaluated so far.
 
         Returns
         -------
@@ -156,6 +162,7 @@ class Validation:
             prefetch=self.prefetch,
             signals=signals,
             loss=self.loss_function,
+            progress=progress,
         )
         self.owed = signals is not None and signals.agreed
         if self.owed:

@@ -121,7 +121,18 @@ class Network:
         return self.layers[self.layer_number(name)]
 
     def layer_number(self, name: str) -> int:
-        """Return the index of a layer in the list; raise a KeyError if the name is unknown."""
+        """Return the index of a layer in the list; raise a KeyError if the name is unknown.
+
+        Parameters
+        ----------
+        name : str
+            Name of a layer.
+
+        Returns
+        -------
+        int
+            Index from 0.
+        """
         if name not in self.layer_names:
             last = f": the last ones are {', '.join(self.layer_names[-5:])}"
             raise KeyError(f"no layer {name}{did_you_mean(name, self.layer_names) or last}")
@@ -158,6 +169,11 @@ class Network:
         device
             A GPU (the `device` of a world), or None for host memory. The images that the network
             reads must be on the same device.
+
+        Returns
+        -------
+        Network
+            This network.
         """
         placement.move(self, device)
         return self
@@ -169,7 +185,18 @@ class Network:
         return bool(arrays) and not isinstance(arrays[0], np.ndarray)
 
     def on(self, device: CudaDevice | None) -> Network:
-        """Return this network if it is already on the device, else a moved copy; see `to`."""
+        """Return this network if it is already on the device, else a moved copy; see `to`.
+
+        Parameters
+        ----------
+        device : device or None
+            A GPU (the `device` of a world), or None for host memory.
+
+        Returns
+        -------
+        Network
+            This network or the copy.
+        """
         return self if self.on_device == (device is not None) else copy.copy(self).to(device)
 
     @property
@@ -202,6 +229,16 @@ class Network:
         and the layer runs as in prediction: batch normalization uses its running state. The
         backward pass ends at the earliest layer that is trained.
 
+        Parameters
+        ----------
+        *names : str
+            Names of layers.
+
+        Returns
+        -------
+        Network
+            This network.
+
         Raises
         ------
         KeyError
@@ -210,7 +247,18 @@ class Network:
         return editing.set_trainable(self, names, False)
 
     def unfreeze(self, *names: str) -> Network:
-        """Make the layers with these names trainable again, and return the network."""
+        """Make the layers with these names trainable again, and return the network.
+
+        Parameters
+        ----------
+        *names : str
+            Names of layers.
+
+        Returns
+        -------
+        Network
+            This network.
+        """
         return editing.set_trainable(self, names, True)
 
     def replace_layers(self, layers: Mapping[str, Layer], seed: int | None = None) -> Network:
@@ -226,6 +274,11 @@ class Network:
             new layer has the name and the inputs of the old layer.
         seed
             Seed of the initial learnables of the new layers; by default the seed of this network.
+
+        Returns
+        -------
+        Network
+            The new network.
 
         Raises
         ------
@@ -244,6 +297,16 @@ class Network:
         The new network consists of the layer `name` and the layers on which this layer depends.
         Both networks share the arrays of these layers.
 
+        Parameters
+        ----------
+        name : str
+            Name of a layer.
+
+        Returns
+        -------
+        Network
+            The part of the network that computes this layer.
+
         Raises
         ------
         KeyError
@@ -255,6 +318,16 @@ class Network:
         """Return a copy in training mode with new values for some or all learnables.
 
         Changes to the state of the copy do not change this network.
+
+        Parameters
+        ----------
+        learnables : dict
+            {"conv1.weight": array or Var, ...}; names that are missing keep their values.
+
+        Returns
+        -------
+        Network
+            The copy.
         """
         bound = copy.copy(self)
         bound._parameters, bound.training = self._parameters | dict(learnables), True
@@ -268,6 +341,11 @@ class Network:
         ----------
         layers
             The new layers. Each has the same class, name and inputs as the layer that it replaces.
+
+        Returns
+        -------
+        Network
+            The copy, which shares the arrays.
         """
         return editing.set_layers(copy.copy(self), list(layers))
 
@@ -302,6 +380,16 @@ class Network:
 
         The scores are the network's output. If the last layer is a Softmax, they are instead the
         input of that layer, because the losses include the softmax.
+
+        Parameters
+        ----------
+        images : Blocked or Var
+            Normalized images (N, C, H, W).
+
+        Returns
+        -------
+        Blocked or Var
+            Scores, usually (N, K).
         """
         if not isinstance(self.layers[-1], Softmax):
             return self(images)
@@ -336,13 +424,15 @@ class Network:
         Raises
         ------
         TypeError
-            If `images` is an array and the network is on a GPU.
+            If `images` is an array and the network is on a GPU, or if the array has another type.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))
         if self.on_device:
             raise TypeError("predict expects the network in host memory: call net.to(None) first")
         pixels = np.asarray(images)
+        if not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
+            raise TypeError(f"predict expects uint8 or float images, got {pixels.dtype}")
         if self.normalization is not None:
             pixels = self.normalization(pixels)
         pixels = pixels / np.float32(255) if pixels.dtype == np.uint8 else pixels
@@ -350,20 +440,42 @@ class Network:
         return ops.softmax(self.logits(from_images(pixels.astype(np.float32), batch))).local()
 
     def input_transform(self) -> dict[str, Any]:
-        """Return the arguments with which a `MinibatchQueue` transforms images as in training."""
+        """Return the arguments with which a `MinibatchQueue` transforms images as in training.
+
+        Returns
+        -------
+        dict
+            Keyword arguments of `MinibatchQueue`.
+        """
         return {"normalization": self.normalization, "crop": self.crop}
 
     def takes(self, shape: Sequence[int]) -> bool:
         """Return whether images of shape (C, H, W) are valid inputs for evaluation.
 
         A network that was trained on crops of larger images also accepts larger images.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Shape (C, H, W) of an image.
+
+        Returns
+        -------
+        bool
+            True if the network accepts such images.
         """
         (c, *size), (channels, *input_size) = shape, self.input_shape
         larger = all(n >= m for n, m in zip(size, input_size, strict=True))
         return c == channels and (size == input_size or (self.crop is not None and larger))
 
     def spec(self) -> list[dict[str, Any]]:
-        """Return one dict per layer for JSON. `from_spec` builds a network from them."""
+        """Return one dict per layer for JSON. `from_spec` builds a network from them.
+
+        Returns
+        -------
+        list of dict
+            One dict per layer, as `Layer.spec` returns it.
+        """
         return [layer.spec() for layer in self.layers]
 
     @classmethod
@@ -385,6 +497,11 @@ class Network:
         layer_types
             Custom layer classes that occur in `specs`.
 
+        Returns
+        -------
+        Network
+            The network, with initial learnables.
+
         Raises
         ------
         ValueError
@@ -399,6 +516,11 @@ class Network:
         ----------
         kind
             "parameters" for the learnables or "state".
+
+        Returns
+        -------
+        list of tuple
+            Rows (layer, name, shape, number of elements).
         """
         arrays = {"parameters": self._parameters, "state": self._state}[kind]
         names = (key.rsplit(".", 1) for key in arrays)
@@ -409,11 +531,27 @@ class Network:
         """Return the names of the layers whose outputs a training step stores.
 
         Layers that run as one op store only the output of the convolution.
+
+        Returns
+        -------
+        set of str
+            Names of layers.
         """
         return {run.layers[0].name for run in self._plan.runs[self.fuse]}
 
     def analyze(self, batch_size: int = 128) -> Analysis:
-        """Return the `Analysis` of the layers: shapes, learnables, memory, operations."""
+        """Return the `Analysis` of the layers: shapes, learnables, memory, operations.
+
+        Parameters
+        ----------
+        batch_size : int
+            Number of images for which the memory of activations is counted.
+
+        Returns
+        -------
+        Analysis
+            A table of the layers; `print` shows it.
+        """
         return Analysis(self, batch_size)
 
     def __str__(self) -> str:

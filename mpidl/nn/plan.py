@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from mpidl import phases
 from mpidl.nn import fusion, graph
 from mpidl.nn.layers import Layer, LayerContext
 from mpidl.nn.layers.base import Value
@@ -16,6 +17,7 @@ class Run(NamedTuple):
     layers: tuple[Layer, ...]
     reads: tuple[str, ...]  # names of the outputs that the first layer reads
     released: list[str]  # names of the outputs that no later run reads
+    name: str  # names of the layers, joined by "+"
 
 
 class Plan:
@@ -35,7 +37,12 @@ class Plan:
         for fused, numbers in ((True, fusion.find_runs(layers, reads)), (False, single)):
             last_reads = graph.last_readers(reads, numbers)
             self.runs[fused] = [
-                Run(tuple(layers[i] for i in run), reads[run[0]], released)
+                Run(
+                    tuple(layers[i] for i in run),
+                    reads[run[0]],
+                    released,
+                    "+".join(layers[i].name for i in run),
+                )
                 for run, released in zip(numbers, last_reads, strict=True)
             ]
 
@@ -62,10 +69,11 @@ class Plan:
             contexts = [context_of(layer) for layer in run.layers]
             x: Any = tuple(outputs[read] for read in run.reads)
             x = x if graph.input_names(run.layers[0]) else x[0]
-            if len(run.layers) > 1:
-                x = fusion.forward(run.layers, x, contexts)
-            else:
-                x = run.layers[0].forward(x, contexts[0])
+            with phases.layer(run.name):
+                if len(run.layers) > 1:
+                    x = fusion.forward(run.layers, x, contexts)
+                else:
+                    x = run.layers[0].forward(x, contexts[0])
             outputs[run.layers[-1].name] = x
             for read in run.released:
                 outputs.pop(read, None)

@@ -160,7 +160,20 @@ def _html_row(cells, tag):
 
 
 def analyze(net: Network, batch_size: int = 128) -> Analysis:
-    """Return the `Analysis` of a network for mini-batches of `batch_size` images."""
+    """Return the `Analysis` of a network for mini-batches of `batch_size` images.
+
+    Parameters
+    ----------
+    net : Network
+        The network.
+    batch_size : int
+        Number of images for which the memory of activations is counted.
+
+    Returns
+    -------
+    Analysis
+        A table of the layers; `print` shows it.
+    """
     return Analysis(net, batch_size)
 
 

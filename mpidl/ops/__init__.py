@@ -17,4 +17,6 @@ from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.pad import *
 from mpidl.ops.pool import *
+from mpidl.ops.probabilities import *
+from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *

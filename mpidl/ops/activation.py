@@ -16,7 +16,18 @@ __all__ += ["relu", "sigmoid", "softmax", "swish", "tanh"]
 
 @op(blocks=True)
 def relu(x: Blocked) -> WithVjp[Blocked]:
-    """Return max(x, 0), elementwise. The gradient at 0 is 0."""
+    """Return max(x, 0), elementwise. The gradient at 0 is 0.
+
+    Parameters
+    ----------
+    x : Blocked
+        The input, of any shape (N, ...).
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
+    """
     check.images("relu", x)
     backend = backends.of(x)
     y = backend.relu(x.lanes)
@@ -25,7 +36,7 @@ def relu(x: Blocked) -> WithVjp[Blocked]:
 
 def check_scale(name: str, scale: Any) -> None:
     """Raise a ValueError unless `scale` is a finite number >= 0, as `leaky_relu` requires."""
-    if not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
+    if not (check.are_numbers(scale) and 0 <= scale < math.inf):
         raise ValueError(f"{name}: scale must be a number >= 0, got {scale!r}")
 
 
@@ -39,6 +50,11 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
         The input, of any shape (N, ...).
     scale
         A number >= 0. The derivative at 0 is `scale`.
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
     """
     check.images("leaky_relu", x)
     check_scale("leaky_relu", scale)
@@ -53,7 +69,18 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
 
 @op(blocks=True)
 def tanh(x: Blocked) -> WithVjp[Blocked]:
-    """Return the hyperbolic tangent, elementwise."""
+    """Return the hyperbolic tangent, elementwise.
+
+    Parameters
+    ----------
+    x : Blocked
+        The input, of any shape (N, ...).
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
+    """
     check.images("tanh", x)
     backend = backends.of(x)
     y = backend.tanh(x.lanes)
@@ -62,7 +89,18 @@ def tanh(x: Blocked) -> WithVjp[Blocked]:
 
 @op(blocks=True)
 def sigmoid(x: Blocked) -> WithVjp[Blocked]:
-    """Return 1 / (1 + exp(-x)), elementwise."""
+    """Return 1 / (1 + exp(-x)), elementwise.
+
+    Parameters
+    ----------
+    x : Blocked
+        The input, of any shape (N, ...).
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
+    """
     check.images("sigmoid", x)
     backend = backends.of(x)
     y = backend.sigmoid(x.lanes)
@@ -120,6 +158,16 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 def swish(x: Blocked) -> WithVjp[Blocked]:
     """Return x * sigmoid(x), elementwise. PyTorch calls it SiLU.
 
+    Parameters
+    ----------
+    x : Blocked
+        The input, of any shape (N, ...).
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
+
     Notes
     -----
     Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
@@ -151,6 +199,11 @@ def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
     low, high
         The range. One of the bounds may be infinite. The derivative is 1 strictly inside the range
         and 0 elsewhere, as in PyTorch's hardtanh.
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
 
     Raises
     ------
@@ -188,6 +241,11 @@ def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp
     alpha, beta
         Slope, above 0, and offset of the line. The defaults are those of PyTorch. The derivative is
         alpha where the result is strictly between 0 and 1, else 0.
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
     """
     check.images("hard_sigmoid", x)
     check_line("hard_sigmoid", alpha, beta)
@@ -203,6 +261,16 @@ def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp
 @op(blocks=True)
 def hard_swish(x: Blocked) -> WithVjp[Blocked]:
     """Return x * hard_sigmoid(x), elementwise. The derivative is 0 at -3 and 1 at 3.
+
+    Parameters
+    ----------
+    x : Blocked
+        The input, of any shape (N, ...).
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
 
     Notes
     -----
@@ -224,6 +292,11 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
         The input, (N, C, ...).
     slope
         A slope per channel, (C,), or one for all channels, (1,). The derivative at 0 is the slope.
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
 
     Raises
     ------

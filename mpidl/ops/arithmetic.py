@@ -16,7 +16,7 @@ from mpidl import backends
 from mpidl.autodiff.tape import Operand, Var, WithVjp, op, value_of
 from mpidl.blocks import Blocked, readable
 from mpidl.fold import Partial
-from mpidl.ops.loss import multiply_partial
+from mpidl.ops.reductions import multiply_partial
 
 __all__ = [
     "add",
@@ -96,6 +96,16 @@ def add(a: Any, b: Any) -> Any:
     The terms of two Partials (unfinished sums) stay separate until the Partials are added up over
     the ranks. A replicated value (equal on all ranks) is added to a Partial once, not once per
     rank.
+
+    Parameters
+    ----------
+    a, b : number, array, Blocked, Partial or Var
+        The operands, of shapes that broadcast.
+
+    Returns
+    -------
+    array, Blocked, Partial or Var
+        Of the operands' kind; a Var during differentiation.
     """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
@@ -108,7 +118,18 @@ def add(a: Any, b: Any) -> Any:
 
 @elementwise
 def multiply(a: Any, b: Any) -> Any:
-    """Return a * b, elementwise. A Partial can be multiplied by a replicated scalar."""
+    """Return a * b, elementwise. A Partial can be multiplied by a replicated scalar.
+
+    Parameters
+    ----------
+    a, b : number, array, Blocked, Partial or Var
+        The operands, of shapes that broadcast.
+
+    Returns
+    -------
+    array, Blocked, Partial or Var
+        Of the operands' kind; a Var during differentiation.
+    """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
     if isinstance(value_of(b), Partial):
@@ -121,13 +142,35 @@ def negative(a: Var) -> Var: ...
 @overload
 def negative(a: Term) -> Term: ...
 def negative(a: Any) -> Any:
-    """Return -a."""
+    """Return -a.
+
+    Parameters
+    ----------
+    a : array, Blocked, Partial or Var
+        The input, of any shape.
+
+    Returns
+    -------
+    array, Blocked, Partial or Var
+        The result, of the same kind and shape.
+    """
     return multiply(a, -1.0)
 
 
 @elementwise
 def subtract(a: Any, b: Any) -> Any:
-    """Return a - b."""
+    """Return a - b.
+
+    Parameters
+    ----------
+    a, b : number, array, Blocked, Partial or Var
+        The operands, of shapes that broadcast.
+
+    Returns
+    -------
+    array, Blocked, Partial or Var
+        Of the operands' kind; a Var during differentiation.
+    """
     return add(a, negative(b))
 
 
@@ -138,7 +181,18 @@ def _divide(a, b):
 
 @elementwise
 def divide(a: Any, b: Any) -> Any:
-    """Return a / b, elementwise. A Partial can be divided by a replicated scalar."""
+    """Return a / b, elementwise. A Partial can be divided by a replicated scalar.
+
+    Parameters
+    ----------
+    a, b : number, array, Blocked, Partial or Var
+        The operands, of shapes that broadcast.
+
+    Returns
+    -------
+    array, Blocked, Partial or Var
+        Of the operands' kind; a Var during differentiation.
+    """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, _divide(1.0, b))
     return _divide(a, b)
@@ -146,26 +200,72 @@ def divide(a: Any, b: Any) -> Any:
 
 @op
 def power(a: np.ndarray, exponent: float) -> WithVjp[np.ndarray]:
-    """Return a ** exponent, elementwise; `exponent` is a constant scalar."""
+    """Return a ** exponent, elementwise; `exponent` is a constant scalar.
+
+    Parameters
+    ----------
+    a : array, Blocked or Var
+        The input, of any shape.
+    exponent : float
+        A constant, which is not differentiated.
+
+    Returns
+    -------
+    array, Blocked or Var
+        The result, of the same kind and shape.
+    """
     return a**exponent, lambda dy: (dy * exponent * a ** (exponent - 1), None)
 
 
 @op
 def exp(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return e ** a, elementwise."""
+    """Return e ** a, elementwise.
+
+    Parameters
+    ----------
+    a : array, Blocked or Var
+        The input, of any shape.
+
+    Returns
+    -------
+    array, Blocked or Var
+        The result, of the same kind and shape.
+    """
     y = np.exp(a)
     return y, lambda dy: (dy * y,)
 
 
 @op
 def log(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return the natural logarithm of a, elementwise."""
+    """Return the natural logarithm of a, elementwise.
+
+    Parameters
+    ----------
+    a : array, Blocked or Var
+        The input, of any shape.
+
+    Returns
+    -------
+    array, Blocked or Var
+        The result, of the same kind and shape.
+    """
     return np.log(a), lambda dy: (dy / a,)
 
 
 @op
 def sqrt(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return the square root of a, elementwise."""
+    """Return the square root of a, elementwise.
+
+    Parameters
+    ----------
+    a : array, Blocked or Var
+        The input, of any shape.
+
+    Returns
+    -------
+    array, Blocked or Var
+        The result, of the same kind and shape.
+    """
     y = np.sqrt(a)
     return y, lambda dy: (dy / (2 * y),)
 
@@ -191,6 +291,11 @@ def total(a: Replicated, axis: int | tuple[int, ...] | None = None) -> Replicate
     axis
         The axis or axes to sum over; by default all.
 
+    Returns
+    -------
+    array or Var
+        The sum, without the axes that were summed over.
+
     Raises
     ------
     TypeError
@@ -208,7 +313,20 @@ def _transpose(a, axes):
 
 
 def transpose(a: Replicated, axes: Sequence[int] | None = None) -> Replicated:
-    """Permute the axes of a replicated array; by default, reverse their order."""
+    """Permute the axes of a replicated array; by default, reverse their order.
+
+    Parameters
+    ----------
+    a : array or Var
+        A replicated array.
+    axes : tuple of int, optional
+        A permutation of the axes.
+
+    Returns
+    -------
+    array or Var
+        The array with permuted axes.
+    """
     return _transpose(a, axes)
 
 
@@ -218,7 +336,20 @@ def _reshape(a, shape):
 
 
 def reshape(a: Replicated, shape: int | Sequence[int]) -> Replicated:
-    """Return a replicated array with another shape."""
+    """Return a replicated array with another shape.
+
+    Parameters
+    ----------
+    a : array or Var
+        A replicated array.
+    shape : int or tuple of int
+        The new shape; one dimension may be -1.
+
+    Returns
+    -------
+    array or Var
+        The same elements in the new shape.
+    """
     return _reshape(a, shape)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from mpidl import shapes
 from mpidl.blocks import Blocked
@@ -49,8 +52,17 @@ def images(name: str, x: Any, ndim: int | None = None) -> Blocked:
 
 
 def fixed(value: Any) -> Any:
-    """Convert an option to a hashable value: lists become tuples."""
-    return tuple(fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
+    """Convert an option to a hashable value: lists become tuples, NumPy's numbers Python's."""
+    return tuple(fixed(v) for v in value) if isinstance(value, (list, tuple)) else plain(value)
+
+
+def plain(value: Any) -> Any:
+    """Convert NumPy's numbers to Python's, also those in a list or a tuple."""
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    if type(value) is tuple:
+        return tuple(plain(v) for v in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def integer(name: str, option: str, value: Any, minimum: int = 1) -> int:
@@ -61,12 +73,12 @@ def integer(name: str, option: str, value: Any, minimum: int = 1) -> int:
 
 
 def _is_integer(value, minimum):
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= minimum
 
 
 def are_numbers(*values: Any) -> bool:
-    """Return whether each value is an int or a float."""
-    return all(isinstance(value, (int, float)) for value in values)
+    """Return whether each value is a real number, of Python or of NumPy."""
+    return all(isinstance(value, numbers.Real) for value in values)
 
 
 def as_pair(value: Any) -> tuple:

@@ -14,7 +14,18 @@ __all__ = ["dense", "flatten"]
 
 @op(blocks=True)
 def flatten(x: Blocked) -> WithVjp[Blocked]:
-    """Reshape (N, C, H, W) to (N, C*H*W); features are in the order C, H, W."""
+    """Reshape (N, C, H, W) to (N, C*H*W); features are in the order C, H, W.
+
+    Parameters
+    ----------
+    x : Blocked
+        Images (N, C, H, W).
+
+    Returns
+    -------
+    Blocked
+        Features (N, C*H*W); a Var during differentiation.
+    """
     check.images("flatten", x)
     shape = x.image_shape
     features = math.prod(shape)

@@ -22,7 +22,7 @@ def dropout_threshold(name: str, probability: Any) -> int:
     ValueError
         If the probability is not a number in [0, 1).
     """
-    if not (isinstance(probability, (int, float)) and 0 <= probability < 1):
+    if not (check.are_numbers(probability) and 0 <= probability < 1):
         raise ValueError(f"{name}: probability must be at least 0 and below 1, got {probability!r}")
     return min(round(probability * CHANCES), CHANCES - 1)
 
@@ -47,6 +47,11 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     key
         A string that distinguishes the dropout ops of a model. In a network, the key is the name
         of the layer.
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
 
     Notes
     -----

@@ -39,6 +39,11 @@ def cross_channel_norm(
     k
         A scalar > 0.
 
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `x`; a Var during differentiation.
+
     Notes
     -----
     Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural

@@ -133,7 +133,18 @@ def global_average_pool2d(x: Blocked) -> Blocked: ...
 @overload
 def global_average_pool2d(x: Var) -> Var: ...
 def global_average_pool2d(x: Blocked | Var) -> Blocked | Var:
-    """Return the mean of each channel over its pixels: (N, C, H, W) to (N, C, 1, 1)."""
+    """Return the mean of each channel over its pixels: (N, C, H, W) to (N, C, 1, 1).
+
+    Parameters
+    ----------
+    x : Blocked or Var
+        Images (N, C, H, W).
+
+    Returns
+    -------
+    Blocked or Var
+        The means, (N, C, 1, 1).
+    """
     check.images("global_average_pool2d", value_of(x), 4)
     return average_pool2d(x, tuple(x.shape[2:]))
 

@@ -1,4 +1,4 @@
-"""Write the results of a run: console lines, the metrics file, plots and arrays."""
+"""Write and read the results of runs: console, metrics, history, plots, arrays and pages."""
 
 from mpidl.report.console import Console
 from mpidl.report.metrics import Metrics

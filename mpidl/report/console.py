@@ -1,44 +1,42 @@
-"""Show the progress of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
+"""Show the progress of a run on rank 0: a bar and a table on a terminal, plain lines elsewhere."""
 
-import datetime
-import os
-import stat
+from __future__ import annotations
+
+import contextlib
 import sys
+import threading
 import time
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
-BAR_SECONDS = 0.2  # shortest time between two updates of the bar
-LINE_SECONDS = 10.0  # shortest time between two iteration lines in a log
-LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orterun"}
-LINE_LAUNCHERS = {"prterun", "prted"}  # launchers of Open MPI 5, which forward only whole lines
+from mpidl.report import rows
+from mpidl.report.bar import BottomLine, Field
+from mpidl.report.rows import Scores
+from mpidl.report.stage import Stage, Ticker
+from mpidl.report.terminal import terminal_width
 
-
-class Scores(Protocol):
-    """Protocol of objects with the scores that the console prints, such as an `Evaluation`."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def accuracy(self) -> float | None: ...
-    @property
-    def images(self) -> int: ...
+BAR_SECONDS = 0.2  # shortest time between two updates of the bar by iterations
+TICK_SECONDS = 0.5  # time between two updates while no iteration ends
+LINE_SECONDS = 5.0  # shortest time between two iteration lines in a log
+SILENT_SECONDS = 9.0  # after this time without a line, a log gets a line at the next tick
 
 
 class Console:
     """Prints the output of a run to a terminal or a log.
 
     The methods do nothing on ranks other than 0. A console is a context manager that removes the
-    bar on exit.
+    bar on exit. A thread shows how long a stage or an iteration takes, so that the output never
+    rests for more than 10 s.
 
     Parameters
     ----------
     rank : int
         Rank of this process.
     verbose_every : int
-        Number of iterations between two lines in a log, which has at most one such line per 10 s.
+        Number of iterations between two lines in a log, which has at most one such line per 5 s.
         If 0, no iterations are printed in a log.
     progress : bool
-        Whether to print iterations, validations and epochs. Other lines are always printed.
+        Whether to print iterations, validations, epochs and stages. Other lines are always printed.
     stream : file, optional
         File to write to, by default stdout.
     width : int, optional
@@ -58,35 +56,55 @@ class Console:
         self.verbose_every, self.progress = verbose_every, progress
         self.follows_terminal = width is None
         self.width = terminal_width(self.stream) if width is None else width
-        self.epochs = 0
-        self.bar: Any = None  # a rich Progress, with one task
-        self.task: Any = None
-        self.last = None  # arguments of the last call of `iteration`
+        self.epochs, self.iterations, self.completed, self.has_validation = 0, 0.0, 0, False
+        self.depth = 0  # of nested `with` blocks; the end of the outermost removes the bar
+        self.first_epoch = 1
+        self.is_started = False  # whether the run has started, and not yet finished
+        self.stages: list[Stage] = []  # the current stage is last
+        self.bar: BottomLine | None = None
+        self.table: rows.Table | None = None
+        self.last: tuple[int, int, float, float, float | None] | None = None
         self.last_printed = None  # arguments of the last call that printed a line
-        self.draw_time = self.line_time = time.monotonic()
+        self.pace: tuple[float, int] | None = None  # (time, iteration) when the first one ended
+        self.iteration_time = self.draw_time = self.line_time = time.monotonic()
+        self.lock = threading.RLock()  # the ticker prints as well
+        self.ticker: Ticker | None = None
 
-    def __enter__(self) -> "Console":
+    def __enter__(self) -> Console:
+        self.depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.depth -= 1
+        if not self.depth:
+            self.close()
 
     def line(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self.stream is None:
             return
-        if self.bar is not None:
-            self._draw()
-            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self.stream, flush=True)
+        with self.lock:
+            self.line_time = time.monotonic()
+            if self.bar is not None:
+                self._draw()
+                self.bar.print(text)
+            else:
+                self.stream.write(f"{text}\n")  # one write, which no other output divides
+                self.stream.flush()
 
     def header(self, **facts: object) -> None:
         """Print a "Name: value" line for each keyword argument, such as network= or data=."""
         for name, fact in facts.items():
             self.line(f"{name.replace('_', ' ').capitalize()}: {fact}")
 
-    def start(self, epochs: int, iterations: float, completed: int = 0) -> None:
+    def start(
+        self,
+        epochs: int,
+        iterations: float,
+        completed: int = 0,
+        epoch: int = 1,
+        has_validation: bool = False,
+    ) -> None:
         """Show the bar, if the output is a terminal.
 
         Parameters
@@ -95,17 +113,56 @@ class Console:
             Number of epochs and number of iterations in the run.
         completed : int
             Number of iterations that were completed before the run was resumed.
+        epoch : int
+            The epoch of the first iteration.
+        has_validation : bool
+            Whether the run has validations.
         """
-        self.epochs = epochs
-        if self.stream is None or not self.width or not self.progress:
+        if self.stream is None or not self.progress:
             return
-        self.bar = _bar(self.stream, self.width)
-        self.task = self.bar.add_task(
-            "", total=iterations, completed=completed, epoch="", values=""
-        )
-        self.bar.start()
-        self.bar.console.show_cursor(True)  # a killed job could not show a hidden cursor again
-        self.bar.refresh()
+        with self.lock:
+            self.epochs, self.iterations, self.has_validation = epochs, iterations, has_validation
+            self.is_started, self.completed, self.first_epoch = True, completed, epoch
+            self.last = self.last_printed = self.pace = self.table = None  # of an earlier run
+            self.iteration_time = time.monotonic()
+            self._start_ticker()
+            if self.width:
+                self._draw()
+
+    @contextlib.contextmanager
+    def stage(self, name: str, images: int = 0) -> Iterator[Callable[[int], None]]:
+        """Show a part of the run as long as the `with` block runs.
+
+        A terminal shows the name, the progress and the time beside the bar. A log gets a line if it
+        had none for 9 s.
+
+        Parameters
+        ----------
+        name : str
+            Name of the stage, such as "validation".
+        images : int
+            Number of images that the stage processes, 0 if they are not counted.
+
+        Yields
+        ------
+        callable
+            Function to call with the number of images that have been processed.
+        """
+        stage = Stage(name, images)
+        if self.stream is None or not self.progress:
+            yield stage.advance
+            return
+        with self.lock:
+            self.stages.append(stage)
+            self._start_ticker()
+        try:
+            yield stage.advance
+        finally:
+            with self.lock:
+                self.stages.remove(stage)
+                self.iteration_time = time.monotonic()
+            if not self.stages and not self.is_started:
+                self.close()
 
     def iteration(
         self,
@@ -122,55 +179,44 @@ class Console:
         """
         if self.stream is None or not self.progress:
             return
-        now = time.monotonic()
-        self.last = epoch, iteration, loss, images_per_second, accuracy
-        if self.bar is not None and now - self.draw_time >= BAR_SECONDS:
-            self._draw()
-        due = self.verbose_every and iteration % self.verbose_every == 0
-        if self.bar is None and due and now - self.line_time >= LINE_SECONDS:
-            self.last_iteration()
+        with self.lock:
+            now = time.monotonic()
+            self.last = epoch, iteration, loss, images_per_second, accuracy
+            self.iteration_time = now
+            self.pace = self.pace or (now, iteration)
+            if self.bar is not None and now - self.draw_time >= BAR_SECONDS:
+                self._draw()
+            due = self.verbose_every and iteration % self.verbose_every == 0
+            if not self.width and due and now - self.line_time >= LINE_SECONDS:
+                self.last_iteration()
 
     def last_iteration(self) -> None:
         """Print a line for the last iteration unless it has already been printed."""
         if not self.progress or self.last is None or self.last is self.last_printed:
             return
-        self.last_printed, self.line_time = self.last, time.monotonic()
-        epoch, iteration, loss, images_per_second, _ = self.last
-        self.line(
-            f"Iteration: {iteration}, Epoch: {epoch}, Loss: {loss:.4f}, "
-            f"Images/s: {images_per_second:.0f}"
-        )
-
-    def _draw(self):
-        """Update the bar with the loss, accuracy and speed of the last iteration."""
-        self.draw_time = time.monotonic()
-        if self.last is None:
-            return
+        self.last_printed = self.last
         epoch, iteration, loss, images_per_second, accuracy = self.last
-        if self.follows_terminal:  # the user may have resized the terminal
-            self.width = terminal_width(self.stream) or self.width
-            self.bar.console.width = self.width
-        values = f"loss {loss:.4f}"
-        values += "" if accuracy is None else f"  accuracy {accuracy:.4f}"
-        values += f"  {images_per_second:.0f} images/s" if self.width >= 80 else ""
-        label = f"Epoch {epoch}/{self.epochs}"
-        self.bar.update(self.task, completed=iteration, epoch=label, values=values, refresh=True)
+        if self.width:
+            self._row(rows.cells(*self.last), None, accuracy is not None)
+        else:
+            self.line(rows.iteration_line(epoch, iteration, loss, images_per_second))
 
     def epoch(
         self,
         epoch: int,
+        iteration: int,
         loss: float,
         images_per_second: float,
         seconds: float,
         accuracy: float | None = None,
         validation: Scores | None = None,
     ) -> None:
-        """Print a line for an epoch.
+        """Print an epoch: a row of the table on a terminal, lines elsewhere.
 
         Parameters
         ----------
-        epoch : int
-            Number of the epoch, counted from 1.
+        epoch, iteration : int
+            Number of the epoch and of its last iteration, counted from 1.
         loss, accuracy : float
             Mean loss and accuracy over the images of the epoch. The accuracy may be None.
         images_per_second : float
@@ -180,22 +226,40 @@ class Console:
         validation : Evaluation, optional
             The validation at the end of the epoch.
         """
-        if not self.progress:
+        if self.stream is None or not self.progress:
             return
-        parts = [f"Epoch: {epoch}", f"Loss: {loss:.4f}"]
-        if accuracy is not None:
-            parts.append(f"Accuracy: {accuracy:.4f}")
-        if validation is not None:
-            parts += _validation_parts(validation)
-        parts.append(f"Images/s: {images_per_second:.0f}")
-        parts.append(f"Elapsed: {clock(seconds)}")
-        self.line_time = time.monotonic()
-        self.line(", ".join(parts))
+        if not self.width:
+            if validation is not None:
+                self.validation(iteration, validation)
+            self.line(rows.epoch_line(epoch, loss, accuracy, images_per_second, seconds))
+            return
+        cells = rows.cells(epoch, iteration, loss, images_per_second, accuracy)
+        self._row({**cells, "seconds": rows.clock(seconds)}, validation, accuracy is not None)
 
     def validation(self, iteration: int, evaluation: Scores) -> None:
-        """Print a line for a validation that does not appear in the line of an epoch."""
-        if self.progress:
-            self.line(", ".join([f"Iteration: {iteration}", *_validation_parts(evaluation)]))
+        """Print a validation that does not belong to the end of an epoch."""
+        if self.stream is None or not self.progress:
+            return
+        if not self.width:
+            self.line(rows.validation_line(iteration, evaluation))
+            return
+        cells = {"iteration": str(iteration)}
+        if self.last is not None:
+            cells["epoch"] = str(self.last[0])
+        self._row(cells, evaluation, evaluation.accuracy is not None)
+
+    def _row(self, cells, validation, has_accuracy):
+        """Print a row of the table, with the scores of a validation if there is one."""
+        if validation is not None:
+            cells["validation_loss"] = rows.decimal(validation.loss)
+            if validation.accuracy is not None:
+                cells["validation_accuracy"] = f"{validation.accuracy:.4f}"
+        if self.table is None:
+            has_validation = self.has_validation or validation is not None
+            self.table = rows.Table(self.width, has_accuracy, has_validation)
+        with self.lock:
+            for text in self.table.lines(cells):
+                self.line(text)
 
     def finish(self, out: str, seconds: float, test: Scores | None = None) -> None:
         """Remove the bar and print the results of the run.
@@ -214,86 +278,84 @@ class Console:
             self.line(f"Test accuracy: {test.accuracy:.4f} ({test.images} images)")
         elif test is not None:
             self.line(f"Test loss: {test.loss:.6g} ({test.images} images)")
-        self.line(f"Training time: {clock(seconds)}")
+        self.line(f"Training time: {rows.clock(seconds)}")
         self.line(f"Results: {out}")
 
     def close(self) -> None:
         """Remove the bar."""
-        if self.bar is not None:
-            bar, self.bar = self.bar, None
-            bar.stop()
+        self.is_started = False
+        ticker, self.ticker = self.ticker, None
+        if ticker is not None:
+            ticker.stop()
+        with self.lock:
+            if self.bar is not None:
+                bar, self.bar = self.bar, None
+                bar.close()
 
+    def _start_ticker(self):
+        if self.ticker is None:
+            self.ticker = Ticker(self._tick, TICK_SECONDS)
+            self.ticker.start()
 
-def _validation_parts(evaluation):
-    parts = [f"Validation loss: {evaluation.loss:.4f}"]
-    if evaluation.accuracy is not None:
-        parts.append(f"Validation accuracy: {evaluation.accuracy:.4f}")
-    return parts
+    def _tick(self):
+        """Show how long the current stage or iteration takes, if nothing else has been shown."""
+        with self.lock:
+            now = time.monotonic()
+            if self.width:
+                if now - self.draw_time >= TICK_SECONDS:
+                    self._draw()
+            elif now - self.line_time >= SILENT_SECONDS:
+                self._break_silence(now)
 
+    def _break_silence(self, now):
+        """Print the current stage, or the last iteration, to a log."""
+        stage = self._stage()
+        if stage is not None:
+            text = stage.describe()
+            self.line(text[0].upper() + text[1:])
+        elif self.verbose_every and self.last is not self.last_printed:
+            self.last_iteration()
+        elif self.verbose_every and self.last is not None:
+            self.line(f"Iteration: {self.last[1] + 1} ({now - self.iteration_time:.0f} s)")
 
-def clock(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds: 12.3 gives "0:00:12"."""
-    return str(datetime.timedelta(seconds=int(seconds)))
+    def _stage(self):
+        """Return the current stage, which is the first iteration until that has ended."""
+        if self.stages:
+            return self.stages[-1]
+        if not self.is_started or self.last is not None:
+            return None
+        stage = Stage("first iteration")
+        stage.start_time = self.iteration_time
+        return stage
 
+    def _draw(self):
+        """Draw the bar with the current stage, or with the numbers of the last iteration."""
+        now = self.draw_time = time.monotonic()
+        if self.follows_terminal:  # the user may have resized the terminal
+            self.width = terminal_width(self.stream) or self.width
+        if self.bar is None:
+            self.bar = BottomLine(self.stream, self.width)
+        stage = self._stage()
+        if not self.is_started:
+            self.bar.draw(self.width, "", None, [Field(stage.describe() if stage else "")])
+            return
+        no_iteration = self.first_epoch, self.completed, 0.0, 0.0, None
+        epoch, iteration, loss, images_per_second, accuracy = self.last or no_iteration
+        label = f"Epoch {epoch}/{self.epochs}"
+        fields = [Field(f"{iteration}/{self.iterations}", 3)]
+        if stage is not None:
+            fields.append(Field(stage.describe()))
+        else:
+            fields.append(Field(f"loss {rows.decimal(loss)}"))
+            fields.append(Field("" if accuracy is None else f"accuracy {accuracy:.4f}", 1))
+            fields.append(Field(f"{images_per_second:.0f} images/s", 2))
+            fields.append(Field(self._time_left(now, iteration)))
+        self.bar.draw(self.width, label, iteration / max(self.iterations, 1), fields)
 
-def _bar(stream, width):
-    import rich.console
-    from rich import progress
-
-    console = rich.console.Console(file=stream, force_terminal=True, width=width)
-    # `iteration` draws the bar, so no rich thread competes with the computation.
-    return progress.Progress(
-        progress.TextColumn("{task.fields[epoch]}"),
-        progress.BarColumn(bar_width=None),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[values]}"),
-        progress.TimeRemainingColumn(compact=True),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        expand=True,
-    )
-
-
-def terminal_width(stream: TextIO | None) -> int:
-    """Return the number of columns of the terminal that shows a stream, or 0 if there is none.
-
-    Under mpirun, stdout leads to the launcher through a pipe (MPICH) or a pseudo-terminal (Open
-    MPI). The launcher forwards the output to its own stdout, so the function returns the width of
-    the launcher's terminal.
-    """
-    if stream is None or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
-        return 0
-    try:
-        handle = stream.fileno()
-        terminal = os.isatty(handle)
-        # A script may filter the output of a pipe, so the search then ends at the first script.
-        launcher = _launcher(os.getppid(), past_scripts=terminal) if handle <= 2 else None
-        if launcher is None or stat.S_ISREG(os.fstat(handle).st_mode):
-            return os.get_terminal_size(handle).columns or 80 if terminal else 0
-        with open(f"/proc/{launcher}/comm") as file:
-            if file.read().strip() in LINE_LAUNCHERS:
-                return 0
-        launcher_stdout = os.open(
-            f"/proc/{launcher}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
-        )
-        try:
-            return os.get_terminal_size(launcher_stdout).columns or 80
-        finally:
-            os.close(launcher_stdout)
-    except (OSError, ValueError, AttributeError):  # not a terminal or not a file
-        return 0
-
-
-def _launcher(pid, past_scripts):
-    """Return the id of the topmost MPI launcher among a process and its ancestors, or None."""
-    launcher = None
-    while os.path.exists(f"/proc/{pid}/stat"):
-        with open(f"/proc/{pid}/stat") as file:
-            name, _, rest = file.read().partition("(")[2].rpartition(")")
-        if name in LAUNCHERS:
-            launcher = pid
-        elif launcher or not past_scripts:
-            break
-        pid = int(rest.split()[1])
-    return launcher
+    def _time_left(self, now, iteration):
+        """Return the remaining time of the run at its mean pace; "" if there is no pace yet."""
+        if self.pace is None or iteration <= self.pace[1]:
+            return ""
+        seconds = (self.iteration_time - self.pace[0]) / (iteration - self.pace[1])
+        remaining = seconds * (self.iterations - iteration) - (now - self.iteration_time)
+        return rows.time_left(max(remaining, 0.0))

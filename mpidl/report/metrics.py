@@ -1,10 +1,15 @@
-"""Read and write metrics.jsonl: one JSON object per iteration, epoch and validation."""
+"""Read and write metrics.jsonl, which holds one JSON object per line.
+
+There is a record per iteration, epoch and validation, and about every two seconds one of the kind
+"ranks" with the times of each rank.
+"""
 
 import contextlib
 import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from mpidl.errors import UserError
@@ -101,9 +106,34 @@ class Metrics:
         record["learning_rate"] = number(learning_rate)
         record["images_per_second"] = number(images_per_second)
         record["seconds"] = number(seconds)
+        self._append(record)
+
+    def record_ranks(self, epoch: int, iteration: int, fields: Mapping[str, Any]) -> None:
+        """Append a record of what the ranks spent their time on.
+
+        Parameters
+        ----------
+        epoch, iteration : int
+            Position in the run, counted from 1.
+        fields : mapping
+            "seconds" since the start of the run, and the length "interval" of the time since the
+            last record, in seconds. Lists with one entry per rank: the seconds in the interval
+            for "input", "compute", "wait" and "sum"; the resident "memory" in bytes; the "device".
+
+        Raises
+        ------
+        UserError
+            If the file cannot be written.
+        """
+        if self.file is not None:
+            position = {"kind": "ranks", "epoch": int(epoch), "iteration": int(iteration)}
+            self._append({**position, **fields})
+
+    def _append(self, record):
+        is_brief = record["kind"] == "iteration"
         with self._writing():
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
-            if kind != "iteration" or time.monotonic() - self.flushed > FLUSH_SECONDS:
+            if not is_brief or time.monotonic() - self.flushed > FLUSH_SECONDS:
                 self.file.flush()
                 self.flushed = time.monotonic()
 

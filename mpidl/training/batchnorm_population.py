@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,11 @@ from mpidl.nn import BatchNorm, Network
 
 
 def population_state(
-    net: Network, queue: MinibatchQueue, world: Any, signals: Any = None
+    net: Network,
+    queue: MinibatchQueue,
+    world: Any,
+    signals: Any = None,
+    progress: Callable[[int], object] | None = None,
 ) -> dict[str, np.ndarray] | None:
     """Return the network's state with statistics over the whole training set. Collective.
 
@@ -34,6 +39,8 @@ def population_state(
         The ranks that share the mini-batches.
     signals : Signals, optional
         Signals that the process received. A signal on any rank ends the pass.
+    progress : function, optional
+        Function to call after each mini-batch, with the number of images in the pass so far.
 
     Returns
     -------
@@ -46,11 +53,14 @@ def population_state(
     keys = [(f"{layer.name}.mean", f"{layer.name}.variance") for layer in norms]
     measuring = _measuring_copy(net)
     blank = {name: _blank(net.state[name]) for pair in keys for name in pair}
-    totals = None
+    totals, image_count = None, 0
     for images, _ in agreed(queue.epoch(0), world, signals):
         measuring.state = {**net.state, **blank}
         measuring(images)
         count = images.batch.count
+        image_count += count
+        if progress is not None:
+            progress(image_count)
         del images  # so that the next mini-batch can reuse the memory
         moments = [
             np.concatenate([[count], mean, count * variance])

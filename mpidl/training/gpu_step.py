@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpidl import phases
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.program import ROWS
 from mpidl.backends.gpu.recorder import Recorder
@@ -51,10 +52,11 @@ class StepProgram:
         self.optimizer, self.reader, self.counts = optimizer, reader, counts
         optimizer.prepare(net.parameters)
         recorder = Recorder(launching.device())
-        with launching.through(recorder):
+        with launching.through(recorder), phases.named_places():
             images, labels = reader.read()
             self.value, gradients, state = gradient(net, images, labels)
-            parameters = optimizer.apply(net.parameters, gradients, optimizer.numbers())
+            with phases.span("update"):
+                parameters = optimizer.apply(net.parameters, gradients, optimizer.numbers())
             for updated, arrays in ((parameters, net.parameters), (state, net.state)):
                 for name, array in arrays.items():
                     if updated[name] is not array:

@@ -19,14 +19,21 @@ it calls in reverse order.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.errors import UserError
+from mpidl.files import call_together
+from mpidl.report import notebook, status, stop_file
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import EpochSummary, Progress
+from mpidl.training.rank_times import RankTimesHook
+from mpidl.training.timeline import TimelineHook
 
 if TYPE_CHECKING:
     from mpidl.training.load_balancing import LoadBalancer
@@ -67,14 +74,19 @@ class Hooks:
         for event in EVENTS:
             # At the end, hooks that write files run before hooks that announce the result.
             order = reversed(hooks) if event == "end" else hooks
-            methods = [getattr(hook, event) for hook in order if hasattr(hook, event)]
+            methods = [
+                (type(hook).__name__, getattr(hook, event))
+                for hook in order
+                if hasattr(hook, event)
+            ]
             setattr(self, event, _call_each(methods))
 
 
 def _call_each(methods):
     def call(*arguments):
-        for method in methods:
-            method(*arguments)
+        for name, method in methods:
+            with phases.span(name):
+                method(*arguments)
 
     return call
 
@@ -110,9 +122,9 @@ class ConsoleHook:
     """Prints progress on rank 0."""
 
     def start(self, trainer: Trainer) -> None:
-        trainer.console.start(
-            trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
-        )
+        numbers = trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
+        has_validation = trainer.validation.store is not None
+        trainer.console.start(*numbers, trainer.position.epoch, has_validation)
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         info, numbers = result.info, (result.loss, result.images_per_second, result.accuracy)
@@ -122,11 +134,57 @@ class ConsoleHook:
         validation, seconds = trainer.validation, trainer.position.seconds
         evaluation = validation.last if validation.last_iteration == summary.iteration else None
         numbers = summary.loss, summary.images_per_second, seconds, summary.accuracy
-        trainer.console.epoch(summary.epoch, *numbers, evaluation)
+        trainer.console.epoch(summary.epoch, summary.iteration, *numbers, evaluation)
 
     def finish(self, trainer: Trainer) -> None:
         if trainer.position.batch:
             trainer.console.last_iteration()
+
+
+class LiveHook:
+    """Passes the progress on rank 0 to the notebook that launched the ranks."""
+
+    def __init__(self, recorder: notebook.Recorder) -> None:
+        self.recorder, self.validated = recorder, 0
+
+    def start(self, trainer: Trainer) -> None:
+        self.validated = trainer.validation.last_iteration
+        position, total = trainer.position, trainer.total_iterations
+        self.recorder.write(
+            "start", epochs=trainer.options.epochs, iterations=total, iteration=position.iteration
+        )
+
+    def iteration(self, trainer: Trainer, result: StepResult) -> None:
+        info = result.info
+        self.recorder.write(
+            "iteration",
+            epoch=info.epoch,
+            iteration=info.iteration,
+            loss=result.loss,
+            accuracy=result.accuracy,
+            learning_rate=info.learning_rate,
+            images_per_second=result.images_per_second,
+        )
+
+    def step(self, trainer: Trainer) -> None:
+        validation = trainer.validation
+        if validation.last is not None and validation.last_iteration != self.validated:
+            self.validated = validation.last_iteration
+            scores = {"loss": validation.last.loss, "accuracy": validation.last.accuracy}
+            self.recorder.write("validation", iteration=self.validated, **scores)
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        self.step(trainer)
+        means = {"loss": summary.loss, "accuracy": summary.accuracy}
+        self.recorder.write("epoch", iteration=summary.iteration, **means)
+
+    def finish(self, trainer: Trainer) -> None:
+        self.recorder.write("state", state="finishing")
+
+    def end(self, trainer: Trainer) -> None:
+        self.step(trainer)
+        is_stopped = trainer.signals.agreed or trainer.signals.name is not None
+        self.recorder.write("state", state="stopped" if is_stopped else "finished")
 
 
 class OutputFunctionsHook:
@@ -194,14 +252,76 @@ class CheckpointHook:
             trainer.save()
 
 
+class StopFileHook:
+    """Stops the run if its folder contains a stop file; see `stop_file`.
+
+    Only rank 0 looks for the file. The ranks agree on the stop before the next mini-batch, as after
+    a signal. A request for the end of the epoch stays in the folder until then.
+    """
+
+    def __init__(self) -> None:
+        self.look_time = -math.inf
+
+    def start(self, trainer: Trainer) -> None:
+        if trainer.world.rank == 0 and trainer.writer.out is not None:
+            stop_file.remove(trainer.writer.out)  # the request was for an earlier job
+
+    def step(self, trainer: Trainer) -> None:
+        # `epoch` looks after the last mini-batch, when the validation of the epoch is complete.
+        is_due = time.monotonic() - self.look_time >= stop_file.SECONDS
+        if is_due and not trainer.at_epoch_end:
+            self._look(trainer, (stop_file.NOW,))
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        self._look(trainer, (stop_file.NOW, stop_file.EPOCH))
+
+    def _look(self, trainer, moments):
+        out, signals = trainer.writer.out, trainer.signals
+        if trainer.world.rank or out is None or trainer.is_over:
+            return
+        self.look_time = time.monotonic()
+        if stop_file.read(out) in moments:
+            stop_file.remove(out)
+            signals.name = signals.name or stop_file.REASON
+
+
+class StatusHook:
+    """Writes status.json at the start and at the end."""
+
+    status: status.Status
+
+    def start(self, trainer: Trainer) -> None:
+        self.status = status.Status(
+            ranks=trainer.world.size,
+            host=trainer.world.host,
+            epochs=trainer.options.epochs,
+            iterations_per_epoch=len(trainer.queue),
+            iterations=int(trainer.total_iterations),
+        )
+        self._write(trainer)
+
+    def end(self, trainer: Trainer) -> None:
+        self.status.state, self.status.stopped = status.FINISHED, trainer.stopped
+        self._write(trainer)
+
+    def _write(self, trainer):
+        def write():
+            status.write(trainer.writer.out, self.status)
+
+        if trainer.writer.out is not None:
+            call_together(trainer.world, write if trainer.world.rank == 0 else lambda: None)
+
+
 class PlotHook:
     """Draws progress.png after epochs and at the end."""
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        trainer.writer.plot()
+        with trainer.console.stage("plot"):
+            trainer.writer.plot()
 
     def end(self, trainer: Trainer) -> None:
-        trainer.writer.plot(end=True)
+        with trainer.console.stage("plot"):
+            trainer.writer.plot(end=True)
 
 
 def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -> Hooks:
@@ -216,8 +336,12 @@ def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -
     balancer : LoadBalancer or None
         Measures the speed of the ranks; None if the shares do not depend on speed.
     """
-    hooks = [MetricsHook(), ValidationHook(), ConsoleHook(), OutputFunctionsHook(), *user_hooks]
+    recorder = notebook.recorder()
+    hooks = [MetricsHook(), ValidationHook(), ConsoleHook()]
+    hooks += [LiveHook(recorder)] if recorder else []
+    hooks += [OutputFunctionsHook(), *user_hooks]
     hooks += [BalanceHook(balancer)] if balancer else []
-    hooks.append(CheckpointHook())
+    hooks += [RankTimesHook(), CheckpointHook(), StopFileHook()]
     hooks += [PlotHook()] if options.plots != "none" else []
-    return Hooks(hooks)
+    hooks += [TimelineHook(options)] if options.timeline else []
+    return Hooks([StatusHook(), *hooks])

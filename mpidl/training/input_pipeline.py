@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidl import losses
 from mpidl.data.datastore import Datastore, need_datastore
+from mpidl.data.queue import need_full_batch
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
@@ -81,6 +82,8 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     """Raise UserError if the network cannot be trained or validated on these images."""
     if not len(datastore):
         raise UserError(f"{datastore.describe()}: expected training images, found none")
+    if options.partial_minibatch == "discard":
+        need_full_batch(datastore, options.batch_size)
     normalization = net.normalization
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(

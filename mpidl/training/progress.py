@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+from mpidl.report.history import History
 
 if TYPE_CHECKING:
     from mpidl.training.steps import StepResult
@@ -14,7 +16,25 @@ OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons 
 
 @dataclass
 class Position:
-    """The progress of a run, which checkpoints store."""
+    """The progress of a run, which checkpoints store.
+
+    Attributes
+    ----------
+    epoch : int
+        Current epoch, from 1.
+    batch, iteration : int
+        Number of mini-batches submitted in the current epoch, and in all epochs.
+    loss : float
+        Sum of the losses of this epoch's images so far.
+    correct : float or None
+        Correctly classified images of this epoch; None if the loss has no classes.
+    images, all_images : int
+        Number of images in completed steps of this epoch, and of all epochs.
+    seconds : float
+        Training time, including the time before a resume.
+    epoch_loss : float or None
+        Mean loss over the images of the last complete epoch.
+    """
 
     epoch: int = 1  # the current epoch, counted from 1
     batch: int = 0  # number of mini-batches submitted in the current epoch
@@ -27,7 +47,13 @@ class Position:
     epoch_loss: float | None = None  # mean loss over the images of the last complete epoch
 
     def add(self, result: StepResult) -> None:
-        """Add the loss, the images and the correct images of a completed training step."""
+        """Add the loss, the images and the correct images of a completed training step.
+
+        Parameters
+        ----------
+        result : StepResult
+            The result of the step.
+        """
         info = result.info
         self.loss += result.loss * info.images
         if result.correct is not None:
@@ -36,7 +62,20 @@ class Position:
         self.all_images += info.images
 
     def end_epoch(self, learning_rate: float, images_per_second: float) -> EpochSummary:
-        """Advance to the next epoch, and return the summary of the completed epoch."""
+        """Advance to the next epoch, and return the summary of the completed epoch.
+
+        Parameters
+        ----------
+        learning_rate : float
+            Learning rate of the last iteration.
+        images_per_second : float
+            Images of the epoch divided by its seconds.
+
+        Returns
+        -------
+        EpochSummary
+            The means over the images of the epoch.
+        """
         self.epoch_loss = self.loss / self.images
         means = self.epoch_loss, self.accuracy
         summary = EpochSummary(self.epoch, self.iteration, *means, learning_rate, images_per_second)
@@ -94,7 +133,19 @@ class Progress(NamedTuple):
 
 
 class EpochSummary(NamedTuple):
-    """The summary of a completed epoch."""
+    """The summary of a completed epoch.
+
+    Attributes
+    ----------
+    epoch, iteration : int
+        The epoch and its last iteration, from 1.
+    loss, accuracy : float or None
+        Means over the images of the epoch. The accuracy is None if the loss has no classes.
+    learning_rate : float
+        Learning rate of the last iteration.
+    images_per_second : float
+        Images of the epoch divided by its seconds, on all ranks together.
+    """
 
     epoch: int
     iteration: int  # the last iteration of the epoch
@@ -111,8 +162,8 @@ class Result:
     Attributes
     ----------
     stopped : str or None
-        What ended the run early: the name of a signal, "output_function" (also for a stop by a
-        hook) or "validation_patience". None if the run did not end early.
+        What ended the run early: the name of a signal, "stop file", "output_function" (also for a
+        stop by a hook) or "validation_patience". None if the run did not end early.
     epochs : int
         Number of complete epochs.
     iterations : int
@@ -127,6 +178,9 @@ class Result:
         The iteration with the lowest validation loss. None without a validation.
     validation_loss, validation_accuracy : float or None
         Results of the last validation, or of the best network if the run returns that network.
+    history : History
+        Loss, accuracy, learning rate and speed of all iterations, epochs and validations. If the
+        run was resumed in a folder, the history includes the records before the resume.
     """
 
     stopped: str | None
@@ -138,3 +192,4 @@ class Result:
     best_iteration: int | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
+    history: History = field(default_factory=lambda: History.from_records([]), repr=False)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl import losses
+from mpidl import losses, phases
 from mpidl.autodiff import value_and_grad
 from mpidl.data import MinibatchQueue
 from mpidl.errors import Fault, UserError
@@ -26,7 +26,19 @@ STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wai
 
 
 class StepInfo(NamedTuple):
-    """Description of a submitted training step."""
+    """Description of a submitted training step.
+
+    Attributes
+    ----------
+    epoch, iteration : int
+        Epoch and iteration of the step, from 1.
+    images : int
+        Number of images of the mini-batch, on all ranks.
+    learning_rate : float
+        Learning rate of the step.
+    start : float
+        time.monotonic() at the start of the step, in seconds.
+    """
 
     epoch: int
     iteration: int
@@ -58,6 +70,7 @@ class StepResult(NamedTuple):
 
     @property
     def accuracy(self) -> float | None:
+        """Fraction of images that were classified correctly; None if the loss has no classes."""
         return None if self.correct is None else self.correct / self.info.images
 
 
@@ -124,20 +137,36 @@ class EagerStep:
         self.objective = losses.loss_function(loss)
         self.gradient = value_and_grad(self.objective, reduce=world)
         self.labels_per_image, self.balancer, self.advice = labels_per_image, balancer, advice
+        self.observers: list[Callable[[Mapping[str, np.ndarray]], None]] = []
+
+    def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
+        """Call a function with the gradients of each mini-batch, {name: array}, before the update.
+
+        The optimizer may overwrite the arrays, so the function must not keep them.
+        """
+        self.observers.append(observer)
 
     def submit(self, images, targets, info: StepInfo) -> list[StepResult]:
         """Compute the loss and gradients of a mini-batch, and update the network. Collective."""
+        with phases.Phase(phases.COMPUTE, "training step"):
+            loss, correct = self._compute(images, targets, info)
+        return [_result(info, loss, correct, self.labels_per_image)]
+
+    def _compute(self, images, targets, info):
         if self.balancer:
             self.balancer.start(info.start)
         value, gradients, state = self.gradient(self.net, images, targets)
         loss, *correct = map(float, value)
         if not math.isfinite(loss):
             self._raise_fault(images, targets, loss, info)
-        self.net.state = state
-        self.net.parameters = checked_step(self.optimizer, self.net.parameters, gradients)
+        for observer in self.observers:
+            observer(gradients)
+        with phases.span("update"):
+            self.net.state = state
+            self.net.parameters = checked_step(self.optimizer, self.net.parameters, gradients)
         if self.balancer:
             self.balancer.stop(time.monotonic(), images.batch.blocks)
-        return [_result(info, loss, correct, self.labels_per_image)]
+        return loss, correct
 
     def drain(self) -> list[StepResult]:
         return []
@@ -170,6 +199,9 @@ class RecordedStep:
             net.to(None)  # so that the caller can retry, for example with smaller mini-batches
             raise
 
+    def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
+        """Do nothing: the arrays of a recorded step share memory, and are never copied."""
+
     def submit(self, images, targets, info: StepInfo) -> Iterator[StepResult]:
         """Yield the results that are due, then start the training step of a mini-batch.
 
@@ -185,7 +217,8 @@ class RecordedStep:
             Description of the step.
         """
         yield from self._results(STEPS_AHEAD)
-        self.pending.append((self.program.start(images), info))
+        with phases.Phase(phases.COMPUTE, "start of the training step"):
+            self.pending.append((self.program.start(images), info))
 
     def drain(self) -> Iterator[StepResult]:
         """Wait for all submitted steps and yield their results."""
@@ -198,7 +231,8 @@ class RecordedStep:
     def _results(self, max_pending: int) -> Iterator[StepResult]:
         while len(self.pending) > max_pending:
             handle, info = self.pending.popleft()
-            loss, *correct = self.program.finish(handle)
+            with phases.Phase(phases.COMPUTE, "wait for the GPU"):
+                loss, *correct = self.program.finish(handle)
             if not math.isfinite(loss):
                 raise Fault(_not_finite(loss, info, "", self.advice))
             yield _result(info, loss, correct, self.labels_per_image)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import backends
+from mpidl import backends, phases
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
@@ -24,8 +24,9 @@ from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation, held_out
 from mpidl.nn import Network
 from mpidl.report import Console
+from mpidl.report.history import History
 from mpidl.training import hooks as hook_classes
-from mpidl.training import input_pipeline, memory_budget
+from mpidl.training import input_pipeline, memory_budget, tracking_hooks
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
@@ -124,6 +125,7 @@ def train(
     datastore, options = held_out(datastore, options)
     input_pipeline.check(net, datastore, options)
     folder = RunFolder(out, resume, overwrite, world)
+    hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
     backends.configure(winograd=options.winograd, precision=options.precision)
     _use_device(world, options)
     if console is None:
@@ -136,7 +138,10 @@ def train(
         if optimizer is None:
             optimizer = of_options(options, **net.factors)
         rate = optimizer.learning_rate
-        with contextlib.nullcontext(signals) if signals else Signals() as watched:
+        with (
+            contextlib.nullcontext(signals) if signals else Signals() as watched,
+            tracking_hooks.abandoned_on_error(hooks),
+        ):
             try:
                 trainer = Trainer(
                     *(net, datastore, options, world, folder, opened_console, optimizer, spec),
@@ -167,6 +172,15 @@ def stopped_by(signals: Signals, world: World) -> str | None:
 class Trainer:
     """A training run, which hooks receive as their first argument.
 
+    Parameters
+    ----------
+    folder : RunFolder
+        The results folder.
+    spec : list or None
+        The transforms of the optimizer, which a resumed run compares.
+    hooks : iterable of object
+        The user's hooks.
+
     Attributes
     ----------
     net, options, world, console, optimizer
@@ -185,6 +199,8 @@ class Trainer:
         The object that writes the files of the run.
     signals : Signals
         The requests to stop the run.
+    stopped : str or None
+        The reason for an early end, as in `Result`. None during the training.
     """
 
     def __init__(
@@ -202,6 +218,7 @@ class Trainer:
     ) -> None:
         self.net, self.options, self.world, self.signals = net, options, world, signals
         self.console, self.optimizer = console, optimizer
+        self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
         self.optimizer_spec = spec
         self._results: collections.deque[StepResult] = collections.deque()
@@ -214,8 +231,10 @@ class Trainer:
         if folder.resume is not None:
             arrays = folder.resume[0]
             run_state.restore(self, *folder.resume)
-        queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
+        with console.stage("statistics of the training images"):
+            queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
         queue_options |= {"load": load, "sampling": options.sampling}
+        queue_options["partial_minibatch"] = options.partial_minibatch
         balancer = LoadBalancer(world) if options.worker_load == "measured" else None
         self.queue: MinibatchQueue
         self.step: EagerStep | RecordedStep
@@ -228,7 +247,13 @@ class Trainer:
         self.hooks = hook_classes.of_run(hooks, options, balancer)
 
     @property
+    def history(self) -> History:
+        """The records of the run so far, which later records do not change."""
+        return self.writer.recorder.history()
+
+    @property
     def max_iterations(self) -> float:
+        """Largest number of iterations that the options allow; infinite if they set none."""
         return self.options.max_iterations or math.inf
 
     @property
@@ -247,42 +272,72 @@ class Trainer:
         is_last = self.position.iteration >= self.max_iterations or self.at_epoch_end
         return is_last or not self._continues()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run submits no more mini-batches."""
+        position = self.position
+        is_complete = position.epoch > self.options.epochs
+        is_complete = is_complete or position.iteration >= self.max_iterations
+        return is_complete or not self._continues()
+
     def learning_rate(self, iteration: int) -> float:
-        """Return the learning rate of an iteration of the current epoch."""
+        """Return the learning rate of an iteration of the current epoch.
+
+        Parameters
+        ----------
+        iteration : int
+            Iteration of the run, from 1.
+
+        Returns
+        -------
+        float
+            The rate of the schedule.
+        """
         return rate_of(self.options, self.position.epoch, iteration, len(self.queue))
+
+    def _last_rate(self):
+        """Return the learning rate of the last iteration before the run was resumed."""
+        epoch = self.position.epoch if self.position.batch else self.position.epoch - 1
+        return rate_of(
+            self.options, max(epoch, 1), max(self.position.iteration, 1), len(self.queue)
+        )
 
     def stop(self) -> None:
         """End the run after the current mini-batch, on all ranks, with a checkpoint."""
         self.signals.name = self.signals.name or OUTPUT_FUNCTION
 
     def run(self) -> Result:
-        """Train to the end and return the result. Collective."""
+        """Train to the end and return the result. Collective.
+
+        Returns
+        -------
+        Result
+            Loss, times, and what ended the run.
+        """
         try:
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 return self._run()
         finally:
+            phases.take_spans()  # a run that failed may have left them
             self.step.close()
 
     def _run(self):
-        position, options = self.position, self.options
+        position = self.position
         self.hooks.start(self)
         if self.validation.owed:
+            self.optimizer.learning_rate = self._last_rate()
             self.validate(announce=not self.at_epoch_end)
-        while (
-            position.epoch <= options.epochs
-            and position.iteration < self.max_iterations
-            and self._continues()
-        ):
+        while not self.is_over:
             self._run_epoch()
         self.hooks.finish(self)
-        reason = self._finish()
+        self.stopped = self._finish()
         self.hooks.end(self)
         self.writer.close()
         self.datastore.close()
         if self.signals.name == OUTPUT_FUNCTION:  # the caller may reuse `signals`
             self.signals.name, self.signals.agreed = None, False
         return Result(
-            reason,
+            self.stopped,
             position.epoch - 1,
             position.iteration,
             position.mean_loss,
@@ -290,6 +345,7 @@ class Trainer:
             position.seconds,
             self.validation.iteration or None,
             *self.validation.of_the_result(),
+            self.history,
         )
 
     def _run_epoch(self):
@@ -298,7 +354,8 @@ class Trainer:
         start_time, images_before = time.monotonic(), position.images
         with contextlib.closing(batches):
             for images, targets in self._agreed(batches):
-                info = self._next_step(images.batch.count)
+                with phases.span("learning rate"):
+                    info = self._next_step(images.batch.count)
                 self._report(self.step.submit(images, targets, info))
                 del images, targets  # free the memory for the next mini-batch
                 self.hooks.step(self)
@@ -311,15 +368,15 @@ class Trainer:
             self.hooks.epoch(self, summary)
 
     def _agreed(self, batches):
-        """Yield the mini-batches; write a checkpoint if an object store does not answer."""
+        """Yield the mini-batches; write a checkpoint if one of them cannot be read."""
         try:
             yield from agreed(batches, self.world, self.signals)
-        except StorageFault as fault:
-            if self.writer.out is None:
+        except (StorageFault, UserError) as error:
+            if self.writer.out is None or self.position.iteration == 0:
                 raise
             self.save()
-            raise StorageFault(
-                f"{fault}; checkpoint written; to continue, run again with --resume "
+            raise type(error)(
+                f"{error}; checkpoint written; to continue, run again with --resume "
                 f"{self.writer.out}"
             ) from None
 
@@ -383,7 +440,8 @@ class Trainer:
         position, stop_requested = self.position, self.signals.name == OUTPUT_FUNCTION
         if stop_requested and signals is not None:
             signals.name = None
-        evaluation = self.validation.run(self.net, position.iteration, signals)
+        with self.console.stage("validation", len(self.validation.store)) as progress:
+            evaluation = self.validation.run(self.net, position.iteration, signals, progress)
         if stop_requested:
             self.stop()
         if evaluation is None:
@@ -433,7 +491,8 @@ class Trainer:
             # replace the training queue, which frees its memory
             self.queue = MinibatchQueue(*arguments, **queue_options)
             net = self.net.on(self.world.device)
-            state = population_state(net, self.queue, self.world, signals)
+            with self.console.stage("batch-norm statistics", len(self.datastore)) as progress:
+                state = population_state(net, self.queue, self.world, signals, progress)
             self.net.state = self.net.state if state is None else state
 
     def save(self) -> None:
@@ -441,5 +500,6 @@ class Trainer:
         if self.writer.out is None:
             return
         self.wait()
-        tables, facts = run_state.collect(self)
-        self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
+        with self.console.stage("checkpoint"):
+            tables, facts = run_state.collect(self)
+            self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)

@@ -24,7 +24,14 @@ from conformance import (
     share,
     used_lanes,
 )
-from cpu_builds import bytes_of, needs_kernels, on_all_builds
+from cpu_builds import (
+    BUILDS,
+    THREADS,
+    VECTOR_BUILDS,
+    bytes_of,
+    needs_kernels,
+    on_all_builds,
+)
 
 from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
@@ -34,26 +41,37 @@ from mpidl.blocks import LANES
 from mpidl.fold import Partial
 
 BY_NAME = {str(case): case for case in CASES}
-FIRST = {case.function: case for case in reversed(CASES)}  # the first case of each function
 
 
-def on_cases(backend, cases=CASES, limit=None):
+def first_cases(cases):
+    """Return the first of the cases of each function, by the function's name."""
+    return {case.function: case for case in reversed(cases)}
+
+
+FIRST = first_cases(CASES)
+
+
+def on_cases(backend, cases=CASES, limit=None, each_function_once=False):
     """Parametrize a test by the cases of a backend, each with its first `limit` settings.
 
-    On CPUs, settings after the first are slow cross-checks.
+    On CPUs, settings after the first are slow cross-checks. With `each_function_once`, all cases
+    of a function but the first are slow cross-checks, too.
     """
-    variants = [
+    variants = {str(case) for case in cases} if each_function_once else set()
+    variants -= {str(case) for case in first_cases(cases).values()}
+    part = pytest.mark.slow({"cpu": "ranks", "gpu": "gpu"}[backend])
+    rows = [
         pytest.param(
             *(case, values),
             id=", ".join([str(case), *(f"{k}={v}" for k, v in values.items())]),
-            marks=[pytest.mark.slow("ranks")] * (backend == "cpu" and i > 0),
+            marks=[part] * (str(case) in variants or (backend == "cpu" and i > 0)),
         )
         for case in cases
         if backend in case.backends
         for i, values in enumerate(case.settings.get(backend, ({},))[:limit])
     ]
-    assert variants
-    return pytest.mark.parametrize("case, values", variants)
+    assert rows
+    return pytest.mark.parametrize("case, values", rows)
 
 
 def draws(case):
@@ -124,7 +142,10 @@ pytestmark = [  # NumPy's own sums of the cases that are not finite, and of no i
 @needs_kernels
 @on_cases("cpu")
 def test_the_cpu_computes_what_the_reference_does(case, values):
-    for actual in on_all_builds(lambda: results(case, CPU)).values():
+    """The generic build is slow; only the part `threads` runs all cases on it."""
+    is_first = case is FIRST[case.function] or len(THREADS) > 2
+    names = BUILDS if is_first else VECTOR_BUILDS
+    for actual in on_all_builds(lambda: results(case, CPU), names).values():
         assert_near(case, actual)
 
 
@@ -172,7 +193,7 @@ SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
 SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others treat each image alone
 
 
-@on_cases("gpu", [case for case in SHARED if not case.numbers_only])
+@on_cases("gpu", [c for c in SHARED if not c.numbers_only], each_function_once=True)
 def test_any_shares_give_the_same_bytes_on_a_gpu(device, case, values):
     assert_shares(case, GPU)
 
@@ -202,12 +223,12 @@ OF_IMAGES = [c for c in CASES if {"lanes", "deferred", "images"} & {d.kind for d
 
 
 @needs_kernels
-@on_cases("cpu", OF_IMAGES, limit=1)
+@on_cases("cpu", OF_IMAGES, limit=1, each_function_once=True)
 def test_an_empty_share_on_a_cpu(case, values):
     assert_empty(case, CPU)
 
 
-@on_cases("gpu", OF_IMAGES, limit=1)
+@on_cases("gpu", OF_IMAGES, limit=1, each_function_once=True)
 def test_an_empty_share_on_a_gpu(device, case, values):
     assert_empty(case, GPU)
 
@@ -302,7 +323,7 @@ def unaligned(value):
 
 
 @needs_kernels
-@on_cases("cpu", [case for case in CASES if case.function != "planes"], limit=1)
+@on_cases("cpu", [c for c in CASES if c.function != "planes"], limit=1, each_function_once=True)
 def test_arrays_need_not_be_aligned_nor_c_ordered(case, values):
     def check():
         aligned = results(case, CPU)

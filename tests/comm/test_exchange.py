@@ -12,6 +12,7 @@ from mpidl.blocks import LANES, share
 from mpidl.comm import World, exchange
 from mpidl.comm.reducer import Reducer
 from mpidl.fold import Counter
+from mpidl.performance.simulation import Simulation
 
 WIDTH = 37
 LAYOUTS = {
@@ -128,24 +129,16 @@ def test_two_pending_exchanges_do_not_mix():
     """Tags separate two exchanges, even if messages of the second arrive first."""
     trees = trees_of(13, 5, "equal")
     first, second = wide(1, 13, WIDTH), wide(2, 13, WIDTH)
-    wire = simulator.Wire()
-    transports = [simulator.SimulatedTransport(wire, r, 5) for r in range(5)]
-    exchanges = []
+    simulation, exchanges = Simulation(5), []
     for tag, values in ((7, first), (8, second)):
         matrices, _ = simulator.folded(trees, values)
         exchanges += [
-            simulator.PendingExchange(
-                exchange.segmented(transports[r], tag, trees[r], matrices[r], fold.add)
-            )
-            for r in range(5)
+            (r, exchange.segmented(rank, tag, trees[r], matrices[r], fold.add))
+            for r, rank in enumerate(simulation.ranks)
         ]
-    while not all(e.is_complete for e in exchanges):
-        wire.step += 1
-        for pending in reversed(exchanges):
-            if not pending.is_complete and all([request.test() for request in pending.requests]):
-                pending.advance()
-    for values, group in ((first, exchanges[:5]), (second, exchanges[5:])):
-        assert {e.root.tobytes() for e in group} == {tree_sum(values, 0, 13).tobytes()}
+    roots = simulation.run(reversed(exchanges))[::-1]
+    for values, group in ((first, roots[:5]), (second, roots[5:])):
+        assert {root.tobytes() for root in group} == {tree_sum(values, 0, 13).tobytes()}
 
 
 def test_the_algorithm_depends_on_layout_and_size_alone():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from image_sets import pixels_of, refusal
 
-from mpidl.data import ArrayDatastore, MinibatchQueue
+from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
 from mpidl.data.datastore import Datastore
 
 
@@ -53,8 +53,54 @@ def test_split_is_per_label_seeded_and_in_order():
     assert sorted(np.concatenate(parts).tolist()) == list(range(56))
     assert np.array_equal(first.indices, store.split(0.29, seed=3)[0].indices)
     assert not np.array_equal(first.indices, store.split(0.29, seed=4)[0].indices)
-    assert [len(part) for part in store.split(1)] == [56, 0]
-    assert "between 0 and 1, got 1.5" in refusal(store.split, 1.5)
+    assert [len(part) for part in store.split(1.0)] == [56, 0]
+    assert "between 0 and 1, which add up to at most 1, found 1.5" in refusal(store.split, 1.5)
+
+
+def test_a_split_into_several_parts():
+    """The first part is that of a split into two; together they hold each image once."""
+    labels = np.array([0] * 50 + [1] * 7 + [2] * 3)[np.random.default_rng(1).permutation(60)]
+    store = ArrayDatastore(np.arange(60, dtype=np.uint8).reshape(60, 1, 1), labels, "abc")
+    parts = store.split(0.7, 0.2, seed=5)
+    # 35, 4.9, 2.1 of 50, 7, 3; the ends of the second part are 45, 6.3, 2.7
+    counts = [list(part.class_counts().values()) for part in parts]
+    assert counts == [[35, 5, 2], [10, 1, 1], [5, 1, 0]]
+    assert np.array_equal(parts[0].indices, store.split(0.7, seed=5)[0].indices)
+    assert sorted(np.concatenate([part.indices for part in parts]).tolist()) == list(range(60))
+    assert all((np.diff(part.indices) > 0).all() for part in parts)
+    assert [len(part) for part in store.split(0.1 + 0.2, 0.7)] == [18, 42, 0]  # 0.30000000000000004
+
+
+def test_a_split_by_counts():
+    labels = np.array([0] * 50 + [1] * 7 + [2] * 3)
+    store = ArrayDatastore(np.zeros((60, 1, 1), np.uint8), labels, ["ape", "bee", "cow"])
+    first, second, rest = store.split(2, 1, seed=5)
+    assert first.class_counts() == {"ape": 2, "bee": 2, "cow": 2}
+    assert second.class_counts() == {"ape": 1, "bee": 1, "cow": 1}
+    assert rest.class_counts() == {"ape": 47, "bee": 4, "cow": 0}
+    assert np.array_equal(first.indices, store.split(2, seed=5)[0].indices)
+    unlabelled = ArrayDatastore(np.zeros((9, 1, 1), np.uint8))
+    assert [len(part) for part in unlabelled.split(np.int64(4), 2)] == [4, 2, 3]
+    text = "arrays: 60 images of 1x1x1 in 3 classes: split: expected at least 4 images of class "
+    assert refusal(store.split, 4) == text + "cow, found 3"
+    assert "at least 0, found -1" in refusal(store.split, -1)
+    for sizes in ((0.9, "randomized"), (0.9, 1), (True,), ()):
+        text = refusal(store.split, *sizes)
+        assert "or images per label such as 100, 20" in text and "at random, by seed=" in text
+    for sizes in (0.7, 0.4), (float("nan"),), (-0.1, 0.5), (np.inf,):
+        assert "which add up to at most 1" in refusal(store.split, *sizes)
+    assert "expected images with labels to count" in refusal(unlabelled.class_counts)
+
+
+def test_unknown_arguments_are_explained(tmp_path):
+    with pytest.raises(TypeError, match="^MinibatchQueue: unknown argument mini_batch_size: did "):
+        MinibatchQueue(ArrayDatastore(pixels_of(0, 4, 3, 2)), mini_batch_size=2)
+    with pytest.raises(TypeError) as raised:
+        ImageFolder(tmp_path, include_subfolders=True)
+    text = "ImageFolder: unknown argument include_subfolders: sub-folders are always included"
+    assert str(raised.value) == text
+    with pytest.raises(TypeError, match="^ArrayDatastore: unknown argument xyz$"):
+        ArrayDatastore(pixels_of(0, 4, 3, 2), xyz=2)
 
 
 def test_the_fingerprint_depends_on_pixels_labels_and_classes():

@@ -160,6 +160,37 @@ def test_arguments_are_checked():
     assert len(empty) == 0 and list(empty.epoch(0)) == []
 
 
+@pytest.mark.parametrize("sampling", ["global", "partition"])
+def test_the_partial_mini_batch_is_discarded(sampling):
+    """The others are those of a queue that returns it, also from a later start."""
+    store, options = numbered(203), {"sampling": sampling, "prefetch": 0}
+    for size in (1, 3):
+        for world in worlds(size):
+            complete = MinibatchQueue(store, 80, 7, world, **options)
+            queue = MinibatchQueue(store, 80, 7, world, partial_minibatch="discard", **options)
+            assert (len(complete), len(queue)) == (3, 2)
+            for epoch in (1, 2):
+                assert np.array_equal(queue.order(epoch), complete.order(epoch)[:160])
+            expected = [labels.local() for _, labels in complete.epoch(2)]
+            labels_of_batches = [labels.local() for _, labels in queue.epoch(2)]
+            assert len(labels_of_batches) == 2 and list(queue.epoch(2, start=2)) == []
+            assert all(map(np.array_equal, labels_of_batches, expected))
+    omitted = [set(range(203)) - set(queue.order(epoch).tolist()) for epoch in (1, 2)]
+    assert len(omitted[0]) == 43 and omitted[0] != omitted[1]
+
+
+def test_a_discarded_mini_batch_leaves_at_least_one():
+    text = refusal(MinibatchQueue, numbered(4), 5, partial_minibatch="discard")
+    assert text.endswith(
+        "4 classes: --partial-minibatch discard: expected images for at least one mini-batch of "
+        "5, found 4"
+    )
+    for size, count in ((4, 1), (2, 2)):
+        assert len(MinibatchQueue(numbered(4), size, partial_minibatch="discard")) == count
+    text = refusal(MinibatchQueue, numbered(4), partial_minibatch="drop")
+    assert text == "partial_minibatch must be one of return, discard, got drop"
+
+
 def test_ranks_share_each_mini_batch(world):
     store = numbered(100)
     for images, labels in MinibatchQueue(store, 48, world=world).epoch(1):

@@ -103,7 +103,9 @@ def test_a_confusion_matrix_is_saved_as_csv(tmp_path):
     assert "cannot be written: No such file or directory" in text
 
 
-@pytest.mark.parametrize("classes", [2, 40, pytest.param(100, marks=pytest.mark.slow("jobs"))])
+@pytest.mark.parametrize(
+    "classes", [2, *(pytest.param(n, marks=pytest.mark.slow("jobs")) for n in (40, 100))]
+)
 def test_a_confusion_matrix_is_saved_as_a_picture(classes, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     labels = np.arange(3 * classes) % classes

@@ -8,6 +8,7 @@ from image_sets import ReadArrays, refusal
 from single_rank import numbers
 
 import mpidl as dl
+from mpidl.errors import UserError
 from mpidl.evaluation import evaluate, predict
 
 SHAPE, CLASSES = (2, 6, 5), 4
@@ -52,6 +53,21 @@ def softmax(x):
     return e / e.sum(axis=1, keepdims=True)
 
 
+def test_classify_can_give_names(world):
+    net, store = small(seed=2), labelled(37)
+    with pytest.raises(UserError, match="^classify: names=True: expected a network with class na"):
+        dl.classify(net, store, world=world, names=True)
+    net.classes = ("ape", "bee", "cow", "dog")
+    indices = dl.classify(net, store, world=world)
+    names = dl.classify(net, store, world=world, names=True)
+    assert names.tolist() == [net.classes[i] for i in indices] and len(set(names)) > 1
+    at_rank_0 = dl.classify(net, store, world=world, names=True, everywhere=False)
+    assert (at_rank_0 is None) == (world.rank > 0)
+    assert dl.classify(net, pixels(0), world=world, names=True).shape == (0,)
+    with pytest.raises(TypeError, match="^classify: unknown argument MiniBatchSize: did you mean "):
+        dl.classify(net, store, MiniBatchSize=3)
+
+
 @pytest.mark.parametrize("count", [1, 37, 100])
 def test_scores_and_labels(count, world):
     net, store = small(), labelled(count)
@@ -79,8 +95,8 @@ def test_no_images(world):
     assert dl.predict(net, store, world=world).shape == (0, CLASSES)
     assert dl.classify(net, store, world=world).shape == (0,)
     assert dl.activations(net, store, "relu1", world=world).shape == (0, 5, 4, 3)
-    evaluation = dl.evaluate(net, store, world=world, top_k=2, confusion=True)
-    assert evaluation[:4] == (0, 0, 0, 0) and evaluation.confusion.counts.sum() == 0
+    text = refusal(dl.evaluate, net, store, world=world, top_k=2, confusion=True)
+    assert text == "arrays: 0 images of 2x6x5 in 4 classes: expected images, found none"
 
 
 def test_results_only_on_rank_0(world):
@@ -149,7 +165,10 @@ def test_evaluation(world):
     assert np.array_equal(evaluation.confusion.counts, counts)
     assert evaluation.confusion.classes == ("a", "b", "c", "d")
     assert evaluation.confusion.accuracy == evaluation.accuracy
-    plain = dl.evaluate(net, store, world=world, batch_size=33)
+    counts_of_images = []
+    progress = counts_of_images.append
+    plain = dl.evaluate(net, store, world=world, batch_size=33, progress=progress)
+    assert counts_of_images == [33, 66, 77]
     assert plain[:3] == evaluation[:3] and plain.top_k is None and plain.confusion is None
     predicted = dl.classify(net, store, world=world)
     assert np.array_equal(dl.confusion_matrix(store.labels, predicted).counts, counts)
@@ -193,8 +212,8 @@ def test_regression_errors(shape, last, world):
     assert errors.images == 43
     assert errors.rmse == pytest.approx(np.sqrt((error**2).mean()), rel=1e-12)
     assert errors.mae == pytest.approx(np.abs(error).mean(), rel=1e-12)
-    empty = dl.regression_errors(net, with_targets(0, shape), world=world)
-    assert empty == (0.0, 0.0, 0)
+    text = refusal(dl.regression_errors, net, with_targets(0, shape), world=world)
+    assert text.endswith(": expected images, found none")
 
 
 def test_arguments_are_checked(world):

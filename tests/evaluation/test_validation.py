@@ -61,24 +61,23 @@ def test_options_that_need_validation_images(world, option, value):
 
 
 VALIDATION = "Validation loss: , Validation accuracy: "
-SEPARATE = f"Iteration: {{}}, {VALIDATION}"
+VALIDATED = f"Iteration: {{}}, {VALIDATION}"
 EPOCH = "Epoch: {}, Loss: , Accuracy: , Images"
-VALIDATED_EPOCH = f"Epoch: {{}}, Loss: , Accuracy: , {VALIDATION}, Images"
 LAST = "Iteration: {}, Epoch: 2, Loss: , Images"
 
 
 @pytest.mark.parametrize(
     "frequency, limit, expected",
     [
-        (2, None, [(SEPARATE, 2), (EPOCH, 1), (SEPARATE, 4), (VALIDATED_EPOCH, 2)]),
-        (3, None, [(VALIDATED_EPOCH, 1), (VALIDATED_EPOCH, 2)]),
-        (0, None, [(VALIDATED_EPOCH, 1), (VALIDATED_EPOCH, 2)]),
-        (4, 5, [(EPOCH, 1), (SEPARATE, 4), (LAST, 5), (SEPARATE, 5)]),
-        (4, 4, [(EPOCH, 1), (SEPARATE, 4), (LAST, 4)]),
+        (2, None, [(VALIDATED, 2), (EPOCH, 1), (VALIDATED, 4), (VALIDATED, 6), (EPOCH, 2)]),
+        (3, None, [(VALIDATED, 3), (EPOCH, 1), (VALIDATED, 6), (EPOCH, 2)]),
+        (0, None, [(VALIDATED, 3), (EPOCH, 1), (VALIDATED, 6), (EPOCH, 2)]),
+        (4, 5, [(EPOCH, 1), (VALIDATED, 4), (LAST, 5), (VALIDATED, 5)]),
+        (4, 4, [(EPOCH, 1), (VALIDATED, 4), (LAST, 4)]),
     ],
 )
 def test_each_validation_is_printed_once(world, frequency, limit, expected):
-    """A validation at the end of an epoch is on the epoch's line, others have a separate line."""
+    """A log has the line of a validation before that of the epoch that it ends."""
     options = {"epochs": 2, "batch_size": 40, "max_iterations": limit}
     options |= {"validation": HELD_OUT, "validation_frequency": frequency}
     console = Console(world.rank, stream=io.StringIO())
@@ -217,6 +216,7 @@ def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, freque
     out, images = world.broadcast(str(tmp_path)), pictures(300, "others")
     options = RUN | {"epochs": 4, "learning_rate": 1e-30}
     options |= {"validation_frequency": frequency, "validation_patience": 2}
+    options |= {"learn_rate_schedule": "cosine", "warmup_iterations": 1}
     expected_net, expected = trained(world, validation=images, **options)
     assert expected.stopped == "validation_patience"
 
@@ -237,8 +237,12 @@ def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, freque
     assert weights_sha256(net) == weights_sha256(expected_net)
     if world.rank == 0:
         records = metrics.read(tmp_path / "metrics.jsonl")
-        validations = [r["iteration"] for r in records if r["kind"] == "validation"]
-        assert validations == [iteration, 2 * iteration, 3 * iteration]
+        rates = {r["iteration"]: r["learning_rate"] for r in records if r["kind"] == "iteration"}
+        validations = [r for r in records if r["kind"] == "validation"]
+        iterations = [r["iteration"] for r in validations]
+        assert iterations == [iteration, 2 * iteration, 3 * iteration]
+        assert [r["learning_rate"] for r in validations] == [rates[i] for i in iterations]
+        assert len(set(rates.values())) > 1
 
 
 @pytest.mark.parametrize("limit", [None, pytest.param(5, marks=pytest.mark.slow("jobs"))])

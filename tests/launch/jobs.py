@@ -150,8 +150,9 @@ def weights_hash(out):
 
 
 def metrics(out):
-    """Return the records of metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Return the records of metrics.jsonl, without those of the times of the ranks."""
+    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] != "ranks"]
 
 
 def iterations(out):

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 
+import numpy as np
+
 import mpidl as dl
 
 
@@ -54,6 +56,33 @@ def hang(world):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)  # longer than the test's limit
     world.barrier()
+
+
+def train_on(world, out):
+    """Train until an interrupt, announce each iteration, and return the result and the weights."""
+    pixels = (np.arange(90 * 64).reshape(90, 8, 8) * 31 % 251).astype(np.uint8)
+    net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)], (1, 8, 8), seed=0)
+    options = {"epochs": 100_000, "batch_size": 32, "plots": "none", "output_functions": announce}
+    store = dl.ArrayDatastore(pixels, np.arange(90) % 3)
+    result = dl.train(net, store, dl.TrainingOptions(**options), world=world, out=out)
+    return result, dl.weights_sha256(net)
+
+
+def announce(info):
+    if info.state == "iteration" and info.iteration == 5:
+        print("trains", flush=True)
+
+
+def wait_for_interrupt(world):
+    print("waits", flush=True)
+    time.sleep(1000)  # longer than the test's limit
+
+
+def ignore_interrupts(world):
+    signal.signal(signal.SIGINT, lambda *_: print("is interrupted", flush=True))
+    print("waits", flush=True)
+    while True:
+        time.sleep(0.01)
 
 
 def unsendable(world):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import jobs
 import pool
@@ -108,6 +109,17 @@ def test_fold_on_the_ranks_that_mpirun_started(bench):
 
 
 @pytest.mark.slow("jobs")
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_timeline(bench, ranks):
+    words = [*SMALL, "--batch-size", 48, "--rounds", 2, "--iterations", 2]
+    stdout, record = bench("timeline", *words, ranks=ranks)
+    assert set(record["ms"]) == {"off", "on", "again"}
+    assert len(record["coverage"]) == (ranks or 1) and 0 < min(record["coverage"]) <= 1
+    assert record["spans_per_step"] > 10 and record["span_share"] > 0
+    assert "overhead, on against off" in stdout
+
+
+@pytest.mark.slow("jobs")
 def test_interchange(bench):
     stdout, record = bench("interchange", "--networks", "digits")
     figures = record["difference"]["digits"]
@@ -137,6 +149,13 @@ def test_accuracy_without_torch(bench):
 
 
 @pytest.mark.slow("jobs")
+def test_logging(bench):
+    stdout, record = bench("logging", "--rounds", 1)
+    assert "metrics" in record["ratios"] and record["ranks"] == 1 and "the same weights" in stdout
+    assert all(ratio["median"] > 0 for ratio in record["ratios"].values())
+
+
+@pytest.mark.slow("jobs")
 def test_against_another_checkout(bench, tmp_path):
     """Against itself, mpidl has the same weights; a folder without mpidl is refused."""
     stdout, record = bench("against", ROOT, "--batch-size", 32, "--rounds", 2)
@@ -163,6 +182,18 @@ def test_sweep(bench):
         pairs = zip(record["seconds"]["groups of 1"], record["seconds"][side], strict=True)
         assert ratio["median"] == pytest.approx(sum(a / b for a, b in pairs) / 2)
     assert "the same weights of 2 models in 6 sweeps" in stdout
+
+
+@pytest.mark.slow("jobs")
+def test_monitor(bench):
+    """The ratio is that of the seconds, and a page that receives nothing would be an error."""
+    pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'mpidl[monitor]'")
+    stdout, record = bench("monitor", "--epochs", 4, "--rounds", 2)
+    sides = record["seconds_per_epoch"]
+    assert set(sides) == {"with the page", "without"}
+    pairs = zip(sides["with the page"], sides["without"], strict=True)
+    assert record["ratio"]["median"] == pytest.approx(sum(a / b for a, b in pairs) / 2)
+    assert re.search(r"s, [1-9]\d* frames to the page", stdout)
 
 
 @needs_torch

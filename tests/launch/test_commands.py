@@ -1,6 +1,7 @@
 """The output and the files of the commands train, predict, verify and info."""
 
 import json
+import os
 import re
 import shutil
 
@@ -16,7 +17,7 @@ from mpidl.cli import start
 
 FILES = {
     *("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "model.h5", "options.toml"),
-    "summary.json",
+    *("status.json", "summary.json", "confusion.csv"),
 }
 SHORT = ["--max-iterations", 2, "--batch-size", 50]
 
@@ -128,7 +129,9 @@ def test_a_batch_per_rank_is_a_batch_size(pictures, tmp_path):
     assert jobs.weights_hash(tmp_path / "2") == expected
 
 
-@pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "pack", "benchmarks"])
+@pytest.mark.parametrize(
+    "command", ["train", "predict", "verify", "info", "pack", "report", "benchmarks"]
+)
 def test_help_is_printed_once(command):
     """The program ends on all ranks, and one of them prints."""
     words = jobs.command(command, "--help", network=None)
@@ -173,18 +176,53 @@ def test_verify_refuses(tmp_path):
         assert text in jobs.refusal(pool.run(ranks, *words))
 
 
-def test_info():
-    lines = pool.run(2, "-m", "mpidl.info", check=0).stdout.splitlines()
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_info(ranks):
+    lines = pool.run(ranks, "-m", "mpidl.info", check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
-    names = ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric")
-    names += ("GPU", "CuPy", "NVRTC", "GPU cache", "GPU messages")
-    for name in (*names, "arithmetic", "kernels", "threads"):
+    names = ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric", "/dev/shm")
+    names += ("GPU", "CuPy", "NVRTC", "GPU cache", "GPU driver", "GPU messages")
+    for name in (*names, "arithmetic", "kernels"):
         assert facts[name], name
     assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")
     assert any(word in facts["MPI"].lower() for word in ("mpich", "open mpi", "intel"))
-    assert facts["ranks"] == "2 on 1 host(s)"
-    (cores,) = (line for line in lines if line.startswith("  "))
-    assert re.search(r"rank 0 on cores [\d,-]+; rank 1 on cores [\d,-]+", cores)
+    assert facts["ranks"] == f"{ranks} on 1 host(s)"
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split()[:4] == ["ranks", "hosts", "cores", "threads"]
+    for rank, row in enumerate(table[1 : 1 + ranks]):
+        assert re.match(rf"{rank} +{os.uname().nodename} +[\d,-]+ of {os.cpu_count()}\b", row), row
+    assert all(line.startswith(("warning: ", "note: ")) for line in table[1 + ranks :])
+
+
+def test_info_as_json():
+    """A rank's facts are those that the system tells this process."""
+    text = pool.run(2, "-m", "mpidl.info", "--json", "--threads", 999, check=0).stdout
+    report = json.loads(text)
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    for rank in report["ranks"]:
+        assert rank["host"] == os.uname().nodename and rank["threads"] == 999
+        assert rank["memory"]["total"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert set(rank["cores"]) <= set(os.sched_getaffinity(0))
+        status = os.statvfs("/dev/shm")
+        assert rank["shared_memory"]["total"] == status.f_blocks * status.f_frsize
+    (line,) = (line for line in report["warnings"] if "x 999 thread(s)" in line)
+    assert "which slows all of them: " in line
+
+
+@pytest.mark.slow("jobs")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2,
+    reason="this process may use one core; binding two ranks needs two",
+)
+def test_info_of_bound_ranks():
+    """Ranks that the launcher binds have cores of their own, and no warning says otherwise."""
+    words = ("-m", "mpidl.info", "--json")
+    for env, is_bound in (({"HYDRA_BINDING": "none"}, False), ({"HYDRA_BINDING": "core"}, True)):
+        env["PRTE_MCA_hwloc_default_binding_policy"] = env["HYDRA_BINDING"]
+        report = json.loads(mpirun(2, *words, env=env, check=0).stdout)
+        assert [rank["bound"] for rank in report["ranks"]] == [is_bound] * 2
+        unbound = [line for line in report["warnings"] if "are not bound to cores" in line]
+        assert len(unbound) == (not is_bound)
 
 
 def test_predict_without_labels(model, pictures, tmp_path):

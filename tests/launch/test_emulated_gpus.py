@@ -4,6 +4,7 @@ import jobs
 import pool
 import pytest
 import tomli_w
+import trace_events
 from launcher import mpirun
 
 EMULATED = str(jobs.ROOT) + "/tests/launch/emulated.py"
@@ -36,7 +37,7 @@ def single(pictures, tmp_path_factory):
         (2, [], {}),
         pytest.param(3, [], {}, marks=SLOW),
         # one GPU per rank and a CUDA-aware MPI; sums above the limit go through the host
-        (2, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000"}),
+        pytest.param(2, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000"}, marks=SLOW),
         pytest.param(3, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000000"}, marks=SLOW),
         pytest.param(2, ["--graphs", "off"], {}, marks=SLOW),
     ],
@@ -46,6 +47,20 @@ def test_training_on_several_ranks(ranks, options, env, single, pictures, tmp_pa
     train(ranks, pictures, tmp_path, "--epochs", 1, *options, **env)
     jobs.assert_same_end(single, tmp_path)
     assert jobs.summary(tmp_path)["ranks"] == ranks
+
+
+@SLOW
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_a_timeline_has_the_work_of_the_gpus(graphs, single, pictures, tmp_path):
+    train(2, pictures, tmp_path, "--epochs", 1, "--timeline", 3, "--graphs", graphs)
+    jobs.assert_same_end(single, tmp_path)
+    trace = trace_events.read(tmp_path / "timeline.json.gz")
+    for rank in (0, 1):
+        names = [event["name"] for event in trace_events.complete(trace, rank, "gpu")]
+        assert names.count("update") == 3
+        assert ("forward / conv2+batchnorm2+relu2" in names) == (graphs == "off")
+    sums = {event["name"] for event in trace["traceEvents"] if event["ph"] == "b"}
+    assert {"forward / conv2+batchnorm2+relu2", "sums of gradients"} <= sums
 
 
 @SLOW

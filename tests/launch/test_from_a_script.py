@@ -17,7 +17,8 @@ from limits import exceeded, wait_until
 
 import mpidl as dl
 from mpidl.comm import launch as launching
-from mpidl.comm import launch_worker
+from mpidl.comm import launch_job, launch_worker
+from mpidl.training.files import checkpoint
 
 SLOW = pytest.mark.slow("jobs")
 
@@ -131,6 +132,49 @@ def test_a_time_out_ends_all_ranks():
     assert not exceeded(start_time, 12)
 
 
+class Interrupter(io.StringIO):
+    """A stdout that interrupts this process when one of some words arrives."""
+
+    def __init__(self, *words):
+        super().__init__()
+        self.words = list(words)
+
+    def write(self, text):
+        if self.words and self.words[0] in text:
+            del self.words[0]
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+
+def test_an_interrupt_stops_a_training_with_its_result(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "stdout", Interrupter("trains"))
+    result, sha256 = dl.launch(launched.train_on, str(tmp_path / "run"), ranks=2)
+    assert result.stopped == "SIGINT" and result.iterations >= 5
+    assert launch_job.INTERRUPTED in capsys.readouterr().err
+    loaded = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)], (1, 8, 8))
+    arrays, facts = checkpoint.load(str(tmp_path / "run"))
+    assert facts["position"]["iteration"] == result.iterations
+    loaded.parameters, loaded.state = arrays["learnables"], arrays["state"]
+    assert dl.weights_sha256(loaded) == sha256
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        pytest.param(launched.wait_for_interrupt, ["waits"], marks=SLOW),
+        pytest.param(launched.ignore_interrupts, ["waits", "is interrupted"], marks=SLOW),
+    ],
+)
+def test_interrupts_without_a_training(monkeypatch, function, words):
+    """The first one ends a function that does not handle it, the second one ends any."""
+    monkeypatch.setattr(sys, "stdout", Interrupter(*words))
+    with pytest.raises(KeyboardInterrupt):
+        dl.launch(function, ranks=2)
+    assert not sys.stdout.words
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @SLOW
 def test_a_result_that_cannot_be_pickled():
     with pytest.raises(dl.RankError, match="rank 0's result, a lock, cannot be sent back"):
@@ -176,6 +220,8 @@ def test_the_number_of_ranks(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "3")
     assert dl.launch(launched.sizes)[1] == 3
     monkeypatch.delenv("SLURM_NTASKS")
+    with pytest.raises(dl.UserError, match="launch: plots must be one of none, live, got 'on'"):
+        dl.launch(launched.sizes, ranks=1, plots="on")
     assert launching._default_ranks() <= len(os.sched_getaffinity(0))
 
 

@@ -91,6 +91,7 @@ def test_a_failure_of_one_rank_ends_the_others(tmp_path):
     assert "AssertionError: an odd rank" in error
 
 
+@pytest.mark.slow("jobs")
 def test_a_hang_in_one_process_fails_its_test_alone(tmp_path):
     output = re.sub(r"^E +", "", session(tmp_path, None, SINGLE).stdout, flags=re.M)
     assert "3 failed, 1 passed, 1 error" in output

@@ -49,6 +49,26 @@ def test_stopped_in_an_epoch_and_resumed_on_other_ranks(runs, pictures, tmp_path
     assert [r for r in records(out) if r[2] != 7] == [r for r in records(runs[1]) if r[2] != 7]
 
 
+@SLOW  # test_trainer.py trains without the last mini-batch
+def test_a_discarded_mini_batch(pictures, tmp_path):
+    """3 mini-batches of 50 in each epoch of 189 images; resumed on other ranks in epoch 2."""
+    words, halted = (
+        ["--partial-minibatch", "discard", "--epochs", 2, "--threads", 1],
+        tmp_path / "3",
+    )
+    expected = jobs.trained_hash(1, pictures, tmp_path / "1", *words)
+    assert jobs.summary(tmp_path / "1")["iterations"] == 6
+    jobs.train(3, pictures, halted, *words, "--max-iterations", 4)
+    jobs.resume(1, halted, "--max-iterations", "none", "--threads", 1)
+    assert (
+        jobs.weights_hash(halted)
+        == expected
+        != jobs.trained_hash(1, pictures, tmp_path / "all", *words[2:])
+    )
+    line = jobs.refusal(jobs.resume(1, halted, "--partial-minibatch", "return", check=2))
+    assert "--partial-minibatch was discard, is return" in line
+
+
 SOLVERS = {
     "adamw": [
         *("--solver", "adamw", "--learning-rate", 0.05, "--l2", 0.5, "--epsilon", 0.01),

@@ -43,7 +43,7 @@ def unpacked(tmp_path_factory):
     """The unpacked source distribution of a copy of the sources."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
     files = ["setup.cfg", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"]
-    for path in sources(*files, "mpidl", "kernels"):
+    for path in sources(*files, "mpidl", "mpidl_command.py", "kernels"):
         target = copy / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
@@ -76,12 +76,13 @@ def names_in(wheel):
 
 def expected_names():
     """Return the paths of the package's files in a wheel without kernels."""
-    files = {str(path.relative_to(ROOT)) for path in sources("mpidl")}
+    files = {str(path.relative_to(ROOT)) for path in sources("mpidl", "mpidl_command.py")}
     cuda = {f"mpidl/{path.relative_to(ROOT)}" for path in sources("kernels/cuda")}
     return files | cuda | {"mpidl/kernels/README.md", "mpidl/kernels/cpu/mpidl.h"}
 
 
 @needs_compiler
+@pytest.mark.slow("package")
 def test_the_wheel_holds_every_file(wheel):
     expected = expected_names()
     expected |= {f"mpidl/kernels/lib/libmpidl-{build}.so" for build in kernels.builds()}
@@ -89,6 +90,8 @@ def test_the_wheel_holds_every_file(wheel):
     assert names_in(wheel) - expected == set(), "in the wheel, but not in the sources"
     with zipfile.ZipFile(wheel) as archive:
         assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+        (path,) = (n for n in archive.namelist() if n.endswith("/entry_points.txt"))
+        assert "mpidl = mpidl_command:main" in archive.read(path).decode()
     python, abi, platform = wheel.stem.split("-")[2:]
     assert (python, abi) == ("py3", "none") and platform.startswith("linux_")
 

@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow("jobs")
     ("name", "target"),
     [
         ("SIGUSR1", 1),
-        ("SIGTERM", "mpirun"),
+        pytest.param("SIGTERM", "mpirun", marks=SLOW),
         pytest.param("SIGINT", 1, marks=SLOW),
         pytest.param("SIGTERM", 0, marks=SLOW),
         pytest.param("SIGUSR1", "mpirun", marks=SLOW),

@@ -54,6 +54,39 @@ def test_shapes_and_learnables():
     assert net["up"].multiply_adds((8, 7, 6), (4, 14, 12)) == 8 * 7 * 6 * 4 * 16
 
 
+def test_arguments_may_be_numbers_of_numpy(tmp_path):
+    """The layers hold Python's numbers, so files and messages are the same."""
+    two, half = np.int64(2), np.float32(0.5)
+    layers = [
+        dl.Conv2D((two, 3), np.int16(8), stride=[two, 1], padding=np.uint8(1), groups=two),
+        dl.BatchNorm(epsilon=half),
+        dl.LeakyReLU(half),
+        dl.Clip(-half, np.float64(6)),
+        dl.Pad2D(((0, two), (1, 0)), half),
+        dl.CrossChannelNorm(two, alpha=half),
+        dl.MaxPool2D(two),
+        dl.Dropout(half),
+        dl.Dense(two),
+    ]
+    plain = [
+        dl.Conv2D((2, 3), 8, stride=[2, 1], padding=1, groups=2),
+        dl.BatchNorm(epsilon=0.5),
+        dl.LeakyReLU(0.5),
+        dl.Clip(-0.5, 6.0),
+        dl.Pad2D(((0, 2), (1, 0)), 0.5),
+        dl.CrossChannelNorm(2, alpha=0.5),
+        dl.MaxPool2D(2),
+        dl.Dropout(0.5),
+        dl.Dense(2),
+    ]
+    assert repr(layers) == repr(plain)
+    files = []
+    for name, arguments in (("numpy", layers), ("plain", plain)):
+        dl.save_model(tmp_path / name, dl.Network(arguments, (2, 7, 6), seed=1))
+        files.append((tmp_path / name).read_bytes())
+    assert files[0] == files[1]
+
+
 def squared_error(net, images, targets):
     return dl.mean_squared_error(net(images), targets)
 

@@ -13,6 +13,7 @@ from mpidl.fold import Partial
 # The slow part `threads` adds more numbers.
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
+VECTOR_BUILDS = [build for build in BUILDS if build != "generic"] or BUILDS
 needs_kernels = pytest.mark.skipif(
     builds.running() == "numpy",
     reason="no kernels, or MPIDL_CPU=numpy: python kernels/build.py compiles them",
@@ -28,11 +29,11 @@ def bytes_of(value):
     return None if value is None else np.asarray(value).tobytes()
 
 
-def on_all_builds(call):
+def on_all_builds(call, names=BUILDS):
     """Return {build: call()}; check that the bytes are equal on any threads, AVX-512 and AVX2."""
     results, before = {}, builds.running()
     try:
-        for build in BUILDS:
+        for build in names:
             library = builds.use(build)
             for threads in THREADS:
                 library.set_threads(threads)

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from benchmarks import arguments as bench_arguments
-from mpidl.cli import arguments, convert, pack, sweep
+from mpidl.cli import arguments, completion, convert, monitor, pack, report, scaling, sweep
 from mpidl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,13 +17,18 @@ PARSERS = {
     "info": arguments.info,
     "pack": pack.parse,
     "convert": convert.parse,
+    "monitor": monitor.parse,
     "sweep": sweep.parse,
+    "completion": completion.parse,
+    "report": report.parse,
+    "scaling": scaling.parse,
     "benchmarks": bench_arguments.parse,
 }
 STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command
 # Programs of other projects, which are not checked.
 EXTERNAL = {"apt-get", "source", "module", "ruff", "mypy", "git", "cd", "sudo", "docker"}
-FENCES = {"", "sh", "python", "toml", "json"}
+EXTERNAL |= {"export", "squeue", "cat", "head", "ls", "tensorboard", "mlflow", "wandb"}
+FENCES = {"", "sh", "python", "toml", "json", "matlab", "{toctree}"}
 PROGRAM = re.compile(r"(\./)?run/[\w.-]+|\.ci/run")
 
 
@@ -49,12 +54,14 @@ def commands(text):
 
 def is_command(text):
     first = re.sub(r"^(\w+=\S* )+", "", text).partition(" ")[0]
-    return first in STARTERS | EXTERNAL | {"python", "pip"} or bool(PROGRAM.fullmatch(first))
+    return first in STARTERS | EXTERNAL | {"python", "pip", "mpidl"} or bool(
+        PROGRAM.fullmatch(first)
+    )
 
 
 def problem(command):
     """Return the error in a command line, or None."""
-    for part in re.split(r" *(?:&&|;|\|) *", re.sub(r"\s#.*", "", command)):
+    for part in re.split(r" *(?:&&|;|\|) *", re.sub(r"\s#.*|\s>\s\S+", "", command)):
         words = shlex.split(part)
         while words and re.fullmatch(r"\w+=.*", words[0]):
             words.pop(0)
@@ -70,16 +77,20 @@ def _problem(words):
         return None
     first, *rest = words
     if first in STARTERS:
-        while rest and not (rest[0] == "python" or PROGRAM.fullmatch(rest[0])):
+        while rest and not (rest[0] in ("python", "mpidl") or PROGRAM.fullmatch(rest[0])):
             rest.pop(0)
         return _problem(rest)
     if PROGRAM.fullmatch(first):
         if not (ROOT / first).is_file():
             return f"no program {first}"
         name = Path(first).name.removesuffix(".slurm")
-        return _options(name, rest) if name in ("train", "sweep") else None
+        return _options(name, rest) if name in ("train", "sweep", "scaling") else None
     if first == "pip":
         return _extras(rest)
+    if first == "mpidl" and rest[:1] in ([], ["help"], ["COMMAND"]):
+        return None
+    if first == "mpidl":
+        return _options(rest[0], rest[1:]) if rest[0] in PARSERS else f"no command {rest[0]}"
     if first != "python":
         return None if first in EXTERNAL else f"{first} is not a known program"
     if rest[:1] == ["-m"]:
@@ -101,7 +112,7 @@ def _exists(path):
 
 def _options(name, words):
     """Return the error of the command's parser for these options, or None."""
-    if not words or "..." in words or "--help" in words:
+    if not words or {"...", "--help", "--help-all"} & set(words):
         return None  # the text names the command and shows no options
     try:
         PARSERS[name](["1" if re.fullmatch("[A-Z]", w) else w for w in words])  # --seed S

@@ -6,13 +6,15 @@ import json
 
 import numpy as np
 import pytest
+from image_sets import refusal
 from short_training import SIDE, pictures, small, trained
 
 import mpidl as dl
 from mpidl.blocks import LANES
 from mpidl.data import partition
+from mpidl.data.datastore import Derived
 from mpidl.errors import UserError
-from mpidl.report import Console
+from mpidl.report import Console, metrics
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.load_balancing import LoadBalancer
@@ -58,6 +60,63 @@ def test_scale_rate_scales_the_rate_to_the_batch_size(world):
     scaled, _ = trained(world, learning_rate=0.1, scale_rate=80)
     plain, _ = trained(world, learning_rate=0.05)
     assert weights_sha256(scaled) == weights_sha256(plain)
+
+
+# ---- images that cannot be read ----
+
+
+class Vanishing(Derived):
+    """A dataset whose last image vanishes after some reads of it on this rank."""
+
+    reads_left = 1
+
+    def read(self, indices):
+        if len(self) - 1 in indices:
+            if not self.reads_left:
+                raise UserError("last.png: No such file or directory")
+            self.reads_left -= 1
+        return self.parent.read(indices)
+
+
+def test_an_image_that_vanishes_costs_no_iteration(world, tmp_path):
+    """The checkpoint holds all iterations before it, and the resumed run ends as usual."""
+    out = world.broadcast(str(tmp_path))
+    options = dl.TrainingOptions(epochs=3, batch_size=20, cache_mb=0, prefetch=1, shuffle="never")
+    store = Vanishing(pictures(100))
+    text = refusal(dl.train, small(), store, options, world=world, out=out)
+    assert text == (
+        "last.png: No such file or directory; checkpoint written; to continue, run again with "
+        f"--resume {out}"
+    )
+    store.reads_left = 100
+    net = small()
+    result = dl.train(net, store, options, world=world, resume=out)
+    expected, _ = trained(world, epochs=3, batch_size=20, shuffle="never")
+    assert result.iterations == 15 and weights_sha256(net) == weights_sha256(expected)
+    if world.rank == 0:
+        records = metrics.read(tmp_path / "metrics.jsonl")
+        assert [r["iteration"] for r in records if r["kind"] == "iteration"] == list(range(1, 16))
+
+
+def test_an_image_that_is_missing_at_the_start_leaves_no_checkpoint(world, tmp_path):
+    out, store = world.broadcast(str(tmp_path)), Vanishing(pictures(30))
+    store.reads_left = 0
+    options = dl.TrainingOptions(epochs=1, batch_size=30, cache_mb=0)
+    text = refusal(dl.train, small(), store, options, world=world, out=out)
+    assert text == "last.png: No such file or directory" and not checkpoint.exists(out)
+
+
+def test_a_discarded_mini_batch_shortens_the_epoch(world):
+    """With shuffle="never", the run is that of the images in full mini-batches."""
+    options = {"shuffle": "never", "batchnorm_statistics": "moving"}
+    net, result = trained(world, partial_minibatch="discard", **options)
+    assert (result.epochs, result.iterations) == (2, 4)  # 100 images in mini-batches of 40
+    other, _ = trained(world, store=pictures(100).subset(range(80)), **options)
+    assert weights_sha256(net) == weights_sha256(other)
+    complete, _ = trained(world, **options)
+    assert weights_sha256(net) != weights_sha256(complete)
+    with pytest.raises(UserError, match="discard: expected images for at least one mini-batch"):
+        trained(world, batch_size=101, partial_minibatch="discard")
 
 
 # ---- output functions ----
@@ -203,7 +262,10 @@ def test_population_statistics_leave_out_dropout_and_frozen_layers(world):
 
     queue = dl.MinibatchQueue(pictures(100), 40, world=world, shuffle="never")
     for network in (twin, net):
-        for name, value in population_state(network, queue, world).items():
+        counts_of_images = []
+        state = population_state(network, queue, world, progress=counts_of_images.append)
+        assert counts_of_images == [40, 80, 100]
+        for name, value in state.items():
             assert value.tobytes() == net.state[name].tobytes(), name
 
 

@@ -1,6 +1,7 @@
 """Convolution with the C kernels, alone or fused with the activations before and after it."""
 
 import functools
+import math
 
 import numpy as np
 
@@ -23,14 +24,30 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
     c, h, w = x_shape
-    for channels, size in ((c // groups, (h + top + bottom) * (w + left + right)), (k, p * q)):
-        if channels * (size + 64 * (h + w)) * LANES >= 1 << 31:  # the C kernels use int32 offsets
+    padded_x = (h + top + bottom) * (w + left + right)
+    padded_dy = math.prod(
+        _padded_gradient(*sizes)
+        for sizes in zip((h, w), (p, q), (r, s), (top, left), stride, dilation, strict=True)
+    )
+    for channels, pixels in ((c // groups, padded_x), (k // groups, padded_dy)):
+        if channels * (pixels + 64 * (h + w)) * LANES >= 1 << 31:  # the C kernels use int32 offsets
             raise ValueError(
                 f"conv2d: images {x_shape} or {(k, p, q)} with padding are too large: expected "
-                "at most 2^27 pixels over all channels of a group"
+                f"at most 2^27 pixels over all channels of a group, found {channels * pixels}"
             )
     shape = [*x_shape, k, p, q, r, s, *stride, top, bottom, left, right, *dilation, groups]
     return np.array(shape, np.int64), (k, p, q)
+
+
+def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
+    """Return the rows (or columns) of the padded gradient, as `lay_out_dy` of conv.c computes them.
+
+    Padding in front covers the taps that reach beyond the first output, and padding at the end the
+    pixels of the image that lie beyond the last one.
+    """
+    reach = max(dilation * (taps - 1) - before, 0)
+    beyond = (pixels - 1 + before) // stride - (outputs - 1)
+    return -(-reach // stride) + outputs + max(beyond, 0)
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,12 +5,20 @@ The module `recorder` records them.
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.gpu import launching
+from mpidl.backends.gpu.program_times import ProgramTimes
 
 ROWS = 8  # training steps that may be in progress at a time
 
 
-class Copy:
+class Operation:
+    """Base class of operations. `place` says where the step recorded it, such as "update"."""
+
+    place = ""
+
+
+class Copy(Operation):
     """An operation that copies one Array over another of the same size."""
 
     captured = True
@@ -22,7 +30,7 @@ class Copy:
         device.copy(self.target.address, self.source.address, self.source.nbytes)
 
 
-class Kernel:
+class Kernel(Operation):
     """An operation that launches a kernel."""
 
     captured = True
@@ -34,7 +42,7 @@ class Kernel:
         device.launch(launching.load(self.launch), self.launch)
 
 
-class Exchange:
+class Exchange(Operation):
     """An operation that sums the partial sums of all ranks through host memory.
 
     The partial sums are nodes of the reduction tree. The total, its root, is written to `target`.
@@ -56,11 +64,12 @@ class Exchange:
             device.download(self.nodes, self.matrix.address)
         device.synchronize()
         # a copy, because world.exchange overwrites its argument and may keep a reference to it
-        self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
+        with phases.span(self.place or "exchange"):
+            self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
         device.upload(self.target.address, self.root)
 
 
-class Between:
+class Between(Operation):
     """An operation that all-gathers reduction-tree nodes directly between GPUs.
 
     It calls mover.allgather(source, target).
@@ -88,6 +97,7 @@ class Program:
         self.ring, self.numbers, self.slots, self.names = ring, results, slots, names
         self.owners = owners  # objects that keep alive the memory used by the launches
         self.started, self.marks = 0, [None] * ROWS
+        self.times = ProgramTimes(device)
         for launch in self.launches():
             launching.load(launch)  # nothing can be compiled during a capture
         if graphs:
@@ -131,9 +141,15 @@ class Program:
             word = array.offset // 4
             value = np.asarray(values.get(name, initial), array.dtype).reshape(array.shape)
             self.ring[row, word : word + -(-value.nbytes // 4)].view(array.dtype)[...] = value
+        is_timed = phases.spans() is not None
+        if is_timed:
+            self.times.begin(self.started)
         for i, segment in enumerate(self.segments):
-            if self.graphs and self.graphs[i] is not None:
-                self.graphs[i].launch()
+            graph = self.graphs[i] if self.graphs else None
+            if is_timed:
+                self.times.play(self.started, segment, graph)
+            elif graph is not None:
+                graph.launch()
             else:
                 for step in segment:
                     step.play(self.device)
@@ -152,5 +168,6 @@ class Program:
                 "started"
             )
         self.device.wait(self.marks[started % ROWS])
+        self.times.finish(started)
         row = self.numbers[started % ROWS]
         return dict(zip(self.names, map(float, row), strict=True))

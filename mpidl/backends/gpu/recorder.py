@@ -17,6 +17,7 @@ for an exchange, or if too many training steps are in progress.
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.gpu import kernels, launching
 from mpidl.backends.gpu.launching import Array
 from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Program
@@ -102,6 +103,7 @@ class Recorder:
             else:
                 first, _ = self.touched.get(id(buffer), (index, index))
                 self.touched[id(buffer)] = first, index
+        step.place = phases.place()
         self.steps.append(step)
 
     # finishing

@@ -134,8 +134,8 @@ def cifar_folder(
     folder : path-like
         Folder of the binary files, or its parent folder.
     part : {"train", "test"}
-        Part to open: data_batch_*.bin or train.bin for "train", test_batch.bin or test.bin for
-        "test".
+        Part to open: `data_batch_*.bin` or `train.bin` for "train", `test_batch.bin` or
+        `test.bin` for "test".
     world : World, optional
         The ranks that open the files. The ranks of a node share one copy of the pixels.
     labels : {"fine", "coarse"}
@@ -143,6 +143,11 @@ def cifar_folder(
     classes : sequence of str, optional
         Class names to which the labels are mapped. By default, the names in the file of class
         names, or "0", "1", ... if there is no such file.
+
+    Returns
+    -------
+    ArrayDatastore
+        The images, which the ranks of a host share in memory.
 
     Raises
     ------

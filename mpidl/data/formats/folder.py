@@ -19,6 +19,7 @@ from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, reason, stamp
+from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean, printable
 
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -75,6 +76,7 @@ class ImageFolder(Datastore):
     applied.
     """
 
+    @explain_arguments
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -143,6 +145,16 @@ class ImageFolder(Datastore):
         """Return a datastore of the same files that applies a `Preprocess` while decoding.
 
         The images in the files may then differ in size; see `mpidl.data.preprocessed`.
+
+        Parameters
+        ----------
+        preprocess : Preprocess
+            The conversion.
+
+        Returns
+        -------
+        Datastore
+            A datastore of the same files.
         """
         if self.preprocess is not None:
             return Preprocessed(self, preprocess)

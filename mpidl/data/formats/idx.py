@@ -147,6 +147,11 @@ def idx_folder(
         Whether a file of labels is required. If False and there is no such file, the datastore has
         no labels.
 
+    Returns
+    -------
+    ArrayDatastore
+        The images, which the ranks of a host share in memory.
+
     Raises
     ------
     UserError

@@ -61,6 +61,11 @@ def npz_file(
     labelled : bool
         Whether labels are required.
 
+    Returns
+    -------
+    ArrayDatastore
+        The images, which the ranks of a host share in memory.
+
     Raises
     ------
     UserError

@@ -13,6 +13,10 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from mpidl import phases
+
+READER = "reader "  # names of the threads' tracks in a timeline begin with this
+
 
 class Job:
     """The tasks that prepare one item.
@@ -123,7 +127,11 @@ class _DaemonPool:
         while (task := self.tasks.get()) is not None:
             future, function, number = task
             try:
+                start = phases.now()
                 future.set_result(function(number))
+                if (spans := phases.spans()) is not None:
+                    name = f"{READER}{threading.get_ident()}"
+                    spans.add(name, "read", "read images", start, phases.now())
             except BaseException as error:
                 future.set_exception(error)
             del task, future, function  # no reference may outlive the delivery of the item

@@ -85,6 +85,8 @@ class Augmenter:
         validation images, are cropped in the centre.
     fill : float or tuple of float
         Value of pixels outside the image (0 to 255 for uint8), a single number or one per channel.
+    **keywords
+        The parameters above; each is optional.
 
     Raises
     ------
@@ -154,7 +156,13 @@ class Augmenter:
         return any(r != (0, 0) for r in angles) or any(r != (1, 1) for r in factors)
 
     def spec(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults as {name: value}, ready for JSON."""
+        """Return the options that differ from their defaults as {name: value}, ready for JSON.
+
+        Returns
+        -------
+        dict
+            {name: value}
+        """
         return {
             f.name: value
             for f in fields(self)
@@ -170,6 +178,11 @@ class Augmenter:
             (C, H, W) of the images.
         label : str
             Name of the crop in the error message.
+
+        Returns
+        -------
+        tuple of int
+            (C, P, Q): the size of the crop, or that of the images.
 
         Raises
         ------
@@ -188,9 +201,23 @@ class Augmenter:
     def draw(
         self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
     ) -> TransformParameters:
-        """Draw the transformations of the samples `indices` (n,).
+        """Draw the transformations of some samples.
 
-        `shape` is the shape (C, H, W) of the images.
+        Parameters
+        ----------
+        seed : int
+            Seed of the run.
+        epoch : int
+            Epoch, from 1.
+        indices : ndarray
+            Numbers of the samples, (n,).
+        shape : tuple of int
+            Shape (C, H, W) of the images.
+
+        Returns
+        -------
+        TransformParameters
+            Arrays (n,) of angles, factors, shifts and reflections.
         """
         backend = backends.of_type(np.float32)
         words = backend.keyed_words(seed, PURPOSE, DRAWS, epoch, indices)
@@ -220,7 +247,19 @@ class Augmenter:
         )
 
     def fill_values(self, shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
-        """Return `fill` as an array (C,) of type `dtype`, for images of `shape` (C, H, W).
+        """Return `fill` as one value per channel.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Shape (C, H, W) of the images.
+        dtype : dtype
+            Type of the pixels.
+
+        Returns
+        -------
+        ndarray
+            Values (C,) of type `dtype`.
 
         Raises
         ------
@@ -245,6 +284,17 @@ class Augmenter:
 
         Call this method only if `warps` is False.
 
+        Parameters
+        ----------
+        seed : int
+            Seed of the run.
+        epoch : int
+            Epoch, from 1.
+        indices : ndarray
+            Numbers of the samples, (n,).
+        shape : tuple of int
+            Shape (C, H, W) of the images.
+
         Returns
         -------
         dict
@@ -262,9 +312,25 @@ class Augmenter:
     def affine_maps(
         self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
     ) -> np.ndarray:
-        """Return each image's affine map, float64 (n, 6), for `Backend.warp`.
+        """Return an affine map per image, for `Backend.warp`.
 
         A map converts coordinates in the result to coordinates in the image.
+
+        Parameters
+        ----------
+        seed : int
+            Seed of the run.
+        epoch : int
+            Epoch, from 1.
+        indices : ndarray
+            Numbers of the samples, (n,).
+        shape : tuple of int
+            Shape (C, H, W) of the images.
+
+        Returns
+        -------
+        ndarray
+            Maps (n, 6), float64.
         """
         d = self.draw(seed, epoch, indices, shape)
         # Forward map, with (x, y) measured from the centre: shear * scale * rotation * reflection,

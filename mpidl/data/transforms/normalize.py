@@ -47,13 +47,30 @@ class Normalization:
     divisor: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return {"centre": ..., "divisor": ...} for storage, or {} if both are None."""
+        """Return {"centre": ..., "divisor": ...} for storage, or {} if both are None.
+
+        Returns
+        -------
+        dict
+            {name: array}
+        """
         if self.centre is None:
             return {}
         return {"centre": self.centre, "divisor": self.divisor}
 
     def window(self, size: Sequence[int]) -> Normalization:
-        """Return the normalization for windows of `size` (P, Q) cut from the image centre."""
+        """Return the normalization for windows of `size` (P, Q) cut from the image centre.
+
+        Parameters
+        ----------
+        size : tuple of int
+            (P, Q), at most the size of the statistics.
+
+        Returns
+        -------
+        Normalization
+            The normalization of the windows; this one if its statistics are per channel.
+        """
         if self.centre is None or self.centre.ndim == 1 or self.centre.shape[1:] == tuple(size):
             return self
         top, left = ((n - m) // 2 for n, m in zip(self.centre.shape[1:], size, strict=True))
@@ -70,7 +87,13 @@ class Normalization:
         return (images - centre) / divisor
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise UserError if the statistics do not fit images of `shape` (C, H, W)."""
+        """Raise UserError if the statistics do not fit images of `shape` (C, H, W).
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Shape (C, H, W) of the images.
+        """
         if self.centre is not None and self.centre.shape not in (tuple(shape), tuple(shape[:1])):
             raise UserError(
                 f"normalization {self.name}: expected statistics for images of shape "
@@ -131,6 +154,11 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
         The training set.
     world : World, optional
         The ranks that share the pass over the set. The default is this rank alone.
+
+    Returns
+    -------
+    Normalization
+        A callable that maps images (n, C, H, W) to float32.
 
     Raises
     ------
@@ -211,6 +239,11 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
         The images.
     world : World, optional
         The ranks that share the images. The default is this rank alone.
+
+    Returns
+    -------
+    Statistics
+        Count, mean, variance and range of the pixels.
 
     Raises
     ------

@@ -73,6 +73,16 @@ class Preprocess:
     def image_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape (C, P, Q) of the result for an image of shape (C, H, W).
 
+        Parameters
+        ----------
+        shape : tuple of int
+            Shape (C, H, W) of an image.
+
+        Returns
+        -------
+        tuple of int
+            (C, P, Q)
+
         Raises
         ------
         UserError
@@ -95,7 +105,18 @@ class Preprocess:
         return (channels, *size)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) of an image after resizing and before the crop."""
+        """Return the size of an image after resizing and before the crop.
+
+        Parameters
+        ----------
+        height, width : int
+            Size of the image in pixels.
+
+        Returns
+        -------
+        tuple of int
+            (height, width)
+        """
         if self.size is None:
             return height, width
         if not self.cover:
@@ -106,9 +127,19 @@ class Preprocess:
         return max(down, (height * across + width // 2) // width), across
 
     def of_picture(self, picture: Pillow.Image, out: np.ndarray | None = None) -> np.ndarray:
-        """Preprocess a Pillow image of mode "L" or "RGB", and return a uint8 array (C, P, Q).
+        """Preprocess a Pillow image.
 
-        If `out` is given, the result is written to it.
+        Parameters
+        ----------
+        picture : PIL.Image.Image
+            Image of mode "L" or "RGB".
+        out : ndarray, optional
+            Array (C, P, Q) to write to.
+
+        Returns
+        -------
+        ndarray
+            Pixels (C, P, Q), uint8: `out`, if it is given.
         """
         from PIL import Image
 
@@ -132,9 +163,17 @@ class Preprocess:
         return out
 
     def of_arrays(self, images: np.ndarray) -> np.ndarray:
-        """Preprocess images (n, C, H, W), uint8 or float32, in the same way as `of_picture`.
+        """Preprocess arrays in the same way as `of_picture`.
 
-        The result is (n, C, P, Q) of the same type.
+        Parameters
+        ----------
+        images : ndarray
+            Images (n, C, H, W), uint8 or float32.
+
+        Returns
+        -------
+        ndarray
+            Images (n, C, P, Q) of the same type.
         """
         images = np.asarray(images)
         shape = self.image_shape(images.shape[1:])
@@ -195,6 +234,11 @@ def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
         that method is returned.
     preprocess : Preprocess
         The conversion to apply.
+
+    Returns
+    -------
+    Datastore
+        The preprocessed images.
 
     Raises
     ------

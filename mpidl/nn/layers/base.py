@@ -11,6 +11,7 @@ import numpy as np
 from mpidl import keyed
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
+from mpidl.ops import check
 
 Value: TypeAlias = Blocked | Var  # a Var holds a Blocked value that is being differentiated
 Shape: TypeAlias = tuple[int, ...]
@@ -39,6 +40,11 @@ class LayerContext:
     """The arrays and settings that a layer's `forward` uses.
 
     `context["weight"]` is the layer's learnable named "weight".
+
+    Parameters
+    ----------
+    layer : Layer
+        The layer; `name` is taken from it.
 
     Attributes
     ----------
@@ -86,6 +92,9 @@ class Layer:
         False freezes the layer. The learnables of a frozen layer are not differentiated, and the
         layer runs as in prediction. A frozen batch normalization uses its running statistics, which
         do not change.
+    name : str, optional
+        The name of the layer. By default, the network names it by its kind and number, such as
+        "conv1". Each class declares `name` as its last positional field.
     """
 
     name = None  # type: str | None  # each class declares it as its last positional field
@@ -93,11 +102,21 @@ class Layer:
     after: str | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 
+    def __post_init__(self) -> None:
+        """Convert NumPy's numbers, which model files cannot hold, to Python's."""
+        for f in fields(self):
+            setattr(self, f.name, check.plain(getattr(self, f.name)))
+
     def spec(self) -> dict[str, Any]:
         """Return the type and the arguments of the layer, for the JSON in model files.
 
         Keyword-only arguments equal to the default are left out. New arguments therefore do not
         change the files of networks that do not use them.
+
+        Returns
+        -------
+        dict
+            {"type": name of the class, argument: value, ...}
         """
         arguments = {"type": type(self).__name__}
         for f in fields(self):
@@ -113,6 +132,11 @@ class Layer:
         ----------
         shape
             Shape of the input for one image, or a tuple of shapes for a layer with several inputs.
+
+        Returns
+        -------
+        Built
+            The shape of the output for one image, the learnables and the state.
 
         Raises
         ------
@@ -131,6 +155,11 @@ class Layer:
             these.
         context
             The layer's arrays and settings.
+
+        Returns
+        -------
+        Blocked or Var
+            The output, of the same kind as the input.
         """
         raise TypeError(f"layer {type(self).__name__} has no forward method")
 
@@ -138,6 +167,16 @@ class Layer:
         """Return the learning-rate factor and the L2 factor of a learnable.
 
         The learning-rate factor of a frozen layer is 0.
+
+        Parameters
+        ----------
+        learnable : str
+            Name of the learnable in this layer, such as "weight".
+
+        Returns
+        -------
+        tuple of float
+            (learning-rate factor, L2 factor)
         """
         rate = getattr(self, f"{learnable}_learn_rate_factor", 1.0)
         decay = getattr(self, f"{learnable}_l2_factor", 1.0 if learnable == "weight" else 0.0)
@@ -152,6 +191,11 @@ class Layer:
         ----------
         shape, output_shape
             Shapes of the (first) input and of the output for one image.
+
+        Returns
+        -------
+        int
+            The number for one image.
         """
         return 0
 
@@ -199,10 +243,36 @@ class Weighted(Layer):
     def learnables(
         self, weight_shape: Shape, initial: Initial, outputs: int
     ) -> dict[str, tuple[Shape, Initial]]:
-        """Return the learnables of `Built`: the weight, and the bias if the layer has one."""
+        """Return the learnables of `Built`: the weight, and the bias if the layer has one.
+
+        Parameters
+        ----------
+        weight_shape : tuple of int
+            Shape of the weight.
+        initial : callable
+            Initial value of the weight, f(seed, key, shape).
+        outputs : int
+            Length of the bias.
+
+        Returns
+        -------
+        dict
+            {"weight": (shape, initial), "bias": (shape, 0.0)}; no "bias" if the layer has none.
+        """
         arrays: dict[str, tuple[Shape, Initial]] = {"weight": (weight_shape, initial)}
         return {**arrays, "bias": ((outputs,), 0.0)} if self.bias else arrays
 
     def bias_of(self, context: LayerContext) -> np.ndarray | None:
-        """Return the bias, or None if the layer has none."""
+        """Return the bias, or None if the layer has none.
+
+        Parameters
+        ----------
+        context : LayerContext
+            The layer's arrays.
+
+        Returns
+        -------
+        array or None
+            The bias, (outputs,), or None if the layer has none.
+        """
         return context["bias"] if self.bias else None

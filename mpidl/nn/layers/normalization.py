@@ -64,12 +64,34 @@ class BatchNorm(Layer):
         return f"{self.name}.mean", f"{self.name}.variance"
 
     def running(self, context: LayerContext) -> tuple[np.ndarray, np.ndarray]:
-        """Return the running mean and variance."""
+        """Return the running mean and variance.
+
+        Parameters
+        ----------
+        context : LayerContext
+            The layer's arrays.
+
+        Returns
+        -------
+        tuple of array
+            (mean, variance), each (C,) float32.
+        """
         mean, variance = self._keys()
         return context.state[mean], context.state[variance]
 
     def recorder(self, context: LayerContext) -> Callable[[np.ndarray, np.ndarray], None]:
-        """Return a function that updates the running state with a batch's mean and variance."""
+        """Return a function that updates the running state with a batch's mean and variance.
+
+        Parameters
+        ----------
+        context : LayerContext
+            The layer's arrays.
+
+        Returns
+        -------
+        callable
+            f(mean, variance), each (C,); it assigns the new state to `context.state`.
+        """
 
         def record(*statistics):
             keys = self._keys()

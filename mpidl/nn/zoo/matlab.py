@@ -27,6 +27,20 @@ def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: in
     Batch normalization and ReLU follow each convolution; a fully connected layer ends the network.
     The network has 123,090 learnables for 28x28 gray images of 10 classes.
 
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
+
     Notes
     -----
     This is the network in MATLAB's "Train Network in Parallel with Custom Training Loop".
@@ -44,6 +58,20 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
     batch normalization and ReLU four times and ends with pooling. The stages have 32, 64 and 128
     filters. The first two end with max pooling by 2, and the last one with average pooling by 8.
     There are 677,610 learnables for 32x32 colour images of 10 classes.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
 
     Notes
     -----
@@ -69,6 +97,20 @@ def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: in
     If a block changes the shape, a 1x1 convolution with batch normalization converts the block's
     input (the paper's option B). Convolutions have biases, and initial weights are Glorot uniform.
     There are 273,258 learnables for 32x32 colour images of 10 classes.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
 
     Notes
     -----
@@ -119,6 +161,20 @@ def alexnet(
     normalization follows the first two convolutions, and overlapping max pooling follows the first
     two and the last one. Three fully connected layers with dropout between them end the network.
     Initial weights are Glorot uniform, and biases are zero.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
 
     Notes
     -----

@@ -53,6 +53,20 @@ def alexnet_torchvision(
     It has five convolutions without groups and three fully connected layers, and no normalization.
     `alexnet` is another network, with groups and cross-channel normalization.
 
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
+
     Notes
     -----
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
@@ -97,6 +111,20 @@ def _vgg(depth: int, normalized: bool) -> Callable[..., Network]:
 
     Each of the five stages of convolutions ends with 2x2 max pooling. Three fully connected layers
     with dropout between them follow.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
 
     Notes
     -----
@@ -174,6 +202,20 @@ def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
     A 7x7 convolution is followed by four stages of residual blocks, with two 3x3 convolutions per
     block. The convolutions have no bias.
 
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
+
     Notes
     -----
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, table 1.
@@ -182,7 +224,22 @@ def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
 
 
 def resnet34(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
-    """Return ResNet-34, with 21,797,672 learnables for 1000 classes; see `resnet18`."""
+    """Return ResNet-34, with 21,797,672 learnables for 1000 classes; see `resnet18`.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
+    """
     return _resnet((3, 4, 6, 3), False, input_shape, classes, seed)
 
 
@@ -191,6 +248,20 @@ def resnet50(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
 
     A residual block has convolutions of 1x1, 3x3 and 1x1. As in torchvision, the 3x3 convolution
     halves the rows and columns; in the paper, the first convolution does.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
     """
     return _resnet((3, 4, 6, 3), True, input_shape, classes, seed)
 
@@ -203,6 +274,20 @@ def squeezenet1_1(
     A 3x3 convolution is followed by eight fire modules. Each of them squeezes its input by a 1x1
     convolution, and concatenates a 1x1 and a 3x3 convolution of the result. The network ends with a
     1x1 convolution and global average pooling.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
 
     Notes
     -----
@@ -293,6 +378,20 @@ def mobilenet_v2(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: 
     It consists of inverted residual blocks: a 1x1 convolution expands the channels, a 3x3
     convolution filters each channel, and another 1x1 convolution reduces them. Activations are
     clipped to the range from 0 to 6.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image.
+    classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights.
 
     Notes
     -----

@@ -348,7 +348,18 @@ def matching(
 
 
 def weights_sha256(net: Network) -> str:
-    """Return the SHA-256 of all learnables, then all state, as little-endian float32."""
+    """Return the SHA-256 of all learnables, then all state, as little-endian float32.
+
+    Parameters
+    ----------
+    net : Network
+        The network.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits. Networks whose weights are the same bytes have the same digest.
+    """
     sha256 = hashlib.sha256()
     for array in (*net.parameters.values(), *net.state.values()):
         sha256.update(np.ascontiguousarray(array, "<f4"))

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,20 +17,29 @@ import numpy as np
 from mpidl.comm import World
 from mpidl.errors import Fault, UserError
 from mpidl.files import call_together, on_rank_0, reason
-from mpidl.report import Metrics, plots
+from mpidl.report import Metrics, history, metrics, plots, status, stop_file
 from mpidl.training.files import checkpoint
 from mpidl.training.progress import Position
 
-# Files that a new run in the same folder removes.
+CONFUSION, TENSORBOARD = "confusion.csv", "tensorboard"
+# Files and folders that a new run in the same folder removes.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
-    "metrics.jsonl",
+    CONFUSION,
+    history.FILE,
     "model.h5",
     "options.toml",
     "progress.png",
+    status.NAME,
+    stop_file.NAME,
     "summary.json",
+    TENSORBOARD,
+    "tracking.json",
 )
+COPIED = (history.FILE, TENSORBOARD)  # into the folder of a run that resumes another one
+RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
+RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
 PLOT_SECONDS = 10.0  # minimum time between two plots, because training waits for a plot
 # Arguments that set the folder, resume a run and replace a run, as error messages write them.
 COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
@@ -67,16 +76,22 @@ def make_folder(out: str, resumed: str | None = None) -> None:
     """Create the folder for a run's files, and remove the files of an earlier run.
 
     If `out` is the folder of the resumed run, nothing is removed. If a run is resumed in another
-    folder, its metrics.jsonl is copied there. Raises OSError.
+    folder, its metrics.jsonl and its event files for TensorBoard are copied there. Raises OSError.
     """
     os.makedirs(out, exist_ok=True)
     if _is_same_folder(out, resumed):
         return
     for path in (os.path.join(out, name) for name in RESULTS):
-        if os.path.lexists(path):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
             os.unlink(path)
-    if resumed is not None and os.path.exists(metrics := os.path.join(resumed, "metrics.jsonl")):
-        shutil.copyfile(metrics, os.path.join(out, "metrics.jsonl"))
+    for name in COPIED if resumed is not None else ():
+        source, target = os.path.join(resumed, name), os.path.join(out, name)
+        if os.path.isdir(source):
+            shutil.copytree(source, target)
+        elif os.path.exists(source):
+            shutil.copyfile(source, target)
 
 
 def _is_same_folder(out, resumed):
@@ -141,8 +156,12 @@ class RunFolder:
         )
 
 
+def _recorded(path):
+    return history.HistoryRecorder(metrics.read(path) if os.path.exists(path) else ())
+
+
 class RunWriter:
-    """Writes the files of a run on rank 0, or nothing if the run has no folder.
+    """Collects the records of a run, and writes its files on rank 0 if the run has a folder.
 
     `save`, `plot` and the constructor are collective. If rank 0 cannot write, all ranks raise
     UserError. If `record` cannot write, all ranks raise UserError at the next checkpoint.
@@ -156,6 +175,14 @@ class RunWriter:
     last_iteration : int, optional
         Iteration of the resumed checkpoint. Records of later iterations are removed from
         metrics.jsonl.
+
+    Attributes
+    ----------
+    recorder : HistoryRecorder
+        The history of the run, on every rank. A resumed run with a folder starts with the records
+        before the checkpoint.
+    listeners : list of functions
+        Functions that receive each new record, as a dict with the keys of metrics.jsonl.
     """
 
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
@@ -163,24 +190,44 @@ class RunWriter:
         self.metrics: Metrics | None = None
         self.record_error: UserError | None = None
         self.plot_time = -math.inf
+        self.recorder = history.HistoryRecorder()
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
         if folder.out is not None:
             self._on_rank_0(folder.make)
-            path = os.path.join(self.out, "metrics.jsonl")
+            path = os.path.join(self.out, history.FILE)
             open_metrics = functools.partial(Metrics, path, world.rank, cut=last_iteration)
             self.metrics = call_together(world, open_metrics)
+            if last_iteration:
+                self.recorder = on_rank_0(world, lambda: _recorded(path))
 
     def _on_rank_0(self, function):
         """Call a function on rank 0, and raise its UserError on all ranks. Collective."""
         call_together(self.world, function if self.world.rank == 0 else lambda: None)
 
     def record(self, *numbers: Any) -> None:
-        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record`."""
-        if self.metrics is None or self.record_error:
-            return
-        try:
-            self.metrics.record(*numbers)
-        except UserError as error:
-            self.record_error = error
+        """Add a record to the history, call the listeners, and write a line to metrics.jsonl.
+
+        The arguments are those of `Metrics.record`.
+        """
+        record = dict(zip(RECORD, numbers, strict=False))
+        self.recorder.add(record)
+        for listener in self.listeners:
+            listener(record)
+        if self.metrics is not None:
+            self._try(self.metrics.record, *numbers)
+
+    def record_ranks(self, *arguments: Any) -> None:
+        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record_ranks`."""
+        if self.metrics is not None:
+            self._try(self.metrics.record_ranks, *arguments)
+
+    def _try(self, write, *arguments):
+        """Call a function, unless an earlier call failed; keep its error for the checkpoint."""
+        if self.record_error is None:
+            try:
+                write(*arguments)
+            except UserError as error:
+                self.record_error = error
 
     def save(
         self,

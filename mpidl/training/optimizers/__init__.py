@@ -26,7 +26,20 @@ SOLVERS: dict[str, type[Solver]] = {
 
 
 def of_options(options: TrainingOptions, **factors: Factors) -> Solver:
-    """Create the solver that the options select; see `Solver.of_options`."""
+    """Create the solver that the options select; see `Solver.of_options`.
+
+    Parameters
+    ----------
+    options : TrainingOptions
+        The options; `solver` selects the class.
+    **factors
+        Per-parameter multipliers, usually `**net.factors`.
+
+    Returns
+    -------
+    Solver
+        The optimizer.
+    """
     return SOLVERS[options.solver].of_options(options, **factors)
 
 

@@ -32,6 +32,13 @@ class AdamMoments(Transform):
     optimization", 2015, in the order of computation given at the end of section 2 of that paper.
     MATLAB uses the same formulas. PyTorch adds epsilon after correcting v; the results agree if
     epsilon is much smaller than sqrt(v).
+
+    Parameters
+    ----------
+    gradient_decay, square_decay : float
+        Factors from 0 to 1 by which m and v decay per step.
+    epsilon : float
+        A small number that is added to the root.
     """
 
     tables = ("mean", "square")
@@ -44,7 +51,20 @@ class AdamMoments(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def correction(self, rate: float, step: int) -> float:
-        """Return rate * correction for a training step, counted from 1."""
+        """Return rate * correction for a training step, counted from 1.
+
+        Parameters
+        ----------
+        rate : float
+            Learning rate.
+        step : int
+            Training step, from 1.
+
+        Returns
+        -------
+        float
+            The factor of m / (sqrt(v) + epsilon).
+        """
         mean = 1 - power(self.gradient_decay, step)
         square = 1 - power(self.square_decay, step)
         return rate * math.sqrt(square) / mean
@@ -53,7 +73,18 @@ class AdamMoments(Transform):
         return {"correction": self.correction(-1.0, step)}
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the backends' formula "adam" for a learning rate."""
+        """Return the arguments of the backends' formula "adam" for a learning rate.
+
+        Parameters
+        ----------
+        rate : float
+            Learning rate, times the correction.
+
+        Returns
+        -------
+        list of float
+            The arguments in the order of the formula.
+        """
         mean, square = self.gradient_decay, self.square_decay
         return [rate, mean, 1 - mean, square, 1 - square, self.epsilon]
 
@@ -72,13 +103,31 @@ class CorrectedAdamMoments(AdamMoments):
     where m_hat = m / (1 - gradient_decay^t) and v_hat = v / (1 - square_decay^t) in training step
     t. This formula is algorithm 1 of Kingma and Ba. `AdamMoments` computes the same
     direction if its epsilon is replaced by epsilon * sqrt(1 - square_decay^t).
+
+    Parameters
+    ----------
+    gradient_decay, square_decay : float
+        Factors from 0 to 1 by which m and v decay per step.
+    epsilon : float
+        A small number that is added to the root.
     """
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"correction": self.correction(-1.0, step), "epsilon": self.step_epsilon(step)}
 
     def step_epsilon(self, step: int) -> float:
-        """Return the epsilon that a training step adds to the uncorrected root, sqrt(v)."""
+        """Return the epsilon that a training step adds to the uncorrected root, sqrt(v).
+
+        Parameters
+        ----------
+        step : int
+            Training step, from 1.
+
+        Returns
+        -------
+        float
+            epsilon * sqrt(1 - square_decay^step)
+        """
         return self.epsilon * math.sqrt(1 - power(self.square_decay, step))
 
     def apply(
@@ -135,8 +184,22 @@ class Adam(Solver):
 
         w <- w - learning_rate * correction * m / (sqrt(v) + epsilon)
 
-    m and v decay by `gradient_decay_factor` and `squared_gradient_decay_factor`. `SGDM` describes
-    the other parameters.
+    Parameters
+    ----------
+    learning_rate : float, optional
+        Learning rate; by default 0.001.
+    gradient_decay_factor, squared_gradient_decay_factor : float
+        Factors from 0 to 1 by which m and v decay per step; by default 0.9 and 0.999.
+    epsilon : float
+        A small number that is added to the root.
+    l2 : float
+        L2 regularization factor: l2 * factor * w is added to the gradient.
+    l2_factors : dict, optional
+        {name: factor}; see `WeightDecay`.
+    learning_rate_factors : dict, optional
+        {name: factor}; see `Optimizer`.
+    gradient_threshold, gradient_threshold_method
+        See `Clip`. The gradient that is clipped includes the L2 term.
     """
 
     solver = "adam"
@@ -172,8 +235,6 @@ class AdamW(Solver):
 
         w <- w - learning_rate * (m_hat / (sqrt(v_hat) + epsilon) + l2 * factor * w)
 
-    `Adam` describes the other parameters.
-
     Parameters
     ----------
     l2 : float, optional
@@ -182,6 +243,16 @@ class AdamW(Solver):
     l2_factors : dict, optional
         {name: factor}: the factor of the decay for each parameter. By default the factor is 1 for
         names that end in ".weight" and 0 for other names.
+    learning_rate : float, optional
+        Learning rate; by default 0.001.
+    gradient_decay_factor, squared_gradient_decay_factor : float
+        Factors from 0 to 1 by which the moments decay per step; by default 0.9 and 0.999.
+    epsilon : float
+        A small number that is added to the root.
+    learning_rate_factors : dict, optional
+        {name: factor}; see `Optimizer`.
+    gradient_threshold, gradient_threshold_method
+        See `Clip`. The decay is not part of the gradient that is clipped.
 
     Notes
     -----

@@ -88,6 +88,11 @@ class Optimizer:
         """Return, by name, the scalars of the next step that can differ between steps.
 
         An example is the learning rate.
+
+        Returns
+        -------
+        dict
+            {name: number}
         """
         return {
             prefix + name: value
@@ -96,7 +101,13 @@ class Optimizer:
         }
 
     def advance(self) -> dict[str, float]:
-        """Return the `numbers` of the next step and increment the step count."""
+        """Return the `numbers` of the next step and increment the step count.
+
+        Returns
+        -------
+        dict
+            {name: number}
+        """
         numbers = self.numbers()
         self.steps += 1
         return numbers
@@ -117,6 +128,11 @@ class Optimizer:
             {name: array}
         numbers : dict
             The numbers that `advance` returned.
+
+        Returns
+        -------
+        dict
+            {name: new array}
 
         Raises
         ------
@@ -163,6 +179,11 @@ class Optimizer:
         """Return the transforms with their arguments, for JSON.
 
         A resumed run must have the same spec as its checkpoint.
+
+        Returns
+        -------
+        list of list
+            One list per transform: its class name, then its arguments.
         """
         factors = {"learning_rate_factors": self.learning_rate_factors}
         parts = [[type(part).__name__, _arguments(vars(part))] for part in self.transforms]
@@ -185,7 +206,13 @@ class Optimizer:
         return {name: w for name, w in parameters.items() if factors.get(name, 1.0) != 0}
 
     def prepare(self, parameters: Mapping[str, Any]) -> None:
-        """Create missing state arrays as zeros, and move the state to the parameters' device."""
+        """Create missing state arrays as zeros, and move the state to the parameters' device.
+
+        Parameters
+        ----------
+        parameters : dict
+            {name: array}, the parameters that the next step updates.
+        """
         for arrays in self.state_arrays.values():
             for name, w in self._moving(parameters).items():
                 if name not in arrays:
@@ -194,7 +221,13 @@ class Optimizer:
                     arrays[name] = backends.of_array(w).from_numpy(arrays[name], w)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the optimizer that checkpoints store, by name."""
+        """Return the arrays of the optimizer that checkpoints store, by name.
+
+        Returns
+        -------
+        dict
+            {name: array}
+        """
         arrays = {
             f"{table}.{name}": np.array(array)
             for table, arrays in self.state_arrays.items()
@@ -205,7 +238,13 @@ class Optimizer:
         return arrays
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore what `state` returned; raise ValueError if an array has an unknown name."""
+        """Restore what `state` returned; raise ValueError if an array has an unknown name.
+
+        Parameters
+        ----------
+        state : dict
+            {name: array}, as `state` returned it.
+        """
         state = dict(state)
         state_arrays: Tables = {table: {} for table in self.state_arrays}
         steps = 0
@@ -228,6 +267,11 @@ class FusedTail:
 
     The constructor of a subclass accepts these transforms.
 
+    Parameters
+    ----------
+    *transforms : Transform
+        The transforms that the kernel computes together, in the order of the chain.
+
     Attributes
     ----------
     formula : str
@@ -246,6 +290,18 @@ class FusedTail:
         """Return the scalars of a step that can differ between steps.
 
         Steps are counted from 1.
+
+        Parameters
+        ----------
+        learning_rate : float
+            Learning rate of the step.
+        step : int
+            Training step, from 1.
+
+        Returns
+        -------
+        dict
+            {name: number}
         """
         return {"learning_rate": learning_rate}
 
@@ -256,11 +312,31 @@ class FusedTail:
         ----------
         values : dict
             The `numbers` of the step, converted by `step_number` of the backend.
+
+        Returns
+        -------
+        list of float
+            The arguments in the order of the formula.
         """
         return [values["learning_rate"]]
 
     def step(self, updates: Updates, state_arrays: list[list], values: Mapping[str, Any]) -> list:
-        """Return the weights after the step, and update the state arrays."""
+        """Return the weights after the step, and update the state arrays.
+
+        Parameters
+        ----------
+        updates : Updates
+            The weights, their gradients and their factors.
+        state_arrays : list of list
+            The state arrays of each table in `tables`, one per weight.
+        values : dict
+            The `numbers` of the step, converted by `step_number` of the backend.
+
+        Returns
+        -------
+        list of array
+            The new weights.
+        """
         return updates.backend.optimizer_step(
             self.formula,
             updates.weights,
@@ -276,7 +352,18 @@ FUSED: dict[tuple[type[Transform], ...], type[FusedTail]] = {}  # filled by `fus
 
 
 def fuses(*transforms: type[Transform]) -> Callable[[type[FusedTail]], type[FusedTail]]:
-    """Return a class decorator that declares which transforms a FusedTail computes."""
+    """Return a class decorator that declares which transforms a FusedTail computes.
+
+    Parameters
+    ----------
+    *transforms : type
+        The classes of the transforms at the end of a chain, in order.
+
+    Returns
+    -------
+    callable
+        The decorator of a FusedTail.
+    """
 
     def declare(tail: type[FusedTail]) -> type[FusedTail]:
         FUSED[transforms] = tail

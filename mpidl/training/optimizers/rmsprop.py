@@ -27,6 +27,13 @@ class RMSPropMoment(Transform):
         direction = g / (sqrt(v) + epsilon)
 
     Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012.
+
+    Parameters
+    ----------
+    square_decay : float
+        Factor from 0 to 1 by which v decays per step.
+    epsilon : float
+        A small number that is added to the root.
     """
 
     counts_steps = False
@@ -37,7 +44,18 @@ class RMSPropMoment(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the formula "rmsprop" in the backends for a learning rate."""
+        """Return the arguments of the formula "rmsprop" in the backends for a learning rate.
+
+        Parameters
+        ----------
+        rate : float
+            Learning rate.
+
+        Returns
+        -------
+        list of float
+            The arguments in the order of the formula.
+        """
         return [rate, self.square_decay, 1 - self.square_decay, self.epsilon]
 
     def apply(
@@ -68,8 +86,24 @@ class RMSProp(Solver):
 
         w <- w - learning_rate * g / (sqrt(v) + epsilon)
 
-    Here g is the gradient, and v is the moving mean of g^2, which decays by
-    `squared_gradient_decay_factor` per training step. `SGDM` describes the other parameters.
+    Here g is the gradient, and v is the moving mean of g^2.
+
+    Parameters
+    ----------
+    learning_rate : float, optional
+        Learning rate; by default 0.001.
+    squared_gradient_decay_factor : float, optional
+        Factor from 0 to 1 by which v decays per step; by default 0.9.
+    epsilon : float
+        A small number that is added to the root.
+    l2 : float
+        L2 regularization factor: l2 * factor * w is added to the gradient.
+    l2_factors : dict, optional
+        {name: factor}; see `WeightDecay`.
+    learning_rate_factors : dict, optional
+        {name: factor}; see `Optimizer`.
+    gradient_threshold, gradient_threshold_method
+        See `Clip`. The gradient that is clipped includes the L2 term.
     """
 
     solver = "rmsprop"

@@ -24,7 +24,13 @@ NESTEROV = one_of(*ON_OFF)  # the valid values of `nesterov`
 
 
 class Momentum(Transform):
-    """Accumulate updates, v <- momentum * v + update, and return v as the new update."""
+    """Accumulate updates, v <- momentum * v + update, and return v as the new update.
+
+    Parameters
+    ----------
+    momentum : float
+        Fraction of v that is kept per step, from 0 to 1.
+    """
 
     counts_steps = False
     tables = ("velocity",)
@@ -50,6 +56,11 @@ class NesterovMomentum(Momentum):
     This is Nesterov's accelerated gradient in the form of torch.optim.SGD(nesterov=True): the
     stored parameters are the point at which the gradient is computed. See Sutskever et al., "On the
     importance of initialization and momentum in deep learning", 2013.
+
+    Parameters
+    ----------
+    momentum : float
+        Fraction of v that is kept per step, from 0 to 1.
     """
 
     formula = "nesterov"

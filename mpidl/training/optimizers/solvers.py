@@ -57,7 +57,18 @@ class Solver(Optimizer):
 
     @classmethod
     def takes(cls, option: str) -> bool:
-        """Return whether the solver uses an option."""
+        """Return whether the solver uses an option.
+
+        Parameters
+        ----------
+        option : str
+            Name of a training option, such as "momentum".
+
+        Returns
+        -------
+        bool
+            True if the constructor has a parameter of this name.
+        """
         return option in cls.parameter_names()
 
     @classmethod
@@ -71,6 +82,11 @@ class Solver(Optimizer):
         **factors
             Per-parameter multipliers `l2_factors` and `learning_rate_factors`, usually
             `**net.factors`.
+
+        Returns
+        -------
+        Solver
+            The optimizer, with the learning rate of the options.
         """
         names = [name for name in cls.parameter_names() if hasattr(options, name)]
         arguments: dict[str, Any] = {name: getattr(options, name) for name in names}
@@ -78,5 +94,18 @@ class Solver(Optimizer):
 
     @classmethod
     def value(cls, name: str, value: float | None) -> float:
-        """Check and return an argument, or return the solver's default if it is None."""
+        """Check and return an argument, or return the solver's default if it is None.
+
+        Parameters
+        ----------
+        name : str
+            Name of the argument.
+        value : float or None
+            Its value, or None for the default.
+
+        Returns
+        -------
+        float
+            The value in use.
+        """
         return cls.defaults[name] if value is None else check(name, value)

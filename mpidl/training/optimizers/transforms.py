@@ -131,7 +131,20 @@ class Transform:
     counts_steps = True  # whether `numbers` depends on the step count, which checkpoints then store
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
-        """Return the scalars of training step `step`, counted from 1."""
+        """Return the scalars of training step `step`, counted from 1.
+
+        Parameters
+        ----------
+        learning_rate : float
+            Learning rate of the step.
+        step : int
+            Training step, from 1.
+
+        Returns
+        -------
+        dict
+            {name: number}
+        """
         return {}
 
     def apply(
@@ -190,6 +203,18 @@ class WeightDecay(Transform):
         self.factors = dict(factors or {})
 
     def factor(self, name: str) -> float:
+        """Return the factor of the decay for a parameter.
+
+        Parameters
+        ----------
+        name : str
+            Name of the parameter, such as "conv1.weight".
+
+        Returns
+        -------
+        float
+            The factor; 0 for a parameter that does not decay.
+        """
         return self.factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
 
     def apply(

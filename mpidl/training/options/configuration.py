@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
-from mpidl.files import write_whole
+from mpidl.files import read_toml, write_whole
 from mpidl.nn import Network
 from mpidl.text import printable
 from mpidl.training.options.option_types import (
@@ -181,21 +181,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise UserError(f"{path}: unknown option {name}{nearest(option, RULES)}")
         values[option] = check_value(RULES[option], value, f"{path}: {name}")
     return values
-
-
-def read_toml(path: str | os.PathLike[str], spelled: str) -> dict[str, Any]:
-    """Read a TOML file; raise UserError, whose message begins with `spelled`, if that fails."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10 has no tomllib
-        import tomli as tomllib
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise UserError(f"{spelled}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"{spelled}: not a TOML file: {error}") from error
 
 
 def write_options(

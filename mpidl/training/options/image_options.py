@@ -35,6 +35,13 @@ class ImageOptions:
         resume="fixed",
         matlab="partition",
     )
+    partial_minibatch: Literal["return", "discard"] = choice(
+        "Use the smaller last mini-batch of an epoch, or discard it: an epoch then has (number of "
+        "training images) // (batch size) iterations",
+        default="return",
+        resume="fixed",
+        matlab="PartialMiniBatch",
+    )
     normalization: Name = choice(
         "Normalization of pixels: unchanged; divided by 255; scaled to [-1, 1]; minus the mean of "
         "each channel; minus the mean image; or minus the mean and divided by the standard "

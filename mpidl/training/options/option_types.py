@@ -53,6 +53,8 @@ class Rule(NamedTuple):
         Whether inf is valid, even if `kind` is int.
     allow_function : bool
         Whether a Python function is valid.
+    bare : int, str or None
+        The value of a flag without a value on the command line; None if a value is required.
     """
 
     kind: type
@@ -68,6 +70,7 @@ class Rule(NamedTuple):
     optional: bool = False
     allow_inf: bool = False
     allow_function: bool = False
+    bare: int | str | None = None
 
 
 def at_least(low: int, *, optional: bool = False, allow_inf: bool = False) -> Rule:
@@ -99,7 +102,14 @@ def factor() -> Rule:
 def one_of(*choices: str, allow_function: bool = False, optional: bool = False) -> Rule:
     """Return the rule for an option whose value is one of a fixed set of names."""
     requirement = ", ".join(choices[:-1]) + f" or {choices[-1]}"
-    return Rule(str, requirement, choices=choices, allow_function=allow_function, optional=optional)
+    return Rule(
+        str,
+        requirement,
+        choices=choices,
+        allow_function=allow_function,
+        optional=optional,
+        bare="on" if choices == ON_OFF else None,
+    )
 
 
 SIZE = Rule(

@@ -12,8 +12,9 @@ import numpy as np
 from mpidl import keyed
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import UserError
+from mpidl.files import read_toml
 from mpidl.text import did_you_mean
-from mpidl.training.options.configuration import RULES, read_toml
+from mpidl.training.options.configuration import RULES
 from mpidl.training.options.option_types import at_least, check_value, nearest
 
 TABLES = ("train", "grid", "trial", "random")

@@ -192,13 +192,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     verbose: Literal["on", "off"] | bool = option(
         one_of(*ON_OFF),
-        "Show training progress: a bar on a terminal, lines elsewhere",
+        "Show training progress: a bar and a table on a terminal, lines elsewhere",
         default="on",
         matlab="Verbose",
     )
     verbose_every: int = option(
         at_least(0),
-        "Iterations between log lines, with at most one line every 10 s; 0 logs no iterations, "
+        "Iterations between log lines, with at most one line every 5 s; 0 logs no iterations, "
         "except a final one that does not end an epoch",
         default=50,
         matlab="VerboseFrequency",
@@ -208,6 +208,24 @@ class TrainingOptions(ImageOptions, SolverOptions):
         "epochs, at most every 10 s, and at the end of the run",
         default="training-progress",
         matlab="Plots",
+    )
+    timeline: int | float = option(
+        at_least(0, allow_inf=True)._replace(bare=100),
+        "Iterations to record in timeline.json.gz in the results folder, which Perfetto shows: "
+        "what each rank computes and waits for; the flag alone records 100, inf the whole run",
+        default=0,
+    )
+    timeline_mb: int = option(
+        at_least(1),
+        "Memory in MB for the spans of --timeline, on all ranks together; the timeline is cut "
+        "when a rank's part is full",
+        default=32,
+    )
+    tensorboard: Literal["on", "off"] | bool = option(
+        one_of(*ON_OFF),
+        "Write event files for TensorBoard to the results folder, with curves, augmented images, "
+        "the confusion matrix, and histograms of weights and gradients",
+        default="off",
     )
     # These options exist in Python only and have no rule.
     augmenter: Augmenter | None = None
@@ -259,6 +277,11 @@ class TrainingOptions(ImageOptions, SolverOptions):
         **overrides
             Options that replace those of the recipe.
 
+        Returns
+        -------
+        TrainingOptions
+            The options of the recipe, with the overrides.
+
         Raises
         ------
         UserError
@@ -269,7 +292,18 @@ class TrainingOptions(ImageOptions, SolverOptions):
         return cls(**{**recipe_options(name, overrides), **overrides})
 
     def for_ranks(self, ranks: int) -> "TrainingOptions":
-        """Return a copy with batch_size = batch_per_rank * ranks, if batch_per_rank is given."""
+        """Return a copy whose `batch_size` is `batch_per_rank` times the ranks, if that is set.
+
+        Parameters
+        ----------
+        ranks : int
+            Number of ranks of the run.
+
+        Returns
+        -------
+        TrainingOptions
+            The copy.
+        """
         if self.batch_per_rank is None:
             return self
         return replace(self, batch_size=self.batch_per_rank * ranks)
@@ -310,6 +344,11 @@ class TrainingOptions(ImageOptions, SolverOptions):
         """Return {name: value} for all options with a rule.
 
         A function is replaced with a string that contains its name.
+
+        Returns
+        -------
+        dict
+            {name: value}
         """
         values = {name: getattr(self, name) for name in NAMES}
         return {
@@ -337,11 +376,15 @@ RUN: dict[str, Any] = {
     "cache_dir": None,
     "retry_seconds": settings.RETRY_SECONDS,
     "upload": None,
+    "mlflow": None,
+    "wandb": None,
 }
 HINTS = {
     **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),
     **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command line only"),
     **dict.fromkeys(("new_layer_factor", "freeze_up_to"), ": it is an argument of dl.transfer"),
+    "mlflow": ": pass dl.train(..., hooks=[dl.MLflowHook(FOLDER)])",
+    "wandb": ": pass dl.train(..., hooks=[dl.WandbHook(PROJECT)])",
 }
 OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
 NAMES = tuple(OPTIONS)

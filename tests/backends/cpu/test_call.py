@@ -154,6 +154,18 @@ def test_images_that_are_too_large_are_refused():
         )
 
 
+def test_gradients_that_dilation_makes_too_large_are_refused():
+    """The gradient of one output is padded to 2001 x 2001 pixels."""
+    image = np.lib.stride_tricks.as_strided(
+        np.zeros(1, np.float32), (1, 1, 1001, 1001, 16), (0,) * 5
+    )
+    plan = cpu.conv2d.__globals__["plan"]
+    geometry = UNIT, ((0, 0), (0, 0)), (1000, 1000), 1
+    with pytest.raises(ValueError, match="found 140140035"):
+        plan(image, np.zeros((35, 1, 2, 2), np.float32), *geometry)
+    assert plan(image, np.zeros((30, 1, 2, 2), np.float32), *geometry)[1] == (30, 1, 1)
+
+
 def test_a_parameter_may_be_a_single_number():
     sgdm = dl.SGDM(learning_rate=0.5, momentum=0.9)
     table = {"scale": np.float32(3), "w": np.ones((2, 3), np.float32)}

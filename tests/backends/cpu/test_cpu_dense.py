@@ -186,6 +186,7 @@ np.save(f"{folder}/nodes.npy", [node for term in dweight.terms for node in term.
 """
 
 
+@pytest.mark.slow("ranks")
 def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
     """Measure the peak memory of a new process, which cannot reuse memory of earlier gradients."""
     outputs, features, tree = 1024, 4608, Tree(8, ((0, 1), (1, 8)), 1)

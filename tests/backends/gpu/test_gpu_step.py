@@ -91,9 +91,8 @@ def test_graphs_do_not_change_a_byte(world):
     assert weights_sha256(trained(world)) == weights_sha256(trained(world, graphs="off"))
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param(1, marks=pytest.mark.slow("gpu")), 2], indirect=True
-)
+@pytest.mark.slow("gpu")
+@pytest.mark.parametrize("device", [1, 2], indirect=True)
 def test_thread_schedules_do_not_change_a_byte(world, emulated):
     weights = weights_sha256(trained(world))
     with emulated(0) as device:

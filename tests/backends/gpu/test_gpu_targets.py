@@ -227,7 +227,7 @@ def classifier(shape=(3, 10, 11)):
     return dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], shape)
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow("gpu"))])
 def test_integer_targets_are_labels(world, resident, monkeypatch):
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     store = paired(70, (), np.int32)
@@ -274,7 +274,10 @@ TASKS = {
 @pytest.mark.parametrize(
     "task",
     [
-        pytest.param(task, marks=[pytest.mark.slow("gpu")] * (task in ("maps", "image of labels")))
+        pytest.param(
+            task,
+            marks=[pytest.mark.slow("gpu")] * (task in ("maps", "image of labels", "denoiser")),
+        )
         for task in TASKS
     ],
 )
@@ -287,8 +290,11 @@ def test_recorded_steps_learn_as_the_cpu(world, task, resident, monkeypatch):
 @pytest.mark.parametrize(
     "task",
     [
-        *("number", "numbers", "label per pixel"),
-        *(pytest.param(task, marks=pytest.mark.slow("gpu")) for task in ("denoiser", "maps")),
+        *("number", "label per pixel"),
+        *(
+            pytest.param(task, marks=pytest.mark.slow("gpu"))
+            for task in ("numbers", "denoiser", "maps")
+        ),
     ],
 )
 def test_the_training_loop_and_evaluation_take_targets(world, task):

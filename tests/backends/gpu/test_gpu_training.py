@@ -85,7 +85,14 @@ def test_graphs_do_not_change_a_byte_of_adam(world):
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("solver", [ADAM, ADAMW, NESTEROV], ids=["adam", "adamw", "nesterov"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(ADAM, id="adam"),
+        pytest.param(ADAMW, id="adamw", marks=pytest.mark.slow("gpu")),
+        pytest.param(NESTEROV, id="nesterov", marks=pytest.mark.slow("gpu")),
+    ],
+)
 def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(world, tmp_path, solver):
     uninterrupted, _ = trained(world, **solver)
     options = training_options(**solver, max_iterations=3)

@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
+from mpidl import phases
 from mpidl.backends.gpu import launching, program
 from mpidl.backends.gpu.array import plain
 from mpidl.backends.gpu.recorder import Recorder
@@ -139,6 +140,44 @@ def test_exchanges_split_a_program_into_segments(device):
         nodes = base * np.arange(6)
         assert run(recorded, nodes=nodes) == base * (1 + 3 + 5)
         np.testing.assert_array_equal(world.matrices[-1], nodes.reshape(3, 2))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_timeline_has_the_times_of_segments_or_layers(device, graphs):
+    """A graph is one span; without graphs, each layer is one. Exchanges are the host's."""
+    world = SummingWorld()
+
+    def step(recorder):
+        with phases.layer("conv1"):
+            value = copy(launching.scalar("a", 1.0, np.float64))
+        with phases.layer("dense1"):
+            nodes = copy(value).reshape(1, 1)
+        with phases.layer("loss"):
+            root = recorder.exchange(world, "tree", nodes, "add")
+        with phases.span("update"):
+            return copy(root)
+
+    with phases.named_places():
+        recorded, _ = record(device, step, graphs)
+    run(recorded, a=1.0)  # not recorded
+    phases.store_spans(100)
+    begin = phases.now()
+    handles = [recorded.run(a=float(i)) for i in range(3)]
+    assert [recorded.results(handle)["out"] for handle in handles] == [0, 1, 2]
+    stored = phases.take_spans()
+    run(recorded, a=1.0)  # not recorded either
+    labels, spans = list(stored.labels), stored.array()
+    on_gpu = [labels[span["label"]][0] == phases.GPU for span in spans]
+    names = [labels[span["label"]][2] for span in spans[on_gpu]]
+    expected = ["conv1 to dense1", "update"] if graphs else ["other", "conv1", "dense1", "update"]
+    if not graphs:
+        expected.append("other")  # the kernel that stores the results
+    assert names == 3 * expected
+    starts, ends = spans[on_gpu]["start"], spans[on_gpu]["end"]
+    assert (starts <= ends).all() and (ends[:-1] <= starts[1:]).all()
+    assert begin <= starts[0]
+    exchanges = [label for label in labels if label[0] == phases.MAIN]
+    assert exchanges == [("main", "span", "loss")]
 
 
 def test_values_cannot_be_read_while_a_step_is_recorded(device):

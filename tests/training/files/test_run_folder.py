@@ -89,7 +89,8 @@ def test_overwriting_a_run_removes_its_files(world, folder):
             (out / name).write_text("old")
     world.barrier()
     trained(world, out=out, overwrite=True, options={"max_iterations": 2})
-    assert set(content(world, out)) == {"checkpoint.h5", "metrics.jsonl", "notes.txt"}
+    files = {"checkpoint.h5", "metrics.jsonl", "notes.txt", "status.json"}
+    assert set(content(world, out)) == files
     assert iterations(world, out) == [1, 2]
 
 

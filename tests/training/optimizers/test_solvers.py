@@ -20,7 +20,10 @@ METHODS = ["l2norm", "global-l2norm", "absolute-value"]
 
 
 @needs_kernels
-@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize(
+    "formula",
+    [pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name != "sgdm")) for name in FORMULAS],
+)
 def test_large_parameters_have_the_bytes_of_numpy(formula):
     """Writes of large arrays bypass the caches, except for incomplete cache lines."""
     random = np.random.default_rng(0)

@@ -363,6 +363,10 @@ def test_the_other_commands():
     for words in (["--layers", "a.py"], ["--classes", "3", "--model", "a.h5"]):
         assert f"{words[0]}: expected --" in refused(arguments.info, words)
     assert arguments.info(["--model", "a.onnx", "--batch-size", "8"]).batch_size == 8
+    assert arguments.info(["--json"]).json and arguments.info(["--threads", "3"]).threads == 3
+    for words in (["--json"], ["--threads", "3"]):
+        text = f"{words[0]}: expected neither --network nor --model with it"
+        assert refused(arguments.info, [*words, "--network", "digits"]) == text
     options = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
     assert (options.network, options.input_shape, options.classes) == ("alexnet", (3, 227, 227), 5)
     assert "such as 3,227,227" in refused(arguments.info, "--network x --input-shape 3,8".split())

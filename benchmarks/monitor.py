@@ -1,0 +1,127 @@
+"""`python -m benchmarks monitor`: epochs with the live page open against epochs without it.
+
+The sides take turns, each in a job of its own. On the side with the page, a client stands for the
+browser: it opens the page, and receives all updates without drawing them.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import html
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+
+import numpy as np
+
+from benchmarks import machine, report, turns
+from mpidl.comm.launcher import environment, launcher
+from mpidl.errors import Fault
+from mpidl.training.options import configuration
+
+SIDES = ("with the page", "without")
+OPTIONS = ("network", "ranks", "epochs", "rounds", "also")
+
+
+def main(options: argparse.Namespace) -> dict:
+    """Run the sub-command; return its record. Raise Fault if a job fails."""
+    machine.refuse_launcher("monitor")
+    print(
+        f"{options.epochs} epochs of {options.network} after the first one, "
+        f"{options.ranks} ranks, {machine.arithmetic()}"
+    )
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
+        for number, side in turns.alternate(SIDES, options.rounds):
+            out = os.path.join(folder, f"{number}-{SIDES.index(side)}")
+            updates = _train(options, out, side == SIDES[0])
+            times[side].append(_seconds(out) / options.epochs)
+            note = f", {updates} frames to the page" if side == SIDES[0] else ""
+            print(f"round {number + 1}, {side}: {times[side][-1]:.3f} s{note}", flush=True)
+    rows = [["", "s per epoch", "min", "max"]]
+    for side in SIDES:
+        numbers = report.summary(times[side])
+        rows.append([side, *(f"{numbers[key]:.3f}" for key in ("median", "min", "max"))])
+    report.print_table(rows)
+    ratio = report.summary(np.divide(times[SIDES[0]], times[SIDES[1]]))
+    low, middle, high = (ratio[key] for key in ("min", "median", "max"))
+    print(f"{SIDES[0]} / {SIDES[1]}: {middle:.4f} ({low:.4f} to {high:.4f})")
+    record = report.header(options, configuration.versions_of("mpirun"), *OPTIONS)
+    return record | {"seconds_per_epoch": times, "ratio": ratio}
+
+
+def _train(options, out, has_page):
+    """Train; return the number of websocket frames that the page received."""
+    words = ["--network", options.network, "--epochs", str(options.epochs + 1), "--out", out]
+    words += ["--plots", "none", "--threads", "1", "--test-fraction", "0"]
+    words += ["--monitor", *shlex.split(options.also)] if has_page else []
+    command = [*launcher(options.ranks), sys.executable, "-m", "mpidl.train", *words]
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    client, lines = Client(), []
+    for line in process.stdout:
+        lines.append(line)
+        if match := re.match(r"Monitor: (\S+)", line):
+            client.start(match[1])
+    if process.wait():
+        message = turns.last_message("".join(lines))
+        raise Fault(f"mpidl.train ended with exit code {process.returncode}: {message}")
+    client.join()
+    if has_page and not client.frames:
+        raise Fault("the page received no update")
+    return client.frames
+
+
+def _seconds(out):
+    """Return the seconds from the end of the first epoch to the end of the last one."""
+    with open(os.path.join(out, "metrics.jsonl")) as file:
+        records = [json.loads(line) for line in file]
+    ends = [record["seconds"] for record in records if record["kind"] == "epoch"]
+    return ends[-1] - ends[0]
+
+
+class Client:
+    """Opens a page in a thread, and counts the frames of its server until the server ends."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self.thread: threading.Thread | None = None
+
+    def start(self, url: str) -> None:
+        self.thread = threading.Thread(target=self._run, args=[url])
+        self.thread.start()
+
+    def join(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+    def _run(self, url):
+        # The page is made once the server has started; the job may end before.
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(url) as answer:
+                page = html.unescape(answer.read().decode())
+            token = re.search(r'"token":"([^"]+)"', page)[1]
+            asyncio.run(self._receive(url, token))
+
+    async def _receive(self, url, token):
+        from tornado.httpclient import HTTPRequest
+        from tornado.websocket import websocket_connect
+
+        origin = url.partition("/?")[0]
+        address = url.replace("http://", "ws://").replace("/?", "/ws?")
+        request = HTTPRequest(address, headers={"Origin": origin})
+        socket = await websocket_connect(request, subprotocols=["bokeh", token])
+        while await socket.read_message() is not None:
+            self.frames += 1

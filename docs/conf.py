@@ -1,0 +1,71 @@
+"""Configuration of Sphinx for the documentation site, which `run/site` builds.
+
+The source folder is the checkout, so links between pages work on the site as in the repository:
+`../ARCHITECTURE.md` is a page, and a file that is no page becomes a download.
+"""
+
+import sys
+from pathlib import Path
+
+import mpidl
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS / "extensions"))
+
+project = "mpidl"
+author = copyright = "The mpidl developers"
+version = release = mpidl.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "numpydoc",
+    "myst_parser",
+    "api_pages",
+    "notebook_pages",
+    "page_lists",
+    "side_by_side",
+]
+root_doc = "docs/index"
+source_suffix = {".md": "markdown", ".ipynb": "notebook"}
+include_patterns = ["docs/**", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns.append("kernels/README.md")
+# Folders that Sphinx would walk through in vain.
+exclude_patterns = [".*", "benchmarks", "build", "dist", "environments", "examples", "mpidl", "run"]
+exclude_patterns += ["runs", "tests"]
+nitpicky = False  # types in docstrings are prose: "array (n, C, H, W)"
+
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = True
+default_role = "code"  # `name` in a docstring
+highlight_language = "text"  # of a block without a language
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings have the types, with shapes and units
+autodoc_preserve_defaults = True
+numpydoc_show_class_members = False
+numpydoc_xref_param_type = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = "mpidl"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_extra_path = ["extra"]
+html_copy_source = False
+html_show_sourcelink = False
+html_favicon = "static/logo.svg"
+html_sidebars = {"docs/index": [], "docs/tutorial": [], "docs/matlab": []}
+html_theme_options = {
+    "logo": {"text": "mpidl", "image_light": "static/logo.svg", "image_dark": "static/logo.svg"},
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 6,
+    "show_prev_next": True,
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "monokai",
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}

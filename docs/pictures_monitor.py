@@ -1,0 +1,56 @@
+"""Draw docs/pictures/monitor.png: the live page of a run on two ranks, in a headless Chromium.
+
+    python docs/pictures_monitor.py
+
+This needs mpirun, Bokeh, selenium, Chromium and its driver.
+"""
+
+import io
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs" / "pictures" / "monitor.png"
+WIDTH, HEIGHT, COLOURS = 1280, 1240, 128
+EPOCHS = 8  # after which the picture is taken
+
+
+def monitor(path: Path = PICTURE) -> None:
+    """Train the digits, and write a picture of the page while the run continues."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
+    sys.path[:0] = [str(ROOT / "tests" / "launch")]
+    import browser
+    import launcher
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["-m", "mpidl.train", "--epochs", 20, "--verbose", "off", "--monitor"]
+        words += ["--validation-data", "test", "--validation-frequency", 0]
+        words += ["--out", Path(folder) / "digits"]
+        with launcher.start(2, *words) as job, browser.chromium(WIDTH, HEIGHT) as driver:
+            url = next(m[1] for m in (re.match(r"Monitor: (\S+)", x) for x in job.stdout) if m)
+            browser.open_page(driver, url)
+            browser.wait_until(lambda: _epoch(browser.text(driver, "run-0")) >= EPOCHS)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(_with_few_colours(driver.get_screenshot_as_png()))
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+def _epoch(text):
+    match = re.search(r"epoch (\d+)/", text)
+    return int(match[1]) if match else 0
+
+
+def _with_few_colours(png):
+    """Return the content of a smaller PNG file with a palette."""
+    from PIL import Image
+
+    content = io.BytesIO()
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    picture.quantize(COLOURS).save(content, "PNG", optimize=True)
+    return content.getvalue()
+
+
+if __name__ == "__main__":
+    monitor()

@@ -1,0 +1,33 @@
+"""Write some of the embedded digits as a folder of images, for docs/tutorial.md.
+
+    python examples/write_images.py [FOLDER] [IMAGES PER CLASS]
+
+FOLDER/images has a sub-folder of PNG files for each class, as `--data` expects it. FOLDER/new has
+20 further images without labels; their names begin with what they show.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+import mpidl as dl
+
+
+def main(folder="first-hour", per_class=200):
+    digits, root = dl.data.digits(), Path(folder)
+    for label, name in enumerate(digits.classes):
+        (indices,) = np.nonzero(digits.labels == label)
+        labelled, unlabelled = indices[: int(per_class)], indices[-2:]
+        paths = [root / "images" / name / f"{name}-{i:05d}.png" for i in labelled]
+        paths += [root / "new" / f"{name}-{i:05d}.png" for i in unlabelled]
+        pixels = digits.read([*labelled, *unlabelled])
+        for path, image in zip(paths, pixels, strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0]).save(path)
+    print(f"{root}/images: {10 * int(per_class)} images; {root}/new: 20 images")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

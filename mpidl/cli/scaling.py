@@ -1,0 +1,387 @@
+"""`python -m mpidl.scaling`: measure and predict the speed of a training by number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpidl.cli import arguments, scaling_probe, start
+from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts
+from mpidl.comm import failure
+from mpidl.comm.launcher import environment
+from mpidl.comm.thread_budget import available_cores
+from mpidl.data.storage.settings import refuse_remote
+from mpidl.errors import Fault, UserError
+from mpidl.performance import figures, prediction, report, results, study
+from mpidl.performance.simulation import Link
+from mpidl.report.rows import clock
+from mpidl.training.options import configuration
+
+EXIT_CODES = """\
+exit codes: 0 success; 1 a training failed, or an error; 2 invalid options or data; 75 stopped by a
+signal (USR1, TERM, INT): run the same command again
+"""
+# Arguments of mpidl.train that a study sets, or that make no sense in one.
+REFUSED = ("resume", "preview", "upload")
+DEFAULT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line.
+
+    Attributes
+    ----------
+    parsed : Namespace
+        Options of the study.
+    words : tuple of str
+        Arguments for mpidl.train.
+    typed : dict
+        The same arguments, parsed; see `arguments.train`.
+    """
+
+    parsed: argparse.Namespace
+    words: tuple[str, ...]
+    typed: dict[str, Any]
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> Command:
+    """Parse the arguments of mpidl.scaling; `arguments.train` describes parameters and errors."""
+    parser = _parser(quiet)
+    if argv is DESCRIBE:
+        parser.parse(argv)  # raises ParserReady
+    study_words, words = _split(sys.argv[1:] if argv is None else argv, parser)
+    parsed = parser.parse(study_words)
+    typed = arguments.train(words, quiet)
+    for name in REFUSED:
+        if name in typed:
+            raise UserError(f"--{name}: a study cannot use this option of mpidl.train")
+    if parsed.table and (parsed.ranks or parsed.predict or parsed.overwrite):
+        raise UserError("--table: expected no --ranks, --predict or --overwrite with it")
+    if parsed.link is not None and not parsed.predict:
+        raise UserError("--link: expected --predict with it, found none")
+    if parsed.ranks_per_node is not None and not parsed.predict:
+        raise UserError("--ranks-per-node: expected --predict with it, found none")
+    if not parsed.ranks and not parsed.predict and not parsed.table and not parsed.probe:
+        parsed.ranks = [1 << k for k in range(_cores().bit_length())]
+    refuse_remote(parsed.out, "--out", "a folder")
+    return Command(parsed, tuple(words), typed)
+
+
+def _parser(quiet):
+    parser = Parser(
+        "mpidl.scaling",
+        "Train on several numbers of ranks, and measure speed, efficiency and accuracy. With\n"
+        "--predict, measure the parts of a training step for a minute, and predict the speed on\n"
+        "any number of ranks. All other options, and those after --, are options of mpidl.train.\n"
+        "The same command continues a study.",
+        quiet,
+        usage="python -m mpidl.scaling [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
+        epilog=EXIT_CODES,
+    )
+    parser.text(
+        "--ranks",
+        "N,N,...",
+        "Numbers of ranks on which to train, one after the other; default: 1, 2, 4, ... up to the "
+        "number of cores, or none with --predict",
+        type=rank_counts,
+    )
+    parser.add_argument(
+        "--weak",
+        action="store_true",
+        help="Weak scaling: keep the images per rank, so that the mini-batch grows with the ranks",
+    )
+    parser.text(
+        "--repeat",
+        "N",
+        "Trainings per number of ranks; the results are their medians; default: 1",
+        type=count("--repeat"),
+        default=1,
+    )
+    parser.add_argument(
+        "--srun", action="store_true", help="Start the ranks with srun instead of mpirun"
+    )
+    parser.text(
+        "--predict",
+        "N,N,...",
+        "Predict the speed on these numbers of ranks, or on all powers of two up to 1024",
+        type=rank_counts,
+    )
+    parser.text(
+        "--link",
+        "US,GBIT",
+        "Network between nodes to assume: latency in microseconds, and Gbit/s; default: as "
+        "measured, or the network inside the node if the probe runs on one node",
+        type=_link,
+    )
+    parser.text(
+        "--ranks-per-node",
+        "N",
+        "Ranks per node to assume in the prediction; default: as in the probe",
+        type=count("--ranks-per-node"),
+    )
+    parser.text(
+        "--probe-ranks",
+        "N",
+        "Ranks of the probe for --predict; default: all that fit on the cores, or all tasks of "
+        "the Slurm job with --srun",
+        type=count("--probe-ranks"),
+    )
+    parser.text(
+        "--probe-seconds",
+        "S",
+        f"Approximate duration of the probe in seconds; default: {DEFAULT_SECONDS}",
+        type=count("--probe-seconds"),
+        default=DEFAULT_SECONDS,
+    )
+    parser.text(
+        "--probe",
+        "FILE",
+        "Only measure, on the ranks that mpirun or srun started, and write the result as JSON",
+    )
+    parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace the study in the folder of --out"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="Write table and figures again, without training"
+    )
+    return parser
+
+
+def _split(argv, parser):
+    """Return (words of the study, words for mpidl.train)."""
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    study_words: list[str] = []
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        action = actions.get(word.partition("=")[0])
+        if word == "--":
+            words += rest
+            break
+        if action is None:
+            words.append(word)
+            continue
+        if word == "--predict" and not (rest and re.match(r"\d", rest[0])):
+            word = f"--predict={','.join(map(str, prediction.default_counts()))}"
+        study_words.append(word)
+        if action.nargs != 0 and "=" not in word and rest:
+            study_words.append(rest.pop(0))
+    return study_words, words
+
+
+def _link(text):
+    """Convert the value US,GBIT of --link to a Link."""
+    match = re.fullmatch(r"([0-9.]+),([0-9.]+)", text)
+    try:
+        latency, speed = (float(part) for part in match.groups()) if match else (-1.0, 0.0)
+    except ValueError:
+        latency, speed = -1.0, 0.0
+    if latency < 0 or speed <= 0:
+        raise UserError(f"--link must be US,GBIT, such as 2,100, found {text}")
+    return Link(1e-6 * latency, 8e-9 / speed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    command = parse(argv, quiet=failure.launched_rank() > 0)
+    parsed = command.parsed
+    if parsed.probe is not None:
+        return scaling_probe.main(parsed.probe, command.typed, float(parsed.probe_seconds))
+    if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
+        raise UserError(
+            "scaling starts the ranks itself: run it without mpirun, as python -m mpidl.scaling"
+        )
+    options = configuration.resolve(command.typed, config=command.typed.get("config"))
+    out = parsed.out or os.path.join("runs", f"scaling-{_title(options.run)}")
+    if parsed.table:
+        return _table_only(out)
+    threads = _threads(command, options.options)
+    words = [*command.words, "--threads", str(threads)]
+    is_weak = parsed.weak or options.options.batch_per_rank is not None
+    if is_weak and options.options.batch_per_rank is None:
+        words = _words_except(words, "--batch-size")
+        words += ["--batch-per-rank", str(_batch_per_rank(parsed, options.options))]
+    counts = tuple(sorted(set(parsed.ranks or ())))
+    plan = study.Plan(out, counts, tuple(words), parsed.repeat, is_weak, parsed.srun)
+    with failure.Signals() as signals:
+        return _run(command, study.Study(plan, signals), threads)
+
+
+def _title(run):
+    return os.path.basename(str(run["network"] or "weights").rpartition(":")[2]) or "network"
+
+
+def _cores():
+    cores = available_cores()
+    return min(len(cores.allowed), cores.quota or len(cores.allowed))
+
+
+def _threads(command, options):
+    """Return the threads of every rank, the same in all runs.
+
+    By default, the threads of the largest run fill the cores of this machine, or of a Slurm task.
+    """
+    if options.threads:
+        return options.threads
+    if command.parsed.srun:
+        text = os.environ.get("SLURM_CPUS_PER_TASK", "")
+        return int(text) if text.isdigit() else 1
+    return max(1, _cores() // max(command.parsed.ranks)) if command.parsed.ranks else 1
+
+
+def _batch_per_rank(parsed, options):
+    smallest = min(parsed.ranks or [1])
+    return max(1, options.batch_size // smallest)
+
+
+def _words_except(words, flag):
+    """Return the words without a flag and its value."""
+    kept_words, skips = [], False
+    for word in words:
+        if not skips and word.partition("=")[0] != flag:
+            kept_words.append(word)
+        skips = word == flag
+    return kept_words
+
+
+def _run(command, runs, threads):
+    """Probe, train and report; return the exit code."""
+    parsed, plan = command.parsed, runs.plan
+    runs.start(parsed.overwrite)
+    for line in start.without_kernels():
+        print(line)
+    all_runs = plan.runs()
+    due = [run for run in all_runs if not run.is_done()]
+    kind = "weak" if plan.is_weak else "strong"
+    if all_runs:
+        counts = ", ".join(map(str, plan.counts))
+        print(f"Study: {kind} scaling on {counts} ranks, {threads} thread(s) each")
+        if len(due) < len(all_runs):
+            print(f"Before: {len(all_runs) - len(due)} of {len(all_runs)} runs; {len(due)} to do")
+    print(f"Results: {plan.out}", flush=True)
+    content: dict[str, Any] = {"format": 1, "study": plan.identity() | {"threads": threads}}
+    content |= {"rows": [], "prediction": None, "checks": []}
+    if parsed.predict:
+        try:
+            record = _probe(command, plan, threads)
+        except Fault:
+            if runs.signals.name is None:
+                raise
+            print(f"{runs.signals.name}: to continue, run the same command again")
+            return arguments.STOPPED
+        print("Simulating the exchanges", flush=True)
+        content["probe"] = record
+        content["prediction"] = prediction.predict(
+            record,
+            sorted({*parsed.predict, *plan.counts}),
+            parsed.link,
+            parsed.ranks_per_node,
+        )
+        if record["is_oversubscribed"]:
+            print("warning: the probe had more threads than cores, so its prediction is too slow")
+    is_stopped = runs.signals.name is not None
+    for run in due:
+        if is_stopped:
+            break
+        print(f"{run.name}: starts", flush=True)
+        state = runs.run(run)
+        is_stopped = state == results.STOPPED
+        print(_end_line(run, state, runs.errors), flush=True)
+        _write(plan.out, content, runs)
+    _write(plan.out, content, runs)
+    print()
+    _show(plan.out, content)
+    if is_stopped:
+        print(f"{runs.signals.name or 'stopped'}: to continue, run the same command again")
+        return arguments.STOPPED
+    return 1 if runs.errors else 0
+
+
+def _end_line(run, state, errors):
+    if state == results.COMPLETE:
+        result = results.read_run(run)
+        return (
+            f"{run.name}: {result['images_per_second']:,.0f} images/s, "
+            f"{clock(result['train_seconds'])}"
+        )
+    if state == results.FAILED:
+        return f"{run.name}: failed: {errors[run.name]}"
+    return f"{run.name}: stopped"
+
+
+def _write(out, content, runs):
+    """Update the rows, and write scaling.json and scaling.csv."""
+    content["rows"] = runs.rows()
+    predicted = (content["prediction"] or {"rows": []})["rows"]
+    content["checks"] = results.check_predictions(content["rows"], predicted)
+    report.write(out, content)
+
+
+def _show(out, content):
+    """Print the table and the notes, and draw the figures."""
+    print("\n".join(report.table_lines(content)))
+    print()
+    for line in report.notes(content):
+        print(line)
+    names = figures.draw(out, content)
+    drawn = f", {figures.OVERVIEW}.png and {len(names) - 1} more figures" if names else ""
+    print(f"Table: {os.path.join(out, report.CSV)}, {report.JSON}{drawn}", flush=True)
+
+
+def _table_only(out):
+    path = os.path.join(out, report.JSON)
+    if not os.path.isfile(path):
+        raise UserError(f"--out {out}: expected the folder of a study, found no {report.JSON}")
+    content = results.read_json(path)
+    if content.get("format") != 1 or not isinstance(content.get("rows"), list):
+        raise UserError(f"{path}: expected the file of a study, format 1")
+    try:
+        report.write(out, content)
+        _show(out, content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: it is damaged ({type(error).__name__}: {error}); expected the file of a study"
+        ) from None
+    return 0
+
+
+def _probe(command, plan, threads):
+    """Run the probe on its ranks and return its record."""
+    parsed = command.parsed
+    ranks = parsed.probe_ranks
+    if ranks is None and plan.uses_srun:
+        text = os.environ.get("SLURM_NTASKS", "")
+        ranks = int(text) if text.isdigit() else 2
+    ranks = ranks or max(2, _cores() // threads)
+    print(f"Probe: {ranks} ranks, about {parsed.probe_seconds} s", flush=True)
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=plan.out) as folder:
+        file = os.path.join(folder, "probe.json")
+        words = [*study.start_words(ranks, plan.uses_srun), sys.executable, "-m", "mpidl.scaling"]
+        words += ["--probe", os.path.abspath(file), "--probe-seconds", str(parsed.probe_seconds)]
+        process = subprocess.run(
+            [*words, "--", *plan.words],
+            env=None if plan.uses_srun else environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if process.returncode:
+            lines = process.stderr.strip().splitlines() or ["no message"]
+            text = next((line for line in lines if line.startswith("mpidl: ")), lines[-1])
+            if process.returncode == 2:
+                raise UserError(text.removeprefix("mpidl: "))
+            print("\n".join(lines), file=sys.stderr)
+            raise Fault(f"the probe on {ranks} ranks ended with exit code {process.returncode}")
+        with open(file) as content:
+            return json.load(content)

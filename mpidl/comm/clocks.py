@@ -1,0 +1,89 @@
+"""Compare the clocks of the ranks, so that times of different hosts can be shown together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidl.comm.messaging import Messaging
+from mpidl.phases import now
+
+TAG = 6  # tag of the messages; exchanges use tags from FIRST_TAG on
+ROUNDS = 24  # round trips per rank; the fastest one counts
+OPERATION = "the comparison of the clocks"
+
+
+class ClockOffset(NamedTuple):
+    """The clock of a rank, compared with that of rank 0.
+
+    Attributes
+    ----------
+    time : int
+        Time of the comparison, by the clock of the rank, in nanoseconds.
+    offset : int
+        Clock of the rank minus clock of rank 0, in nanoseconds.
+    error : int
+        Largest possible error of `offset` in nanoseconds: half a round trip.
+    """
+
+    time: int
+    offset: int
+    error: int
+
+
+def compare_clocks(world: Messaging) -> list[ClockOffset]:
+    """Compare the clocks of all ranks with the clock of rank 0. Collective.
+
+    Rank 0 exchanges `ROUNDS` messages with each rank in turn, as NTP does. The offset comes from
+    the fastest round trip, whose two messages differ least in their travel time. Processes of one
+    host share a clock, so an offset within the error is 0 there.
+
+    Returns
+    -------
+    list of ClockOffset
+        One per rank, on rank 0. The list is empty on the other ranks.
+    """
+    transport, buffer = world.transport, np.zeros(1, np.int64)
+    if world.rank:
+        for _ in range(ROUNDS):
+            transport.wait([transport.irecv(buffer, 0, TAG)], OPERATION)
+            buffer[0] = now()
+            transport.wait([transport.isend(buffer, 0, TAG)], OPERATION)
+        return []
+    offsets = [ClockOffset(now(), 0, 0)]
+    for rank in range(1, world.size):
+        rounds = []
+        for _ in range(ROUNDS):
+            start = now()
+            requests = [transport.isend(np.zeros(1, np.int64), rank, TAG)]
+            requests.append(transport.irecv(buffer, rank, TAG))
+            transport.wait(requests, OPERATION)
+            end, time = now(), int(buffer[0])
+            rounds.append((end - start, time, time - (start + end) // 2))
+        duration, time, offset = min(rounds)
+        error = duration // 2
+        if transport.hosts[rank] == transport.hosts[0] and abs(offset) <= error:
+            offset = error = 0
+        offsets.append(ClockOffset(time, offset, error))
+    return offsets
+
+
+def to_rank_0(times: np.ndarray, first: ClockOffset, last: ClockOffset) -> np.ndarray:
+    """Convert times of a rank to the clock of rank 0.
+
+    Parameters
+    ----------
+    times : ndarray of int64
+        Times of the rank in nanoseconds.
+    first, last : ClockOffset
+        Two comparisons. Between them, the offset is assumed to change linearly.
+
+    Returns
+    -------
+    ndarray of int64
+        Times in nanoseconds.
+    """
+    span = max(last.time - first.time, 1)
+    drift = (last.offset - first.offset) / span
+    return times - first.offset - np.rint((times - first.time) * drift).astype(np.int64)

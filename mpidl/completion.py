@@ -1,0 +1,7 @@
+"""Print completion for a shell: `python -m mpidl.completion bash` (see --help)."""
+
+from mpidl.cli.completion import main
+from mpidl.comm import failure
+
+if __name__ == "__main__":
+    failure.run(main)

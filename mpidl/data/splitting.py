@@ -1,0 +1,92 @@
+"""Select the images of the parts of a split: fractions or counts of each label's images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
+
+import numpy as np
+
+from mpidl import keyed
+from mpidl.errors import UserError
+from mpidl.text import class_names
+
+SLACK = 1e-9  # rounding error that a sum of fractions may have
+
+
+def select(
+    labels: np.ndarray, parts: Sequence[float], seed: int, classes: Sequence[str], owner: str
+) -> list[np.ndarray]:
+    """Return the indices of the images of each part of a split.
+
+    Parameters
+    ----------
+    labels : ndarray of int64, shape (n,)
+        Label of each image.
+    parts : sequence of float or int
+        Fractions, or numbers of images of each label, of all parts but the last.
+    seed : int
+        Seed of the random selection.
+    classes : sequence of str
+        Class names, for messages.
+    owner : str
+        Description of the set, for messages.
+
+    Returns
+    -------
+    list of ndarray of int64
+        Sorted indices of each part; the last part has the remaining images.
+
+    Raises
+    ------
+    UserError
+        If the parts are invalid, or a label has too few images.
+    """
+    sizes = check_sizes(parts)
+    part_of_image = np.full(len(labels), len(sizes))
+    for label in np.unique(labels):
+        (members,) = np.nonzero(labels == label)
+        ends = [sum(sizes[:i], type(sizes[0])(0)) for i in range(len(sizes) + 1)]
+        if isinstance(sizes[0], Decimal):
+            ends = [_rounded(min(end, Decimal(1)) * len(members)) for end in ends]
+        elif ends[-1] > len(members):
+            (name,) = class_names(classes, int(label) + 1)[-1:]
+            raise UserError(
+                f"{owner}: split: expected at least {ends[-1]} images of class {name}, found "
+                f"{len(members)}"
+            )
+        order = keyed.permutation(len(members), seed, f"split {label}")
+        for i in range(len(sizes)):
+            part_of_image[members[order[ends[i] : ends[i + 1]]]] = i
+    return [np.nonzero(part_of_image == i)[0] for i in range(len(sizes) + 1)]
+
+
+def check_sizes(parts: Sequence[float]) -> list[Decimal] | list[int]:
+    """Return fractions as exact decimals, or counts as integers; raise UserError if invalid.
+
+    Binary floats would be inexact: 0.29 * 50 is 14.5, but they give 14.499999999999998.
+    """
+    shown_parts = ", ".join(map(repr, parts)) or "none"
+    if parts and all(isinstance(part, float | np.floating) for part in parts):
+        numbers = [float(part) for part in parts]
+        if not all(map(math.isfinite, numbers)) or min(numbers) < 0 or sum(numbers) > 1 + SLACK:
+            raise UserError(
+                "split: expected fractions between 0 and 1, which add up to at most 1, found "
+                f"{shown_parts}"
+            )
+        return [Decimal(str(number)) for number in numbers]
+    is_count = [isinstance(p, int | np.integer) and not isinstance(p, bool) for p in parts]
+    if parts and all(is_count):
+        counts = [int(part) for part in parts]
+        if min(counts) < 0:
+            raise UserError(f"split: expected counts of at least 0, found {shown_parts}")
+        return counts
+    raise UserError(
+        "split: expected fractions such as 0.8, 0.1, or images per label such as 100, 20, found "
+        f"{shown_parts}; the images are always selected at random, by seed="
+    )
+
+
+def _rounded(exact):
+    return int(exact.to_integral_value(ROUND_HALF_UP))

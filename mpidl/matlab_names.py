@@ -1,0 +1,226 @@
+"""Answer MATLAB's names, and its names of arguments, with the call of mpidl.
+
+`mpidl.trainNetwork` raises an AttributeError that names `dl.train`; `hasattr` is therefore False.
+docs/matlab.md has the same names in tables.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec, TypeVar
+
+from mpidl.text import did_you_mean
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_DATA = "`for images, labels in queue.epoch(epoch)` of dl.MinibatchQueue(images, batch_size)"
+_RANKS = "`mpirun -n N python FILE.py` starts the ranks, and dl.launch(function, ranks=N) in Python"
+_GRADIENT = "dl.value_and_grad(loss)(net, images, labels), where loss(net, images, labels) is yours"
+_NETWORK = "dl.Network([...], input_shape); layers name their inputs (after=, inputs=)"
+_SCORES = "the network's scores and a loss of dl.TrainingOptions(loss=...)"
+_TRAIN = "dl.train(net, images, dl.TrainingOptions(...))"
+
+# {MATLAB's name: mpidl's call}; a call in text is between back quotes.
+NAMES: dict[str, str] = {
+    # training
+    "trainNetwork": _TRAIN,
+    "trainnet": "dl.train(net, images, dl.TrainingOptions(loss=...))",
+    "trainingOptions": "dl.TrainingOptions(epochs=30, batch_size=128, ...)",
+    "trainingProgressMonitor": "progress.png in the run's folder, or `output_functions=` of "
+    "dl.TrainingOptions",
+    "experimentManager": "dl.sweep(function, trials)",
+    # custom loops
+    "dlarray": "not needed: dl.MinibatchQueue delivers values per image, and "
+    "dl.from_images(array, dl.share(count, world)) converts an array",
+    "dlfeval": _GRADIENT,
+    "dlgradient": _GRADIENT,
+    "dlaccelerate": "not needed: dl.train records the step on a GPU",
+    "forward": "net(images)",
+    "extractdata": "x.local(), the array of this rank's images",
+    "crossentropy": "dl.softmax_cross_entropy(scores, labels), or "
+    "dl.cross_entropy(probabilities, targets)",
+    "mse": "dl.mean_squared_error(outputs, targets)",
+    "l1loss": "dl.mean_absolute_error(outputs, targets)",
+    "onehotencode": "dl.one_hot(labels, classes)",
+    "onehotdecode": "scores.argmax(axis=1) of an array, or dl.classify(net, images, names=True)",
+    "dlupdate": "optimizer(net.parameters, gradients), where optimizer = dl.SGDM(...)",
+    "sgdmupdate": "dl.SGDM(learning_rate=0.01, momentum=0.9)",
+    "adamupdate": "dl.Adam(learning_rate=0.001)",
+    "rmspropupdate": "dl.RMSProp(learning_rate=0.001)",
+    "aggregateState": "not needed: normalization uses the statistics of the whole mini-batch",
+    "fullyconnect": "dl.dense(x, weight, bias)",
+    "dlconv": "dl.conv2d(x, weight, bias)",
+    "dltranspconv": "dl.transposed_conv2d(x, weight, bias)",
+    "maxpool": "dl.max_pool2d(x, size, stride=...)",
+    "avgpool": "dl.average_pool2d(x, size, stride=...)",
+    "leakyrelu": "dl.leaky_relu(x, scale)",
+    "crosschannelnorm": "dl.cross_channel_norm(x, window)",
+    # data
+    "imageDatastore": "dl.ImageFolder(folder, world)",
+    "augmentedImageDatastore": "dl.ImageFolder(folder, world, preprocess=dl.Preprocess(size=...))",
+    "imageDataAugmenter": "dl.Augmenter(reflect_x=True, translate_x=4, ...)",
+    "pixelLabelDatastore": "dl.data.combined(images, masks, pixel_labels=True)",
+    "arrayDatastore": "dl.ArrayDatastore(images, labels)",
+    "combine": "dl.data.combined(images, targets)",
+    "transform": "images.transform(function)",
+    "splitEachLabel": "images.split(0.9), or images.split(0.8, 0.1) for three parts",
+    "countEachLabel": "images.class_counts()",
+    "categories": "images.classes",
+    "partition": "images.subset(range(rank, len(images), ranks)); dl.MinibatchQueue needs none",
+    "minibatchqueue": "dl.MinibatchQueue(images, batch_size, world=world)",
+    "hasdata": _DATA,
+    "next": _DATA,
+    "reset": _DATA,
+    "shuffle": 'shuffle="every-epoch" of dl.MinibatchQueue or dl.TrainingOptions',
+    "read": "images.read(indices)",
+    "readall": "images.read(range(len(images)))",
+    # networks
+    "dlnetwork": _NETWORK,
+    "layerGraph": _NETWORK,
+    "dagnetwork": _NETWORK,
+    "SeriesNetwork": _NETWORK,
+    "addLayers": "net.with_layers([...]), or dl.Network([...], input_shape)",
+    "connectLayers": "`inputs=` of dl.Add, dl.Concat and custom layers, `after=` of the others",
+    "assembleNetwork": _NETWORK,
+    "analyzeNetwork": "dl.analyze(net)",
+    "replaceLayer": 'net.replace_layers({"fc": dl.Dense(10)})',
+    "freezeWeights": 'net.freeze("conv1", ...)',
+    "setLearnRateFactor": 'net["conv1"].weight_learn_rate_factor = 0.0',
+    "setL2Factor": 'net["conv1"].weight_l2_factor = 0.0',
+    "imageInputLayer": "the input_shape of dl.Network; normalization= of dl.TrainingOptions",
+    "convolution2dLayer": "dl.Conv2D(size, filters, stride, padding)",
+    "groupedConvolution2dLayer": "dl.Conv2D(size, filters, groups=...)",
+    "transposedConv2dLayer": "dl.TransposedConv2D(size, filters, stride, cropping)",
+    "batchNormalizationLayer": "dl.BatchNorm()",
+    "crossChannelNormalizationLayer": "dl.CrossChannelNorm(window)",
+    "reluLayer": "dl.ReLU()",
+    "leakyReluLayer": "dl.LeakyReLU(scale)",
+    "clippedReluLayer": "dl.Clip(0, 6)",
+    "preluLayer": "dl.PReLU()",
+    "geluLayer": "dl.GELU()",
+    "swishLayer": "dl.Swish()",
+    "tanhLayer": "dl.Tanh()",
+    "sigmoidLayer": "dl.Sigmoid()",
+    "maxPooling2dLayer": "dl.MaxPool2D(size, stride)",
+    "averagePooling2dLayer": "dl.AveragePool2D(size, stride)",
+    "globalAveragePooling2dLayer": "dl.GlobalAveragePool2D()",
+    "dropoutLayer": "dl.Dropout(0.5)",
+    "fullyConnectedLayer": "dl.Dense(outputs)",
+    "additionLayer": "dl.Add(inputs=(...))",
+    "depthConcatenationLayer": "dl.Concat(inputs=(...))",
+    "softmaxLayer": "dl.Softmax(), which dl.train and dl.predict do not need",
+    "classificationLayer": _SCORES,
+    "regressionLayer": _SCORES,
+    "imagePretrainedNetwork": "dl.load_weights(dl.nn.zoo.resnet50(), file)",
+    "alexnet": "dl.load_weights(dl.nn.zoo.alexnet(), file)",
+    "squeezenet": "dl.load_weights(dl.nn.zoo.squeezenet1_1(), file)",
+    "mobilenetv2": "dl.load_weights(dl.nn.zoo.mobilenet_v2(), file)",
+    **{
+        name: f"dl.load_weights(dl.nn.zoo.{name}(), file)"
+        for name in ("resnet18", "resnet50", "vgg16", "vgg19")
+    },
+    # workers and devices
+    "parpool": _RANKS,
+    "gcp": "dl.World()",
+    "spmd": _RANKS,
+    "parfor": "dl.sweep(function, trials), a training for each rank or group of ranks",
+    "parfeval": "dl.sweep(function, trials), a training for each rank or group of ranks",
+    "fetchOutputs": "the list that dl.sweep(function, trials) returns",
+    "batch": "`sbatch run/train.slurm`",
+    **dict.fromkeys(("spmdIndex", "labindex"), "dl.World().rank, from 0"),
+    **dict.fromkeys(("spmdSize", "numlabs"), "dl.World().size"),
+    **dict.fromkeys(("spmdBarrier", "labBarrier"), "world.barrier()"),
+    **dict.fromkeys(("spmdPlus", "gplus"), "world.gplus(value)"),
+    **dict.fromkeys(("spmdReduce", "gop"), 'world.gop("max", value)'),
+    **dict.fromkeys(("spmdBroadcast", "labBroadcast"), "world.broadcast(value)"),
+    "gather": "world.gather(value)",
+    "afterEach": "world.after_each(handler)",
+    "send": "world.send(data)",
+    "DataQueue": "world.send(data) and world.after_each(handler)",
+    "canUseGPU": 'dl.World().use_device("auto")',
+    "gpuDevice": 'gpus="1" of dl.TrainingOptions, or world.use_device("gpu", "1")',
+    "gpuDeviceCount": "`python -m mpidl.info`, which lists the GPUs",
+    "gpuArray": 'not needed: after world.use_device("gpu") dl.MinibatchQueue uploads images',
+    # after training
+    "minibatchpredict": "dl.predict(net, images)",
+    "scores2label": "dl.classify(net, images, names=True)",
+    "testnet": "dl.evaluate(net, images)",
+    "confusionmat": "dl.confusion_matrix(labels, predicted)",
+    "confusionchart": "dl.evaluate(net, images, confusion=True).confusion",
+    "rmse": "dl.regression_errors(net, images).rmse",
+    **dict.fromkeys(("exportONNXNetwork", "exportNetworkToONNX"), "dl.save_onnx(net, path)"),
+    **dict.fromkeys(("importONNXNetwork", "importNetworkFromONNX"), "dl.load_onnx(path)"),
+    "importNetworkFromPyTorch": "dl.load_weights(net, path), from a safetensors file",
+    "save": "dl.save_model(path, net)",
+    "load": "dl.load_model(path)",
+}
+
+# {argument in MATLAB or another library, lower case, no underscores: argument in mpidl}
+ARGUMENTS = {
+    "colorpreprocessing": "colour",
+    "classnames": "classes",
+    "dispatchinbackground": "workers",
+    "minibatchfcn": "function",
+    "minibatchsize": "batch_size",
+    "numworkers": "workers",
+    "droplast": "partial_minibatch",
+    "outputsize": "size",
+    "preprocessingenvironment": "workers",
+    "readfcn": "preprocess",
+    "readsize": "batch_size",
+}
+# {argument of MATLAB without a counterpart: remark}
+REMARKS = {
+    "includesubfolders": "sub-folders are always included",
+    "labelsource": "the label of an image is always the name of its sub-folder",
+    "fileextensions": "PNG, JPEG, BMP and TIFF files are read, and all other files are ignored",
+    "minibatchformat": "images are (N, C, H, W)",
+    "dispatchinbackground": "`workers=` and `prefetch=` of dl.TrainingOptions set this",
+    "outputcast": "images are float32",
+    "outputasdlarray": "the values of a mini-batch can always be differentiated",
+    "acceleration": "dl.train records the step on a GPU",
+    **dict.fromkeys(
+        ("executionenvironment", "outputenvironment"), "world.use_device(...) selects CPUs or GPUs"
+    ),
+}
+
+
+def missing_name(name: str) -> NoReturn:
+    """Raise the AttributeError for a name that `mpidl` does not define; its `__getattr__`.
+
+    The message names the call for a name of MATLAB, or else the most similar name.
+    """
+    package = sys.modules["mpidl"]
+    text = f"module 'mpidl' has no attribute {name!r}"
+    if name in NAMES:
+        text = f"mpidl.{name}: MATLAB's {name} is {NAMES[name]}"
+    elif not name.startswith("_"):
+        text += did_you_mean(name, [n for n in dir(package) if not n.startswith("_")])
+    # With an `obj`, Python would append a name of its own choice.
+    raise AttributeError(text, name=name, obj=None)
+
+
+def explain_arguments(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a function explain unknown keyword arguments, such as MATLAB's, in one line.
+
+    The TypeError suggests the most similar argument, or says how mpidl does without it.
+    """
+    parameters = inspect.signature(function).parameters
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def explained(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        for name in keywords:
+            if name not in parameters:
+                raise TypeError(f"{owner}: unknown argument {name}{_hint(name, parameters)}")
+        return function(*args, **keywords)
+
+    return explained
+
+
+def _hint(name, parameters):
+    plain = name.replace("_", "").lower()
+    similar = did_you_mean(name, parameters, ARGUMENTS)
+    return f": {REMARKS[plain]}" if plain in REMARKS and not similar else similar

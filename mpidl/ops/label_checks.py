@@ -1,0 +1,79 @@
+"""Check labels and targets against the scores that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidl.blocks import LANES, Blocked
+from mpidl.ops import check
+
+
+def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
+    """Check labels against scores, and return the labels as lanes (blocks, ..., 16).
+
+    A lane is the slot of one image in a block of 16 images.
+
+    Parameters
+    ----------
+    name
+        Name of the op, for error messages.
+    labels
+        Integers from 0 to K-1, (N, ...). The shape must match the scores, except for dimensions of
+        size 1.
+    scores
+        Scores of K classes, (N, K, ...).
+
+    Raises
+    ------
+    TypeError
+        If the labels are not blocked integers.
+    ValueError
+        If the labels' shape does not match the scores, or if a label is outside 0..K-1.
+    """
+    if not isinstance(labels, Blocked):
+        raise TypeError(
+            f"{name}: expected integer labels, one per image (Blocked), got "
+            f"{type(labels).__name__}; {check.BLOCKED}"
+        )
+    if labels.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name}: expected integer labels, or floats of shape {scores.shape} as targets, got "
+            f"{labels.dtype} of shape {labels.shape}"
+        )
+    classes, *pixels = scores.image_shape
+    if squeezed(labels.image_shape) != squeezed(pixels):
+        raise ValueError(
+            f"{name}: expected labels of shape {(scores.shape[0], *pixels)}, one for each "
+            f"{'pixel' if pixels else 'image'} of scores {scores.shape}, got {labels.shape}"
+        )
+    lanes = labels.lanes.reshape(len(labels.lanes), *pixels, LANES)
+    if not lanes.size:
+        return lanes
+
+    def check_bounds(low, high):
+        if not 0 <= low <= high < classes:
+            raise ValueError(
+                f"{name}: expected labels in 0..{classes - 1}, the classes of the scores, got "
+                f"{low}..{high}"
+            )
+
+    if isinstance(lanes, np.ndarray):
+        check_bounds(lanes.min(), lanes.max())
+    else:  # the host checks the bounds of labels on a GPU later
+        labels.lanes.bounds.hold(check_bounds)
+    return lanes
+
+
+def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without its dimensions of size 1."""
+    return tuple(n for n in shape if n != 1)
+
+
+def check_scores(name: str, scores: Any) -> None:
+    """Raise an error unless the scores are blocked and of shape (N, K) or (N, K, ...)."""
+    check.images(name, scores)
+    if len(scores.shape) < 2:
+        raise ValueError(f"{name}: expected scores (N, K) or (N, K, ...), got {scores.shape}")

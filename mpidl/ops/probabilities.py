@@ -1,0 +1,167 @@
+"""One-hot targets, and the cross-entropy of class probabilities and of targets of floats."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar, overload
+
+import numpy as np
+
+from mpidl.autodiff.tape import Var, op, refuse_gpu, value_of
+from mpidl.blocks import Blocked, zero_unused
+from mpidl.fold import Partial
+from mpidl.ops import check
+from mpidl.ops.label_checks import check_scores, label_lanes
+from mpidl.ops.reductions import mean
+
+__all__ = ["cross_entropy", "one_hot"]
+
+EXCESS = 1e-3  # by which a probability may exceed 1
+Labels = TypeVar("Labels", Blocked, np.ndarray)
+
+
+def one_hot(labels: Labels, classes: int) -> Labels:
+    """Return one-hot targets: 1 for the class of a label, and 0 for the other classes.
+
+    Parameters
+    ----------
+    labels
+        Integers from 0 to classes - 1: a value per image of shape (N,) or (N, ...), or an array.
+    classes
+        Number of classes K.
+
+    Returns
+    -------
+    Blocked or ndarray
+        Floats in float32, (N, K) or (N, K, ...).
+
+    Raises
+    ------
+    TypeError
+        If the labels are not integers, or are on a GPU.
+    ValueError
+        If a label is outside 0..K-1.
+    """
+    check.integer("one_hot", "classes", classes)
+    refuse_gpu("one_hot", labels)
+    if isinstance(labels, Blocked):
+        targets = _indicators(labels.lanes, classes)
+        return labels.like(zero_unused(targets, labels.batch))
+    return _indicators(np.asarray(labels), classes)
+
+
+def _indicators(labels, classes):
+    """Return 1 where a label is the index along axis 1, else 0."""
+    if labels.dtype.kind not in "iu" or labels.ndim == 0:
+        raise TypeError(
+            f"one_hot: expected integer labels (N, ...), got {labels.dtype} of shape {labels.shape}"
+        )
+    if labels.size and not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(
+            f"one_hot: expected labels in 0..{classes - 1}, got {labels.min()}..{labels.max()}"
+        )
+    numbers = np.arange(classes).reshape(-1, *(1,) * (labels.ndim - 1))
+    return (labels[:, None] == numbers).astype(np.float32)
+
+
+@op
+def _surprise(p, targets):
+    """Return the sum of -targets * log(p) for each image, float64 (n,)."""
+    p = np.maximum(p, np.finfo(p.dtype).tiny)
+    axes = tuple(range(1, p.ndim))
+    logs = np.log(p, dtype=np.float64)
+
+    def vjp(dy):
+        dy = dy.reshape(-1, *(1,) * (p.ndim - 1))
+        return (-dy * targets / p).astype(p.dtype), (-dy * logs).astype(targets.dtype)
+
+    return -(targets * logs).sum(axis=axes), vjp
+
+
+@op
+def _surprise_of_scores(x, targets):
+    """Return the sum of -targets * log(softmax(x)) for each image, float64 (n,)."""
+    axes = tuple(range(1, x.ndim))
+    shifted = x.astype(np.float64) - x.max(axis=1, keepdims=True)
+    sums = np.exp(shifted).sum(axis=1, keepdims=True)
+    logs = shifted - np.log(sums)
+
+    def vjp(dy):
+        dy = dy.reshape(-1, *(1,) * (x.ndim - 1))
+        dx = np.exp(logs) * targets.sum(axis=1, dtype=np.float64, keepdims=True) - targets
+        return (dy * dx).astype(x.dtype), (-dy * logs).astype(targets.dtype)
+
+    return -(targets * logs).sum(axis=axes), vjp
+
+
+@overload
+def cross_entropy(probabilities: Blocked, targets: Blocked) -> Partial: ...
+@overload
+def cross_entropy(probabilities: Var, targets: Blocked | Var) -> Var: ...
+def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Partial | Var:
+    """Return the mean of -sum(targets * log(probabilities)) over all images and pixels.
+
+    The sum is over the K classes, and the mean is over the global mini-batch.
+
+    Parameters
+    ----------
+    probabilities
+        Probabilities of K classes, such as those of `softmax`, (N, K) or (N, K, ...).
+    targets
+        One-hot targets or other probabilities, floats in the shape of `probabilities`, or integer
+        labels from 0 to K-1, (N,) or (N, ...). Floats may be differentiated.
+
+    Returns
+    -------
+    Partial
+        The mean, a float64 scalar.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a value per image, or is on a GPU.
+    ValueError
+        If the shapes do not match, a label is outside 0..K-1, or a probability is not between 0
+        and 1.
+
+    Notes
+    -----
+    A probability below the smallest normal number of its type counts as that number, so the loss
+    stays finite. `softmax_cross_entropy` computes the loss from scores before softmax: it is more
+    accurate and faster, and has kernels for GPUs.
+    """
+    p: Blocked = value_of(probabilities)
+    check_scores("cross_entropy", p)
+    refuse_gpu("cross_entropy", p, value_of(targets))
+    if p.dtype.kind != "f":
+        raise TypeError(f"cross_entropy: expected probabilities that are floats, got {p.dtype}")
+    local = p.local()
+    low, high = local.min(initial=0), local.max(initial=0)
+    if low < 0 or high > 1 + EXCESS:
+        raise ValueError(
+            f"cross_entropy: expected probabilities between 0 and 1, got {low:g} to {high:g}; "
+            "dl.softmax_cross_entropy takes scores"
+        )
+    if not is_soft(targets, p):
+        lanes = label_lanes("cross_entropy", value_of(targets), p)
+        targets = one_hot(Blocked(lanes, p.batch), p.image_shape[0])
+    return _mean_of_images(_surprise, probabilities, targets)
+
+
+def of_soft_targets(logits: Blocked | Var, targets: Blocked | Var) -> Partial | Var:
+    """Return the mean cross-entropy of scores before softmax, for targets of their shape."""
+    refuse_gpu("softmax_cross_entropy", value_of(logits), value_of(targets))
+    return _mean_of_images(_surprise_of_scores, logits, targets)
+
+
+def is_soft(targets: object, scores: Blocked) -> bool:
+    """Return whether targets are floats in the shape of the scores, such as one-hot targets."""
+    value = value_of(targets)
+    is_float = isinstance(value, Blocked) and value.dtype.kind == "f"
+    return is_float and value.shape == scores.shape
+
+
+def _mean_of_images(function, scores, targets):
+    """Return the mean of a function over images and pixels."""
+    pixels = math.prod(value_of(scores).image_shape[1:])
+    return mean(function(scores, targets)) * (1.0 / pixels)

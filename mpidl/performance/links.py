@@ -1,0 +1,186 @@
+"""Measure the messages and exchanges of real ranks: ping-pong, bursts, folds and their overlap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl import fold
+from mpidl.performance.trace import AGREE, FINISH, Event
+
+if TYPE_CHECKING:
+    from mpidl.comm import World
+
+SIZES = (8, 1024, 16384, 131072, 1048576)  # bytes of a message
+BURST = 16  # messages in each direction
+SLICE_SECONDS = 5e-4  # work between two attempts to advance an exchange
+TAG = 9  # below the tags of exchanges
+COMBINES = {"add": fold.add, "moments": fold.merge_moments}
+
+
+def repeat(function: Callable[[], object], world: World, seconds: float) -> float:
+    """Return the mean seconds of a call, repeated for about so many seconds. Collective."""
+    world.barrier()
+    start = time.perf_counter()
+    function()
+    first = world.gop("max", time.perf_counter() - start)
+    count = int(min(max(seconds / max(first, 1e-7), 3), 2000))
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        function()
+    return world.gop("max", (time.perf_counter() - start) / count)
+
+
+def pairs(world: World) -> dict[str, tuple[int, int]]:
+    """Return two ranks of a host ("inside") and of two hosts ("between"), if there are any."""
+    hosts = world.hosts
+    by_kind = {}
+    for kind, is_wanted in (("inside", True), ("between", False)):
+        partners = (
+            (a, b)
+            for b in range(1, world.size)
+            for a in (0, b - 1)
+            if a != b and (hosts[a] == hosts[b]) is is_wanted
+        )
+        pair = next(partners, None)
+        if pair is not None:
+            by_kind[kind] = pair
+    return by_kind
+
+
+def measure_pair(world: World, pair: tuple[int, int], seconds: float) -> dict[str, Any]:
+    """Measure the messages between two ranks. Collective.
+
+    Returns
+    -------
+    dict
+        "sizes", bytes of messages; "ping_pong", seconds of a message of each size in one direction;
+        "burst", seconds per message if `BURST` small messages go in each direction at once.
+    """
+    transport, partner = world.transport, None
+    if world.rank in pair:
+        partner = pair[1 - pair.index(world.rank)]
+
+    def ping_pong(buffer):
+        if partner is None:
+            return
+        first, second = transport.isend, transport.irecv
+        if world.rank == pair[1]:
+            first, second = second, first
+        for post in (first, second):
+            transport.wait([post(buffer, partner, TAG)], "a measurement of the network")
+
+    def burst(buffers):
+        if partner is None:
+            return
+        requests = [transport.irecv(buffer, partner, TAG) for buffer in buffers[1]]
+        requests += [transport.isend(buffer, partner, TAG) for buffer in buffers[0]]
+        transport.wait(requests, "a measurement of the network")
+
+    times = []
+    for size in SIZES:
+        buffer = np.zeros(size, np.uint8)
+        times.append(_of_pair(lambda b=buffer: ping_pong(b), world, pair, seconds) / 2)
+    buffers = np.zeros((2, BURST, 8), np.uint8)
+    burst_seconds = _of_pair(lambda: burst(buffers), world, pair, seconds)
+    return {"sizes": list(SIZES), "ping_pong": times, "burst": burst_seconds / BURST}
+
+
+def _of_pair(function, world, pair, seconds):
+    """Return the mean seconds of a call that two ranks make together. Collective."""
+    is_member = world.rank in pair
+    start = time.perf_counter()
+    for _ in range(3):
+        function()
+    mean = (time.perf_counter() - start) / 3 if is_member else 0.0
+    count = int(min(max(seconds / max(world.gop("max", mean), 1e-7), 3), 2000))
+    world.barrier()
+    start = time.perf_counter()
+    if is_member:
+        for _ in range(count):
+            function()
+    return world.gop("max", (time.perf_counter() - start) / count if is_member else 0.0)
+
+
+def distinct(events: Sequence[Event]) -> list[Event]:
+    """Return the events that exchange values, without repetitions."""
+    return list(dict.fromkeys(event for event in events if event.kind != FINISH))
+
+
+def measure_exchange(world: World, event: Event, leaves: int, seconds: float) -> float:
+    """Return the seconds that the ranks take for the exchange of an event. Collective.
+
+    `leaves` is the number of blocks of 16 images of the mini-batch.
+    """
+    if event.kind == AGREE:
+        return repeat(lambda: world.gop("max", 0), world, seconds)
+    if event.operation == "gather":
+        array = np.zeros(event.width)
+        return repeat(lambda: world.gop("sum", array), world, seconds)
+    return repeat(lambda: world.exchange(*_arguments(world, event, leaves)), world, seconds)
+
+
+def _arguments(world, event, leaves):
+    """Return arguments of `World.exchange` with nodes of zeros."""
+    tree = fold.Tree(leaves, fold.split_blocks(leaves, world.size), world.rank)
+    dtype = np.dtype(f"f{event.itemsize}")
+    matrix = np.zeros((len(tree.nodes[world.rank]), event.width), dtype)
+    return tree, matrix, COMBINES[event.operation]
+
+
+def measure_hidden(
+    world: World, event: Event, leaves: int, duration: float, seconds: float
+) -> float:
+    """Return the part of an exchange that other work hides, from 0 to 1. Collective.
+
+    The work is a sequence of short computations. As in kernels, the ranks advance the exchange
+    between them.
+
+    Parameters
+    ----------
+    event : Event
+        The exchange.
+    leaves : int
+        Number of blocks of the mini-batch.
+    duration : float
+        Seconds of the exchange without other work.
+    seconds : float
+        Duration of each of the two measurements.
+    """
+    values = np.ones((96, 96), np.float32)
+
+    products = world.gop("max", _count_products(values, SLICE_SECONDS))
+    slices = int(max(2, 2 * duration / SLICE_SECONDS))
+
+    def work(pending=None):
+        for _ in range(slices):
+            for _ in range(products):
+                values @ values
+            world.advance()
+        if pending is not None:
+            world.wait(pending)
+
+    def work_alone():
+        work()
+        world.barrier()
+
+    def work_and_exchange():
+        work(world.start(*_arguments(world, event, leaves)))
+        world.barrier()
+
+    idle = repeat(work_alone, world, seconds)
+    busy = repeat(work_and_exchange, world, seconds)
+    return float(np.clip(1 - (busy - idle) / duration, 0, 1))
+
+
+def _count_products(values, seconds):
+    """Return how many products fill so many seconds."""
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 20 * seconds:
+        values @ values
+        count += 1
+    return max(1, count // 20)

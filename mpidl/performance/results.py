@@ -1,0 +1,198 @@
+"""Read the results of the runs of a scaling study."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.comm.thread_budget import SHARED_CORES
+from mpidl.errors import UserError
+from mpidl.files import reason
+from mpidl.report import metrics
+from mpidl.training.files import checkpoint
+
+if TYPE_CHECKING:
+    from mpidl.performance.study import Run
+
+COMPLETE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
+PHASES = ("compute", "wait", "sum", "input")
+
+
+def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[str, Any]:
+    """Return the medians of the finished runs on a number of ranks.
+
+    Returns
+    -------
+    dict
+        ranks, state, runs (the number of finished ones), images_per_second, lowest and highest
+        (over the runs), train_seconds, accuracy, loss, threads, device, weights_sha256 (None if the
+        runs differ), is_oversubscribed, compute, wait, sum, input and other (parts of the time, or
+        None), curve ([seconds, accuracy] pairs), curve_kind, error.
+    """
+    finished = [read_run(run) for run in runs if run.is_done()]
+    messages = [errors[run.name] for run in runs if run.name in errors]
+    has_started = any(checkpoint.exists(run.folder) for run in runs)
+    state = COMPLETE if finished else FAILED if messages else STOPPED if has_started else WAITING
+    row: dict[str, Any] = {"ranks": ranks, "state": state, "runs": len(finished)}
+    rates = [result["images_per_second"] for result in finished]
+    hashes = {result["weights_sha256"] for result in finished}
+    row["images_per_second"] = _median(rates)
+    row["lowest"], row["highest"] = (min(rates), max(rates)) if rates else (None, None)
+    for name in ("train_seconds", "accuracy", "loss", *PHASES, "other"):
+        row[name] = _median([result[name] for result in finished])
+    first = finished[0] if finished else {}
+    for name in ("threads", "device", "curve", "curve_kind"):
+        row[name] = first.get(name)
+    row["weights_sha256"] = hashes.pop() if len(hashes) == 1 else None
+    row["is_oversubscribed"] = any(result["is_oversubscribed"] for result in finished)
+    row["error"] = messages[0] if messages else None
+    return row
+
+
+def _median(values):
+    """Return the median of the values that are not None, or None."""
+    numbers = [value for value in values if value is not None]
+    return float(np.median(numbers)) if numbers else None
+
+
+def read_run(run: Run) -> dict[str, Any]:
+    """Return the results of a finished run, with the names that `row_of` lists."""
+    summary = read_json(os.path.join(run.folder, "summary.json"))
+    path = os.path.join(run.folder, "metrics.jsonl")
+    records = metrics.read(path) if os.path.exists(path) else []
+    kind, curve = curve_of(records)
+    return {
+        **{name: summary.get(name) for name in ("accuracy", "loss", "threads", "device")},
+        "weights_sha256": summary.get("weights_sha256"),
+        "train_seconds": summary.get("train_seconds"),
+        "images_per_second": speed_of(records) or summary.get("images_per_second"),
+        "is_oversubscribed": any(SHARED_CORES in line for line in log_lines(run.log)),
+        "curve": curve,
+        "curve_kind": kind,
+        **phases_of(records),
+    }
+
+
+def speed_of(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the median images per second of the epochs, or of the iterations without an epoch.
+
+    The first epoch is left out if there are at least three, because it fills caches.
+    """
+    for kind in ("epoch", "iteration"):
+        speeds = [r.get("images_per_second") for r in records if r.get("kind") == kind]
+        speeds = [speed for speed in speeds if speed]
+        if speeds:
+            return float(np.median(speeds[1:] if len(speeds) > 2 else speeds))
+    return None
+
+
+def curve_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float]]]:
+    """Return ("validation" or "training", [[seconds, accuracy], ...]) of a run."""
+    for kind, title in (("validation", "validation"), ("epoch", "training")):
+        points = [
+            [record["seconds"], record["accuracy"]]
+            for record in records
+            if record.get("kind") == kind
+            and record.get("accuracy") is not None
+            and record.get("seconds") is not None
+        ]
+        if points:
+            return title, points
+    return "training", []
+
+
+def phases_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the parts of the time of the run, as means over the ranks; None without records."""
+    totals = dict.fromkeys(PHASES, 0.0)
+    duration = 0.0
+    for record in records:
+        if record.get("kind") != "ranks" or not record.get("interval"):
+            continue
+        duration += record["interval"]
+        for name in PHASES:
+            totals[name] += float(np.mean(record.get(name) or 0.0))
+    if not duration:
+        return dict.fromkeys((*PHASES, "other"))
+    parts: dict[str, float | None] = {name: totals[name] / duration for name in PHASES}
+    parts["other"] = max(0.0, 1 - sum(totals.values()) / duration)
+    return parts
+
+
+def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
+    """Add speedup and efficiency to rows, relative to the least number of ranks with a result.
+
+    If that number is not 1, it counts as perfectly efficient.
+    """
+    base = next((row for row in rows if row["images_per_second"]), None)
+    for row in rows:
+        row["speedup"] = row["efficiency"] = None
+        if base is not None and row["images_per_second"]:
+            ratio = row["images_per_second"] / base["images_per_second"]
+            row["speedup"] = ratio * base["ranks"]
+            row["efficiency"] = row["speedup"] / row["ranks"]
+
+
+def last_error(log: str) -> str | None:
+    """Return the last error message of mpidl in a log, or else its last line; None if empty."""
+    lines = log_lines(log)
+    messages = [line.removeprefix("mpidl: ") for line in lines if line.startswith("mpidl: ")]
+    return (messages or lines or [None])[-1]
+
+
+def log_lines(path: str) -> list[str]:
+    """Return the lines of a log that are not empty; an empty list without the file."""
+    if not os.path.exists(path):
+        return []
+    with open(path, errors="replace") as file:
+        return [line.strip() for line in file if line.strip()]
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read a JSON file; raise UserError if it is damaged."""
+    try:
+        with open(path) as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a JSON file, found: {reason(error)}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def check_predictions(
+    rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Compare measured with predicted images per second.
+
+    Returns
+    -------
+    list of dict
+        For each number of ranks that was measured and predicted: ranks, measured, predicted,
+        difference (relative), error (predicted half-width), is_counted (False if the run was
+        oversubscribed, or on one rank).
+    """
+    by_ranks = {row["ranks"]: row for row in predictions}
+    checks = []
+    for row in rows:
+        prediction = by_ranks.get(row["ranks"])
+        if prediction is None or not row["images_per_second"]:
+            continue
+        measured, predicted = row["images_per_second"], prediction["images_per_second"]
+        if not math.isfinite(predicted):
+            continue
+        checks.append(
+            {
+                "ranks": row["ranks"],
+                "measured": measured,
+                "predicted": predicted,
+                "difference": predicted / measured - 1,
+                "error": prediction["error"],
+                "is_counted": row["ranks"] > 1 and not row["is_oversubscribed"],
+            }
+        )
+    return checks

@@ -1,0 +1,326 @@
+"""Run the exchanges of `comm.exchange` on simulated ranks with a simulated clock.
+
+The generators are those of a real run. Only their transport differs: a `SimulatedRank` delivers
+messages inside one process and counts their cost by the LogGP model of a network (Alexandrov et
+al., "LogGP: incorporating long messages into the LogP model", 1995). Each rank has a clock in
+seconds, and these events advance it:
+
+- Posting a message takes the sender `overhead` seconds, and receiving it takes the receiver as
+  much.
+- A message of n bytes arrives `latency + n * per_byte` seconds after it was posted. A rank sends
+  and receives one message at a time, in each direction.
+- Combining two nodes of n bytes takes `n * per_combined_byte` seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl import fold
+from mpidl.comm import exchange
+
+SEGMENT = 64  # elements of a rank's segment above which a simulated message stands for more bytes
+
+
+class Link(NamedTuple):
+    """Cost of the messages between two ranks.
+
+    Attributes
+    ----------
+    latency : float
+        Seconds from the end of the sender's overhead to the arrival of a message without content.
+    per_byte : float
+        Seconds per byte.
+    """
+
+    latency: float
+    per_byte: float
+
+
+class Network(NamedTuple):
+    """Cost of messages and of combining nodes.
+
+    Attributes
+    ----------
+    overhead : float
+        Seconds of work of the sender, and of the receiver, for each message.
+    inside : Link
+        Link between two ranks of one node.
+    between : Link
+        Link between ranks of different nodes.
+    per_combined_byte : float
+        Seconds per byte of a node of the reduction tree for combining it with another one.
+    per_exchange : float
+        Seconds of fixed cost of an exchange, which do not depend on the algorithm.
+    ranks_per_node : int
+        Number of consecutive ranks on a node.
+    """
+
+    overhead: float
+    inside: Link
+    between: Link
+    per_combined_byte: float = 0.0
+    per_exchange: float = 0.0
+    ranks_per_node: int = 1
+
+
+ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # the clock counts rounds of messages
+
+
+class _Receive:
+    """A posted receive. `source` is the rank that sends."""
+
+    __slots__ = ("source", "tag", "array")
+
+    def __init__(self, source, tag, array):
+        self.source, self.tag, self.array = source, tag, array
+
+
+class SimulatedRank:
+    """The methods of `comm.transport.Transport` that an exchange uses, on one simulated rank.
+
+    Attributes
+    ----------
+    rank, size : int
+        Number of this rank, and number of ranks.
+    clock : float
+        Time in seconds.
+    messages : int
+        Number of messages that this rank has sent.
+    bytes : float
+        Their total size.
+    """
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self.simulation, self.rank, self.size = simulation, rank, simulation.size
+        self.node = rank // simulation.network.ranks_per_node
+        self.clock = self.send_port_free = self.receive_port_free = 0.0
+        self.messages, self.bytes = 0, 0.0
+        self.inbox: dict[tuple[int, int], list] = {}  # {(source, tag): messages in order}
+        self.waiting: dict[tuple[int, int], _Process] = {}
+
+    def isend(self, array: np.ndarray, dest: int, tag: int) -> None:
+        """Send an array; return None, a request that is complete."""
+        simulation = self.simulation
+        network, nbytes = simulation.network, array.nbytes * simulation.bytes_per_byte
+        receiver, key = simulation.ranks[dest], (self.rank, tag)
+        latency, per_byte = network.inside if self.node == receiver.node else network.between
+        self.clock += network.overhead
+        if self.send_port_free < self.clock:
+            self.send_port_free = self.clock
+        transfer = nbytes * per_byte
+        self.send_port_free += transfer
+        self.messages += 1
+        self.bytes += nbytes
+        content = array.copy() if simulation.carries_data else None
+        message = self.send_port_free + latency, transfer, content
+        if key in receiver.inbox:
+            receiver.inbox[key].append(message)
+        else:
+            receiver.inbox[key] = [message]
+        process = receiver.waiting.pop(key, None)
+        if process is not None:
+            process.missing -= 1
+            if not process.missing:
+                simulation.ready.append(process)
+
+    def irecv(self, array: np.ndarray, source: int, tag: int) -> _Receive:
+        """Receive an array; return the request."""
+        return _Receive(source, tag, array)
+
+    def receive(self, requests: Sequence[_Receive | None]) -> None:
+        """Take the messages of all requests from the inbox, and advance the clock."""
+        network, arrivals = self.simulation.network, []
+        for request in requests:
+            if request is None:
+                continue
+            key = (request.source, request.tag)
+            queue = self.inbox[key]
+            arrival, transfer, content = queue.pop(0)
+            if not queue:
+                del self.inbox[key]
+            arrivals.append((arrival, transfer))
+            if content is not None:
+                _check_fit(content, request.array)
+                request.array[...] = content.reshape(request.array.shape)
+        arrivals.sort()
+        overhead, clock, port_free = network.overhead, self.clock, self.receive_port_free
+        for arrival, transfer in arrivals:  # one after the other through the port of this rank
+            port_free = max(arrival, port_free + transfer)
+            clock = max(clock, port_free) + overhead
+        self.clock, self.receive_port_free = clock, port_free
+
+    def spend(self, seconds: float) -> None:
+        """Advance the clock by work of this rank."""
+        self.clock += seconds
+
+
+def _check_fit(content, array):
+    if content.size != array.size or content.dtype != array.dtype:
+        raise ValueError(
+            f"expected a message of {array.size} {array.dtype} values, got {content.size} of "
+            f"{content.dtype}"
+        )
+
+
+class _Process:
+    """A generator of `comm.exchange` on one rank."""
+
+    __slots__ = ("rank", "steps", "requests", "missing", "root", "is_complete")
+
+    def __init__(self, rank, steps):
+        self.rank, self.steps = rank, steps
+        self.requests: Sequence[Any] = ()
+        self.missing, self.root, self.is_complete = 0, None, False
+
+    def advance(self):
+        """Run up to the next requests whose messages have not been sent."""
+        while True:
+            self.rank.receive(self.requests)
+            try:
+                self.requests = next(self.steps)
+            except StopIteration as end:
+                self.root, self.is_complete = end.value, True
+                return
+            inbox, waiting = self.rank.inbox, self.rank.waiting
+            for request in self.requests:
+                if request is not None and (request.source, request.tag) not in inbox:
+                    waiting[request.source, request.tag] = self
+                    self.missing += 1
+            if self.missing:
+                return
+
+
+class Simulation:
+    """Ranks that exchange messages in one process.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    network : Network
+        Cost of messages.
+    carries_data : bool
+        Whether messages have content. Without it, a simulation measures time only.
+    bytes_per_byte : float
+        Number of bytes of the real exchange for which a byte of the simulated arrays stands.
+
+    Attributes
+    ----------
+    ranks : list of SimulatedRank
+        The ranks, which are the transports of exchanges.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        network: Network = ROUNDS,
+        *,
+        carries_data: bool = True,
+        bytes_per_byte: float = 1,
+    ) -> None:
+        self.size, self.network = size, network
+        self.carries_data, self.bytes_per_byte = carries_data, bytes_per_byte
+        self.ready: deque[_Process] = deque()
+        self.ranks = [SimulatedRank(self, rank) for rank in range(size)]
+
+    def run(
+        self, exchanges: Iterable[tuple[int, Generator[Any, None, np.ndarray]]]
+    ) -> list[np.ndarray]:
+        """Run exchanges to their end and return the result of each.
+
+        Parameters
+        ----------
+        exchanges : iterable of (int, generator)
+            Rank and generator of each exchange. A rank may run several exchanges with different
+            tags at the same time.
+
+        Raises
+        ------
+        RuntimeError
+            If an exchange waits for a message that no rank sends, or if a message is not received.
+        """
+        processes = [_Process(self.ranks[rank], steps) for rank, steps in exchanges]
+        self.ready.extend(processes)
+        collects = gc.isenabled()
+        gc.disable()  # a million messages are alive at a time, and none is part of a cycle
+        try:
+            while self.ready:
+                self.ready.popleft().advance()
+        finally:
+            if collects:
+                gc.enable()
+        blocked = sorted({p.rank.rank for p in processes if not p.is_complete})
+        if blocked:
+            raise RuntimeError(f"the exchange does not end on rank {', '.join(map(str, blocked))}")
+        if any(rank.inbox for rank in self.ranks):
+            raise RuntimeError("a message was never received")
+        return [process.root for process in processes]
+
+
+def exchange_seconds(
+    runs: tuple[fold.Range, ...],
+    width: int,
+    itemsize: int,
+    network: Network,
+    combine: exchange.Combine = fold.add,
+    algorithm: exchange.Algorithm | None = None,
+) -> float:
+    """Return the time of one exchange, in seconds, if all ranks start at the same time.
+
+    Parameters
+    ----------
+    runs : tuple of (int, int)
+        Run of blocks of each rank; see `fold.split_blocks`.
+    width, itemsize : int
+        Number of elements of a node, and their size in bytes.
+    network : Network
+        Cost of messages.
+    combine : callable
+        `fold.add` or `fold.merge_moments`.
+    algorithm : callable, optional
+        A generator function of `comm.exchange`; by default the one that a run would choose.
+    """
+    return _seconds(runs, width, itemsize, network, combine, algorithm)
+
+
+@lru_cache(maxsize=4096)
+def _seconds(runs, width, itemsize, network, combine, algorithm):
+    size, leaves = len(runs), runs[-1][1]
+    if size == 1:
+        return 0.0
+    trees = [fold.Tree(leaves, runs, rank) for rank in range(size)]
+    nodes = trees[0].nodes
+    for tree in trees[1:]:
+        tree.__dict__["nodes"] = nodes  # equal on all ranks, and computed once
+    chosen_algorithm = algorithm or exchange.choose_algorithm(trees[0], width * itemsize, combine)
+    # Fewer elements that stand for more bytes: 1,024 ranks need little memory then.
+    values = np.zeros(min(width, SEGMENT * size), f"V{itemsize}")
+    factor = width / max(len(values), 1)
+    simulation = Simulation(size, network, carries_data=False, bytes_per_byte=factor)
+
+    def on(transport):
+        def combine_nodes(left, right):
+            transport.spend(left.nbytes * factor * network.per_combined_byte)
+            return left
+
+        matrix = np.broadcast_to(values, (len(nodes[transport.rank]), len(values)))
+        return chosen_algorithm(transport, 0, trees[transport.rank], matrix, combine_nodes)
+
+    simulation.run((transport.rank, on(transport)) for transport in simulation.ranks)
+    return network.per_exchange + max(transport.clock for transport in simulation.ranks)
+
+
+def allgather_seconds(size: int, nbytes: int, network: Network) -> float:
+    """Return the time in seconds in which every rank sends `nbytes` bytes to every other rank."""
+    if size == 1:
+        return 0.0
+    runs = tuple((rank, rank + 1) for rank in range(size))
+    free = network._replace(per_combined_byte=0.0)
+    return exchange_seconds(runs, nbytes, 1, free, algorithm=exchange.gather_nodes)

@@ -1,0 +1,250 @@
+"""Run a training on several numbers of ranks, one after the other, and read their results."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mpidl.comm.launcher import environment, launcher
+from mpidl.errors import UserError
+from mpidl.files import reason
+from mpidl.performance.results import (
+    COMPLETE,
+    FAILED,
+    STOPPED,
+    add_efficiency,
+    last_error,
+    read_json,
+    row_of,
+)
+from mpidl.training.files import checkpoint
+
+if TYPE_CHECKING:
+    from mpidl.comm.failure import Signals
+
+STOPPED_CODE = 75
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a study.
+
+    Attributes
+    ----------
+    out : str
+        Folder of the study.
+    counts : tuple of int
+        Numbers of ranks.
+    words : tuple of str
+        Arguments of mpidl.train.
+    repeat : int
+        Runs per number of ranks.
+    is_weak : bool
+        Whether the mini-batch grows with the ranks.
+    uses_srun : bool
+        Whether srun starts the runs instead of mpirun.
+    """
+
+    out: str
+    counts: tuple[int, ...]
+    words: tuple[str, ...]
+    repeat: int = 1
+    is_weak: bool = False
+    uses_srun: bool = False
+
+    def runs(self) -> list[Run]:
+        """Return the runs in order: all counts, then all counts again."""
+        return [Run(self, n, turn) for turn in range(1, self.repeat + 1) for n in self.counts]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what another start of the same study must repeat."""
+        return {"train": list(self.words), "weak": self.is_weak}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study.
+
+    Attributes
+    ----------
+    plan : Plan
+        The study.
+    ranks : int
+        Number of ranks.
+    turn : int
+        Number of the repetition, from 1.
+    """
+
+    plan: Plan
+    ranks: int
+    turn: int
+
+    @property
+    def name(self) -> str:
+        """Name of the folder in the folder of the study."""
+        return f"ranks-{self.ranks}" + (f"-{self.turn}" if self.turn > 1 else "")
+
+    @property
+    def folder(self) -> str:
+        return os.path.join(self.plan.out, self.name)
+
+    @property
+    def log(self) -> str:
+        return os.path.join(self.plan.out, f"{self.name}.log")
+
+    def is_done(self) -> bool:
+        """Return whether the run has ended with a result."""
+        return os.path.exists(os.path.join(self.folder, "summary.json"))
+
+    def command(self) -> list[str]:
+        """Return the command line that starts or resumes the run."""
+        words = [*start_words(self.ranks, self.plan.uses_srun), sys.executable, "-m", "mpidl.train"]
+        words += [*self.plan.words, "--out", self.folder]
+        return [*words, *(["--resume", self.folder] if checkpoint.exists(self.folder) else [])]
+
+
+def start_words(ranks: int, uses_srun: bool) -> list[str]:
+    """Return the command line that starts this many ranks with mpirun or srun.
+
+    With srun, the ranks fill one node of the allocation after the other.
+    """
+    if not uses_srun:
+        return launcher(ranks)
+    srun = shutil.which("srun")
+    if srun is None:
+        raise UserError("--srun: expected srun on PATH, found none")
+    words = [srun, "-K", f"--ntasks={ranks}"]
+    per_node = slurm_ranks_per_node()
+    if per_node:
+        words += [f"--nodes={-(-ranks // per_node)}", f"--ntasks-per-node={min(ranks, per_node)}"]
+    if os.environ.get("SLURM_CPUS_PER_TASK"):
+        words.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
+    if os.environ.get("MPIDL_SRUN_MPI"):
+        words.append(f"--mpi={os.environ['MPIDL_SRUN_MPI']}")
+    return words
+
+
+def slurm_ranks_per_node() -> int:
+    """Return the tasks per node of the Slurm allocation, or 0 outside of one."""
+    text = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    if text.isdigit():
+        return int(text)
+    tasks, nodes = (os.environ.get(f"SLURM_{name}", "") for name in ("NTASKS", "NNODES"))
+    return -(-int(tasks) // int(nodes)) if tasks.isdigit() and nodes.isdigit() else 0
+
+
+@dataclass
+class Study:
+    """A study in progress.
+
+    Parameters
+    ----------
+    plan : Plan
+        The runs.
+    signals : Signals
+        Requests to stop.
+
+    Attributes
+    ----------
+    errors : dict
+        {name of a run: message} of the runs that failed.
+    """
+
+    plan: Plan
+    signals: Signals
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def start(self, overwrite: bool = False) -> None:
+        """Make the folder, or continue an earlier study in it.
+
+        Raises
+        ------
+        UserError
+            If the folder holds a study with other arguments, or cannot be made.
+        """
+        out, path = self.plan.out, os.path.join(self.plan.out, "study.json")
+        identity = self.plan.identity()
+        if os.path.exists(path) and not overwrite:
+            earlier = read_json(path)
+            changes = [name for name in identity if earlier.get(name) != identity[name]]
+            if changes:
+                before = " ".join(map(str, earlier.get("train", [])))
+                raise UserError(
+                    f"--out {out}: it holds a study of other runs (mpidl.train {before}"
+                    f"{', --weak' if earlier.get('weak') else ''}); expected the same arguments, "
+                    "--overwrite to replace it, or another --out"
+                )
+        try:
+            os.makedirs(out, exist_ok=True)
+            if overwrite:
+                for name in sorted(os.listdir(out)):
+                    if name.startswith("ranks-"):
+                        target = os.path.join(out, name)
+                        shutil.rmtree(target) if os.path.isdir(target) else os.unlink(target)
+            with open(path, "w") as file:
+                json.dump(identity, file, indent=1)
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot be written: {reason(error)}") from error
+
+    def run(self, run: Run) -> str:
+        """Run or resume a training, and return its state.
+
+        Raises
+        ------
+        UserError
+            If the training refuses its options or data.
+        """
+        with open(run.log, "a") as log:
+            process = subprocess.Popen(
+                run.command(),
+                env=None if self.plan.uses_srun else environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a signal of the terminal comes only from here
+            )
+            try:
+                code = self._wait(process)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        if code == STOPPED_CODE:
+            return STOPPED
+        if code == 0 and run.is_done():
+            self.errors.pop(run.name, None)
+            return COMPLETE
+        message = last_error(run.log) or f"exit code {code}"
+        if code == 2:
+            raise UserError(message)
+        if self.signals.name:
+            return STOPPED
+        self.errors[run.name] = message
+        return FAILED
+
+    def _wait(self, process):
+        """Wait for a process, and pass on the first request to stop as USR1."""
+        is_asked = False
+        while True:
+            try:
+                return process.wait(POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if self.signals.name and not is_asked:
+                    is_asked = True
+                    process.send_signal(signal.SIGUSR1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the result of each number of ranks; see `results.row_of`."""
+        by_count: dict[int, list[Run]] = {}
+        for run in self.plan.runs():
+            by_count.setdefault(run.ranks, []).append(run)
+        rows = [row_of(ranks, runs, self.errors) for ranks, runs in sorted(by_count.items())]
+        add_efficiency(rows)
+        return rows

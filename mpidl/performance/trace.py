@@ -1,0 +1,248 @@
+"""Record when the training steps of one rank would communicate, without other ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpidl import fold, phases
+from mpidl.comm import World
+from mpidl.comm.reducer import BUCKET_BYTES, Reducer, is_on_host
+from mpidl.errors import UserError
+from mpidl.fold import Partial
+
+if TYPE_CHECKING:
+    from mpidl.training.progress import EpochSummary
+    from mpidl.training.steps import StepResult
+    from mpidl.training.trainer import Trainer
+
+AGREE, SUM, BUCKET, FINISH = "agree", "sum", "bucket", "finish"
+BLOCKING = (AGREE, SUM)  # events at which a rank waits for all others
+
+
+class Event(NamedTuple):
+    """A point of a training step at which ranks communicate.
+
+    Attributes
+    ----------
+    kind : str
+        AGREE: the ranks agree whether to continue. SUM: a sum that the step waits for. BUCKET: the
+        exchange of gradients starts, and the step goes on. FINISH: the step waits for all buckets.
+    width, itemsize : int
+        Number of values in a node of the sum, and the size of a value in bytes.
+    operation : str
+        "add"; "moments", the merge of statistics; or "gather" for values of all ranks that are not
+        nodes of a tree.
+    """
+
+    kind: str
+    width: int = 0
+    itemsize: int = 0
+    operation: str = "add"
+
+
+class TracingWorld(World):
+    """One rank that records the exchanges that a step of several ranks would make.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        A communicator of one rank.
+
+    Attributes
+    ----------
+    events : list of (float, Event)
+        Time of each event, by `time.perf_counter`, and the event.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm, threads=None)
+        self.events: list[tuple[float, Event]] = []
+        self._is_nested = False
+
+    def note(self, event: Event) -> None:
+        """Record an event that happens now."""
+        self.events.append((time.perf_counter(), event))
+
+    def gplus(self, value: Any) -> Any:
+        if self._is_nested:
+            return super().gplus(value)
+        for event in _sums_of(value):
+            self.note(event)
+        self._is_nested = True
+        try:
+            return super().gplus(value)
+        finally:
+            self._is_nested = False
+
+    def gop(self, operation: Any, value: Any) -> Any:
+        if not self._is_nested:
+            self.note(Event(AGREE, 1, 8))
+        return super().gop(operation, value)
+
+    def reducer(self) -> Reducer:
+        return _TracingReducer(self)
+
+
+class _TracingReducer(Reducer):
+    """Records the buckets into which the reducer of several ranks would pack the gradients."""
+
+    def __init__(self, world: TracingWorld) -> None:
+        super().__init__(world)
+        self._tracing_world = world
+        self._buckets_of_step = _Buckets(world)
+
+    def push(self, name: str, value: Any) -> None:
+        if isinstance(value, Partial) and is_on_host(value):
+            self._buckets_of_step.push(value)
+        super().push(name, value)
+
+    def finish(self) -> dict[str, Any]:
+        self._buckets_of_step.send()
+        self._tracing_world.note(Event(FINISH))
+        return super().finish()
+
+
+class _Buckets:
+    """The rule by which `comm.reducer.Reducer` packs terms into buckets."""
+
+    def __init__(self, world):
+        self.world, self.key, self.width = world, None, 0
+
+    def push(self, value):
+        for width, itemsize, operation in _terms_of(value):
+            if self.width and self.key != (itemsize, operation):
+                self.send()
+            self.key = itemsize, operation
+            self.width += width
+            if self.width * itemsize >= BUCKET_BYTES:
+                self.send()
+
+    def send(self):
+        if self.width:
+            self.world.note(Event(BUCKET, self.width, *self.key))
+        self.width = 0
+
+
+def _terms_of(value):
+    """Yield (width, itemsize, operation) of each term of a Partial."""
+    width = int(np.prod(value.shape, dtype=int))
+    for term in value.terms:
+        operation = "moments" if term.combine is fold.merge_moments else "add"
+        yield width, term.dtype.itemsize, operation
+
+
+def _sums_of(value):
+    """Return the events of a call of `World.gplus`; consecutive sums of a kind are one exchange."""
+    values = value.values() if isinstance(value, dict) else value
+    values = list(values) if isinstance(value, (dict, list, tuple)) else [value]
+    events: list[Event] = []
+    for item in values:
+        if not isinstance(item, Partial):
+            array = np.asarray(item)
+            events.append(Event(SUM, array.size, max(array.itemsize, 8), "gather"))
+            continue
+        for width, itemsize, operation in _terms_of(item):
+            last = events[-1] if events else None
+            if last is not None and last[2:] == (itemsize, operation):
+                width += events.pop().width
+            events.append(Event(SUM, width, itemsize, operation))
+    return events
+
+
+class StepTimes(NamedTuple):
+    """Times of the training steps of a turn on one rank.
+
+    Attributes
+    ----------
+    segments : ndarray, shape (steps, segments)
+        Seconds between consecutive points at which a rank of several would wait for the others:
+        from the start of the step to the first, and so on, to the end of the step.
+    events : list of Event
+        The events of a step.
+    places : ndarray, shape (events,)
+        Place of each event in the step, from 0 at its start to 1 at its end.
+    input : float
+        Mean seconds of a step that wait for the images of the mini-batch.
+    """
+
+    segments: np.ndarray
+    events: list[Event]
+    places: np.ndarray
+    input: float
+
+
+class StepClock:
+    """A hook of `dl.train` that times training steps and ends the run after some seconds.
+
+    Parameters
+    ----------
+    world : TracingWorld
+        The world of the run.
+    batch_size : int
+        Images per mini-batch; smaller ones at the end of an epoch are left out.
+    seconds : float
+        Duration of the measurement.
+    skip : int
+        Number of steps before the measurement.
+    at_least : int
+        Smallest number of measured steps.
+    """
+
+    def __init__(
+        self, world: TracingWorld, batch_size: int, seconds: float, skip: int = 2, at_least: int = 3
+    ) -> None:
+        self.world, self.batch_size, self.seconds = world, batch_size, seconds
+        self.steps_to_skip, self.at_least = skip, at_least
+        self.images = 0
+        self.step_start = 0.0
+        self.first_start: float | None = None
+        self.input_before = 0.0
+        self.input_seconds: list[float] = []
+        self.steps: list[tuple[float, float, list[tuple[float, Event]]]] = []
+
+    def iteration(self, trainer: Trainer, result: StepResult) -> None:
+        """Note the size of the mini-batch."""
+        self.images = result.info.images
+
+    def step(self, trainer: Trainer) -> None:
+        """Note the times of the step that has ended."""
+        now, events = time.perf_counter(), self.world.events
+        self.world.events, input_total = [], phases.seconds().input
+        if self.steps_to_skip:
+            self.steps_to_skip -= 1
+        elif self.images == self.batch_size:
+            self.first_start = self.step_start if self.first_start is None else self.first_start
+            self.steps.append((self.step_start, now, events))
+            self.input_seconds.append(input_total - self.input_before)
+        self.step_start, self.input_before = now, input_total
+        if len(self.steps) >= self.at_least and now - self.first_start >= self.seconds:
+            trainer.stop()
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        """Leave out the next step, which waits until the first mini-batch has been read."""
+        self.steps_to_skip = max(self.steps_to_skip, 1)
+
+    def times(self) -> StepTimes:
+        """Return the times of the steps.
+
+        Raises
+        ------
+        UserError
+            If the steps communicate in different orders.
+        """
+        events = [event for _, event in self.steps[-1][2]]
+        rows, places = [], []
+        for start, end, timed_events in self.steps:
+            if [event for _, event in timed_events] != events:
+                raise UserError(
+                    "--predict: expected the same sums in every training step, found others from "
+                    "step to step"
+                )
+            points = [moment for moment, event in timed_events if event.kind in BLOCKING]
+            rows.append(np.diff([start, *points, end]))
+            places.append([(moment - start) / (end - start) for moment, _ in timed_events])
+        input_seconds = float(np.mean(self.input_seconds))
+        return StepTimes(np.array(rows), events, np.median(places, axis=0), input_seconds)

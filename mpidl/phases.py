@@ -1,0 +1,269 @@
+"""Measure how long this process computes, waits and sums, and store spans for a timeline.
+
+The time of the main thread always belongs to one of five kinds. `Phase` switches to another kind
+for the duration of a block, and nested phases take their time out of the outer one. `seconds`
+returns the total of each kind. This accounting is always on.
+
+Spans are named intervals of time. They are stored only between `store_spans` and `take_spans`.
+The names of the open spans also say where in a training step a sum or a wait happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from struct import Struct
+from time import perf_counter_ns as now
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = ("other", "input", "compute", "wait", "sum")
+OTHER, INPUT, COMPUTE, WAIT, SUM = range(len(KINDS))
+
+# Tracks of spans. The spans of a track are nested, except for those of SUMS, which overlap.
+MAIN, SUMS, GPU, ITERATIONS = "main", "sums", "gpu", "iterations"
+
+SPAN = np.dtype([("start", "<i8"), ("end", "<i8"), ("label", "<u4"), ("size", "<u4")])
+BRIEF = 5_000  # shorter spans of polling are not stored, ns
+
+_pack = Struct("<qqII").pack_into
+_totals, _kind, _since = [0] * len(KINDS), OTHER, now()
+_spans: Spans | None = None
+_open: list[str] = []  # names of the open spans of the main thread
+_layer: str | None = None
+_iteration_start = 0
+
+
+class Spans:
+    """Bounded memory for spans. Any thread may add spans.
+
+    Parameters
+    ----------
+    capacity : int
+        Number of spans that fit.
+
+    Attributes
+    ----------
+    labels : dict
+        {(track, category, name): index}; the field `label` of a span holds the index.
+    is_full : bool
+        Whether spans were dropped because the memory was full.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.is_full = capacity, False
+        self.labels: dict[tuple[str, str, str], int] = {}
+        self._memory = bytearray(capacity * SPAN.itemsize)
+        self._positions, self._lock = itertools.count(), threading.Lock()
+
+    def add(
+        self, track: str, category: str, name: str, start: int, end: int, size: int = 0
+    ) -> None:
+        """Store a span, unless the memory is full.
+
+        Parameters
+        ----------
+        track : str
+            Name of the thread, or one of the tracks of this module.
+        category : str
+            Kind of the span, such as "wait".
+        name : str
+            Name of the span.
+        start, end : int
+            Times in nanoseconds, from the clock `now`.
+        size : int
+            Bytes of a sum, or number of an iteration.
+        """
+        label = self.labels.get((track, category, name))
+        if label is None:
+            with self._lock:
+                label = self.labels.setdefault((track, category, name), len(self.labels))
+        position = next(self._positions)
+        if position < self.capacity:
+            _pack(self._memory, position * 24, start, end, label, size)
+        else:
+            self.is_full = True
+
+    def array(self) -> np.ndarray:
+        """Return the spans, roughly in the order in which they ended, as an array of `SPAN`.
+
+        No span can be added afterwards.
+        """
+        count, self.capacity = min(next(self._positions), self.capacity), 0
+        spans = np.frombuffer(self._memory, SPAN, count)
+        return spans[spans["end"] > 0]  # another thread may be adding a span
+
+
+class Phase:
+    """Context manager: count the time of a block under a kind, and store it as a span.
+
+    Only the main thread, which computes and calls MPI, uses phases.
+
+    Parameters
+    ----------
+    kind : int
+        `INPUT`, `COMPUTE`, `WAIT`, `SUM` or `OTHER`.
+    name : str
+        Name of the span.
+    shortest : int
+        Shortest duration to store as a span, in nanoseconds.
+    """
+
+    __slots__ = ("_kind", "_name", "_shortest", "_outer", "_start")
+
+    def __init__(self, kind: int, name: str, shortest: int = 0) -> None:
+        self._kind, self._name, self._shortest = kind, name, shortest
+
+    def __enter__(self) -> None:
+        global _kind, _since
+        self._start = time = now()
+        _totals[_kind] += time - _since
+        self._outer, _kind, _since = _kind, self._kind, time
+
+    def __exit__(self, *_: object) -> None:
+        global _kind, _since
+        time = now()
+        _totals[self._kind] += time - _since
+        _kind, _since = self._outer, time
+        if _spans is not None and time - self._start >= self._shortest:
+            _spans.add(MAIN, KINDS[self._kind], self._name, self._start, time)
+
+
+class _Span:
+    """Context manager of a span that changes no kind of time."""
+
+    __slots__ = ("_name", "_start")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        _open.append(self._name)
+        self._start = now()
+
+    def __exit__(self, *_: object) -> None:
+        if _spans is not None:
+            if _open:  # empty if the span began before `store_spans`
+                _open.pop()
+            _spans.add(MAIN, "span", self._name, self._start, now())
+
+
+class _Layer:
+    """Context manager of the span of a layer, which is the current layer in the block."""
+
+    __slots__ = ("_name", "_start", "_outer")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        global _layer
+        _open.append(self._name)
+        self._outer, _layer, self._start = _layer, self._name, now()
+
+    def __exit__(self, *_: object) -> None:
+        global _layer
+        _layer = self._outer
+        if _spans is not None:
+            if _open:
+                _open.pop()
+            _spans.add(MAIN, "layer", self._name, self._start, now())
+
+
+class _NoSpan:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_no_span = _NoSpan()
+
+
+def span(name: str) -> _Span | _NoSpan:
+    """Return a context manager that stores a block of the main thread as a span."""
+    return _no_span if _spans is None else _Span(name)
+
+
+def layer(name: str) -> _Layer | _NoSpan:
+    """Return a context manager like `span`, for the work of a layer."""
+    return _no_span if _spans is None else _Layer(name)
+
+
+def current_layer() -> str | None:
+    """Return the name of the innermost open `layer`, or None."""
+    return _layer
+
+
+def place() -> str:
+    """Return the names of the open spans, such as "backward / conv2", or ""."""
+    return " / ".join(_open)
+
+
+def iteration_ends(number: int | None = None) -> None:
+    """Store the span of an iteration, which began when this function was last called.
+
+    Parameters
+    ----------
+    number : int, optional
+        Number of the iteration. Without a number, the next iteration begins and no span is stored.
+    """
+    global _iteration_start
+    time = now()
+    if _spans is not None and number is not None and _iteration_start:
+        _spans.add(ITERATIONS, "iteration", "iteration", _iteration_start, time, number)
+    _iteration_start = time
+
+
+def spans() -> Spans | None:
+    """Return the memory for spans, or None if no spans are stored."""
+    return _spans
+
+
+def store_spans(capacity: int) -> None:
+    """Start to store spans, at most `capacity` of them."""
+    global _spans, _iteration_start
+    _spans, _iteration_start = Spans(capacity), 0
+    _open.clear()
+
+
+def take_spans() -> Spans | None:
+    """Stop storing spans, and return those that were stored."""
+    global _spans, _layer
+    stored, _spans, _layer = _spans, None, None
+    _open.clear()
+    return stored
+
+
+@contextlib.contextmanager
+def named_places() -> Iterator[None]:
+    """Let `place` name the open spans in a block, even if no spans are stored."""
+    if _spans is not None:
+        yield
+        return
+    store_spans(0)
+    try:
+        yield
+    finally:
+        take_spans()
+
+
+class Seconds(NamedTuple):
+    """The time of this process by kind, in seconds; see `KINDS`."""
+
+    other: float
+    input: float
+    compute: float
+    wait: float
+    sum: float
+
+
+def seconds() -> Seconds:
+    """Return the time of each kind since the start of the process."""
+    totals = list(_totals)
+    totals[_kind] += now() - _since
+    return Seconds(*(total / 1e9 for total in totals))

@@ -1,0 +1,73 @@
+"""Build HTML and SVG from elements; all text is escaped when the page is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from mpidl.text import printable
+
+Content: TypeAlias = Element | str | None
+
+
+def element(tag: str, *children: Content, **attributes: str) -> Element:
+    """Return an element with these children; strings become text, and None is left out.
+
+    An underscore at the end of an attribute's name is removed, and others become dashes: `class_`,
+    `text_anchor`.
+    """
+    names = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
+    node = Element(tag, names)
+    for child in children:
+        if child is None:
+            continue
+        if not isinstance(child, str):
+            node.append(child)
+        elif len(node):
+            node[-1].tail = (node[-1].tail or "") + printable(child)
+        else:
+            node.text = (node.text or "") + printable(child)
+    return node
+
+
+def table(
+    head: Sequence[Content], rows: Iterable[Sequence[Content]], class_: str = "numbers"
+) -> Element:
+    """Return a table that scrolls on a narrow screen. The first cell of each row is its heading.
+
+    A cell that is a `td` or `th` element is used as it is.
+    """
+    body = element("tbody", *(element("tr", *_cells(row)) for row in rows))
+    is_empty = all(text == "" for text in head)
+    top = None if is_empty else element("thead", element("tr", *(_cell("th", t) for t in head)))
+    return element("div", element("table", top, body, class_=class_), class_="wide")
+
+
+def _cells(row):
+    return [_cell("th" if i == 0 else "td", content) for i, content in enumerate(row)]
+
+
+def _cell(tag, content):
+    if isinstance(content, Element) and content.tag in ("td", "th"):
+        return content
+    return element(tag, content)
+
+
+def page(title: str, style: str, *sections: Content) -> bytes:
+    """Return a complete HTML page, which loads nothing and runs no script."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+    )
+    sheet = Element("style")
+    sheet.text = style
+    head.append(sheet)
+    root = element("html", head, element("body", element("main", *sections)), lang="en")
+    text = ElementTree.tostring(root, encoding="unicode", method="html")
+    return f"<!DOCTYPE html>\n{text}\n".encode()

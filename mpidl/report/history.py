@@ -1,0 +1,190 @@
+"""The history of a run as NumPy arrays: loss, accuracy, learning rate and speed."""
+
+from __future__ import annotations
+
+import array
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.files import unreadable
+from mpidl.report import metrics
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Series:
+    """Records of one kind, in order, with one array per field.
+
+    Attributes
+    ----------
+    epoch, iteration : ndarray of int64, shape (n,)
+        Position of each record in the run, counted from 1.
+    loss, accuracy : ndarray of float64, shape (n,)
+        Means over the mini-batch, the epoch or the validation set. The accuracy is NaN if the loss
+        has no classes.
+    learning_rate : ndarray of float64, shape (n,)
+        Learning rate of the iteration.
+    images_per_second : ndarray of float64, shape (n,)
+        Training speed; NaN for validations.
+    seconds : ndarray of float64, shape (n,)
+        Time since the start of the run, in seconds.
+    """
+
+    epoch: np.ndarray
+    iteration: np.ndarray
+    loss: np.ndarray
+    accuracy: np.ndarray
+    learning_rate: np.ndarray
+    images_per_second: np.ndarray
+    seconds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.iteration)
+
+    def as_dict(self) -> dict[str, np.ndarray]:
+        """Return {field: array}, for example for ``pandas.DataFrame(series.as_dict())``."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+    def __repr__(self) -> str:
+        last = f", last iteration {self.iteration[-1]}" if len(self) else ""
+        return f"Series({len(self)} records{last})"
+
+
+FIELDS = tuple(field.name for field in fields(Series))
+POSITION = ("epoch", "iteration")  # the fields that are whole numbers
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class History:
+    """The history of a run.
+
+    ``history.validation.loss`` is an array with the loss of each validation, and
+    ``history.validation.iteration`` has their iterations. All arrays are copies.
+
+    Attributes
+    ----------
+    iteration, epoch, validation : Series
+        The records of all iterations, of all complete epochs and of all validations.
+
+    Notes
+    -----
+    Losses, accuracies and learning rates are the same on all ranks. The times are those of this
+    rank.
+    """
+
+    iteration: Series
+    epoch: Series
+    validation: Series
+
+    @classmethod
+    def from_records(cls, records: Iterable[Mapping[str, Any]]) -> History:
+        """Return the history that the records of a metrics file describe.
+
+        Parameters
+        ----------
+        records : iterable of mapping
+            Records as `mpidl.report.metrics.read` returns them. Records of other kinds are left
+            out, and values that are missing or not numbers become NaN.
+
+        Returns
+        -------
+        History
+            The history.
+        """
+        return HistoryRecorder(records).history()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name}={getattr(self, name)!r}" for name in KINDS)
+        return f"History({counts})"
+
+
+KINDS = tuple(field.name for field in fields(History))
+
+
+class HistoryRecorder:
+    """Collects the records of a run in memory, 56 bytes per record.
+
+    Parameters
+    ----------
+    records : iterable of mapping
+        The first records; see `History.from_records`.
+    """
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._columns = {kind: _empty_columns() for kind in KINDS}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append a record with the keys of metrics.jsonl; ignore records of other kinds."""
+        kind = record.get("kind")
+        if kind not in KINDS or not all(_is_position(record.get(name)) for name in POSITION):
+            return
+        for name, column in self._columns[kind].items():
+            column.append(record[name] if name in POSITION else _number(record.get(name)))
+
+    def history(self) -> History:
+        """Return the records so far; later records do not change the result."""
+        return History(**{kind: _series(columns) for kind, columns in self._columns.items()})
+
+
+def _empty_columns():
+    return {name: array.array("q" if name in POSITION else "d") for name in FIELDS}
+
+
+def _series(columns):
+    return Series(**{name: np.array(column) for name, column in columns.items()})
+
+
+def _is_position(value):
+    return isinstance(value, int) and 0 <= value < 2**63
+
+
+def _number(value):
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def history(run: str | os.PathLike[str]) -> History:
+    """Read the history of a run from its folder.
+
+    The run may still be in training: an incomplete last line of metrics.jsonl is left out.
+
+    Parameters
+    ----------
+    run : path
+        The folder of the run, or its file metrics.jsonl.
+
+    Returns
+    -------
+    History
+
+    Raises
+    ------
+    UserError
+        If there is no such folder, if it holds no run, or if the file cannot be read.
+    """
+    return History.from_records(read_records(run))
+
+
+def read_records(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the records of a run, of all kinds; parameters and errors are those of `history`."""
+    path = os.fspath(run)
+    if os.path.isdir(path):
+        path = os.path.join(path, FILE)
+        if not os.path.exists(path):
+            raise UserError(f"{run}: expected the folder of a run, found no {FILE} in it")
+    elif not os.path.exists(path):
+        raise UserError(f"{path}: expected the folder of a run, found nothing there")
+    elif os.path.basename(path) != FILE:
+        raise UserError(f"{path}: expected the folder of a run or its {FILE}, found another file")
+    try:
+        return metrics.read(path)
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -1,0 +1,109 @@
+"""The address of the live page: its socket, its URL, and the tunnel that leads to it."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import ipaddress
+import os
+import secrets
+import socket
+from typing import NamedTuple
+
+from mpidl.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+TOKEN_BYTES = 16
+BACKLOG = 128
+
+
+class Address(NamedTuple):
+    """A listening socket, and the token that opens the page.
+
+    Attributes
+    ----------
+    listener : socket
+        The socket.
+    token : str
+        The token.
+    """
+
+    listener: socket.socket
+    token: str
+
+    @property
+    def port(self) -> int:
+        return self.listener.getsockname()[1]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs on this host can connect."""
+        return ipaddress.ip_address(self.listener.getsockname()[0]).is_loopback
+
+    def url(self) -> str:
+        """Return the URL of the page, with the token."""
+        host = self.listener.getsockname()[0]
+        if ipaddress.ip_address(host).is_unspecified:
+            host = socket.getfqdn()
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.port}/?token={self.token}"
+
+    def hosts(self) -> list[str]:
+        """Return the names of this host that browsers may use, besides those of loopback."""
+        if self.is_local:
+            return []
+        names = socket.gethostname(), socket.getfqdn(), self.listener.getsockname()[0]
+        return list(dict.fromkeys(name.lower() for name in names))
+
+    def lines(self) -> list[str]:
+        """Return the lines that tell the user how to open the page."""
+        lines = [f"Monitor: {self.url()}"]
+        if self.is_local:
+            lines.append(f"From another computer, first: {tunnel(self.port)}")
+        return lines
+
+
+def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Address:
+    """Open the socket of the page; port 0 takes any free port.
+
+    `option` is the flag of the port in error messages.
+
+    Raises
+    ------
+    UserError
+        If the port is in use or not permitted, or if the host is not an address of this machine.
+    """
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except socket.gaierror as error:
+        raise UserError(
+            f"--host {host}: expected an address of this machine: {error.strerror}"
+        ) from None
+    except OSError as error:
+        text = f"{option} {port}" if host == LOOPBACK else f"--host {host}, {option} {port}"
+        cause = os.strerror(error.errno) if error.errno else str(error)
+        hint = f"; {option} 0 takes a free port" if port else ""
+        raise UserError(f"{text}: cannot listen: {cause}{hint}") from None
+    return Address(listener, secrets.token_urlsafe(TOKEN_BYTES))
+
+
+def tunnel(port: int) -> str:
+    """Return the ssh command that forwards a port of this host's loopback interface.
+
+    In a job of Slurm, the connection goes through the host from which the job was submitted.
+    """
+    login, host = os.environ.get("SLURM_SUBMIT_HOST"), socket.gethostname()
+    jump = f"-J {login} " if login and login.partition(".")[0] != host.partition(".")[0] else ""
+    try:
+        user = f"{getpass.getuser()}@"
+    except (OSError, KeyError):  # the user has no name on this host
+        user = ""
+    return f"ssh -N {jump}-L {port}:{LOOPBACK}:{port} {user}{host}"
+
+
+def need_bokeh(option: str) -> None:
+    """Raise UserError if Bokeh is not installed; `option` is what needs it."""
+    if importlib.util.find_spec("bokeh") is None:
+        raise UserError(f"{option}: expected the package bokeh: pip install 'mpidl[monitor]'")

@@ -1,0 +1,83 @@
+"""The server of the live page as a process beside rank 0, which ends with the training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+
+from mpidl.report.live.address import Address
+from mpidl.report.live.run import runs_of
+
+NICE = 5  # the server gives way to the training
+EXIT_SECONDS = 2.0  # after this long, the server no longer waits for open pages
+
+
+class PageProcess:
+    """The process of the server. It ends when `close` is called or when this process ends.
+
+    Parameters
+    ----------
+    folder : str
+        The folder of the run.
+    address : Address
+        The address of the page. The socket is handed over to the process, and may be connected to
+        before the process serves it.
+    """
+
+    def __init__(self, folder: str, address: Address) -> None:
+        descriptor = address.listener.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(descriptor), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[descriptor],
+            start_new_session=True,  # Ctrl-C on the terminal is for the training
+        )
+        address.listener.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{address.token}\n".encode())
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Let the server show the last state of the run and end."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+def main() -> int:
+    """Serve the page until stdin ends, which rank 0 holds open."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    runs = runs_of(sys.argv[2:])
+    os.nice(NICE)
+    with contextlib.suppress(OSError):  # leave the core to which rank 0 is bound
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    token = sys.stdin.readline().strip()
+    # Bokeh is imported when the first browser connects; until then the process uses no CPU time.
+    readable, _, _ = select.select([listener, sys.stdin], [], [])
+    if sys.stdin in readable or not token:
+        return 0
+    servers: list = []
+    threading.Thread(target=_watch, args=[servers], daemon=True).start()
+    from mpidl.report.live.server import MonitorServer
+
+    servers.append(MonitorServer(runs, [listener], token))
+    servers[0].run()
+    return 0
+
+
+def _watch(servers):
+    """End the server, or the process while it still imports, when stdin ends."""
+    sys.stdin.read()
+    if servers:
+        servers[0].stop()
+        threading.Event().wait(EXIT_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    os._exit(main())  # without the teardown of Bokeh, for which mpirun would wait

@@ -1,0 +1,204 @@
+"""The state of a run, as the files of its folder tell it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mpidl.errors import UserError
+from mpidl.report import status, stop_file
+from mpidl.report.live.curves import Columns, number
+from mpidl.report.live.folder import Folder
+from mpidl.report.live.tail import FILE, Tail
+from mpidl.report.rows import clock
+from mpidl.text import printable
+
+POLL_SECONDS = 0.5  # shortest time between two looks at a folder
+SILENT_SECONDS = 60.0  # after so long without a record, the page says so
+COLUMNS = (
+    *("epoch", "iteration", "loss", "accuracy", "learning_rate", "images_per_second"),
+    "seconds",
+)
+RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
+
+
+class LiveRun:
+    """A run that is read while it is written.
+
+    Parameters
+    ----------
+    path : str
+        The folder of the run, which need not exist yet.
+    name : str
+        The name that the page shows.
+
+    Attributes
+    ----------
+    iterations, validations : Columns
+        Numbers of each iteration and of each validation, in the columns `COLUMNS`.
+    ranks : dict or None
+        The last record of kind "ranks".
+    status : Status or None
+        The content of status.json.
+    test_accuracy : float
+        Accuracy on the test set; NaN until the run has one.
+    request : str or None
+        The stop that was requested and that the run has not taken up yet.
+    version : int
+        Number that increases when the records change.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self.folder, self.name = Folder(path), printable(name)
+        self.tail = Tail(self.folder)
+        self.version, self.poll_time, self.news_time = 0, -math.inf, -math.inf
+        self.status: status.Status | None = None
+        self.test_accuracy = math.nan
+        self.request: str | None = None
+        self._clear()
+
+    def _clear(self):
+        self.iterations, self.validations = Columns(COLUMNS), Columns(COLUMNS)
+        self.ranks: dict[str, Any] | None = None
+
+    def poll(self, at_once: bool = False) -> None:
+        """Read what the run has written, at most once per POLL_SECONDS unless `at_once` is true."""
+        now = time.monotonic()
+        if now - self.poll_time < POLL_SECONDS and not at_once:
+            return
+        self.poll_time = now
+        was_complete = self.tail.is_complete
+        records, has_restarted = self.tail.read()
+        if has_restarted:
+            self._clear()
+        for record in records:
+            self._add(record)
+        if records or has_restarted:
+            self.version += 1
+            self.news_time = now if was_complete else now - self._age()
+        self.status = status.parse(self.folder.content(status.NAME))
+        self.test_accuracy = _accuracy(self.folder.content("summary.json"))
+        self.request = stop_file.read(self.folder.path)
+
+    def _age(self):
+        """Return the seconds since the last record was written."""
+        written = self.folder.read(FILE, lambda descriptor, status: status.st_mtime)
+        return max(0.0, time.time() - written) if written is not None else 0.0
+
+    def _add(self, record):
+        kind = record.get("kind")
+        if kind == "iteration":
+            self.iterations.append(record)
+        elif kind == "validation":
+            self.validations.append(record)
+        elif kind == "ranks":
+            self.ranks = record
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status is not None and self.status.state == status.FINISHED
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the run has written nothing for a while."""
+        return time.monotonic() - self.news_time > SILENT_SECONDS
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """Number of iterations per epoch; without a status, of the first epoch so far."""
+        if self.status is not None and self.status.iterations_per_epoch:
+            return self.status.iterations_per_epoch
+        return max(1, int((self.iterations.column("epoch") == 1).sum()))
+
+    def progress(self) -> float:
+        """Return the completed fraction of the run; NaN if it is unknown."""
+        total = self.status.iterations if self.status else 0
+        return min(1.0, self.iterations.last("iteration") / total) if total else math.nan
+
+    def seconds_left(self) -> float:
+        """Return the estimated time to the end of the run; NaN if it is unknown."""
+        total = self.status.iterations if self.status else 0
+        seconds = self.iterations.recent_rate("seconds", "iteration")
+        return max(0.0, total - self.iterations.last("iteration")) * seconds if total else math.nan
+
+    def describe(self) -> str:
+        """Return the state of the run, such as "stopped: SIGUSR1"."""
+        if not len(self.iterations) and self.status is None:
+            return f"waiting for {printable(self.folder.path)}"
+        if self.has_ended:
+            if self.status.stopped:
+                return f"stopped: {printable(self.status.stopped)}"
+            if math.isfinite(self.test_accuracy):
+                return f"done, test accuracy {self.test_accuracy:.4f}"
+            return "done"
+        if self.request == stop_file.NOW:
+            return "stop requested"
+        text = "running"
+        if self.status is not None:
+            ranks = self.status.ranks
+            text += f" on {ranks} rank{'' if ranks == 1 else 's'}, {printable(self.status.host)}"
+        if self.is_silent and math.isfinite(self.news_time):
+            text = f"no record for {clock(time.monotonic() - self.news_time)}, was {text}"
+        return f"{text}; stops after this epoch" if self.request == stop_file.EPOCH else text
+
+    def why_no_stop(self) -> str | None:
+        """Return the reason why the page cannot stop the run, or None if it can."""
+        if self.has_ended:
+            return "the run has ended"
+        return self.folder.why_no_stop()
+
+
+def _accuracy(content):
+    """Return the accuracy in a summary.json; NaN if there is none."""
+    try:
+        summary = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return math.nan
+    return number(summary.get("accuracy")) if isinstance(summary, dict) else math.nan
+
+
+def runs_of(paths: Sequence[str]) -> list[LiveRun]:
+    """Return the runs in folders; a folder that does not exist yet may appear later.
+
+    Raises
+    ------
+    UserError
+        If a path is a file, or a folder with other files than those of a run.
+    """
+    for path in paths:
+        _check(path)
+    resolved = [os.path.abspath(path) for path in paths]
+    unique = list(dict.fromkeys(resolved))
+    return [LiveRun(path, name) for path, name in zip(unique, short_names(unique), strict=True)]
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the shortest ends of absolute paths that differ, such as "digits" or "a/digits"."""
+    parts = [path.strip(os.sep).split(os.sep) for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = [os.sep.join(part[-count:]) or os.sep for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(paths)
+
+
+def _check(path):
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise UserError(f"{printable(path)}: expected a run's folder, found a file") from None
+    except OSError as error:
+        raise UserError(f"{printable(path)}: cannot be read: {error.strerror}") from None
+    if not names or any(name in names for name in RUN_FILES):
+        return
+    inner = sorted(n for n in names if os.path.exists(os.path.join(path, n, FILE)))
+    hint = f"; it holds runs, such as {printable(os.path.join(path, inner[0]))}" if inner else ""
+    raise UserError(
+        f"{printable(path)}: expected a run's folder, with {FILE}, found none in it{hint}"
+    )

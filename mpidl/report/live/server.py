@@ -1,0 +1,161 @@
+"""The server of the live page: Bokeh's, behind a token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bokeh.application import Application
+from bokeh.application.handlers.function import FunctionHandler
+from bokeh.resources import Resources
+from bokeh.server.server import BaseServer
+from bokeh.server.tornado import BokehTornado
+from tornado.httpserver import HTTPServer
+from tornado.httputil import HTTPServerRequest
+from tornado.ioloop import IOLoop
+from tornado.web import RequestHandler
+
+from mpidl.report.live.page import Page
+from mpidl.report.live.run import LiveRun
+
+LAST_SECONDS = 0.3  # for the last update of open pages at the end
+REFUSAL = "mpidl: wrong or missing token: open the URL that the command printed\n"
+COMPONENTS = ("bokeh", "bokeh-widgets")
+LOCAL = ("localhost", "127.0.0.1")
+
+
+class Refusal(RequestHandler):
+    """Answers every request with status 403 and one line."""
+
+    def prepare(self) -> None:
+        self.set_status(403)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(REFUSAL)
+
+    def check_xsrf_cookie(self) -> None:
+        """Accept requests without a cookie, which `prepare` refuses."""
+
+
+class GuardedApplication(BokehTornado):
+    """Bokeh's application, which answers only requests with the token.
+
+    The scripts of Bokeh, which are the same for everybody, need no token. No other file can be
+    requested: the page is the only path.
+
+    Parameters
+    ----------
+    application : Application
+        The application that makes the page of a session.
+    token : str
+        The token that the URL of the page contains.
+    origins : sequence of str
+        Hosts, with ports, whose pages may connect.
+    """
+
+    def __init__(self, application: Application, token: str, origins: Sequence[str]) -> None:
+        self.token = token.encode()
+        super().__init__(
+            {"/": application},
+            extra_websocket_origins=origins,
+            include_headers=["Host"],
+            include_cookies=["mpidl"],
+            compress_response=True,
+        )
+
+    def resources(self, absolute_url: str | bool | None = None) -> Resources:
+        """Return the scripts of the page: only those that it needs."""
+        scripts = super().resources(absolute_url)
+        scripts.components = [name for name in scripts.components if name in COMPONENTS]
+        return scripts
+
+    def find_handler(self, request: HTTPServerRequest, **keywords: Any) -> Any:
+        """Return the handler of a request, which refuses a request without the token."""
+        if self._is_script(request) or self._has_token(request):
+            return super().find_handler(request, **keywords)
+        return self.get_handler_delegate(request, Refusal)
+
+    @staticmethod
+    def _is_script(request):
+        return request.method == "GET" and request.path.startswith("/static/js/")
+
+    def _has_token(self, request):
+        tokens = request.query_arguments.get("token", [])
+        return len(tokens) == 1 and secrets.compare_digest(tokens[0], self.token)
+
+
+class MonitorServer:
+    """Serves the page of runs until `stop` is called.
+
+    Parameters
+    ----------
+    runs : sequence of LiveRun
+        The runs.
+    sockets : sequence of socket
+        Listening sockets.
+    token : str
+        The token.
+    hosts : sequence of str
+        Names of this host, besides those of the loopback interface, under which browsers may reach
+        the page.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[LiveRun],
+        sockets: Sequence[socket.socket],
+        token: str,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        logging.getLogger("bokeh").setLevel(logging.CRITICAL)
+        logging.getLogger("tornado").setLevel(logging.CRITICAL)
+        self.pages: list[Page] = []
+        # Through a tunnel, the browser may use another port than the server.
+        origins = [f"{host}:*" for host in (*LOCAL, *hosts)]
+        handler = FunctionHandler(lambda document: self._open(document, runs))
+        self.loop = IOLoop.current()
+        application = GuardedApplication(Application(handler), token, origins)
+        http_server = HTTPServer(application)
+        for listener in sockets:
+            listener.setblocking(False)
+        http_server.add_sockets(sockets)
+        self.server = BaseServer(self.loop, application, http_server)
+        self.server.start()
+
+    def _open(self, document, runs):
+        page = Page(document, runs)
+        self.pages.append(page)
+        document.on_session_destroyed(lambda context: self.pages.remove(page))
+
+    def run(self) -> None:
+        """Serve until `stop` is called or until the process receives SIGINT or SIGTERM."""
+        if threading.current_thread() is threading.main_thread():
+            self.loop.add_callback(self._handle_signals)
+        self.loop.start()
+
+    def _handle_signals(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._finish)
+
+    def stop(self) -> None:
+        """Update the open pages a last time and end `run`. Any thread may call this method."""
+        self.loop.add_callback(self._finish)
+
+    def _finish(self):
+        for page in self.pages:
+            page.document.add_next_tick_callback(_last_update(page))
+        self.loop.call_later(LAST_SECONDS, self.loop.stop)
+
+
+def _last_update(page: Page) -> Callable[[], None]:
+    def update():
+        for run in page.runs:
+            run.poll(at_once=True)
+        page.update()
+
+    return update

@@ -1,0 +1,84 @@
+"""Read a growing metrics.jsonl piece by piece."""
+
+import json
+import os
+from typing import Any
+
+from mpidl.report.live.folder import Folder
+
+FILE = "metrics.jsonl"
+PIECE = 4 << 20  # bytes per call, so that a long file does not block the server
+MAX_LINE = 64 << 20  # longer lines are skipped
+OVERLAP = 256  # bytes before the position that must not change
+
+
+class Tail:
+    """Returns the new records of a metrics file.
+
+    Parameters
+    ----------
+    folder : Folder
+        The folder of the run.
+
+    Attributes
+    ----------
+    is_complete : bool
+        Whether the last call of `read` reached the end of the file.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._restart()
+
+    def _restart(self):
+        self.position, self.before, self.identity, self.rest = 0, b"", None, b""
+        self.is_complete = False
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Read the next piece of the file.
+
+        Returns
+        -------
+        records : list of dict
+            The new records. Incomplete and damaged lines are left out; an incomplete last line is
+            returned once it is complete.
+        has_restarted : bool
+            Whether the records are the first of the file, because the file is new or because a
+            resumed run has removed the end of the old one.
+        """
+        answer = self.folder.read(FILE, self._read)
+        if answer is None:
+            is_new = self.identity is not None
+            self._restart()
+            return [], is_new
+        return answer
+
+    def _read(self, descriptor, status):
+        identity = status.st_dev, status.st_ino
+        overlap = os.pread(descriptor, len(self.before), self.position - len(self.before))
+        has_restarted = self.identity != identity or overlap != self.before
+        if has_restarted:
+            self._restart()
+            self.identity = identity
+        piece = os.pread(descriptor, PIECE, self.position)
+        self.position += len(piece)
+        self.before = (self.before + piece)[-OVERLAP:]
+        self.is_complete = self.position >= status.st_size or not piece
+        complete, newline, rest = piece.rpartition(b"\n")
+        if not newline:
+            self.rest = (self.rest + piece)[: MAX_LINE + 1]
+            return [], has_restarted
+        lines = (self.rest + complete).split(b"\n")
+        self.rest = rest
+        records = (_record(line) for line in lines if len(line) <= MAX_LINE)
+        return [record for record in records if record is not None], has_restarted
+
+
+def _record(line):
+    """Return the record of a line, or None if the line is not a record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("iteration"), int)
+    return record if is_record else None

@@ -1,0 +1,149 @@
+"""Record a run in a file store of MLflow: parameters, metrics, pictures and files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpidl.errors import UserError
+from mpidl.report.tracking import (
+    FAILED,
+    FINISHED,
+    STOPPED,
+    Tracker,
+    identity,
+    remember,
+    writing,
+)
+from mpidl.text import printable
+
+STATES = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
+FLUSH_SECONDS = 10.0  # shortest time between two writes during an epoch
+METRICS, PARAMETERS = 1000, 100  # largest numbers that MLflow accepts at a time
+MAX_TEXT = 500  # longest value of a parameter, in characters
+SETTINGS = {
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow 3 otherwise refuses folders
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",  # no warning on nodes without git
+}
+
+
+class MLflowRun(Tracker):
+    """A run in a file store.
+
+    Parameters
+    ----------
+    store : str
+        Folder of the store, usually named mlruns.
+    experiment, name : str
+        Names of the experiment and of the run.
+    folder : str or None
+        Folder of mpidl's run. A resumed run continues the same record.
+    is_resumed : bool
+        Whether the run resumes.
+
+    Raises
+    ------
+    UserError
+        If the store is not a folder, or cannot be written.
+    """
+
+    def __init__(
+        self, store: str, experiment: str, name: str, folder: str | None, is_resumed: bool
+    ):
+        os.environ.update({key: os.environ.get(key, text) for key, text in SETTINGS.items()})
+        from mlflow import entities
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        self.store, self._error, self._entities = os.path.abspath(store), MlflowException, entities
+        self._metrics: list[Any] = []
+        self._steps: dict[str, int] = {}  # the last recorded iteration of each metric
+        self._flush_time = time.monotonic()
+        with self._writing():
+            os.makedirs(self.store, exist_ok=True)
+            self._client = MlflowClient(tracking_uri=Path(self.store).as_uri())
+            run = self._resumed(folder) if is_resumed else None
+            self.is_new = run is None
+            if run is None:
+                run = self._client.create_run(self._experiment(experiment), run_name=name)
+        self.run_id: str = run.info.run_id
+        remember(folder, "mlflow", {"store": self.store, "run_id": self.run_id})
+
+    def _experiment(self, name):
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            return self._client.create_experiment(name)
+        if experiment.lifecycle_stage != "active":
+            raise UserError(f"{self.store}: the experiment {name} is deleted: name another one")
+        return experiment.experiment_id
+
+    def _resumed(self, folder):
+        """Return the run that the run's folder names, set to running; None if it is not there."""
+        facts = identity(folder, "mlflow")
+        if facts.get("store") != self.store:
+            return None
+        try:
+            run = self._client.get_run(facts["run_id"])
+        except (self._error, KeyError):
+            return None
+        self._client.update_run(run.info.run_id, status="RUNNING")
+        for name in run.data.metrics:
+            points = self._client.get_metric_history(run.info.run_id, name)
+            self._steps[name] = max(point.step for point in points)
+        return run
+
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        """Record the options. MLflow allows no changes, so a resumed run keeps the first ones."""
+        if not self.is_new:
+            return
+        parameters = [
+            self._entities.Param(name, printable(str(value))[:MAX_TEXT])
+            for name, value in values.items()
+        ]
+        with self._writing():
+            for first in range(0, len(parameters), PARAMETERS):
+                part = parameters[first : first + PARAMETERS]
+                self._client.log_batch(self.run_id, params=part)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers of an iteration, except those that were recorded before a resume."""
+        milliseconds = int(time.time() * 1000)
+        for name, value in values.items():
+            if step > self._steps.get(name, -1):
+                self._metrics.append(self._entities.Metric(name, value, milliseconds, step))
+        if time.monotonic() - self._flush_time > FLUSH_SECONDS:
+            self.flush()
+
+    def picture(self, name: str, step: int, png: bytes) -> None:
+        """Record a picture as the artifact pictures/NAME.png."""
+        with self._writing(), tempfile.TemporaryDirectory(prefix="mpidl-") as folder:
+            path = os.path.join(folder, f"{name.replace('/', '-')}.png")
+            Path(path).write_bytes(png)
+            self._client.log_artifact(self.run_id, path, "pictures")
+
+    def file(self, path: str) -> None:
+        """Record a copy of a file as an artifact."""
+        with self._writing():
+            self._client.log_artifact(self.run_id, path)
+
+    def flush(self) -> None:
+        """Write all metrics."""
+        metrics, self._metrics = self._metrics, []
+        with self._writing():
+            for first in range(0, len(metrics), METRICS):
+                self._client.log_batch(self.run_id, metrics=metrics[first : first + METRICS])
+        self._flush_time = time.monotonic()
+
+    def close(self, state: str = FINISHED) -> None:
+        """Write all metrics, and end the run with MLflow's status."""
+        self.flush()
+        with self._writing():
+            self._client.set_terminated(self.run_id, STATES[state])
+
+    def _writing(self):
+        return writing(self.store, self._error)

@@ -1,0 +1,193 @@
+"""Show a run in a notebook while it trains: rank 0 records it, the notebook's process draws it.
+
+`dl.launch` calls `record_in` on rank 0. Each training then writes a file of JSON lines to the
+folder of the launch, which the launching process reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from mpidl.report import chart, plots, rows
+from mpidl.report.metrics import number
+
+FLUSH_SECONDS = 0.3  # longest time that rank 0 holds back a record
+DRAW_SECONDS = 0.5  # shortest time between two drawings
+PREFIX = "live-"  # of the files; a number follows
+
+_folder: str | None = None
+
+
+def record_in(folder: str) -> None:
+    """Have each following training of this process write its progress to a folder."""
+    global _folder
+    _folder = folder
+
+
+def recorder() -> Recorder | None:
+    """Return the recorder of a new training, or None if `record_in` has not been called."""
+    if _folder is None:
+        return None
+    count = sum(name.startswith(PREFIX) for name in os.listdir(_folder))
+    return Recorder(os.path.join(_folder, f"{PREFIX}{count + 1:06}"))
+
+
+class Recorder:
+    """Writes the progress of a training to a file of JSON lines."""
+
+    def __init__(self, path: str) -> None:
+        self.file, self.flush_time = open(path, "w"), 0.0
+
+    def write(self, kind: str, **values: float | str | None) -> None:
+        """Append a record. Numbers that are not finite are written as null."""
+        record: dict[str, float | str | None] = {"kind": kind}
+        record |= {k: v if isinstance(v, str) else number(v) for k, v in values.items()}
+        self.file.write(json.dumps(record) + "\n")
+        if kind != "iteration" or time.monotonic() - self.flush_time >= FLUSH_SECONDS:
+            self.file.flush()
+            self.flush_time = time.monotonic()
+
+
+class Run:
+    """The progress of one training, as read from its file."""
+
+    def __init__(self, path: str) -> None:
+        self.file, self.partial = open(path), ""
+        self.start_time, self.end_time = time.monotonic(), 0.0
+        self.epochs = self.iterations = self.first = 0.0
+        self.last: dict[str, Any] = {}  # the last iteration
+        self.points: dict[str, list[tuple[float, float]]] = {}  # {series: [(iteration, value)]}
+        self.validation: dict[str, Any] = {}
+        self.epoch_start = 0.0
+        self.state = "starting"
+
+    def read(self) -> None:
+        """Read the new records."""
+        text = self.partial + self.file.read()
+        *lines, self.partial = text.split("\n")
+        for line in lines:
+            self._add(json.loads(line))
+
+    def _add(self, record):
+        kind = record["kind"]
+        if kind == "start":
+            self.epochs, self.iterations = record["epochs"], record["iterations"]
+            self.first = self.epoch_start = record["iteration"]
+        elif kind == "state":
+            self.state = record["state"]
+            if self.state not in ("training", "finishing"):
+                self.end()
+        else:
+            if kind == "iteration":
+                self.last, self.state = record, "training"
+            elif kind == "validation":
+                self.validation = record
+            x = record["iteration"]
+            if kind == "epoch":  # its mean is drawn at the middle of its iterations
+                x, self.epoch_start = (self.epoch_start + x) / 2, x
+            for name in ("loss", "accuracy"):
+                if record[name] is not None:
+                    self.points.setdefault(f"{kind} {name}", []).append((x, record[name]))
+
+    def end(self) -> None:
+        """Stop the clock, and read no more."""
+        if not self.end_time:
+            self.end_time = time.monotonic()
+            self.file.close()
+
+    def facts(self) -> list[str]:
+        """Return texts about the progress, such as "epoch 3 of 20"."""
+        elapsed = (self.end_time or time.monotonic()) - self.start_time
+        texts, last = [], self.last
+        if last:
+            texts.append(f"epoch {last['epoch']:.0f} of {self.epochs:.0f}")
+            texts.append(f"iteration {last['iteration']:.0f} of {self.iterations:.0f}")
+            for source, prefix in ((last, ""), (self.validation, "validation ")):
+                texts += [
+                    f"{prefix}{name} {rows.decimal(source[name])}"
+                    for name in ("loss", "accuracy")
+                    if source.get(name) is not None
+                ]
+            texts.append(f"learning rate {last['learning_rate']:g}")
+            if last["images_per_second"] is not None:
+                texts.append(f"{last['images_per_second']:.0f} images/s")
+        texts.append(f"{rows.clock(elapsed)} elapsed")
+        iterations = last["iteration"] - self.first if last else 0
+        if iterations and not self.end_time and self.state == "training":
+            remaining = elapsed / iterations * (self.iterations - last["iteration"])
+            texts.append(rows.time_left(remaining))
+        else:
+            texts.append(self.state)
+        return texts
+
+    def html(self) -> str:
+        """Return the curves of loss and accuracy, and a line of numbers above them."""
+        x_end = self.last["iteration"] if self.last else 1.0
+        if not self.end_time:
+            x_end = min(1.25 * x_end, self.iterations)  # room for what follows
+        charts = [
+            chart.chart(name, self._lines(name), x_end, y_end)
+            for name, y_end in (("loss", None), ("accuracy", 1.0))
+            if f"iteration {name}" in self.points
+        ]
+        style = "font-family:sans-serif;font-size:13px;margin:4px 0"
+        return f'<div><div style="{style}">{" · ".join(self.facts())}</div>{"".join(charts)}</div>'
+
+    def _lines(self, name):
+        return [
+            chart.Line("mini-batch", plots.FAINT, self.points.get(f"iteration {name}", []), 0.8),
+            chart.Line("epoch", plots.TRAINING, self.points.get(f"epoch {name}", []), 1.8, True),
+            chart.Line(
+                *("validation", plots.VALIDATION, self.points.get(f"validation {name}", [])),
+                *(1.8, True),
+            ),
+        ]
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/html": self.html(), "text/plain": ", ".join(self.facts())}
+
+
+class LiveDisplay:
+    """Displays of the trainings of a launch in the output of a notebook's cell.
+
+    Parameters
+    ----------
+    folder : str
+        Folder that rank 0 passes to `record_in`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.draw_time = folder, 0.0
+        self.runs: dict[str, tuple[Run, Any]] = {}  # {file: (run, its IPython display)}
+
+    def update(self, is_last: bool = False) -> None:
+        """Draw what is new, at most once per `DRAW_SECONDS` unless it is the last call."""
+        now = time.monotonic()
+        if not is_last and now - self.draw_time < DRAW_SECONDS:
+            return
+        from IPython.display import display
+
+        self.draw_time = now
+        for name in sorted(os.listdir(self.folder)):
+            if name.startswith(PREFIX) and name not in self.runs:
+                run = Run(os.path.join(self.folder, name))
+                run.read()
+                self.runs[name] = run, display(run, display_id=True)
+        for run, handle in self.runs.values():
+            if not run.end_time:
+                run.read()
+                if is_last and not run.end_time:  # the ranks ended without the record of an end
+                    run.state = "ended"
+                    run.end()
+                handle.update(run)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(shell, "kernel")

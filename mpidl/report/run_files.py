@@ -1,0 +1,194 @@
+"""Read what the folder of a run holds, of a finished run or of one that is being written."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.files import read_toml, unreadable
+from mpidl.report.history import FILE, History, read_records
+
+OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
+TIMES = ("input", "compute", "wait", "sum")  # of a record "ranks", in seconds per rank
+
+
+@dataclass(frozen=True, eq=False)
+class ConfusionTable:
+    """The confusion matrix of the test set: counts (K, K) by true and by predicted class."""
+
+    classes: list[str]
+    counts: np.ndarray
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the labels that were predicted correctly; 0 if there are no labels."""
+        return float(self.counts.trace() / max(self.counts.sum(), 1))
+
+
+@dataclass(frozen=True, eq=False)
+class RunFiles:
+    """The content of a run's folder.
+
+    Attributes
+    ----------
+    folder : str
+        The folder.
+    history : History
+        The records of metrics.jsonl.
+    options, sources, versions : dict
+        Options and inputs of the run, where each value comes from, and versions of the software;
+        empty if the folder has no options.toml, as that of `dl.train`.
+    summary : dict
+        The results; empty if the run has not finished.
+    confusion : ConfusionTable or None
+        The confusion matrix of the test set.
+    ranks : list of dict
+        A dict per rank with its device, its memory in bytes, its seconds per phase of the run and
+        the seconds that they cover; empty if the run did not measure them.
+    written : float
+        When metrics.jsonl was last written, in seconds since 1970.
+    """
+
+    folder: str
+    history: History
+    options: dict[str, Any]
+    sources: dict[str, str]
+    versions: dict[str, str]
+    summary: dict[str, Any]
+    confusion: ConfusionTable | None
+    ranks: list[dict[str, Any]]
+    written: float
+
+    @property
+    def state(self) -> str:
+        """State of the run: "in training" for a minute after a record, unless it has finished."""
+        if self.summary:
+            stopped = self.summary.get("stopped")
+            return f"finished early: {stopped}" if stopped else "finished"
+        age = time.time() - self.written
+        return "in training" if age < 60 else "not finished"
+
+
+def read(folder: str) -> RunFiles:
+    """Read the folder of a run.
+
+    Raises
+    ------
+    UserError
+        If it holds no run, or if a file cannot be read or is damaged. An incomplete last line of
+        metrics.jsonl is left out.
+    """
+    records = read_records(folder)
+    history = History.from_records(records)
+    summary = _read_summary(os.path.join(folder, SUMMARY))
+    confusion = _read_confusion(os.path.join(folder, CONFUSION))
+    last_iteration = max(history.iteration.iteration, default=0)
+    if _whole_number(summary.get("iterations"), last_iteration) < last_iteration:
+        summary, confusion = {}, None  # results from before the run was resumed
+    tables = _read_options(os.path.join(folder, OPTIONS))
+    return RunFiles(
+        folder=folder,
+        history=history,
+        options={**tables.get("options", {}), **tables.get("run", {})},
+        sources=tables.get("sources", {}),
+        versions=tables.get("versions", {}),
+        summary=summary,
+        confusion=confusion,
+        ranks=_sum_ranks([record for record in records if record.get("kind") == "ranks"]),
+        written=os.path.getmtime(os.path.join(folder, FILE)),
+    )
+
+
+def folders(paths: Sequence[str]) -> list[str]:
+    """Return the folders of runs; the folder of a sweep stands for those of its trials."""
+    runs: list[str] = []
+    for path in paths:
+        trials = glob.glob(os.path.join(glob.escape(path), "trial-*", FILE))
+        is_sweep = trials and not os.path.exists(os.path.join(path, FILE))
+        runs += sorted(map(os.path.dirname, trials)) if is_sweep else [path]
+    return runs
+
+
+def _whole_number(value, default):
+    return value if isinstance(value, int) else default
+
+
+def _read_options(path):
+    if not os.path.exists(path):
+        return {}
+    tables = read_toml(path, path)
+    return {name: table for name, table in tables.items() if isinstance(table, dict)}
+
+
+def _read_summary(path):
+    try:
+        with open(path, "rb") as file:
+            summary = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise UserError(f"{path}: expected JSON, found {error}") from error
+    if not isinstance(summary, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(summary).__name__}")
+    return summary
+
+
+def _read_confusion(path):
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{path}: expected a confusion matrix, found {error}") from error
+    classes = rows[0][1:-1] if rows else []
+    try:
+        if not classes:
+            raise ValueError
+        counts = [[int(cell) for cell in row[1:-1]] for row in rows[1:-1]]
+        table = np.array(counts, np.int64).reshape(len(classes), len(classes))
+    except (ValueError, OverflowError) as error:
+        raise UserError(
+            f"{path}: expected a row and a column of counts for each class, found other cells"
+        ) from error
+    return ConfusionTable(classes, table)
+
+
+def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the seconds of the ranks, as long as the run has the same devices as at its end."""
+    if not records or not isinstance(records[-1].get("device"), list):
+        return []
+    devices = records[-1]["device"]
+    ranks: list[dict[str, Any]] = [
+        {"device": str(device), "memory": None, "interval": 0.0, **dict.fromkeys(TIMES, 0.0)}
+        for device in devices
+    ]
+    for record in records:
+        lists = [record.get(name) for name in TIMES]
+        if record.get("device") != devices or not all(_is_row(row, len(ranks)) for row in lists):
+            continue
+        interval, memory = record.get("interval"), record.get("memory")
+        for i, rank in enumerate(ranks):
+            rank["interval"] += interval if isinstance(interval, int | float) else 0.0
+            rank["memory"] = memory[i] if _is_row(memory, len(ranks)) else rank["memory"]
+            for name, row in zip(TIMES, lists, strict=True):
+                rank[name] += row[i]
+    return ranks
+
+
+def _is_row(row, length):
+    is_list = isinstance(row, list) and len(row) == length
+    return is_list and all(isinstance(value, int | float) for value in row)

@@ -1,0 +1,337 @@
+"""Write a page about one run, or about several beside each other: curves, options, confusion."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidl.report import svg_charts
+from mpidl.report.elements import Content, element, page, table
+from mpidl.report.rows import clock
+from mpidl.report.run_files import TIMES, ConfusionTable, RunFiles
+
+MAX_CLASSES = 30  # with more classes, a page lists the most frequent confusions only
+MAX_PAIRS = 20
+# Name, whether larger is better (None: neither), and number of decimals.
+RESULTS: dict[str, tuple[bool | None, int | None]] = {
+    "accuracy": (True, 4),
+    "loss": (False, 4),
+    "validation_accuracy": (True, 4),
+    "validation_loss": (False, 4),
+    "images_per_second": (True, 0),
+}
+FACTS = ("epochs", "iterations", "ranks", "threads", "device")
+STYLE = """
+:root { color-scheme: light; --line: #d9dde3; --soft: #f4f6f8; --ink: #1c2430; --dim: #5c6773; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #fff; color: var(--ink); overflow-wrap: anywhere;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1060px; margin: 0 auto; padding: 20px 16px 48px; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 4px; }
+h2 { font-size: 1.15rem; margin: 34px 0 10px; }
+h3 { font-size: 1rem; margin: 18px 0 6px; }
+p { margin: 4px 0 10px; color: var(--dim); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top; }
+.numbers td { white-space: nowrap; }
+.numbers td, .numbers thead th { text-align: right; }
+.numbers td:nth-child(2), .numbers thead th:nth-child(-n+2) { text-align: left; }
+thead th { color: var(--dim); font-weight: 600; }
+tbody th { font-weight: 600; white-space: nowrap; }
+td.best { font-weight: 700; }
+tr.differs th, tr.differs td { background: #fff3cd; }
+.options td, .options th { padding-left: 8px; }
+.confusion td { text-align: right; padding: 3px 8px; border: 1px solid #fff; min-width: 34px; }
+.confusion th { padding: 3px 8px; border-bottom: 0; white-space: nowrap; }
+.confusion thead th { text-align: right; }
+.confusion th { max-width: 130px; overflow: hidden; text-overflow: ellipsis; }
+.dark { color: #fff; }
+.hash { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; word-break: break-all; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
+  gap: 22px 28px; }
+figure { margin: 0; break-inside: avoid; }
+figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--dim); }
+figcaption b { color: var(--ink); font-size: 14px; }
+figcaption i { display: inline-block; width: 20px; border-top: 2.5px solid; margin: 0 6px 4px 0; }
+figcaption i.dashed { border-top-style: dashed; }
+figcaption i.faint { border-top-width: 1.5px; opacity: 0.45; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font-size: 13px; fill: var(--dim); }
+.grid { stroke: var(--line); }
+polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
+polyline.dashed { stroke-dasharray: 6 4; }
+polyline.faint { stroke-width: 1; opacity: 0.4; }
+details summary { cursor: pointer; color: var(--dim); margin: 8px 0; }
+@media print { main { max-width: none; padding: 0; } h2 { break-after: avoid; }
+  table, figure { break-inside: avoid; } .wide { overflow: visible; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+"""
+
+
+def render(runs: Sequence[RunFiles]) -> bytes:
+    """Return an HTML page about runs, which needs no other file and no script."""
+    names = names_of(runs)
+    is_single = len(runs) == 1
+    title = f"Run {names[0]}" if is_single else f"{len(runs)} runs"
+    return page(
+        title,
+        STYLE,
+        element("h1", title),
+        element("p", _subtitle(runs)),
+        *_section("Results", _results(runs, names)),
+        *_section("Curves", _curves(runs, names)),
+        *_section("Options", *_options(runs, names)),
+        *_section("Confusion on the test set", *_confusions(runs, names)),
+        *_section("Ranks and devices", *_devices(runs, names)),
+        *_section("Versions", _versions(runs, names)),
+    )
+
+
+def names_of(runs: Sequence[RunFiles]) -> list[str]:
+    """Return a name per run: the last parts of its path by which it differs from the others."""
+    parts = [run.folder.rstrip("/").split("/") for run in runs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{run.folder} ({i + 1})" for i, run in enumerate(runs)]
+
+
+def result_rows(
+    runs: Sequence[RunFiles], names: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the heading and the rows of a table with the results of each run."""
+    columns = [
+        name for name in (*RESULTS, *FACTS) if any(_result(run, name) is not None for run in runs)
+    ]
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        cells = [_text(_result(run, column), column) for column in columns]
+        rows.append([name, run.state, *cells, _text(_seconds(run), "seconds")])
+    head = ["run", "state", *(column.replace("_", " ") for column in columns), "training time"]
+    return head, rows
+
+
+def _section(title, *contents: Content):
+    contents = tuple(content for content in contents if content is not None)
+    return [element("h2", title), *contents] if contents else []
+
+
+def _subtitle(runs):
+    written = [time.strftime("%Y-%m-%d %H:%M", time.localtime(run.written)) for run in runs]
+    folders = runs[0].folder if len(runs) == 1 else ", ".join(run.folder for run in runs)
+    return f"{folders}. Last record: {max(written)}."
+
+
+def _results(runs, names):
+    head, rows = result_rows(runs, names)
+    cells: list[list[Content]] = [list(row) for row in rows]
+    for column, (larger_is_better, _) in RESULTS.items():
+        values = [_result(run, column) for run in runs]
+        numbers = [value for value in values if value is not None]
+        if len(numbers) < 2 or len(set(numbers)) < 2:
+            continue
+        best = max(numbers) if larger_is_better else min(numbers)
+        place = head.index(column.replace("_", " "))
+        for row, value in zip(cells, values, strict=True):
+            if value == best:
+                row[place] = element("td", row[place], class_="best")
+    hashes = [str(run.summary.get("weights_sha256", "")) for run in runs]
+    if any(hashes):
+        head = [*head, "weights_sha256"]
+        for row, text in zip(cells, hashes, strict=True):
+            short = text if len(runs) == 1 else text[:12]
+            row.append(element("td", short, class_="hash", title=text))
+    if len(runs) == 1:
+        pairs = zip(head, cells[0], strict=True)
+        return table(["", ""], [pair for pair in pairs if pair[1] != ""][1:], "options")
+    return table(head, cells)
+
+
+def _result(run: RunFiles, name: str) -> Any:
+    """Return a result of the summary; for a run without one, what the history has instead."""
+    if run.summary:
+        value = run.summary.get(name)
+        return value if isinstance(value, int | float | str) else None
+    validation, epochs = run.history.validation, run.history.epoch
+    latest = {
+        "validation_accuracy": _last(validation.accuracy),
+        "validation_loss": _last(validation.loss),
+        "images_per_second": _last(epochs.images_per_second),
+        "epochs": len(epochs) or None,
+        "iterations": _last(run.history.iteration.iteration),
+        "ranks": len(run.ranks) or None,
+    }
+    return latest.get(name)
+
+
+def _last(column):
+    return column[-1].item() if len(column) and np.isfinite(column[-1]) else None
+
+
+def _seconds(run):
+    return run.summary.get("train_seconds") or _last(run.history.iteration.seconds)
+
+
+def _text(value, name):
+    if value is None:
+        return ""
+    if name == "seconds":
+        return clock(value)
+    decimals = RESULTS.get(name, (None, None))[1]
+    is_number = isinstance(value, int | float) and decimals is not None
+    return f"{value:.{decimals}f}" if is_number else str(value)
+
+
+def _curves(runs, names):
+    colours = [svg_charts.COLOURS[i % len(svg_charts.COLOURS)] for i in range(len(runs))]
+    charts = []
+    for field, title, log in (("loss", "Loss", True), ("accuracy", "Accuracy", False)):
+        lines = []
+        for run, name, colour in zip(runs, names, colours, strict=True):
+            lines += _lines(run, field, "" if len(runs) == 1 else f"{name} ", colour)
+        unit = "%" if field == "accuracy" else ""
+        charts.append(svg_charts.chart(title, lines, log=log, unit=unit))
+    for field, title in (("learning_rate", "Learning rate"), ("images_per_second", "Images/s")):
+        kind = "iteration" if field == "learning_rate" else "epoch"
+        lines = [
+            svg_charts.Line(
+                "" if len(runs) == 1 else name,
+                getattr(run.history, kind).iteration,
+                getattr(getattr(run.history, kind), field),
+                colour,
+            )
+            for run, name, colour in zip(runs, names, colours, strict=True)
+        ]
+        charts.append(svg_charts.chart(title, lines))
+    return element("div", *charts, class_="charts")
+
+
+def _lines(run, field, prefix, colour):
+    """Return the lines of a run: its mini-batches if it is alone, its epochs, its validations."""
+    history, factor = run.history, 100 if field == "accuracy" else 1
+    single = not prefix
+    lines = []
+    for kind, title, style in (
+        ("iteration", "mini-batches", "faint"),
+        ("epoch", "training, mean of epoch", "line"),
+        ("validation", "validation", "dashed"),
+    ):
+        series = getattr(history, kind)
+        hidden = kind == "iteration" and not single and len(history.epoch)
+        if len(series) and not hidden:
+            name = title if single else f"{prefix}{title.split(',')[0]}"
+            shade = svg_charts.COLOURS[1] if single and kind == "validation" else colour
+            values = getattr(series, field) * factor
+            lines.append(svg_charts.Line(name, series.iteration, values, shade, style))
+    return lines
+
+
+def _options(runs, names):
+    """Return the table of the options that differ, or are not defaults, and of the others."""
+    if not any(run.options for run in runs):
+        return []
+    everything = list(dict.fromkeys(name for run in runs for name in run.options))
+    is_single = len(runs) == 1
+    if is_single:
+        first = [name for name in everything if runs[0].sources.get(name) != "default"]
+    else:
+        first = [
+            name for name in everything if len({_option(run.options, name) for run in runs}) > 1
+        ]
+    rest = [name for name in everything if name not in first]
+    head = ["option", *(["value", "from"] if is_single else names)]
+    text = "No option differs from its default." if is_single else "The options are the same."
+    top: Content = element("p", text)
+    if first:
+        top = table(head, [_option_row(runs, name) for name in first], "options")
+        for row in top.iter("tr") if not is_single else ():
+            if row[0].tag == "th" and row[0].text in first:
+                row.set("class", "differs")
+    folded = "Options with their defaults" if is_single else "Options that are the same"
+    folded_rows = [element("summary", f"{folded} ({len(rest)})")]
+    folded_rows.append(table(head, [_option_row(runs, name) for name in rest], "options"))
+    return [top, element("details", *folded_rows) if rest else None]
+
+
+def _option_row(runs, name):
+    cells = [name, *(_option(run.options, name) for run in runs)]
+    return [*cells, runs[0].sources.get(name, "")] if len(runs) == 1 else cells
+
+
+def _option(options: Mapping[str, Any], name: str) -> str:
+    return "" if name not in options else str(options[name])
+
+
+def _confusions(runs, names):
+    contents: list[Content] = []
+    for run, name in zip(runs, names, strict=True):
+        if run.confusion is not None:
+            contents.append(element("h3", name) if len(runs) > 1 else None)
+            contents += _confusion(run.confusion)
+    return contents
+
+
+def _confusion(confusion: ConfusionTable) -> list[Content]:
+    counts, classes = confusion.counts, confusion.classes
+    labels = int(counts.sum())
+    text = f"Accuracy {confusion.accuracy:.4f} of {labels} labels."
+    if len(classes) > MAX_CLASSES:
+        errors = counts * (1 - np.eye(len(classes), dtype=np.int64))
+        order = np.argsort(-errors, axis=None, kind="stable")[:MAX_PAIRS]
+        cells = [np.unravel_index(i, errors.shape) for i in order]
+        rows = [[classes[i], classes[j], str(errors[i, j])] for i, j in cells if errors[i, j]]
+        text += f" The most frequent confusions of {len(classes)} classes:"
+        return [element("p", text), table(["true class", "predicted class", "labels"], rows)]
+    shades = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    rows = [
+        [name, *(_shaded(n, shade) for n, shade in zip(row, shade_row, strict=True))]
+        for name, row, shade_row in zip(classes, counts, shades, strict=True)
+    ]
+    text += " A row per true class, a column per predicted class."
+    heads = [element("th", name, title=name) for name in classes]
+    return [element("p", text), table(["", *heads], rows, "confusion")]
+
+
+def _shaded(count, shade):
+    style = f"background: rgba(0, 90, 160, {shade:.3f})"
+    return element("td", str(count), style=style, class_="dark" if shade > 0.5 else "light")
+
+
+def _devices(runs, names):
+    contents: list[Content] = []
+    for run, name in zip(runs, names, strict=True):
+        if not run.ranks and not run.summary:
+            continue
+        contents.append(element("h3", name) if len(runs) > 1 else None)
+        if run.ranks:
+            contents.append(_rank_table(run.ranks))
+        else:
+            facts = {key: run.summary.get(key) for key in ("ranks", "threads", "device")}
+            ranks, threads, device = ("" if v is None else str(v) for v in facts.values())
+            row = [ranks, device, threads]
+            contents.append(table(["ranks", "device", "threads per rank"], [row], "options"))
+    return contents
+
+
+def _rank_table(ranks):
+    """Return the table of the ranks: their device, memory, and shares of the time."""
+    rows = []
+    for i, rank in enumerate(ranks):
+        shares = [rank[name] / max(rank["interval"], 1e-9) for name in TIMES]
+        memory = "" if rank["memory"] is None else f"{rank['memory'] / 2**20:.0f} MiB"
+        shares.append(max(0.0, 1 - sum(shares)))
+        rows.append([str(i), rank["device"], memory, *(f"{share:.1%}" for share in shares)])
+    return table(["rank", "device", "memory", *TIMES, "other"], rows)
+
+
+def _versions(runs, names):
+    packages = list(dict.fromkeys(name for run in runs for name in run.versions))
+    rows = [[name, *(str(run.versions.get(name, "")) for run in runs)] for name in packages]
+    head = ["", *(["version"] if len(runs) == 1 else names)]
+    return table(head, rows, "options") if rows else None

@@ -1,0 +1,66 @@
+"""Read and write status.json, which says how long a run is, and whether and why it ended."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+
+from mpidl.files import write_whole
+
+NAME = "status.json"
+RUNNING, FINISHED = "running", "finished"
+
+
+@dataclass
+class Status:
+    """The content of status.json.
+
+    Attributes
+    ----------
+    state : {"running", "finished"}
+        A run that was killed stays "running".
+    stopped : str or None
+        The reason for an early end, as in `Result`.
+    ranks : int
+        Number of ranks.
+    host : str
+        Host of rank 0.
+    epochs : int
+        Number of epochs of the whole run.
+    iterations_per_epoch : int
+        Number of mini-batches per epoch.
+    iterations : int
+        Number of iterations of the whole run, unless it ends early.
+    """
+
+    state: str = RUNNING
+    stopped: str | None = None
+    ranks: int = 0
+    host: str = ""
+    epochs: int = 0
+    iterations_per_epoch: int = 0
+    iterations: int = 0
+
+
+TYPES = {
+    f.name: (str, type(None)) if f.name == "stopped" else type(f.default) for f in fields(Status)
+}
+
+
+def write(folder: str | os.PathLike[str], status: Status) -> None:
+    """Write status.json; raise UserError if it cannot be written."""
+    content = json.dumps(asdict(status), indent=1) + "\n"
+    write_whole(os.path.join(folder, NAME), content.encode())
+
+
+def parse(content: bytes | None) -> Status | None:
+    """Return the status in the content of a file; None if it holds no status."""
+    try:
+        values = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    values = {name: values[name] for name in TYPES if name in values}
+    if not all(isinstance(values[name], TYPES[name]) for name in values):
+        return None
+    return Status(**values)

@@ -1,0 +1,66 @@
+"""Stop a run by a file: `stop` in the run's folder, which contains "now" or "epoch"."""
+
+import contextlib
+import os
+import secrets
+
+NAME = "stop"
+NOW, EPOCH = "now", "epoch"  # stop after the current mini-batch, or after the current epoch
+REASON = "stop file"  # the reason that `Result.stopped` and the command's last line name
+SECONDS = 0.5  # shortest time between two looks of a run for the file
+MAX_BYTES = 64
+
+
+def read(folder: str | os.PathLike[str]) -> str | None:
+    """Return the request in a run's folder: `NOW`, `EPOCH`, or None if there is none.
+
+    A file with another content, such as an empty one, requests nothing. Symbolic links are not
+    followed.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(os.path.join(folder, NAME), flags)
+    except OSError:
+        return None
+    try:
+        text = os.read(descriptor, MAX_BYTES).decode("ascii", "replace").strip()
+    except OSError:  # a folder
+        return None
+    finally:
+        os.close(descriptor)
+    return text if text in (NOW, EPOCH) else None
+
+
+def request(folder: str | os.PathLike[str], moment: str) -> None:
+    """Request the stop of the run in a folder. A run never sees an incomplete request.
+
+    Parameters
+    ----------
+    folder : path
+        The folder of the run.
+    moment : {"now", "epoch"}
+        When to stop: after the current mini-batch, or after the current epoch.
+
+    Raises
+    ------
+    OSError
+        If the folder does not exist or cannot be written to.
+    """
+    if moment not in (NOW, EPOCH):
+        raise ValueError(f"moment must be {NOW} or {EPOCH}, found {moment}")
+    part = os.path.join(folder, f".{NAME}.{secrets.token_hex(4)}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(descriptor, f"{moment}\n".encode())
+        os.close(descriptor)
+        os.replace(part, os.path.join(folder, NAME))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def remove(folder: str | os.PathLike[str]) -> None:
+    """Remove the request of a run's folder, if there is one."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(folder, NAME))

@@ -1,0 +1,99 @@
+"""Write a run for TensorBoard: event files with scalars, pictures, histograms and options."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mpidl.report.tracking import FINISHED, Histogram, Tracker, writing
+from mpidl.text import printable
+
+FLUSH_SECONDS = 5.0  # shortest time between two flushes, because a flush waits for the disk
+
+
+class EventFile(Tracker):
+    """An event file of a run.
+
+    Parameters
+    ----------
+    folder : str
+        Folder for event files, which TensorBoard reads together.
+    step : int
+        Iteration from which the run resumes; 0 for a new run. TensorBoard leaves out what older
+        files in the folder hold of later iterations.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written.
+    """
+
+    def __init__(self, folder: str, step: int = 0):
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self.folder, self.step, self.flush_time = folder, step, -math.inf
+        self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
+        self._histogram = summary.histogram_raw
+        with writing(folder):
+            os.makedirs(folder, exist_ok=True)
+            # A run may resume within the same second, and TensorBoard sorts the files by name.
+            self._writer = EventsWriter(os.path.join(folder, "events"), f".{step:012}")
+        if step:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step + 1, session_log=start)
+        self.flush()
+
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        """Write the options as a table, which TensorBoard shows under Text."""
+        rows = (f"| {name} | {_cell(value)} |" for name, value in values.items())
+        table = "\n".join(["| option | value |", "|---|---|", *rows])
+        self._write(self.step, summary=self._text("options", table))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write numbers of an iteration as one event."""
+        numbers = [self._summary.Value(tag=name, simple_value=v) for name, v in values.items()]
+        self._write(step, summary=self._summary(value=numbers))
+        self.flush()
+
+    def picture(self, name: str, step: int, png: bytes) -> None:
+        """Write a picture."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(png)) as image:
+            size = {"width": image.width, "height": image.height}
+        picture = self._summary.Image(**size, colorspace=3, encoded_image_string=png)
+        value = self._summary.Value(tag=name, image=picture)
+        self._write(step, summary=self._summary(value=[value]))
+
+    def histogram(self, name: str, step: int, values: Histogram) -> None:
+        """Write a histogram."""
+        edges = values.edges.tolist()
+        numbers = edges[0], edges[-1], int(values.counts.sum()), values.total, values.squares
+        summary = self._histogram(name, *numbers, edges[1:], values.counts.tolist())
+        self._write(step, summary=summary)
+
+    def flush(self) -> None:
+        """Write all events to the disk, at most once per FLUSH_SECONDS."""
+        if time.monotonic() - self.flush_time > FLUSH_SECONDS:
+            with writing(self.folder):
+                self._writer.flush()
+            self.flush_time = time.monotonic()
+
+    def close(self, state: str = FINISHED) -> None:
+        """Write all events and close the file."""
+        with writing(self.folder):
+            self._writer.close()
+
+    def _write(self, step, **content):
+        with writing(self.folder):
+            self._writer.write_event(self._event(wall_time=time.time(), step=step, **content))
+
+
+def _cell(value):
+    return printable("none" if value is None else str(value)).replace("|", "\\|")

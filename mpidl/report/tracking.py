@@ -1,0 +1,144 @@
+"""What the trackers share: they pass a run's numbers to another library's files.
+
+`tensorboard_files`, `mlflow_store` and `wandb_run` have a tracker each. Only rank 0 uses them, and
+each imports its library when it is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.files import reason, write_whole
+
+GROUPS = {"iteration": "train", "epoch": "epoch", "validation": "validation"}
+NUMBERS = ("loss", "accuracy", "learning_rate", "images_per_second")
+BUCKETS = 64  # of a histogram
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # states of a run that ends
+IDENTITIES = "tracking.json"  # the file that a resumed run reads to continue the same records
+
+
+class Histogram(NamedTuple):
+    """How often the values of an array lie in buckets of equal width.
+
+    Attributes
+    ----------
+    counts : ndarray of int, shape (64,)
+        Number of values per bucket.
+    edges : ndarray of float64, shape (65,)
+        Bounds of the buckets, from the smallest to the largest value.
+    total, squares : float
+        Sum of the values, and of their squares.
+    """
+
+    counts: np.ndarray
+    edges: np.ndarray
+    total: float
+    squares: float
+
+
+def histogram(values: np.ndarray) -> Histogram:
+    """Count the values of an array, of any shape, in 64 buckets. Values not finite are left out."""
+    flat = np.asarray(values, np.float32).ravel()
+    low, high = (float(flat.min()), float(flat.max())) if flat.size else (0.0, 0.0)
+    if not np.isfinite(high - low):
+        flat = flat[np.isfinite(flat)]
+        low, high = (float(flat.min()), float(flat.max())) if flat.size else (0.0, 0.0)
+    width = (high - low) / BUCKETS
+    with np.errstate(over="ignore"):
+        # np.histogram takes ten times as long, which is noticeable for a small network
+        places = (flat - np.float32(low)) * np.float32(1 / width if width > 1e-30 else 0)
+        counts = np.bincount(np.minimum(places, BUCKETS - 1).astype(np.intp), minlength=BUCKETS)
+        squares = float(np.dot(flat, flat))
+    edges = np.linspace(low, high, BUCKETS + 1)
+    return Histogram(counts, edges, float(flat.sum(dtype=np.float64)), squares)
+
+
+class Tracker:
+    """Base of the trackers. A tracker without histograms or pictures ignores them.
+
+    All methods may raise UserError if a file cannot be written.
+    """
+
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        """Record the options of the run."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers of an iteration, such as {"train/loss": 0.5}."""
+
+    def picture(self, name: str, step: int, png: bytes) -> None:
+        """Record a picture."""
+
+    def histogram(self, name: str, step: int, values: Histogram) -> None:
+        """Record the distribution of an array's values."""
+
+    def file(self, path: str) -> None:
+        """Record a file of the run."""
+
+    def flush(self) -> None:
+        """Write the records so far; the hook calls this method after each epoch."""
+
+    def close(self, state: str = FINISHED) -> None:
+        """Write all records, and end the run in the state `FINISHED`, `STOPPED` or `FAILED`."""
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record under their names, such as {"train/loss": 0.5}."""
+    group = GROUPS.get(record["kind"])
+    values = {} if group is None else {f"{group}/{name}": record.get(name) for name in NUMBERS}
+    if group == "validation":
+        del values["validation/learning_rate"]
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def need(package: str, subject: str, extra: str) -> None:
+    """Raise UserError if a package is not installed; the message begins with `subject`."""
+    try:
+        is_installed = importlib.util.find_spec(package) is not None
+    except ValueError:  # a module without a specification, such as one that a test replaces
+        is_installed = True
+    if not is_installed:
+        raise UserError(
+            f"{subject}: requires {package}, which is not installed (pip install '.[{extra}]')"
+        )
+
+
+@contextlib.contextmanager
+def writing(place: str, *errors: type[Exception]) -> Iterator[None]:
+    """Convert OSError and the library's `errors` to a UserError that names the place."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, *errors)):
+            raise
+        text = " ".join(reason(error).split())[:300]
+        raise UserError(f"{place}: cannot be written: {text}") from error
+
+
+def identity(folder: str | None, tracker: str) -> dict[str, Any]:
+    """Return what `remember` stored for a tracker in the folder of a run, or {}."""
+    return _identities(folder).get(tracker, {})
+
+
+def remember(folder: str | None, tracker: str, facts: Mapping[str, Any]) -> None:
+    """Store facts by which a resumed run finds its records, if the run has a folder."""
+    if folder is not None:
+        table = _identities(folder) | {tracker: dict(facts)}
+        content = f"{json.dumps(table, indent=1)}\n".encode()
+        write_whole(os.path.join(folder, IDENTITIES), content)
+
+
+def _identities(folder):
+    try:
+        with open(os.path.join(folder or "", IDENTITIES), "rb") as file:
+            table = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}

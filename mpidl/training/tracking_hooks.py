@@ -1,0 +1,409 @@
+"""Hooks that record a run for TensorBoard, MLflow, and Weights & Biases.
+
+They pass on each record of metrics.jsonl, the options, a gallery of the augmented images,
+histograms of the learnables and their gradients after each epoch, and the confusion matrix at the
+end. All ranks call the hooks, and only rank 0 imports the libraries and writes. An error of rank 0
+ends the run on all ranks at the next epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.comm import World
+from mpidl.data import gallery
+from mpidl.errors import UserError
+from mpidl.evaluation.evaluate import Evaluation, evaluate
+from mpidl.files import call_together
+from mpidl.report import confusion, tracking
+from mpidl.report.tracking import Tracker
+from mpidl.training import input_pipeline
+from mpidl.training.files.run_folder import CONFUSION, TENSORBOARD
+from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.progress import EpochSummary
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
+
+# Files of a run that trackers copy at its end.
+FILES = ("options.toml", "summary.json", CONFUSION, "progress.png", "model.h5")
+
+
+class TrackingHook:
+    """Base of the hooks that pass a run to a tracker.
+
+    Attributes
+    ----------
+    ends_with_training : bool
+        Whether the record ends with the training. If false, the caller calls `conclude`, as the
+        command does after the test.
+    """
+
+    def __init__(self) -> None:
+        self.ends_with_training = True
+        self._tracker: Tracker | None = None  # on rank 0, while the run is in progress
+        self._error: UserError | None = None  # of rank 0, until the ranks meet
+        self._trainer: Trainer | None = None
+        self._step = 0
+
+    def open(self, trainer: Trainer) -> Tracker:
+        """Open the tracker, on rank 0.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The run to record.
+
+        Returns
+        -------
+        Tracker
+            The object that receives the records.
+        """
+        raise TypeError(f"{type(self).__name__} defines no tracker")
+
+    def start(self, trainer: Trainer) -> None:
+        """Open the tracker and record the options and the gallery. Collective.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The run to record.
+        """
+        self._error = None
+        call_together(
+            trainer.world, lambda: self._start(trainer) if not trainer.world.rank else None
+        )
+
+    def _start(self, trainer):
+        position = trainer.position.iteration
+        self._trainer, self._step, self._tracker = trainer, position, self.open(trainer)
+        trainer.writer.listeners.append(self._record)
+        trainer.step.observe_gradients(self._gradients)
+        self._tracker.parameters(_parameters(trainer))
+        if not position:
+            self._draw_gallery(trainer)
+
+    def _draw_gallery(self, trainer):
+        store = trainer.datastore.parent
+        if store.image_shape[0] in (1, 3):  # others have no colours
+            augmenter = input_pipeline.augmenter_of(trainer.options)
+            png = gallery.gallery(store, augmenter, trainer.options.seed)
+            self._tracker.picture("gallery", 0, png)
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        """Record the histograms of an epoch, and raise the error of an earlier record. Collective.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The run.
+        summary : EpochSummary
+            The epoch.
+        """
+
+        def write():
+            if self._tracker is not None:
+                with self._deferred():
+                    self._histograms("weights", trainer.net.parameters, summary.iteration)
+                    self._tracker.flush()
+            self._raise()
+
+        call_together(trainer.world, write)
+
+    def end(self, trainer: Trainer) -> None:
+        """Record the end of the training. Collective.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The run.
+        """
+        validated = self._validation(trainer)
+        state = tracking.STOPPED if trainer.signals.agreed else tracking.FINISHED
+
+        def write():
+            if self._tracker is not None and validated is not None:
+                self._draw_confusion("validation", validated)
+            if self.ends_with_training:
+                self._close(trainer.writer.out, state)
+            self._raise()
+
+        call_together(trainer.world, write)
+
+    def conclude(
+        self,
+        world: World,
+        folder: str | None,
+        test: Evaluation | None = None,
+        state: str = tracking.FINISHED,
+    ) -> None:
+        """Record the results of the test and the files in the run's folder, and end the record.
+
+        Collective. Only a hook whose `ends_with_training` is false needs this call.
+
+        Parameters
+        ----------
+        world : World
+            The ranks of the run.
+        folder : path or None
+            The folder of the run.
+        test : Evaluation, optional
+            The evaluation on the test set.
+        state : {"finished", "stopped"}
+            Whether the run ended as planned or was stopped.
+        """
+
+        def write():
+            if self._tracker is not None and test is not None:
+                numbers = {"test/loss": test.loss, "test/accuracy": test.accuracy}
+                finite = {name: v for name, v in numbers.items() if v is not None}
+                self._tracker.scalars(self._step, finite)
+                self._draw_confusion("test", test)
+            self._close(folder, state)
+
+        call_together(world, write)
+
+    def abandon(self) -> None:
+        """End the record of a run that failed, on rank 0, without raising an error."""
+        with contextlib.suppress(Exception):  # the error of the run is the one to show
+            self._close(None, tracking.FAILED)
+
+    def _record(self, record):
+        """Pass on a record; `epoch` and `end` raise the error."""
+        self._step = record["iteration"]
+        with self._deferred():
+            self._tracker.scalars(self._step, tracking.scalars(record))
+
+    def _gradients(self, gradients: Mapping[str, np.ndarray]) -> None:
+        if self._tracker is not None and self._trainer is not None and self._trainer.at_epoch_end:
+            with self._deferred():
+                self._histograms("gradients", gradients, self._trainer.position.iteration)
+
+    def _histograms(self, group, arrays, step):
+        for name, values in arrays.items():
+            histogram = tracking.histogram(np.asarray(values))
+            self._tracker.histogram(f"{group}/{name}", step, histogram)
+
+    def _validation(self, trainer):
+        """Return the evaluation to draw as a confusion matrix, or None. Collective."""
+        store, loss = trainer.validation.store, trainer.options.loss
+        is_possible = store is not None and loss == "crossentropy" and not trainer.signals.agreed
+        can_draw = self._tracker is not None and _can_draw(len(trainer.net.classes))
+        if not is_possible or not trainer.world.broadcast(can_draw):
+            return None
+        options = {"world": trainer.world, "prefetch": trainer.options.prefetch}
+        return evaluate(trainer.net, store, confusion=True, loss=loss, **options)
+
+    def _draw_confusion(self, name, evaluation):
+        table = evaluation.confusion
+        if table is not None and _can_draw(len(table.classes)):
+            with contextlib.suppress(ImportError):  # a broken matplotlib is as good as none
+                png = confusion.draw(table.counts, table.classes, table.accuracy)
+                self._tracker.picture(f"confusion/{name}", self._step, png)
+
+    def _close(self, folder, state):
+        tracker, self._tracker, self._trainer = self._tracker, None, None
+        if tracker is None:
+            return
+        for name in FILES if folder is not None and state == tracking.FINISHED else ():
+            if os.path.isfile(path := os.path.join(folder, name)):
+                tracker.file(os.path.abspath(path))
+        tracker.close(state)
+
+    @contextlib.contextmanager
+    def _deferred(self):
+        """Keep the first error for `_raise`."""
+        try:
+            yield
+        except UserError as error:
+            self._error = self._error or error
+
+    def _raise(self):
+        if self._error is not None:
+            raise self._error
+
+
+class TensorBoardHook(TrackingHook):
+    """Writes event files for TensorBoard; the option `tensorboard` adds this hook.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Folder for the event files. By default tensorboard in the folder of the run.
+
+    Raises
+    ------
+    UserError
+        If tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        tracking.need("tensorboardX", "--tensorboard", "tensorboard")
+        self.folder = folder
+
+    def open(self, trainer: Trainer) -> Tracker:
+        """Open a new event file, on rank 0."""
+        from mpidl.report.tensorboard_files import EventFile
+
+        folder = self.folder
+        if folder is None:
+            folder = os.path.join(_folder(trainer, "--tensorboard"), TENSORBOARD)
+        return EventFile(os.fspath(folder), trainer.position.iteration)
+
+
+class MLflowHook(TrackingHook):
+    """Records a run in a file store of MLflow, which MLflow's user interface reads.
+
+    Parameters
+    ----------
+    store : path
+        Folder of the store.
+    experiment : str
+        Name of the experiment, which is created if it does not exist.
+    name : str, optional
+        Name of the run; by default the name of its folder.
+
+    Raises
+    ------
+    UserError
+        If MLflow is not installed, or if the store is a URL.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] = "mlruns",
+        experiment: str = "mpidl",
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.store, self.experiment, self.name = os.fspath(store), experiment, name
+        if "://" in self.store or not self.store:
+            kind = "a URL" if self.store else "an empty name"
+            raise UserError(f"--mlflow {self.store}: expected a folder, found {kind}")
+        tracking.need("mlflow", "--mlflow", "mlflow")
+
+    def open(self, trainer: Trainer) -> Tracker:
+        """Create a run in the store, or continue that of the resumed run, on rank 0."""
+        from mpidl.report.mlflow_store import MLflowRun
+
+        out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
+        return MLflowRun(self.store, self.experiment, _name(self.name, out), out, is_resumed)
+
+
+class WandbHook(TrackingHook):
+    """Records a run for Weights & Biases without network; ``wandb sync`` uploads it later.
+
+    Parameters
+    ----------
+    project : str
+        Name of the project.
+    name : str, optional
+        Name of the run; by default the name of its folder.
+    folder : path, optional
+        Folder for the subfolder wandb. By default the folder of the run.
+
+    Raises
+    ------
+    UserError
+        If wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        project: str = "mpidl",
+        name: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not project:
+            raise UserError("--wandb: expected the name of a project, found an empty name")
+        tracking.need("wandb", "--wandb", "wandb")
+        self.project, self.name, self.folder = project, name, folder
+
+    def open(self, trainer: Trainer) -> Tracker:
+        """Create an offline run, or continue that of the resumed run, on rank 0."""
+        from mpidl.report.wandb_run import WandbRun
+
+        out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
+        folder = _folder(trainer, "--wandb") if self.folder is None else self.folder
+        return WandbRun(
+            os.path.abspath(folder), self.project, _name(self.name, out), out, is_resumed
+        )
+
+
+def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
+    """Return the hooks that the options of a command describe; the caller calls `conclude`.
+
+    Parameters
+    ----------
+    options : TrainingOptions
+        The options of the run.
+    run : mapping
+        The inputs of the run, with mlflow and wandb.
+    """
+    hooks: list[TrackingHook] = []
+    if options.tensorboard == "on":
+        hooks.append(TensorBoardHook())
+    if run["mlflow"] is not None:
+        hooks.append(MLflowHook(run["mlflow"]))
+    if run["wandb"] is not None:
+        hooks.append(WandbHook(run["wandb"]))
+    for hook in hooks:
+        hook.ends_with_training = False
+    return hooks
+
+
+def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object) -> list[Any]:
+    """Return the hooks, with a `TensorBoardHook` if the option requires one.
+
+    Raises
+    ------
+    UserError
+        If the option is on, and the run has no folder.
+    """
+    hooks = list(hooks)
+    if options.tensorboard != "on" or any(isinstance(hook, TensorBoardHook) for hook in hooks):
+        return hooks
+    if out is None:
+        raise UserError("tensorboard: expected a folder for the run, dl.train(..., out=FOLDER)")
+    return [*hooks, TensorBoardHook()]
+
+
+@contextlib.contextmanager
+def abandoned_on_error(hooks: Iterable[Any]) -> Iterator[None]:
+    """End the records of a run as failed if the block raises an exception."""
+    try:
+        yield
+    except BaseException:
+        for hook in hooks:
+            if isinstance(hook, TrackingHook):
+                hook.abandon()
+        raise
+
+
+def _parameters(trainer):
+    options = trainer.options.as_dict() | trainer.facts.get("run", {})
+    learnables = sum(count for *_, count in trainer.net.table())
+    return options | {"learnables": learnables, "ranks": trainer.world.size}
+
+
+def _folder(trainer, subject):
+    if trainer.writer.out is None:
+        raise UserError(f"{subject}: expected a folder for the run, dl.train(..., out=FOLDER)")
+    return os.fspath(trainer.writer.out)
+
+
+def _name(name, out):
+    return name or (os.path.basename(os.path.abspath(out)) if out is not None else "run")
+
+
+def _can_draw(classes):
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    return has_matplotlib and classes <= confusion.MAX_NAMES

@@ -1,0 +1,97 @@
+"""The command `mpidl`, which runs `mpidl train` as `python -m mpidl.train` and so on.
+
+This module stands beside the package, because importing the package loads NumPy and all layers. A
+list of the commands needs none of them.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+COMMANDS = {
+    "train": "Train a network",
+    "predict": "Classify images",
+    "verify": "Check that every number of ranks gives the same weights",
+    "info": "Show hardware and libraries, or the layers of a network",
+    "pack": "Write a dataset into one HDF5 file",
+    "convert": "Convert networks between file formats",
+    "sweep": "Train many models on groups of ranks",
+    "scaling": "Measure and predict the speed on many numbers of ranks",
+    "monitor": "Show runs in a browser, and stop them",
+    "report": "Show the results of runs, or write a page about them",
+    "completion": "Print a script that completes commands in a shell",
+}
+
+
+def main() -> None:
+    """Run the command line in sys.argv, and end the process with the command's exit code."""
+    _import_from_the_working_directory()
+    name, *words = sys.argv[1:] or [""]
+    if name == "help" and words:
+        name, words = words[0], ["--help"]
+    if name in ("", "help", "-h", "--help"):
+        print(overview())
+    elif name == "--version":
+        print(f"mpidl {version()}")
+    elif name in COMMANDS:
+        sys.argv[1:] = words
+        _run(load(name))
+    else:
+        _run(lambda: _refuse(name))
+
+
+def load(name: str) -> Callable[..., int]:
+    """Return the `main` of a command."""
+    return importlib.import_module(f"mpidl.cli.{name}").main
+
+
+def overview() -> str:
+    """Return the text that `mpidl` without arguments prints."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        f"mpidl {version()}: train convolutional networks on MPI ranks\n\n"
+        "usage: mpidl COMMAND [OPTION VALUE] ...\n"
+        "       mpirun -n 4 mpidl train --data photos\n\n"
+        f"commands:\n{rows}\n\n"
+        "mpidl COMMAND --help shows the commonest options of a command, and --help-all shows all.\n"
+        "python -m mpidl.COMMAND is the same command."
+    )
+
+
+def version() -> str:
+    """Return the version of the package, without importing it."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    with open(os.path.join(folder, "mpidl", "__init__.py"), encoding="utf-8") as source:
+        return source.read().partition('__version__ = "')[2].partition('"')[0]
+
+
+def _import_from_the_working_directory() -> None:
+    """Search the working directory instead of this script's folder, as `python -m` does.
+
+    A user's network or layers in FILE.py may import modules beside it.
+    """
+    if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+
+
+def _refuse(name: str) -> NoReturn:
+    from mpidl.errors import UserError
+    from mpidl.text import did_you_mean
+
+    kind = "option" if name.startswith("-") else "command"
+    candidates = ("--help", "--version") if kind == "option" else COMMANDS
+    hint = did_you_mean(name, candidates) or " (mpidl lists the commands)"
+    raise UserError(f"unknown {kind} {name}{hint}")
+
+
+def _run(command: Callable[[], int]) -> None:
+    from mpidl.comm import failure
+
+    failure.run(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The printed scripts complete commands, options and values in the shells themselves."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from mpidl.cli import completion
+from mpidl.errors import UserError
+
+BASH = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+_mpidl
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """{shell: path of its script}."""
+    folder = tmp_path_factory.mktemp("scripts")
+    commands = completion.described_commands()
+    for shell, script in completion.SHELLS.items():
+        (folder / shell).write_text(script(commands))
+    return {shell: folder / shell for shell in completion.SHELLS}
+
+
+def need(shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}: apt-get install {shell}")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("mpidl tra", "train"),
+        ("mpidl help pre", "predict"),
+        ("mpidl train --learning-r", "--learning-rate"),
+        ("mpidl train --solver ad", "adam adamw"),
+        ("mpidl train --solver = ad", "adam adamw"),  # how bash divides --solver=ad
+        ("mpidl train --loss m", "mse mae"),
+        ("mpidl train --data d", "digits documents"),
+        ("mpidl pack d", "documents"),
+        ("mpidl train --epochs 1", ""),
+        ("mpidl convert --names t", "torchvision timm transformers"),
+        ("mpirun -n 4 /opt/bin/mpidl train --overw", "--overwrite"),
+        ("mpirun -n 4 python tra", ""),
+        ("mpidl unknown --he", ""),
+    ],
+)
+def test_bash_completes(words, expected, scripts, tmp_path):
+    need("bash")
+    (tmp_path / "documents").mkdir()
+    command = ["bash", "-c", BASH, "bash", scripts["bash"], *words.split()]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.stdout.split(), result.stderr) == (expected.split(), "")
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_shells_accept_the_scripts(shell, scripts):
+    need(shell)
+    result = subprocess.run([shell, "-n", scripts[shell]], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    text = scripts[shell].read_text()
+    for name in ("train", "sweep", "learn-rate-schedule", "rescale-zero-one"):
+        assert name in text
+
+
+def test_fish_completes(scripts):
+    need("fish")
+    code = "source $argv[1]; complete -C $argv[2]"
+    for words, expected in (("mpidl tra", "train"), ("mpidl train --solver adamw", "adamw")):
+        command = ["fish", "-c", code, scripts["fish"], words]
+        lines = subprocess.check_output(command, text=True).splitlines()
+        assert [line.split("\t")[0] for line in lines] == [expected]
+
+
+def test_the_command_prints_a_script(scripts, capsys):
+    assert completion.main(["bash"]) == 0
+    assert capsys.readouterr().out == scripts["bash"].read_text()
+    with pytest.raises(UserError, match="SHELL: invalid choice: 'csh'"):
+        completion.main(["csh"])

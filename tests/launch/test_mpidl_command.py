@@ -1,0 +1,95 @@
+"""`mpidl NAME` is `python -m mpidl.NAME`; `mpidl` alone lists the commands without NumPy."""
+
+import configparser
+import os
+import re
+import signal
+
+import jobs
+import launcher
+import pytest
+
+import mpidl_command
+from mpidl.errors import UserError
+
+LIST = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+print("loaded:", *sorted({"numpy", "mpidl", "mpi4py", "rich"} & set(sys.modules)))
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """The program that pip writes for the entry point of setup.cfg."""
+    config = configparser.ConfigParser()
+    config.read(launcher.ROOT / "setup.cfg")
+    name, _, target = config["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    path = tmp_path_factory.mktemp("bin") / name
+    path.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    return path
+
+
+def test_the_list_of_commands_loads_no_numpy(script):
+    result = launcher.mpirun(None, "-c", LIST, script, check=0)
+    assert result.stderr == "" and result.stdout.endswith("\nloaded:\n")
+    package = launcher.ROOT / "mpidl"
+    modules = [*package.glob("*.py"), package / "report" / "__main__.py"]
+    names = {
+        path.parent.name if path.stem == "__main__" else path.stem
+        for path in modules
+        if "failure.run(main)" in path.read_text()
+    }
+    assert set(mpidl_command.COMMANDS) == names
+    assert re.findall(r"\n  ([a-z]+)  ", result.stdout) == list(mpidl_command.COMMANDS)
+    assert "  Train a network\n" in result.stdout
+    result = launcher.mpirun(None, "-c", LIST, script, "--version", check=0)
+    assert re.fullmatch(r"mpidl \d+\.\d+\.\d+\nloaded:\n", result.stdout)
+
+
+def test_an_unknown_word_is_one_line(script):
+    line = jobs.refusal(launcher.mpirun(None, script, "tran", "--epochs", 3))
+    assert line == "unknown command tran: did you mean train?"
+    with pytest.raises(UserError, match="^unknown option --vers: did you mean --version[?]$"):
+        mpidl_command._refuse("--vers")
+    with pytest.raises(UserError, match=r"^unknown command x \(mpidl lists the commands\)$"):
+        mpidl_command._refuse("x")
+
+
+def words_of_a_training(script, pictures, folder, *options):
+    """Return the words of a training whose FILE.py imports a module beside it."""
+    networks = launcher.ROOT / "tests" / "launch" / "networks.py"
+    (folder / "mine.py").write_text("from beside import small\n")
+    (folder / "beside.py").write_text(networks.read_text())
+    words = ["--batch-size", 50, "--network", "mine.py:small", "--data", pictures, "--out", "run"]
+    return [script, "train", *words, *options]
+
+
+@pytest.mark.slow("jobs")
+def test_a_training_has_the_weights_of_the_module(script, pictures, tmp_path):
+    short = ["--max-iterations", 2, "--threads", 1]
+    words = words_of_a_training(script, pictures, tmp_path, *short)
+    launcher.mpirun(2, *words, env=jobs.without_plots(), cwd=tmp_path, check=0)
+    expected = jobs.trained_hash(1, pictures, tmp_path / "module", *short)
+    assert jobs.weights_hash(tmp_path / "run") == expected
+
+
+@pytest.mark.slow("jobs")
+def test_signals_and_errors_are_those_of_the_module(script, pictures, tmp_path):
+    words = words_of_a_training(script, pictures, tmp_path, *jobs.ENDLESS)
+    with launcher.start(2, *words, env=jobs.without_plots(), cwd=tmp_path) as job:
+        next(line for line in job.stdout if line.startswith("Epoch: 2,"))
+        os.kill(job.rank_pids()[1], signal.SIGUSR1)
+        result = launcher.finish(job)
+    assert result.returncode == jobs.STOPPED, result.stderr
+    text = r"SIGUSR1: stopped at iteration \d+, checkpoint written"
+    assert re.match(text, result.stdout.splitlines()[-1])
+    line = jobs.refusal(launcher.mpirun(2, script, "train", "--epoch", 3))
+    assert line == "unknown option --epoch: did you mean --epochs?"
+    line = jobs.refusal(launcher.mpirun(2, script, "tran"))
+    assert line == "unknown command tran: did you mean train?"

@@ -1,0 +1,53 @@
+"""run/common.sh: what the programs in run/ print while a command takes long."""
+
+import os
+import pty
+import subprocess
+
+import pytest
+from launcher import ROOT
+
+TIMELESS = "unset SECONDS; SECONDS=0; "  # a variable without a clock
+# `sleep` ends after 30 seconds, which pass at once.
+FAST = TIMELESS + "sleep() { SECONDS=$((SECONDS + 3)); [ $SECONDS -lt 30 ]; }; "
+
+
+def bash(script, *words, **keywords):
+    common = f'. "{ROOT}/run/common.sh"; set -eu; '
+    keywords = {"capture_output": True, "text": True, **keywords}
+    return subprocess.run(["bash", "-c", common + script, "run/train", *words], **keywords)
+
+
+def test_a_log_has_a_line_every_9_seconds(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("Collecting numpy\n  Downloading numpy-2.4.0.whl " + 80 * "x" + "\n")
+    result = bash(FAST + 'watch_command "installing packages" "$1"', log)
+    lines = result.stderr.splitlines()
+    start = "run/train: installing packages (9 s): Downloading numpy-2.4.0.whl xxx"
+    assert lines[0].startswith(start) and {len(line) for line in lines} == {79}
+    assert [line.split(" (")[1].split(")")[0] for line in lines] == ["9 s", "18 s", "27 s"]
+
+
+def test_a_terminal_has_one_line():
+    master, slave = pty.openpty()
+    bash(FAST + 'watch_command "installing packages" ""', capture_output=False, stderr=slave)
+    os.close(slave)
+    text = os.read(master, 1 << 16).decode()
+    os.close(master)
+    parts = [part.removesuffix("\x1b[K") for part in text.split("\r") if part]
+    assert parts == [f"run/train: installing packages ({n} s)" for n in range(3, 30, 3)]
+
+
+@pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1), ("exit 7", 7)])
+def test_a_command_that_is_watched(tmp_path, command, code):
+    """A quick command adds no line; its output and its exit code are kept."""
+    script = 'code=0; watched "installing packages" "$1" bash -c "$2" || code=$?; echo $code'
+    result = bash(script, tmp_path / "log", f"echo out; echo err >&2; {command}")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{code}\n", "")
+    assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
+
+
+def test_the_time_of_a_command_that_took_long(tmp_path):
+    script = 'later() { SECONDS=$((SECONDS + 23)); }; watched "installing packages" "$1" later'
+    result = bash(TIMELESS + script, tmp_path / "log")
+    assert result.stderr == "run/train: installing packages: done (23 s)\n"

@@ -1,0 +1,146 @@
+"""Runs of the command recorded for MLflow, and Weights & Biases, without any network."""
+
+import collections
+import importlib.util
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+
+import jobs
+import launcher
+import pytest
+
+pytestmark = [pytest.mark.slow("files"), pytest.mark.timeout(180)]
+EXTRAS = {"mlflow": "mlflow", "wandb": "wandb"}  # {package: extra}
+
+
+def needs(package):
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None,
+        reason=f"{package} is not installed (pip install '.[{EXTRAS[package]}]')",
+    )
+
+
+def train(ranks, data, out, *words, check=0):
+    """Train in a job of its own, which ends the process of Weights & Biases."""
+    words = jobs.command("train", "--batch-size", 50, *words, data=data, out=out)
+    return launcher.mpirun(ranks, *words, env=jobs.without_plots(), check=check)
+
+
+def resume(ranks, out, *words):
+    words = ["-m", "mpidl.train", "--resume", out, *words]
+    return launcher.mpirun(ranks, *words, env=jobs.without_plots(), check=0)
+
+
+@needs("mlflow")
+def test_mlflow_reads_a_resumed_run(pictures, tmp_path, monkeypatch):
+    """The store has each iteration once, the options, the results and the files."""
+    out, store = tmp_path / "run", tmp_path / "mlruns"
+    words = ["--mlflow", store, "--max-iterations"]
+    train(2, pictures, out, *words, 3)
+    resume(3, out, "--max-iterations", 6)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=store.as_uri())
+    experiment = client.get_experiment_by_name("mpidl")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == "run"
+    assert run.data.params["batch_size"] == "50" and run.data.params["ranks"] == "2"
+    summary, metrics = jobs.summary(out), jobs.metrics(out)
+    assert run.data.metrics["test/accuracy"] == summary["accuracy"]
+    losses = client.get_metric_history(run.info.run_id, "train/loss")
+    expected = [(r["iteration"], r["loss"]) for r in metrics if r["kind"] == "iteration"]
+    assert sorted((point.step, point.value) for point in losses) == expected
+    assert len(expected) == 6
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"model.h5", "summary.json", "options.toml", "confusion.csv", "pictures"} <= files
+
+
+def records_of(path):
+    """Yield the records of a .wandb file: a log of 32 KiB blocks of framed messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, position, message = path.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:  # the rest of a block
+            position += 32768 - position % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        message += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            message = b""
+            yield record
+
+
+@needs("wandb")
+def test_weights_and_biases_reads_a_resumed_run(pictures, tmp_path):
+    out = tmp_path / "run"
+    train(2, pictures, out, "--wandb", "shapes", "--max-iterations", 5)
+    resume(1, out, "--max-iterations", 7)
+    files = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and files[0].name == files[1].name  # two parts of one run
+    steps, losses = collections.Counter(), {}
+    for file in files:
+        for record in records_of(file):
+            if record.HasField("run"):
+                assert record.run.project == "shapes"
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            if "train/loss" in items:
+                steps[items["_step"]] += 1
+                losses[items["_step"]] = items["train/loss"]
+    assert steps == dict.fromkeys(range(1, 8), 1)
+    expected = {r["iteration"]: r["loss"] for r in jobs.metrics(out) if r["kind"] == "iteration"}
+    assert losses == expected
+    copies = {path.name for path in (out / "wandb").glob("offline-run-*/files/*")}
+    assert {"summary.json", "model.h5", "confusion.csv"} <= copies
+
+
+CONNECTIONS = (
+    "import socket; s = socket.socket(); s.settimeout(0.1); s.connect_ex(('192.0.2.1', 9))"
+)
+
+
+def addresses(folder, *words):
+    """Return the network addresses that a command and its children send to or connect to."""
+    log = folder / "strace.log"
+    command = ["strace", "-f", "-qq", "-e", "trace=connect,sendto,sendmsg", "-o", str(log)]
+    command += [sys.executable, *map(str, words)]
+    environment = launcher.environment(jobs.without_plots())
+    launcher.finish(
+        launcher.Job(
+            command,
+            stdin=launcher.subprocess.DEVNULL,
+            stdout=launcher.subprocess.PIPE,
+            stderr=launcher.subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+    )
+    text = log.read_text(errors="replace")
+    return set(re.findall(r'(?:inet_addr\(|inet_pton\(AF_INET6, )"([^"]+)"', text))
+
+
+@needs("wandb")
+@needs("mlflow")
+@pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed (apt-get install strace)"
+)
+def test_no_socket_leaves_loopback(pictures, tmp_path):
+    assert addresses(tmp_path, "-c", CONNECTIONS) == {"192.0.2.1"}  # the negative control
+    words = jobs.command("train", "--max-iterations", 2, data=pictures, out=tmp_path / "run")
+    words += ["--tensorboard", "--mlflow", tmp_path / "mlruns", "--wandb", "shapes"]
+    remote = {a for a in addresses(tmp_path, *words) if not a.startswith("127.") and a != "::1"}
+    assert remote == set()
+    assert (tmp_path / "run" / "model.h5").exists() and os.listdir(tmp_path / "mlruns")

@@ -1,0 +1,135 @@
+"""The clock of simulated exchanges, against times worked out by hand and a plain event loop."""
+
+import numpy as np
+import pytest
+
+from mpidl import fold
+from mpidl.comm import exchange
+from mpidl.performance import simulation
+from mpidl.performance.simulation import Link, Network, Simulation
+
+OVERHEAD, LATENCY, PER_BYTE, COMBINED, FIXED = 2e-6, 5e-6, 1e-9, 3e-10, 4e-5
+FLAT = Network(OVERHEAD, Link(LATENCY, PER_BYTE), Link(LATENCY, PER_BYTE), COMBINED, FIXED)
+
+
+def seconds(leaves, ranks, width, network=FLAT, **keywords):
+    runs = fold.split_blocks(leaves, ranks)
+    return simulation.exchange_seconds(runs, width, 4, network, **keywords)
+
+
+def test_pairwise_takes_one_message_and_one_sum_per_round():
+    size = 4 * 1000
+    for ranks, rounds in ((2, 1), (4, 2), (8, 3)):
+        expected = FIXED + rounds * (
+            OVERHEAD + LATENCY + PER_BYTE * size + OVERHEAD + COMBINED * size
+        )
+        assert seconds(ranks, ranks, 1000) == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_rank_takes_no_time():
+    assert seconds(5, 1, 1000) == 0 and simulation.allgather_seconds(1, 100, FLAT) == 0
+
+
+def test_messages_of_a_rank_follow_each_other():
+    """Three ranks send two messages each: the last leaves second, and two are received."""
+    size = 100
+    slow = Network(
+        OVERHEAD, Link(LATENCY, 1e-6), Link(LATENCY, 1e-6)
+    )  # the ports are busy for longer than its overhead
+    # Both messages to rank 2 leave as the second message of their sender, and share its port.
+    expected = OVERHEAD + 2 * 1e-6 * size + LATENCY + 1e-6 * size + OVERHEAD
+    assert simulation.allgather_seconds(3, size, slow) == pytest.approx(expected)
+    fast = Network(OVERHEAD, Link(LATENCY, 0.0), Link(LATENCY, 0.0))  # the processor is the limit
+    expected = 2 * OVERHEAD + LATENCY + 2 * OVERHEAD
+    assert simulation.allgather_seconds(3, size, fast) == pytest.approx(expected)
+
+
+def test_links_between_nodes_cost_more():
+    distant = Network(
+        OVERHEAD, Link(LATENCY, PER_BYTE), Link(10 * LATENCY, PER_BYTE), ranks_per_node=2
+    )
+    assert seconds(2, 2, 10, distant) == seconds(2, 2, 10, distant._replace(ranks_per_node=8))
+    near, spread = (seconds(4, 4, 10, distant._replace(ranks_per_node=n)) for n in (4, 2))
+    assert spread - near == pytest.approx(9 * LATENCY)  # one of the two rounds leaves the node
+
+
+@pytest.mark.parametrize("ranks", [3, 7, 12])
+def test_few_elements_stand_for_long_messages(ranks):
+    """The arrays of a long exchange are small; its time is that of arrays of full size."""
+    runs, width = fold.split_blocks(5 * ranks + 1, ranks), 200 * simulation.SEGMENT * ranks
+    trees = [fold.Tree(5 * ranks + 1, runs, rank) for rank in range(ranks)]
+    full = Simulation(ranks, FLAT, carries_data=False)
+
+    def on(rank):
+        def add(left, right):
+            full.ranks[rank].spend(COMBINED * left.nbytes)
+            return left
+
+        matrix = np.zeros((len(trees[rank].nodes[rank]), width), "f4")
+        return exchange.segmented(full.ranks[rank], 0, trees[rank], matrix, add)
+
+    full.run((rank, on(rank)) for rank in range(ranks))
+    expected = FIXED + max(rank.clock for rank in full.ranks)
+    assert seconds(5 * ranks + 1, ranks, width) == pytest.approx(expected, rel=0.02)
+    count = 2 * (ranks - 1)  # messages of the slowest rank, which it sends and receives
+    assert expected > FIXED + 2 * LATENCY + 2 * count * OVERHEAD
+
+
+@pytest.mark.parametrize("width", [40, 100_000])
+def test_time_grows_with_each_cost(width):
+    """The choice of the algorithm follows the size, and every cost counts."""
+    base = seconds(100, 12, width)
+    costs = ("overhead", "inside", "per_combined_byte", "per_exchange")
+    for name in costs:
+        old = getattr(FLAT, name)
+        new = Link(2 * LATENCY, 2 * PER_BYTE) if name == "inside" else 2 * old
+        changed = FLAT._replace(**{name: new}, ranks_per_node=12)
+        assert seconds(100, 12, width, changed) > base, name
+
+
+def test_an_exchange_that_does_not_end_is_an_error():
+    """Negative control: a message that nobody sends, and one that nobody receives."""
+
+    def receive(transport):
+        yield [transport.irecv(np.empty(1), 1, 0)]
+
+    def send(transport):
+        yield [transport.isend(np.empty(1), 1, 0)]
+
+    for steps, message in ((receive, "does not end on rank 0"), (send, "never received")):
+        two = Simulation(2)
+        with pytest.raises(RuntimeError, match=message):
+            two.run([(0, steps(two.ranks[0]))])
+
+
+def test_a_message_of_another_size_is_an_error():
+    two = Simulation(2)
+
+    def send(transport):
+        yield [transport.isend(np.zeros(3), 1, 0)]
+
+    def receive(transport):
+        yield [transport.irecv(np.zeros(2), 0, 0)]
+
+    with pytest.raises(ValueError, match="expected a message of 2 float64 values, got 3"):
+        two.run([(0, send(two.ranks[0])), (1, receive(two.ranks[1]))])
+
+
+@pytest.mark.slow("ranks")
+@pytest.mark.timeout(120)
+def test_1024_ranks():
+    """The end of the curve: both algorithms of many ranks, against bounds by their tables."""
+    ranks = 1024
+    small = seconds(2 * ranks, ranks, 41, algorithm=exchange.up_and_down)
+    assert (
+        FIXED + 10 * (2 * OVERHEAD + LATENCY)
+        < small
+        < FIXED + 25 * (2 * OVERHEAD + LATENCY + 200 * (PER_BYTE + COMBINED))
+    )
+    large = seconds(2 * ranks, ranks, 65536)
+    messages = 2 * (ranks - 1)
+    assert (
+        FIXED + messages * OVERHEAD
+        < large
+        < FIXED + 2 * messages * (2 * OVERHEAD) + 4 * 65536 * 4 * PER_BYTE + 4 * LATENCY
+    )

@@ -1,0 +1,242 @@
+"""The folder of a study: its runs, rows, tables, figures and checks."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import mpidl as dl
+from mpidl.comm import thread_budget
+from mpidl.comm.failure import Signals
+from mpidl.performance import figures, report, results, study
+
+RATES = {1: 1000.0, 2: 1800.0, 4: 2800.0}
+PARTS = {"compute": 0.5, "wait": 0.2, "sum": 0.1, "input": 0.05}
+
+
+def write_run(run, rate, accuracy=0.9, log="", sha="00"):
+    """Write the files of a finished run with three epochs at about a rate."""
+    folder = run.plan.out / run.name
+    folder.mkdir(parents=True)
+    summary = {"accuracy": accuracy, "loss": 0.1, "threads": 1, "device": "cpu"}
+    summary |= {"train_seconds": 9000 / rate, "images_per_second": 1.0, "weights_sha256": sha}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    records = []
+    for epoch in (1, 2, 3):
+        seconds = epoch * 3000 / rate
+        position = {"epoch": epoch, "iteration": 10 * epoch, "seconds": seconds}
+        speed = rate / 3 if epoch == 1 else rate + epoch  # the first epoch fills a cache
+        numbers = {"accuracy": 0.3 * epoch, "loss": 1.0, "images_per_second": speed}
+        records.append({"kind": "epoch", **position, **numbers})
+        times = {name: [2 * part, 2 * part] for name, part in PARTS.items()}
+        records.append({"kind": "ranks", **position, "interval": 2.0, **times})
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines + '{"kind": "epo')  # a line being written
+    (run.plan.out / f"{run.name}.log").write_text(log)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return study.Plan(tmp_path / "study", (1, 2, 4), ("--epochs", "3"), repeat=2)
+
+
+@pytest.fixture
+def content(plan):
+    """The content of scaling.json of three numbers of ranks, the last oversubscribed."""
+    for run in plan.runs():
+        log = f"warning: ..., {thread_budget.SHARED_CORES}\n" if run.ranks == 4 else "fine\n"
+        write_run(run, RATES[run.ranks] * (1.0 if run.turn == 1 else 1.1), log=log)
+    rows = study.Study(plan, Signals()).rows()
+    predicted = [
+        {
+            **{"ranks": n, "images_per_second": 1000.0 * n**0.8, "error": 0.1},
+            **{"efficiency_error": 0.05, "efficiency": n**-0.2, "step_seconds": 1.0, **PARTS},
+        }
+        for n in (1, 2, 4, 8)
+    ]
+    fit = {
+        **{"per_step_seconds": {"1": 1e-3}, "per_block_seconds": {"1": 2e-3}},
+        **{"alpha_seconds": {"inside": 3e-6}, "beta_seconds_per_byte": {"inside": 1e-10}},
+        **{"per_exchange_seconds": 5e-5, "hidden": 0.4, "fit_error": 0.01, "fold_error": 0.02},
+    }
+    stop = {"ranks": 4, "limit": 256, "reason": "the exchange of sums"}
+    stop["options"] = {"--batch-size 256": 8, "--workers 2": None}
+    prediction = {"rows": predicted, "stop": stop, "fit": fit, "link": None}
+    return {
+        **{"format": 1, "rows": rows, "prediction": prediction},
+        "checks": results.check_predictions(rows, predicted),
+    }
+
+
+def test_runs_alternate_between_the_counts(plan):
+    names = [run.name for run in plan.runs()]
+    assert names == ["ranks-1", "ranks-2", "ranks-4", "ranks-1-2", "ranks-2-2", "ranks-4-2"]
+
+
+def test_rows_are_medians_of_the_runs(content):
+    first_row, two, four = content["rows"]
+    # the median of the second and third epoch, then of the two runs
+    assert first_row["images_per_second"] == pytest.approx(1000 * 1.05 + 2.5)
+    assert (first_row["lowest"], first_row["highest"]) == pytest.approx((1002.5, 1102.5))
+    assert two["speedup"] == pytest.approx(
+        two["images_per_second"] / first_row["images_per_second"]
+    )
+    assert two["efficiency"] == pytest.approx(two["speedup"] / 2) and first_row["efficiency"] == 1
+    assert {name: two[name] for name in PARTS} == pytest.approx(PARTS)
+    assert two["other"] == pytest.approx(0.15)
+    assert two["curve"] == [[pytest.approx(3000 / 1800 * n), 0.3 * n] for n in (1, 2, 3)]
+    assert [row["is_oversubscribed"] for row in content["rows"]] == [False, False, True]
+    assert four["state"] == results.COMPLETE and four["runs"] == 2
+
+
+def test_the_least_count_is_the_base(plan):
+    rows = [{"ranks": n, "images_per_second": rate} for n, rate in ((2, 100.0), (8, 200.0))]
+    results.add_efficiency(rows)
+    assert [row["speedup"] for row in rows] == [2, 4]
+    assert [row["efficiency"] for row in rows] == [1, 0.5]
+
+
+def test_failed_and_missing_runs(plan):
+    write_run(plan.runs()[0], 1000.0)
+    rows = study.Study(plan, Signals(), {"ranks-2": "no memory"}).rows()
+    assert [row["state"] for row in rows] == ["done", "failed", "waiting"]
+    assert rows[1]["error"] == "no memory" and rows[1]["images_per_second"] is None
+    lines = report.table_lines({"rows": rows, "prediction": None})
+    assert "failed" in lines[2] and "waiting" in lines[3]
+    assert "Failed: 2 ranks: no memory" in report.notes({"rows": rows, "prediction": None})
+
+
+@pytest.mark.parametrize(
+    ("records", "speed"),
+    [
+        ([("epoch", 5.0)], 5.0),
+        ([("epoch", 1.0), ("epoch", 3.0)], 2.0),
+        ([("epoch", 1.0), ("epoch", 3.0), ("epoch", 5.0)], 4.0),
+        ([("iteration", 2.0), ("validation", None)], 2.0),
+        ([("validation", None)], None),
+    ],
+)
+def test_speed_of_a_run(records, speed):
+    lines = [{"kind": kind, "images_per_second": rate} for kind, rate in records]
+    assert results.speed_of(lines) == speed
+
+
+def test_a_run_without_times_of_ranks(plan):
+    assert set(results.phases_of([{"kind": "epoch"}]).values()) == {None}
+    assert results.curve_of([]) == ("training", [])
+
+
+def test_checks_leave_out_shared_cores_and_one_rank(content):
+    """The negative control: the oversubscribed run is far off, and does not count."""
+    checks = {check["ranks"]: check for check in content["checks"]}
+    assert [n for n, check in checks.items() if check["is_counted"]] == [2]
+    assert checks[2]["difference"] == pytest.approx(1000 * 2**0.8 / (1800 * 1.05 + 2.5) - 1)
+    lines = report.check_lines(content["checks"])
+    assert lines[-1] == "Largest difference of prediction and measurement: 8.0%"
+    assert lines[0].endswith("(not counted: one rank)")
+    assert lines[2].endswith("(not counted: more threads than cores)")
+
+
+def test_table_and_notes(content):
+    lines = report.table_lines(content)
+    assert (
+        lines[0].split()
+        == (
+            "ranks images/s speed-up efficiency time accuracy compute wait sum input predicted ± "
+            "efficiency"
+        ).split()
+    )
+    assert [line.split()[0] for line in lines[1:]] == ["1", "2", "4*", "8"]
+    assert len({len(line) for line in lines}) == 1
+    notes = report.notes(content)
+    assert "The same weights on 1, 2, 4 ranks" in notes
+    assert "Network inside a node: alpha 3 µs, beta 10 GB/s" in notes
+    point = notes.index(
+        "Scaling stops at 4 rank(s): twice as many would lose most to the exchange of sums"
+    )
+    assert notes[point + 1 : point + 4] == [
+        "  with --batch-size 256 it would stop at 8 ranks (other weights)",
+        "  with --workers 2 it would stop beyond 256 ranks",
+        "Check: 1 rank(s), predicted / measured - 1 = -5.0%, stated error ±10.0% "
+        "(not counted: one rank)",
+    ]
+
+
+def test_different_weights_are_not_called_the_same(content):
+    content["rows"][1]["weights_sha256"] = "other"
+    assert not any("same weights" in line for line in report.notes(content))
+
+
+def test_files(content, tmp_path):
+    report.write(tmp_path, content)
+    assert json.loads((tmp_path / report.JSON).read_text())["rows"][0]["ranks"] == 1
+    with open(tmp_path / report.CSV, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ranks"] for row in rows] == ["1", "2", "4", "8"]
+    assert float(rows[1]["predicted_images_per_second"]) == pytest.approx(1000 * 2**0.8)
+
+
+@pytest.mark.slow("jobs")
+def test_figures(content, tmp_path):
+    names = figures.draw(tmp_path, content)
+    stems = ("scaling", "accuracy", "speed", "efficiency", "time")
+    assert names == [f"{stem}.{suffix}" for stem in stems for suffix in figures.SUFFIXES]
+    for name in names:
+        start = (tmp_path / name).read_bytes()[:4]
+        assert start == (b"\x89PNG" if name.endswith("png") else b"%PDF")
+    assert figures.draw(tmp_path, {"rows": [], "prediction": None}) == []
+    only = {"rows": [], "prediction": content["prediction"]}
+    assert [name for name in figures.draw(tmp_path, only) if name.startswith("acc")] == []
+
+
+def test_colours_differ_in_gray():
+    """Neighbours in a bar differ in brightness, so that a print in gray can be read."""
+    colours = [colour for colour, *_ in figures.PARTS.values()]
+    red, green, blue = np.array(
+        [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours]
+    ).T
+    brightness = 0.299 * red + 0.587 * green + 0.114 * blue
+    assert (abs(np.diff(brightness)) > 25).all()
+
+
+def test_another_study_is_not_replaced(plan):
+    study.Study(plan, Signals()).start()
+    study.Study(plan, Signals()).start()  # the same study continues
+    write_run(plan.runs()[0], 1000.0)
+    other = study.Plan(plan.out, (8,), ("--epochs", "4"))
+    with pytest.raises(dl.UserError, match="study of other runs.*--epochs 3.*--overwrite"):
+        study.Study(other, Signals()).start()
+    assert plan.runs()[0].is_done()
+    study.Study(other, Signals()).start(overwrite=True)
+    assert not plan.runs()[0].is_done()
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_damaged_file_is_an_error(tmp_path, text):
+    path = tmp_path / "scaling.json"
+    path.write_text(text)
+    with pytest.raises(dl.UserError, match="scaling.json: expected a JSON"):
+        results.read_json(path)
+
+
+def test_srun_fills_nodes(monkeypatch, tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text("")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("NTASKS_PER_NODE", "NTASKS", "NNODES", "CPUS_PER_TASK"):
+        monkeypatch.delenv(f"SLURM_{name}", raising=False)
+    monkeypatch.delenv("MPIDL_SRUN_MPI", raising=False)
+    assert study.start_words(6, True)[1:] == ["-K", "--ntasks=6"]
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    monkeypatch.setenv("MPIDL_SRUN_MPI", "pmi2")
+    assert study.start_words(6, True)[2:] == [
+        *("--ntasks=6", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=3", "--mpi=pmi2")
+    ]
+    assert study.start_words(3, True)[3:5] == ["--nodes=1", "--ntasks-per-node=3"]
+    srun.unlink()
+    with pytest.raises(dl.UserError, match="--srun: expected srun on PATH"):
+        study.start_words(2, True)

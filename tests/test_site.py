@@ -1,0 +1,117 @@
+"""The documentation site: its pages, pictures and links; the notebooks and the tutorial run."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import check_links
+import documented_commands
+import page_lists
+import pytest
+
+ROOT = documented_commands.ROOT
+DOCS = ROOT / "docs"
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
+MIN_PICTURES = 10
+LARGE = 200_000  # bytes
+
+
+def load(name):
+    """Import a program of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_exist_are_small_described_and_made_by_a_script():
+    pages = {}
+    for page in DOCS.glob("*.md"):
+        for text, target in PICTURE.findall(page.read_text()):
+            assert len(text) > 10, f"{page.name}: {target} has no description"
+            pages[page.parent / target] = page.name
+    assert len(pages) >= MIN_PICTURES
+    tags = [tag for path in NOTEBOOKS for tag in re.findall(r'"picture-(\w+)"', path.read_text())]
+    programs = "".join(path.read_text() for path in DOCS.glob("*.py"))
+    for path, page in pages.items():
+        assert path.is_file(), f"{page}: no picture {path.name}"
+        assert path.stat().st_size < LARGE, f"{path.name} is larger than {LARGE} bytes"
+        is_named = path.stem in tags or re.search(rf"\b{re.escape(path.stem)}\b", programs)
+        assert is_named, f"{path.name}: no program makes it"
+
+
+def test_every_page_is_in_one_list():
+    listed = page_lists.listed_pages()
+    pages = {path.stem for path in DOCS.glob("*.md")}
+    assert {"guide", "tutorial", "cluster", "matlab", "BENCHMARKS"} <= listed & pages
+    rest = pages - listed
+    assert {"data", "layers", "options"} <= rest  # the user guide lists them by {rest}
+
+
+def test_notebooks_hold_their_outputs():
+    assert len(NOTEBOOKS) >= 2
+    for path in NOTEBOOKS:
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["source"]]
+        outputs = [output for cell in cells for output in cell.get("outputs", [])]
+        assert not [output for output in outputs if output["output_type"] == "error"]
+        assert any("image/png" in output.get("data", {}) for output in outputs), path.name
+        assert path.stat().st_size < 4 * LARGE
+        text = path.read_text()
+        assert not re.search(r"/(home|root|tmp|work)/", text), f"{path.name}: a path of a machine"
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "a.html").write_text('<p id="one"><a href="b.html#two">b</a><img src="c.png">')
+    (tmp_path / "b.html").write_text(
+        '<p id="two"><a href="a.html#one">a</a><a href="a.html#none">a</a><a href="https://x">'
+    )
+    lines, count = check_links.broken_links(tmp_path)
+    assert lines == ["a.html: c.png: no such file", "b.html: a.html#none: no such anchor"]
+    assert count == 4
+
+
+@pytest.mark.slow("site")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path, monkeypatch):
+    monkeypatch.setenv("WHITE_PAPER_EPOCHS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = load("run_notebooks").execute(path)
+    printed = json.dumps(notebook)
+    assert "sha256" in printed and "error" not in [
+        output.output_type for cell in notebook.cells for output in cell.get("outputs", [])
+    ]
+
+
+# What differs from run to run in the output of a training.
+TIMES = re.compile(r"(Images/s: )\d+|(Elapsed: |time: )[\d:]+")
+
+
+@pytest.mark.slow("site")
+@pytest.mark.timeout(300)
+def test_the_tutorial_prints_what_the_page_shows(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    tutorial = load("run_tutorial")
+    blocks = tutorial.outputs(tutorial.PAGE.read_text(), tmp_path)
+    count = 0
+    for commands, output, printed in blocks:
+        assert TIMES.sub(r"\1\2T", printed) == TIMES.sub(r"\1\2T", output), commands
+        count += 1
+    assert count >= 8
+
+
+@pytest.mark.slow("site")
+@pytest.mark.timeout(300)
+def test_the_site_builds_without_warnings(tmp_path):
+    if importlib.util.find_spec("sphinx") is None:
+        pytest.skip("Sphinx is not installed: pip install '.[docs]'")
+    words = ["-m", "sphinx", "-c", DOCS, "-b", "html", "-W", "-q", "-d", tmp_path / "doctrees"]
+    command = [sys.executable, *words, ROOT, tmp_path / "site"]
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines, count = check_links.broken_links(Path(tmp_path / "site"))
+    assert lines == [] and count > 1000
