@@ -18,7 +18,7 @@ JSON, CSV = "scaling.json", "scaling.csv"
 COLUMNS = (
     *("ranks", "state", "runs", "threads", "device", "is_oversubscribed", "images_per_second"),
     *("lowest", "highest", "speedup", "efficiency", "train_seconds", "accuracy", "loss"),
-    *(*PHASES, "other", "predicted_images_per_second", "prediction_error", "weights_sha256"),
+    *(*PHASES, "predicted_images_per_second", "prediction_error", "weights_sha256"),
     "error",
 )
 
@@ -68,7 +68,8 @@ def table_lines(content: Mapping[str, Any]) -> list[str]:
     if measured or not has_prediction:
         head += ["images/s", "speed-up", "efficiency", "time"]
     head += ["accuracy"] if has_accuracy else []
-    head += list(PHASES) if has_phases else []
+    phases = [name for name in PHASES if name != "other"] if has_phases else []
+    head += phases
     head += ["predicted", "±", "efficiency"] if has_prediction else []
     lines = [head]
     for row in rows:
@@ -82,7 +83,7 @@ def table_lines(content: Mapping[str, Any]) -> list[str]:
             seconds = row.get("train_seconds")
             cells.append("" if seconds is None else clock(seconds))
         cells += [_number(row.get("accuracy"), ".4f")] if has_accuracy else []
-        cells += [_number(row.get(name), ".0%") for name in PHASES] if has_phases else []
+        cells += [_number(row.get(name), ".0%") for name in phases]
         if has_prediction:
             cells.append(_number(row.get("predicted_images_per_second"), ",.0f"))
             cells.append(_number(row.get("prediction_error"), ".0%"))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpidl.performance.study import Run
 
 COMPLETE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
-PHASES = ("compute", "wait", "sum", "input")
+PHASES = ("compute", "wait", "sum", "input", "other")
 
 
 def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[s
     hashes = {result["weights_sha256"] for result in finished}
     row["images_per_second"] = _median(rates)
     row["lowest"], row["highest"] = (min(rates), max(rates)) if rates else (None, None)
-    for name in ("train_seconds", "accuracy", "loss", *PHASES, "other"):
+    for name in ("train_seconds", "accuracy", "loss", *PHASES):
         row[name] = _median([result[name] for result in finished])
     first = finished[0] if finished else {}
     for name in ("threads", "device", "curve", "curve_kind"):
@@ -109,18 +109,12 @@ def curve_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float
 def phases_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return the parts of the time of the run, as means over the ranks; None without records."""
     totals = dict.fromkeys(PHASES, 0.0)
-    duration = 0.0
     for record in records:
-        if record.get("kind") != "ranks" or not record.get("interval"):
-            continue
-        duration += record["interval"]
-        for name in PHASES:
-            totals[name] += float(np.mean(record.get(name) or 0.0))
-    if not duration:
-        return dict.fromkeys((*PHASES, "other"))
-    parts: dict[str, float | None] = {name: totals[name] / duration for name in PHASES}
-    parts["other"] = max(0.0, 1 - sum(totals.values()) / duration)
-    return parts
+        if record.get("kind") == "ranks":
+            for name in PHASES:
+                totals[name] += float(np.mean(record.get(name) or 0.0))
+    duration = sum(totals.values())
+    return {name: totals[name] / duration if duration else None for name in PHASES}
 
 
 def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:

@@ -116,9 +116,9 @@ class Metrics:
         epoch, iteration : int
             Position in the run, counted from 1.
         fields : mapping
-            "seconds" since the start of the run, and the length "interval" of the time since the
-            last record, in seconds. Lists with one entry per rank: the seconds in the interval
-            for "input", "compute", "wait" and "sum"; the resident "memory" in bytes; the "device".
+            "seconds" since the start of the run. Lists with one entry per rank: the seconds since
+            the last record for "input", "compute", "wait", "sum" and "other", which add up to all
+            of the time by that rank's clock; the resident "memory" in bytes; the "device".
 
         Raises
         ------

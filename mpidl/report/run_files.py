@@ -18,7 +18,7 @@ from mpidl.files import read_toml, unreadable
 from mpidl.report.history import FILE, History, read_records
 
 OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
-TIMES = ("input", "compute", "wait", "sum")  # of a record "ranks", in seconds per rank
+TIMES = ("input", "compute", "wait", "sum", "other")  # of a record "ranks", in seconds per rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ class RunFiles:
     confusion : ConfusionTable or None
         The confusion matrix of the test set.
     ranks : list of dict
-        A dict per rank with its device, its memory in bytes, its seconds per phase of the run and
-        the seconds that they cover; empty if the run did not measure them.
+        A dict per rank with its device, its memory in bytes and its seconds per phase of the run;
+        empty if the run did not measure them.
     written : float
         When metrics.jsonl was last written, in seconds since 1970.
     """
@@ -173,16 +173,15 @@ def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return []
     devices = records[-1]["device"]
     ranks: list[dict[str, Any]] = [
-        {"device": str(device), "memory": None, "interval": 0.0, **dict.fromkeys(TIMES, 0.0)}
+        {"device": str(device), "memory": None, **dict.fromkeys(TIMES, 0.0)}
         for device in devices
     ]
     for record in records:
         lists = [record.get(name) for name in TIMES]
         if record.get("device") != devices or not all(_is_row(row, len(ranks)) for row in lists):
             continue
-        interval, memory = record.get("interval"), record.get("memory")
+        memory = record.get("memory")
         for i, rank in enumerate(ranks):
-            rank["interval"] += interval if isinstance(interval, int | float) else 0.0
             rank["memory"] = memory[i] if _is_row(memory, len(ranks)) else rank["memory"]
             for name, row in zip(TIMES, lists, strict=True):
                 rank[name] += row[i]

@@ -323,11 +323,11 @@ def _rank_table(ranks):
     """Return the table of the ranks: their device, memory, and shares of the time."""
     rows = []
     for i, rank in enumerate(ranks):
-        shares = [rank[name] / max(rank["interval"], 1e-9) for name in TIMES]
+        duration = max(sum(rank[name] for name in TIMES), 1e-9)
+        shares = [rank[name] / duration for name in TIMES]
         memory = "" if rank["memory"] is None else f"{rank['memory'] / 2**20:.0f} MiB"
-        shares.append(max(0.0, 1 - sum(shares)))
         rows.append([str(i), rank["device"], memory, *(f"{share:.1%}" for share in shares)])
-    return table(["rank", "device", "memory", *TIMES, "other"], rows)
+    return table(["rank", "device", "memory", *TIMES], rows)
 
 
 def _versions(runs, names):

@@ -61,16 +61,16 @@ class RankTimesHook:
         if trainer.writer.out is None:
             return
         self.recorded = trainer.position.iteration
-        now, totals = time.monotonic(), phases.seconds()
+        totals = phases.seconds()
         spent = [new - old for new, old in zip(totals, self.previous, strict=True)]
-        interval, self.start_time, self.previous = now - self.start_time, now, totals
+        self.start_time, self.previous = time.monotonic(), totals
         ranks = trainer.world.gather((phases.Seconds(*spent), resident_bytes()))
         if ranks is not None:
             times = {
                 kind: [round(getattr(seconds, kind), 6) for seconds, _ in ranks]
-                for kind in ("input", "compute", "wait", "sum")
+                for kind in phases.KINDS
             }
-            fields = {"seconds": trainer.position.seconds, "interval": interval, **times}
+            fields = {"seconds": trainer.position.seconds, **times}
             fields |= {"memory": [nbytes for _, nbytes in ranks], "device": self.devices}
             trainer.writer.record_ranks(epoch, self.recorded, fields)
 

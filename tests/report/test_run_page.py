@@ -111,9 +111,9 @@ def test_a_comparison_of_runs(tmp_path):
 
 
 def test_the_shares_of_each_rank(tmp_path):
-    record = {"kind": "ranks", "epoch": 1, "iteration": 4, "interval": 2.0, "input": [0, 0.5]}
+    record = {"kind": "ranks", "epoch": 1, "iteration": 4, "input": [0, 0.5]}
     record |= {"compute": [1.5, 1.0], "wait": [0.25, 0], "sum": [0.25, 0.25], "device": ["a", EVIL]}
-    record |= {"memory": [2**20, 2**21]}
+    record |= {"other": [0, 0.25], "memory": [2**20, 2**21]}
     broken = [record | {"wait": [1]}, record | {"sum": "much"}, record | {"device": ["a"]}]
     run = write_run(tmp_path / "run", ranks=[record, *broken, record])
     page = page_of(tmp_path / "run.html", run)

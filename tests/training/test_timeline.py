@@ -150,7 +150,9 @@ def test_a_failed_run_stops_the_recording(world, out):
 def test_metrics_tell_what_the_ranks_spend_their_time_on(world, out, images, monkeypatch):
     """With 16 images, all ranks but one have no images at all."""
     monkeypatch.setattr("mpidl.training.rank_times.SECONDS", 0.0)
+    begin = time.monotonic()
     train(world, out, store=pictures(images))
+    duration = time.monotonic() - begin
     if world.rank == 0:
         with open(f"{out}/metrics.jsonl") as file:
             records = [json.loads(line) for line in file]
@@ -159,11 +161,12 @@ def test_metrics_tell_what_the_ranks_spend_their_time_on(world, out, images, mon
         assert [r["iteration"] for r in ranks][-1] == 2 * count
         assert {r["epoch"] for r in ranks if r["iteration"] % count == 0} == {1, 2}
         for record in ranks:
-            spent = [record[kind] for kind in ("input", "compute", "wait", "sum")]
+            spent = [record[kind] for kind in phases.KINDS]
             for times in spent:
                 assert len(times) == world.size and min(times) >= 0
             assert min(record["compute"]) > 0
             assert all(0 < nbytes < 2**40 for nbytes in record["memory"])
             assert record["device"] == ["cpu, 1 thread"] * world.size
-        total = sum(r[kind][0] for r in ranks for kind in ("input", "compute", "wait", "sum"))
-        assert total <= sum(r["interval"] for r in ranks)
+        total = sum(r[kind][0] for r in ranks for kind in phases.KINDS)
+        rounding = 1e-6 * len(ranks) * len(phases.KINDS)
+        assert total <= duration + rounding  # no time is counted twice

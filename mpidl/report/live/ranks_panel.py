@@ -136,20 +136,19 @@ def _table(data):
 def columns_of(record: dict[str, Any]) -> dict[str, Any]:
     """Return the columns of the table and of the bars for a "ranks" record.
 
-    Times become per cent of the interval, and memory is in MB. The columns are empty if the record
-    has no ranks.
+    Times become per cent of the time that the record covers, and memory is in MB. The columns are
+    empty if the record has no ranks.
     """
-    interval = number(record.get("interval"))
-    count = len(_list(record, "compute")) if interval > 0 else 0
+    count = len(_list(record, "compute"))
     data: dict[str, Any] = {"rank": np.arange(count)}
     times = {}
     for name in PHASES:
         values = [number(value) for value in _list(record, name)[:count]]
         times[name] = np.nan_to_num(np.array(values + [0.0] * (count - len(values))))
-    times["other"] = np.maximum(0, interval - sum(v for k, v in times.items() if k != "other"))
+    duration = np.maximum(sum(times.values()), 1e-9)
     end = np.zeros(count)
     for name, values in times.items():
-        data[name] = 100 * values / interval
+        data[name] = 100 * values / duration
         data[f"{name}_start"], end = end, end + data[name]
         data[f"{name}_end"] = end
     memory = [number(value) / MEGABYTE for value in _list(record, "memory")[:count]]

@@ -7,11 +7,11 @@ pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'mpidl[
 PHASES = ("compute", "input", "sum", "wait", "other")
 RECORD = {
     "kind": "ranks",
-    "interval": 2.0,
     "compute": [1.0, 1.5],
     "input": [0.25, 0.0],
     "sum": [0.25, 0.1],
     "wait": [0.25, 0.2],
+    "other": [0.25, 0.2],
     "memory": [100e6, 200e6],
     "device": ["cpu, 2 threads", "cpu, 1 thread"],
 }
@@ -23,7 +23,7 @@ def columns_of(record):
     return ranks_panel.columns_of(record)
 
 
-def test_shares_add_up_to_the_interval():
+def test_shares_of_a_rank_add_up():
     data = columns_of(RECORD)
     np.testing.assert_allclose(data["compute"], [50, 75])
     np.testing.assert_allclose(data["other"], [12.5, 10])
@@ -38,7 +38,7 @@ def test_shares_add_up_to_the_interval():
 
 @pytest.mark.parametrize(
     "record",
-    [{}, RECORD | {"interval": 0}, RECORD | {"interval": None}, RECORD | {"compute": "x"}],
+    [{}, RECORD | {"compute": []}, RECORD | {"compute": None}, RECORD | {"compute": "x"}],
 )
 def test_a_record_without_ranks_has_no_rows(record):
     assert all(len(column) == 0 for column in columns_of(record).values())
