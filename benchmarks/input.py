@@ -20,7 +20,7 @@ from benchmarks.mpidl_step import EagerStep
 from mpidl import keyed
 from mpidl.comm import World
 from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore, digits
-from mpidl.data.datastore import ArrayDatastore
+from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.formats import packing
 from mpidl.errors import UserError
 from mpidl.nn import Network

@@ -17,7 +17,8 @@ import numpy as np
 from benchmarks import machine, report, subject, turns
 from mpidl import backends
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES, Blocked, DeferredInput, OneRank, share
+from mpidl.blocks import LANES, Blocked, OneRank, share
+from mpidl.deferred import DeferredInput
 from mpidl.nn import Conv2D, Network
 from mpidl.training.options import configuration
 

@@ -7,14 +7,16 @@ the leaves of the reduction tree, which adds up per-image values over a mini-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from mpidl import fold
+
+if TYPE_CHECKING:
+    from mpidl.deferred import DeferredInput
 
 LANES = 16
 Key = TypeVar("Key")
@@ -372,106 +374,6 @@ class Blocked:
 
 
 Factor: TypeAlias = Blocked | np.ndarray | float
-
-
-class DeferredInput(NamedTuple):
-    """The operand from which a backend computes max(0, (x - mean) * scale + beta) per channel.
-
-    Attributes
-    ----------
-    x
-        Lanes of the normalization's input, (blocks, C, ..., 16).
-    mean, scale, beta
-        One number per channel, (C,), in the dtype of x.
-    """
-
-    x: np.ndarray
-    mean: np.ndarray
-    scale: np.ndarray
-    beta: np.ndarray
-
-
-class DeferredActivation(Blocked):
-    """The ReLU of a batch normalization, stored as the normalization's input.
-
-    Backends normalize while they read `source`. The property `lanes` computes the activation on
-    each access and does not keep it.
-
-    Parameters
-    ----------
-    source
-        The stored input, and the mean, scale and beta of the normalization.
-    batch
-        The mini-batch that the images belong to.
-    compute
-        The backend's function that computes lanes from a DeferredInput.
-    image_shape
-        Shape of one image's entry; by default, as in `source.x`.
-    """
-
-    __slots__ = ("deferred", "compute", "shape_of_image")
-
-    def __init__(
-        self,
-        source: DeferredInput,
-        batch: Batch,
-        compute: Callable[[DeferredInput], np.ndarray],
-        image_shape: tuple[int, ...] | None = None,
-    ) -> None:
-        self.deferred, self.batch, self.compute = source, batch, compute
-        self.shape_of_image = source.x.shape[1:-1] if image_shape is None else image_shape
-
-    @property
-    def source(self) -> DeferredInput:
-        return self.deferred
-
-    @property
-    def lanes(self) -> np.ndarray:
-        lanes = self.compute(self.deferred)
-        return lanes.reshape(len(lanes), *self.shape_of_image, lanes.shape[-1])
-
-    @property
-    def image_shape(self) -> tuple[int, ...]:
-        return self.shape_of_image
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.deferred.x.dtype
-
-    def stored(self) -> Blocked:
-        return self.like(self.lanes)
-
-    def reshape(self, image_shape: tuple[int, ...]) -> DeferredActivation:
-        """Return the same values with another image shape, still deferred."""
-        return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
-
-
-def readable(value: Blocked) -> np.ndarray | DeferredInput:
-    """Return the operand that a backend reads in the value's image shape.
-
-    For a DeferredActivation whose image shape is unchanged, the operand is the DeferredInput.
-    Otherwise, the operand is the array of lanes.
-    """
-    if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
-        return value.lanes
-    return value.source
-
-
-class GradientWithSums(Blocked):
-    """The cotangent of a DeferredActivation with the sums that its batch normalization needs.
-
-    Parameters
-    ----------
-    sums
-        A Partial of shape (2C,) and type float64: the sums of dz per channel, followed by the sums
-        of dz * (x - mean). dz is the cotangent where the activation is > 0, and 0 elsewhere.
-    """
-
-    __slots__ = ("sums",)
-
-    def __init__(self, lanes: np.ndarray, batch: Batch, sums: fold.Partial) -> None:
-        super().__init__(lanes, batch)
-        self.sums = sums
 
 
 def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None) -> Blocked:

@@ -14,9 +14,9 @@ from mpidl.data import registry
 from mpidl.data.formats import packed, packing
 from mpidl.data.storage.settings import check_url, refuse_remote
 from mpidl.errors import UserError
-from mpidl.report.console import LINE_SECONDS
-from mpidl.report.rows import clock
-from mpidl.report.terminal import terminal_width
+from mpidl.report.progress.console import LINE_SECONDS
+from mpidl.report.progress.rows import clock
+from mpidl.report.progress.terminal import terminal_width
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:

@@ -8,7 +8,8 @@ from mpidl.cli.parser import Parser
 from mpidl.comm import failure
 from mpidl.errors import UserError
 from mpidl.files import write_whole
-from mpidl.report import run_files, run_page
+from mpidl.report import run_files
+from mpidl.report.page import run_page
 from mpidl.text import aligned, printable
 
 

@@ -22,7 +22,7 @@ from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
 from mpidl.performance import figures, prediction, report, results, study
 from mpidl.performance.simulation import Link
-from mpidl.report.rows import clock
+from mpidl.report.progress.rows import clock
 from mpidl.training.options import configuration
 
 EXIT_CODES = """\

@@ -14,7 +14,7 @@ from mpidl.errors import Fault, UserError
 from mpidl.files import on_rank_0, reason
 from mpidl.report import stop_file
 from mpidl.report import sweep_table as report
-from mpidl.report.rows import clock
+from mpidl.report.progress.rows import clock
 from mpidl.training import sweep as dispatch
 from mpidl.training.files import checkpoint, trial_folder
 from mpidl.training.files.trial_folder import (

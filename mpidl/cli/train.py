@@ -16,8 +16,9 @@ from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, validation
 from mpidl.files import call_together, on_rank_0
-from mpidl.report import Console, metrics, tracking
+from mpidl.report import Console, metrics
 from mpidl.report.live import address, page_process
+from mpidl.report.trackers import tracking
 from mpidl.training import input_pipeline, progress, tracking_hooks, trainer
 from mpidl.training.files import checkpoint, model_file, run_folder
 from mpidl.training.options import configuration, training_options

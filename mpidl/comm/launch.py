@@ -20,7 +20,7 @@ from mpidl.comm.launch_job import SIZE_VARIABLE, Interrupts, Job
 from mpidl.comm.launcher import launcher
 from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
-from mpidl.report import notebook
+from mpidl.report.progress import notebook
 
 Returned = TypeVar("Returned")
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from mpidl.comm import failure
 from mpidl.errors import UserError
-from mpidl.report import notebook
+from mpidl.report.progress import notebook
 
 MAIN = "__mp_main__"  # name of a main program that is run again, as in multiprocessing
 LOCK_FILE = "locked"  # the launching process locks this file until it ends

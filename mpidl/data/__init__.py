@@ -1,7 +1,8 @@
 """Open image sets, transform their images and deliver them in mini-batches."""
 
+from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.combined import combined
-from mpidl.data.datastore import ArrayDatastore, Datastore
+from mpidl.data.datastore import Datastore
 from mpidl.data.formats import *
 from mpidl.data.formats import __all__ as _formats
 from mpidl.data.formats.digits import digits  # `data.digits` is this function, not the module

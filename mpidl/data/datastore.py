@@ -1,4 +1,4 @@
-"""The base class of image sets, image sets in memory, and sets derived from other sets."""
+"""The base class of image sets, and sets derived from other sets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import numpy as np
 from mpidl.data import splitting
 from mpidl.errors import UserError
 from mpidl.files import digest
-from mpidl.matlab_names import explain_arguments
 from mpidl.text import class_names
 
 if TYPE_CHECKING:
     from mpidl.data.transforms.preprocess import Preprocess
 
 Indices: TypeAlias = Sequence[int] | np.ndarray
-
-MOST_CLASSES = 1 << 20  # largest number of classes of a set without class names
 
 
 class Datastore:
@@ -288,75 +285,6 @@ class Datastore:
         return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
-class ArrayDatastore(Datastore):
-    """A datastore of images in memory.
-
-    Parameters
-    ----------
-    images : array_like
-        Images (n, C, H, W), or (n, H, W) if gray, as uint8 pixels or floats. Floats are stored as
-        float32 and are not rescaled.
-    labels : array_like of int, optional
-        Label of each image, (n,), integers of at least 0.
-    classes : sequence of str, optional
-        Class names in the order of the labels, by default "0", "1", ... Objects other than
-        strings are converted by `str`.
-    source : str
-        Name of the set in messages.
-
-    Raises
-    ------
-    UserError
-        If the shapes or types are invalid, or a label is not below the number of classes.
-    """
-
-    in_memory = True
-
-    @explain_arguments
-    def __init__(
-        self,
-        images: np.ndarray,
-        labels: Sequence[int] | np.ndarray | None = None,
-        classes: Sequence[object] | None = None,
-        source: str = "arrays",
-    ):
-        images = np.asarray(images)
-        images = images[:, None] if images.ndim == 3 else images
-        if images.ndim != 4 or not (images.dtype == np.uint8 or images.dtype.kind == "f"):
-            raise UserError(
-                f"{source}: expected uint8 or float images of shape (n, C, H, W) or (n, H, W), "
-                f"got {images.dtype} of shape {images.shape}"
-            )
-        with np.errstate(over="ignore"):  # `read_images` later reports infinities
-            floats = images.dtype != np.uint8
-            self.images: np.ndarray = images.astype(np.float32, copy=False) if floats else images
-        self.image_shape = tuple(int(size) for size in images.shape[1:])
-        self.dtype = self.images.dtype
-        self.source = source
-        self.classes = [] if classes is None else [str(name) for name in classes]
-        if labels is not None:
-            self.labels = check_labels(labels, len(images), classes, source)
-            if classes is None:
-                self.classes = [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def read(self, indices: Indices) -> np.ndarray:
-        return self.images[np.asarray(indices, np.int64)]
-
-    def located(self, i: int) -> str:
-        return f"{self.source}: {self.name(i)}"
-
-    def describe(self) -> str:
-        return f"{self.source}: {counted(self)}"
-
-    def fingerprint(self) -> str:
-        # Hash up to 64 images spread over the set, to distinguish sets of equal labels and shapes.
-        sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
-        return digest(super().fingerprint(), self.images[sample])
-
-
 class Derived(Datastore):
     """Base class of sets derived from a parent set.
 
@@ -493,47 +421,6 @@ class Transformed(Derived):
     def fingerprint(self) -> str:
         name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return digest(self.parent.fingerprint(), name, self.image_shape, self.dtype.str)
-
-
-def check_labels(
-    labels: Sequence[int] | np.ndarray, count: int, classes: Sequence[object] | None, source: str
-) -> np.ndarray:
-    """Check labels and return them as int64 (count,).
-
-    Parameters
-    ----------
-    labels : array_like of int
-        The labels.
-    count : int
-        Number of images.
-    classes : sequence or None
-        Class names; None allows labels below `MOST_CLASSES`.
-    source : str
-        Name of the labels in messages.
-
-    Raises
-    ------
-    UserError
-        If there are not `count` labels, or if a label is negative, is not a whole number, or is
-        not below the number of classes.
-    """
-    labels = np.asarray(labels)
-    if labels.shape != (count,):
-        raise UserError(
-            f"{source}: expected one label per image, ({count},), got labels of shape "
-            f"{labels.shape}"
-        )
-    if count and (labels.dtype.kind not in "iu" or labels.min() < 0):
-        actual = labels.min() if labels.dtype.kind == "i" else labels.dtype
-        raise UserError(f"{source}: expected whole numbers from 0 as labels, got {actual}")
-    if classes is not None and count and labels.max() >= len(classes):
-        raise UserError(
-            f"{source}: expected labels below {len(classes)}, the number of classes (labels "
-            f"start at 0), got {labels.max()}"
-        )
-    if classes is None and count and labels.max() >= MOST_CLASSES:
-        raise UserError(f"{source}: expected labels below {MOST_CLASSES}, got {labels.max()}")
-    return labels.astype(np.int64)
 
 
 def counted(datastore: Datastore) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl.data.datastore import MOST_CLASSES, check_labels
+from mpidl.data.array_datastore import MOST_CLASSES, check_labels
 from mpidl.errors import UserError
 from mpidl.text import printable
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import Operand, Var, WithVjp, op, value_of
-from mpidl.blocks import Blocked, readable
+from mpidl.blocks import Blocked
+from mpidl.deferred import readable
 from mpidl.fold import Partial
 from mpidl.ops.reductions import multiply_partial
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import Array, WithVjp, op
-from mpidl.blocks import Blocked, DeferredActivation, GradientWithSums
+from mpidl.blocks import Blocked
+from mpidl.deferred import DeferredActivation, GradientWithSums
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 

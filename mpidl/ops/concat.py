@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mpidl import backends
 from mpidl.autodiff.tape import Var, WithVjp, op
-from mpidl.blocks import Blocked, readable
+from mpidl.blocks import Blocked
+from mpidl.deferred import readable
 from mpidl.ops import check
 
 __all__ = ["concat"]

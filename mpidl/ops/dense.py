@@ -6,7 +6,8 @@ import math
 
 from mpidl import backends
 from mpidl.autodiff.tape import Array, WithVjp, op
-from mpidl.blocks import LANES, Blocked, DeferredActivation, GradientWithSums
+from mpidl.blocks import LANES, Blocked
+from mpidl.deferred import DeferredActivation, GradientWithSums
 from mpidl.ops import check
 
 __all__ = ["dense", "flatten"]

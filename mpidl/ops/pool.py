@@ -7,7 +7,8 @@ from typing import NamedTuple, overload
 
 from mpidl import backends
 from mpidl.autodiff.tape import Var, WithVjp, op, value_of
-from mpidl.blocks import Blocked, GradientWithSums
+from mpidl.blocks import Blocked
+from mpidl.deferred import GradientWithSums
 from mpidl.ops import check
 from mpidl.shapes import pool2d_shape
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpidl.files import write_whole
 from mpidl.performance.results import COMPLETE, PHASES
-from mpidl.report.rows import clock
+from mpidl.report.progress.rows import clock
 from mpidl.text import aligned
 
 JSON, CSV = "scaling.json", "scaling.csv"

@@ -1,6 +1,6 @@
 """Write and read the results of runs: console, metrics, history, plots, arrays and pages."""
 
-from mpidl.report.console import Console
 from mpidl.report.metrics import Metrics
+from mpidl.report.progress.console import Console
 
 __all__ = ["Console", "Metrics"]

@@ -173,8 +173,7 @@ def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return []
     devices = records[-1]["device"]
     ranks: list[dict[str, Any]] = [
-        {"device": str(device), "memory": None, **dict.fromkeys(TIMES, 0.0)}
-        for device in devices
+        {"device": str(device), "memory": None, **dict.fromkeys(TIMES, 0.0)} for device in devices
     ]
     for record in records:
         lists = [record.get(name) for name in TIMES]

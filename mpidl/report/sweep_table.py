@@ -9,8 +9,8 @@ from typing import Any
 
 from mpidl.files import sync_folder, write_whole
 from mpidl.report import plots
-from mpidl.report.rows import clock
-from mpidl.report.terminal import terminal_width
+from mpidl.report.progress.rows import clock
+from mpidl.report.progress.terminal import terminal_width
 
 CSV, PNG = "table.csv", "table.png"
 RESULTS = (

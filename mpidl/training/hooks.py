@@ -29,7 +29,8 @@ import numpy as np
 from mpidl import phases
 from mpidl.errors import UserError
 from mpidl.files import call_together
-from mpidl.report import notebook, status, stop_file
+from mpidl.report import status, stop_file
+from mpidl.report.progress import notebook
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import EpochSummary, Progress
 from mpidl.training.rank_times import RankTimesHook

@@ -21,8 +21,9 @@ from mpidl.data import gallery
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
 from mpidl.files import call_together
-from mpidl.report import confusion, tracking
-from mpidl.report.tracking import Tracker
+from mpidl.report import confusion
+from mpidl.report.trackers import tracking
+from mpidl.report.trackers.tracking import Tracker
 from mpidl.training import input_pipeline
 from mpidl.training.files.run_folder import CONFUSION, TENSORBOARD
 from mpidl.training.options.training_options import TrainingOptions
@@ -250,7 +251,7 @@ class TensorBoardHook(TrackingHook):
 
     def open(self, trainer: Trainer) -> Tracker:
         """Open a new event file, on rank 0."""
-        from mpidl.report.tensorboard_files import EventFile
+        from mpidl.report.trackers.tensorboard_files import EventFile
 
         folder = self.folder
         if folder is None:
@@ -291,7 +292,7 @@ class MLflowHook(TrackingHook):
 
     def open(self, trainer: Trainer) -> Tracker:
         """Create a run in the store, or continue that of the resumed run, on rank 0."""
-        from mpidl.report.mlflow_store import MLflowRun
+        from mpidl.report.trackers.mlflow_store import MLflowRun
 
         out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
         return MLflowRun(self.store, self.experiment, _name(self.name, out), out, is_resumed)
@@ -329,7 +330,7 @@ class WandbHook(TrackingHook):
 
     def open(self, trainer: Trainer) -> Tracker:
         """Create an offline run, or continue that of the resumed run, on rank 0."""
-        from mpidl.report.wandb_run import WandbRun
+        from mpidl.report.trackers.wandb_run import WandbRun
 
         out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
         folder = _folder(trainer, "--wandb") if self.folder is None else self.folder

@@ -17,7 +17,7 @@ from conformance import (
 from training_cases import training_table
 
 from mpidl import shapes
-from mpidl.blocks import DeferredInput
+from mpidl.deferred import DeferredInput
 
 CPU = ("cpu",)
 NO_PADDING, PADDING_1, UNIT = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)

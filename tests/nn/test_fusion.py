@@ -8,7 +8,8 @@ from single_rank import blocked
 
 import mpidl as dl
 from mpidl import ops
-from mpidl.blocks import Blocked, DeferredActivation
+from mpidl.blocks import Blocked
+from mpidl.deferred import DeferredActivation
 from mpidl.nn import fusion
 
 pytestmark = needs_kernels

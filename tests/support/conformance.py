@@ -19,7 +19,8 @@ from mpidl.backends.gpu import array
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import Backend
-from mpidl.blocks import LANES, DeferredInput
+from mpidl.blocks import LANES
+from mpidl.deferred import DeferredInput
 from mpidl.fold import Partial, Tree, fold_nodes, merge_moments
 
 BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, GPU)}

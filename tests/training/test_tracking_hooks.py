@@ -8,7 +8,7 @@ from short_training import pictures, small, trained
 
 import mpidl as dl
 from mpidl.errors import UserError
-from mpidl.report import tracking
+from mpidl.report.trackers import tracking
 from mpidl.training import tracking_hooks
 from mpidl.training.files.run_folder import make_folder
 
@@ -228,7 +228,7 @@ def test_an_empty_folder_has_no_identity(tmp_path):
 
 def test_an_event_file_on_a_full_disk_is_one_line(tmp_path):
     pytest.importorskip("tensorboardX", reason="pip install '.[tensorboard]'")
-    from mpidl.report.tensorboard_files import EventFile
+    from mpidl.report.trackers.tensorboard_files import EventFile
 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file/tensorboard: cannot be written: Not a directory"):

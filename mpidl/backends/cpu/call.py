@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from mpidl.blocks import DeferredInput
+from mpidl.deferred import DeferredInput
 from mpidl.fold import Partial, Term, add
 
 

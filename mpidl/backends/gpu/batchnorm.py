@@ -7,7 +7,8 @@ import math
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
-from mpidl.blocks import LANES, DeferredInput
+from mpidl.blocks import LANES
+from mpidl.deferred import DeferredInput
 from mpidl.fold import add, merge_moments
 
 THREADS = 256  # threads per block, as in batchnorm.cu

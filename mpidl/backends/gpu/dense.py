@@ -12,7 +12,8 @@ import numpy as np
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
-from mpidl.blocks import LANES, DeferredInput
+from mpidl.blocks import LANES
+from mpidl.deferred import DeferredInput
 from mpidl.fold import Partial, Term, add
 
 THREADS = 128  # threads per block, as in dense.cu

@@ -7,7 +7,7 @@ import numpy as np
 
 from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.blocks import DeferredInput
+from mpidl.deferred import DeferredInput
 
 WARP, MAX_THREADS = 32, 256  # a CTA has as many threads as a row needs, at most MAX_THREADS
 

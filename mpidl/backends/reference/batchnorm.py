@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.blocks import DeferredInput
+from mpidl.deferred import DeferredInput
 from mpidl.fold import Counter, merge_moments
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidl.data.datastore import ArrayDatastore
+from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels
 from mpidl.data.loading.node_memory import once_per_node

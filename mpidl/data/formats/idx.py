@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl.data.datastore import ArrayDatastore, check_labels
+from mpidl.data.array_datastore import ArrayDatastore, check_labels
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.data.storage.paths import is_file, open_binary, stamp_of

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.combined import combined
-from mpidl.data.datastore import ArrayDatastore, Datastore
+from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5, mat5
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.formats.hdf5 import HDF5Datastore

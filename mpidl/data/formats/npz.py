@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpidl.data.datastore import ArrayDatastore
+from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node

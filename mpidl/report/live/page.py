@@ -28,7 +28,7 @@ from mpidl.report.live import figures
 from mpidl.report.live.curves import binned, smoothed
 from mpidl.report.live.ranks_panel import RanksPanel
 from mpidl.report.live.run import LiveRun
-from mpidl.report.rows import clock
+from mpidl.report.progress.rows import clock
 
 UPDATE_MILLISECONDS = 1000
 AXES = {"iteration": "iteration", "epoch": "epoch", "time (s)": "seconds"}

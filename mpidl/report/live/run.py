@@ -14,7 +14,7 @@ from mpidl.report import status, stop_file
 from mpidl.report.live.curves import Columns, number
 from mpidl.report.live.folder import Folder
 from mpidl.report.live.tail import FILE, Tail
-from mpidl.report.rows import clock
+from mpidl.report.progress.rows import clock
 from mpidl.text import printable
 
 POLL_SECONDS = 0.5  # shortest time between two looks at a folder

@@ -14,7 +14,8 @@ import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends.cpu import builds, dense
 from mpidl.backends.cpu.call import nodes_of, source_of, tree_of
-from mpidl.blocks import LANES, DeferredActivation, DeferredInput
+from mpidl.blocks import LANES
+from mpidl.deferred import DeferredActivation, DeferredInput
 from mpidl.fold import Counter, Tree
 
 pytestmark = needs_kernels

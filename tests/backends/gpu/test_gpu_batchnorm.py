@@ -14,7 +14,8 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import activation as activations
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.backends.gpu.backend import GPU
-from mpidl.blocks import LANES, DeferredInput
+from mpidl.blocks import LANES
+from mpidl.deferred import DeferredInput
 
 
 def tree(blocks):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from mpidl.report.terminal import terminal_width
+from mpidl.report.progress.terminal import terminal_width
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from mpidl.report.tracking import FINISHED, Histogram, Tracker, identity, remember, writing
+from mpidl.report.trackers.tracking import FINISHED, Histogram, Tracker, identity, remember, writing
 
 SETTINGS = {
     "WANDB_ERROR_REPORTING": "false",

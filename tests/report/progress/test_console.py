@@ -11,8 +11,9 @@ import pytest
 from limits import wait_until
 
 import mpidl as dl
-from mpidl.report import Console, console, rows, stage, terminal
-from mpidl.report.bar import Field, compose
+from mpidl.report import Console
+from mpidl.report.progress import console, rows, stage, terminal
+from mpidl.report.progress.bar import Field, compose
 
 
 def report_run(run_console, validation=None):

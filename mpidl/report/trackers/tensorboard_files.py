@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mpidl.report.tracking import FINISHED, Histogram, Tracker, writing
+from mpidl.report.trackers.tracking import FINISHED, Histogram, Tracker, writing
 from mpidl.text import printable
 
 FLUSH_SECONDS = 5.0  # shortest time between two flushes, because a flush waits for the disk

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from mpidl.report.elements import element
+from mpidl.report.page.elements import element
 
 WIDTH, HEIGHT = 720, 270
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels

@@ -12,8 +12,9 @@ import sys
 import time
 from typing import Any
 
-from mpidl.report import chart, plots, rows
+from mpidl.report import plots
 from mpidl.report.metrics import number
+from mpidl.report.progress import chart, rows
 
 FLUSH_SECONDS = 0.3  # longest time that rank 0 holds back a record
 DRAW_SECONDS = 0.5  # shortest time between two drawings

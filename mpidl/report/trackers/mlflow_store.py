@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidl.errors import UserError
-from mpidl.report.tracking import (
+from mpidl.report.trackers.tracking import (
     FAILED,
     FINISHED,
     STOPPED,

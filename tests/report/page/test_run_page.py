@@ -10,7 +10,8 @@ from image_sets import refusal
 
 import mpidl as dl
 from mpidl.cli import report
-from mpidl.report import Metrics, svg_charts
+from mpidl.report import Metrics
+from mpidl.report.page import svg_charts
 
 EVIL = '<script>alert("1")</script>'
 

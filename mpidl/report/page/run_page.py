@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.report import svg_charts
-from mpidl.report.elements import Content, element, page, table
-from mpidl.report.rows import clock
+from mpidl.report.page import svg_charts
+from mpidl.report.page.elements import Content, element, page, table
+from mpidl.report.progress.rows import clock
 from mpidl.report.run_files import TIMES, ConfusionTable, RunFiles
 
 MAX_CLASSES = 30  # with more classes, a page lists the most frequent confusions only

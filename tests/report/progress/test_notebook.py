@@ -9,7 +9,8 @@ import pytest
 from short_training import pictures, small
 
 import mpidl as dl
-from mpidl.report import Console, chart, notebook
+from mpidl.report import Console
+from mpidl.report.progress import chart, notebook
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from mpidl.report import rows
-from mpidl.report.bar import BottomLine, Field
-from mpidl.report.rows import Scores
-from mpidl.report.stage import Stage, Ticker
-from mpidl.report.terminal import terminal_width
+from mpidl.report.progress import rows
+from mpidl.report.progress.bar import BottomLine, Field
+from mpidl.report.progress.rows import Scores
+from mpidl.report.progress.stage import Stage, Ticker
+from mpidl.report.progress.terminal import terminal_width
 
 BAR_SECONDS = 0.2  # shortest time between two updates of the bar by iterations
 TICK_SECONDS = 0.5  # time between two updates while no iteration ends

@@ -1,0 +1,1 @@
+"""Write one HTML page about one or more runs."""

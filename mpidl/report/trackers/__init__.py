@@ -1,0 +1,1 @@
+"""Record runs for other programs: TensorBoard, MLflow and Weights & Biases."""
