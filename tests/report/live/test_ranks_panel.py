@@ -59,9 +59,10 @@ def test_the_panel_shows_the_last_record():
     panel = RanksPanel([run])
     panel.update()
     assert panel.note.visible and not panel.table.visible
-    for compute in (0.5, 0.75):
+    for compute, share in ((0.5, "40.0"), (2.25, "75.0")):
         run.ranks = RECORD | {"compute": [compute, 1.0], "device": ["<b>", "cpu"]}
+        run.ranks |= {"other": [0.0, 0.0]}
         panel.update()
         assert panel.table.visible and not panel.note.visible
-        assert f"<td>{50 * compute:.1f}</td>" in panel.table.text
+        assert f"<td>{share}</td>" in panel.table.text
         assert "<td>&lt;b&gt;</td>" in panel.table.text
