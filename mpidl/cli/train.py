@@ -163,9 +163,10 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
                     )
             stopped = trainer.stopped_by(signals, world)
         if stopped:
-            for tracker in trackers:
-                tracker.conclude(world, None, state=tracking.STOPPED)
+            problem = tracking_hooks.concluded(trackers, world, None, state=tracking.STOPPED)
             console.close()
+            if problem is not None:
+                console.line(f"warning: {problem}")
             console.line(
                 f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
                 f"to continue, run again with --resume {out}"
@@ -177,14 +178,15 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             on_rank_0(
                 world, lambda: _write_results(out, net, result, test, world, device, weights_file)
             )
-            for tracker in trackers:
-                tracker.conclude(world, out, test)
+            problem = tracking_hooks.concluded(trackers, world, out, test)
         console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
         if run["upload"] is not None:
             with console.stage("uploading the results"):
                 on_rank_0(world, lambda: remote.upload(out, run["upload"]))
             console.line(f"Uploaded: {run['upload']}")
+        if problem is not None:
+            raise problem
     return 0
 
 

@@ -372,13 +372,27 @@ class Trainer:
         try:
             yield from agreed(batches, self.world, self.signals)
         except (StorageFault, UserError) as error:
-            if self.writer.out is None or self.position.iteration == 0:
-                raise
-            self.save()
-            raise type(error)(
-                f"{error}; checkpoint written; to continue, run again with --resume "
-                f"{self.writer.out}"
-            ) from None
+            raise self.after_checkpoint(error) from None
+
+    def after_checkpoint(self, error: StorageFault | UserError) -> StorageFault | UserError:
+        """Write a checkpoint if the run has a folder and has begun. Collective.
+
+        Parameters
+        ----------
+        error : StorageFault or UserError
+            The error that will end the run.
+
+        Returns
+        -------
+        StorageFault or UserError
+            The error to raise; after a checkpoint, its message says how to continue.
+        """
+        if self.writer.out is None or self.position.iteration == 0:
+            return error
+        self.save()
+        return type(error)(
+            f"{error}; checkpoint written; to continue, run again with --resume {self.writer.out}"
+        )
 
     def _next_step(self, images):
         position, start_time = self.position, time.monotonic()

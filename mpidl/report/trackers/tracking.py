@@ -83,7 +83,7 @@ class Tracker:
         """Record a file of the run."""
 
     def flush(self) -> None:
-        """Write the records so far; the hook calls this method after each epoch."""
+        """Write the records so far; the hook calls this method before each checkpoint."""
 
     def close(self, state: str = FINISHED) -> None:
         """Write all records, and end the run in the state `FINISHED`, `STOPPED` or `FAILED`."""
@@ -136,8 +136,10 @@ def remember(folder: str | None, tracker: str, facts: Mapping[str, Any]) -> None
 
 
 def _identities(folder):
+    if folder is None:
+        return {}
     try:
-        with open(os.path.join(folder or "", IDENTITIES), "rb") as file:
+        with open(os.path.join(folder, IDENTITIES), "rb") as file:
             table = json.load(file)
     except (OSError, ValueError):
         return {}

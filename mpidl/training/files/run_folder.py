@@ -183,6 +183,8 @@ class RunWriter:
         before the checkpoint.
     listeners : list of functions
         Functions that receive each new record, as a dict with the keys of metrics.jsonl.
+    before_checkpoint : list of functions
+        Functions without arguments that rank 0 calls before it writes a checkpoint.
     """
 
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
@@ -192,6 +194,7 @@ class RunWriter:
         self.plot_time = -math.inf
         self.recorder = history.HistoryRecorder()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.before_checkpoint: list[Callable[[], None]] = []
         if folder.out is not None:
             self._on_rank_0(folder.make)
             path = os.path.join(self.out, history.FILE)
@@ -266,6 +269,8 @@ class RunWriter:
             if self.record_error is not None:
                 raise self.record_error
             self.metrics.flush()
+            for function in self.before_checkpoint:
+                function()
             checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
 
         self._on_rank_0(write)
