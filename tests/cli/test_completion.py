@@ -42,6 +42,9 @@ def need(shell):
         ("mpidl train --loss m", "mse mae"),
         ("mpidl train --data d", "digits documents"),
         ("mpidl pack d", "documents"),
+        ("mpidl report d", "documents"),
+        ("mpidl monitor documents d", "documents"),
+        ("mpidl train --monitor --overw", "--overwrite"),  # the value of --monitor is optional
         ("mpidl train --epochs 1", ""),
         ("mpidl convert --names t", "torchvision timm transformers"),
         ("mpirun -n 4 /opt/bin/mpidl train --overw", "--overwrite"),
@@ -65,6 +68,12 @@ def test_shells_accept_the_scripts(shell, scripts):
     text = scripts[shell].read_text()
     for name in ("train", "sweep", "learn-rate-schedule", "rescale-zero-one"):
         assert name in text
+
+
+def test_zsh_and_fish_complete_several_runs(scripts):
+    assert scripts["zsh"].read_text().count("'*:RUN:_files'") == 2  # report and monitor
+    for command in ("report", "monitor"):
+        assert f"__fish_seen_subcommand_from {command}' -F\n" in scripts["fish"].read_text()
 
 
 def test_fish_completes(scripts):
