@@ -6,6 +6,7 @@ import csv
 import glob
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from mpidl.report.history import FILE, History, read_records
 
 OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
 TIMES = ("input", "compute", "wait", "sum", "other")  # of a record "ranks", in seconds per rank
+# What a report needs of the results.
+NUMBERS = (
+    *("accuracy", "loss", "validation_accuracy", "validation_loss"),
+    *("images_per_second", "train_seconds", "epochs", "iterations", "ranks", "threads"),
+)
+TEXTS = ("device", "stopped", "weights_sha256")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +55,7 @@ class RunFiles:
         Options and inputs of the run, where each value comes from, and versions of the software;
         empty if the folder has no options.toml, as that of `dl.train`.
     summary : dict
-        The results; empty if the run has not finished.
+        The NUMBERS and TEXTS of its results; empty if the run has not finished.
     confusion : ConfusionTable or None
         The confusion matrix of the test set.
     ranks : list of dict
@@ -79,7 +86,7 @@ class RunFiles:
 
 
 def read(folder: str) -> RunFiles:
-    """Read the folder of a run.
+    """Read the folder of a run, which may also be given by the path of its metrics.jsonl.
 
     Raises
     ------
@@ -88,11 +95,12 @@ def read(folder: str) -> RunFiles:
         metrics.jsonl is left out.
     """
     records = read_records(folder)
+    folder = folder if os.path.isdir(folder) else os.path.dirname(folder) or os.curdir
     history = History.from_records(records)
     summary = _read_summary(os.path.join(folder, SUMMARY))
     confusion = _read_confusion(os.path.join(folder, CONFUSION))
     last_iteration = max(history.iteration.iteration, default=0)
-    if _whole_number(summary.get("iterations"), last_iteration) < last_iteration:
+    if summary.get("iterations", last_iteration) < last_iteration:
         summary, confusion = {}, None  # results from before the run was resumed
     tables = _read_options(os.path.join(folder, OPTIONS))
     return RunFiles(
@@ -118,10 +126,6 @@ def folders(paths: Sequence[str]) -> list[str]:
     return runs
 
 
-def _whole_number(value, default):
-    return value if isinstance(value, int) else default
-
-
 def _read_options(path):
     if not os.path.exists(path):
         return {}
@@ -141,7 +145,9 @@ def _read_summary(path):
         raise UserError(f"{path}: expected JSON, found {error}") from error
     if not isinstance(summary, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(summary).__name__}")
-    return summary
+    numbers = {name: summary.get(name) for name in NUMBERS if _is_number(summary.get(name))}
+    texts = {name: summary[name] for name in TEXTS if isinstance(summary.get(name), str)}
+    return {**numbers, **texts}
 
 
 def _read_confusion(path):
@@ -189,4 +195,10 @@ def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _is_row(row, length):
     is_list = isinstance(row, list) and len(row) == length
-    return is_list and all(isinstance(value, int | float) for value in row)
+    return is_list and all(map(_is_number, row))
+
+
+def _is_number(value):
+    """Return whether a value from JSON is a finite number, which fits into a float."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
