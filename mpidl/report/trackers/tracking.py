@@ -124,7 +124,8 @@ def writing(place: str, *errors: type[Exception]) -> Iterator[None]:
 
 def identity(folder: str | None, tracker: str) -> dict[str, Any]:
     """Return what `remember` stored for a tracker in the folder of a run, or {}."""
-    return _identities(folder).get(tracker, {})
+    facts = _identities(folder).get(tracker)
+    return facts if isinstance(facts, dict) else {}
 
 
 def remember(folder: str | None, tracker: str, facts: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import math
 import os
@@ -18,6 +19,7 @@ from mpidl.comm import World
 from mpidl.errors import Fault, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.report import Metrics, history, metrics, plots, status, stop_file
+from mpidl.report.trackers import tracking
 from mpidl.training.files import checkpoint
 from mpidl.training.progress import Position
 
@@ -35,7 +37,7 @@ RESULTS = (
     stop_file.NAME,
     "summary.json",
     TENSORBOARD,
-    "tracking.json",
+    tracking.IDENTITIES,
 )
 COPIED = (history.FILE, TENSORBOARD)  # into the folder of a run that resumes another one
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
@@ -81,7 +83,7 @@ def make_folder(out: str, resumed: str | None = None) -> None:
     os.makedirs(out, exist_ok=True)
     if _is_same_folder(out, resumed):
         return
-    for path in (os.path.join(out, name) for name in RESULTS):
+    for path in (*_wandb_parts(out), *(os.path.join(out, name) for name in RESULTS)):
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):
@@ -92,6 +94,13 @@ def make_folder(out: str, resumed: str | None = None) -> None:
             shutil.copytree(source, target)
         elif os.path.exists(source):
             shutil.copyfile(source, target)
+
+
+def _wandb_parts(out):
+    """Return the folders that the run recorded for Weights & Biases; others stay."""
+    run_id = str(tracking.identity(out, "wandb").get("run_id", ""))
+    pattern = os.path.join(glob.escape(os.fspath(out)), "wandb", f"offline-run-*-{run_id}")
+    return glob.glob(pattern) if run_id.isalnum() else []
 
 
 def _is_same_folder(out, resumed):
