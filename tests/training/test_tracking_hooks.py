@@ -195,7 +195,8 @@ def test_trackers_share_one_confusion_matrix(world, drawn, monkeypatch):
     train(world, hooks)
     assert counts == [1]
     if world.rank == 0:
-        assert [confusions(hook) for hook in hooks] == 2 * [[("confusion/validation", 6, b"matrix")]]
+        expected = [("confusion/validation", 6, b"matrix")]
+        assert [confusions(hook) for hook in hooks] == [expected, expected]
 
 
 def test_a_signal_ends_the_pass_for_the_confusion_matrix(world, drawn, monkeypatch):
