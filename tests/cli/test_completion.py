@@ -1,5 +1,8 @@
 """The printed scripts complete commands, options and values in the shells themselves."""
 
+import contextlib
+import os
+import pty
 import shutil
 import subprocess
 
@@ -58,6 +61,30 @@ def test_bash_completes(words, expected, scripts, tmp_path):
     command = ["bash", "-c", BASH, "bash", scripts["bash"], *words.split()]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (result.stdout.split(), result.stderr) == (expected.split(), "")
+
+
+@pytest.mark.parametrize("word", ["my\\ d", '"my d', "'my d"])
+def test_bash_quotes_the_names_of_files(word, scripts, tmp_path):
+    """In an interactive bash, whose command prints the arguments that it gets."""
+    need("bash")
+    (tmp_path / "my data.npz").touch()
+    ours, terminal = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    environment = os.environ | {"TERM": "dumb", "INPUTRC": os.devnull, "PS1": "> "}
+    command = ["bash", "--norc", "--noprofile", "-i"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, start_new_session=True, **streams
+    ) as shell:
+        os.close(terminal)
+        lines = [f"source {scripts['bash']}", "mpidl() { printf '<%s>' \"$@\"; }"]
+        lines += [f"mpidl train --data {word}\t", "exit", "\x04\x04"]
+        os.write(ours, "\n".join(lines).encode())
+        with contextlib.suppress(OSError):  # the shell has ended
+            output = b""
+            while text := os.read(ours, 4096):
+                output += text
+    os.close(ours)
+    assert b"<train><--data><my data.npz>" in output, output.decode()
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
