@@ -145,11 +145,11 @@ class MLflowRun(Tracker):
 
     def flush(self) -> None:
         """Write all metrics."""
-        metrics, self._metrics = self._metrics, []
-        with self._writing():
-            for first in range(0, len(metrics), METRICS):
-                self._client.log_batch(self.run_id, metrics=metrics[first : first + METRICS])
         self._flush_time = time.monotonic()
+        with self._writing():
+            while self._metrics:
+                self._client.log_batch(self.run_id, metrics=self._metrics[:METRICS])
+                del self._metrics[:METRICS]
 
     def close(self, state: str = FINISHED) -> None:
         """Write all metrics, and end the run with MLflow's status."""
