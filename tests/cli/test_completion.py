@@ -72,17 +72,17 @@ def test_bash_quotes_the_names_of_files(word, scripts, tmp_path):
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     environment = os.environ | {"TERM": "dumb", "INPUTRC": os.devnull, "PS1": "> "}
     command = ["bash", "--norc", "--noprofile", "-i"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, start_new_session=True, **streams
-    ) as shell:
-        os.close(terminal)
-        lines = [f"source {scripts['bash']}", "mpidl() { printf '<%s>' \"$@\"; }"]
-        lines += [f"mpidl train --data {word}\t", "exit", "\x04\x04"]
-        os.write(ours, "\n".join(lines).encode())
-        with contextlib.suppress(OSError):  # the shell has ended
-            output = b""
-            while text := os.read(ours, 4096):
-                output += text
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    shell = subprocess.Popen(command, **options, **streams)
+    os.close(terminal)
+    lines = [f"source {scripts['bash']}", "mpidl() { printf '<%s>' \"$@\"; }"]
+    lines += [f"mpidl train --data {word}\t", "exit", "\x04\x04"]
+    os.write(ours, "\n".join(lines).encode())
+    output = b""
+    with contextlib.suppress(OSError):  # the shell has ended
+        while text := os.read(ours, 4096):
+            output += text
+    shell.wait()
     os.close(ours)
     assert b"<train><--data><my data.npz>" in output, output.decode()
 
