@@ -88,6 +88,8 @@ def test_weights_and_biases_reads_a_resumed_run(pictures, tmp_path):
     resume(1, out, "--max-iterations", 7)
     files = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and files[0].name == files[1].name  # two parts of one run
+    run_id = json.loads((out / "tracking.json").read_text())["wandb"]["run_id"]
+    assert all(file.parent.name.endswith(f"-{run_id}") for file in files)  # --overwrite finds them
     steps, losses = collections.Counter(), {}
     for file in files:
         for record in records_of(file):
