@@ -125,8 +125,8 @@ class TrackingHook:
         trainer : Trainer
             The run.
         """
-        validated = self._validation(trainer)
         state = tracking.STOPPED if trainer.signals.agreed else tracking.FINISHED
+        validated = self._validation(trainer)
 
         def write():
             if self._tracker is not None and validated is not None:
@@ -199,7 +199,10 @@ class TrackingHook:
         if not is_possible or not trainer.world.broadcast(can_draw):
             return None
         options = {"world": trainer.world, "prefetch": trainer.options.prefetch}
-        return evaluate(trainer.net, store, confusion=True, loss=loss, **options)
+        options |= {"signals": trainer.signals, "confusion": True, "loss": loss}
+        with trainer.console.stage("confusion matrix", len(store)) as progress:
+            evaluation = evaluate(trainer.net, store, progress=progress, **options)
+        return None if trainer.signals.agreed else evaluation
 
     def _draw_confusion(self, name, evaluation):
         table = evaluation.confusion

@@ -1,5 +1,6 @@
 """Hooks that record a run: what a tracker receives, and TensorBoard's event files."""
 
+import contextlib
 import os
 
 import numpy as np
@@ -8,6 +9,7 @@ from short_training import pictures, small, trained
 
 import mpidl as dl
 from mpidl.errors import UserError
+from mpidl.report import Console
 from mpidl.report.trackers import tracking
 from mpidl.training import tracking_hooks
 from mpidl.training.files.run_folder import make_folder
@@ -108,6 +110,35 @@ def test_an_error_of_rank_0_ends_the_run_on_all_ranks(world):
         assert hook.calls.calls[-1] == ("close", "failed")
 
 
+class Stages(Console):
+    """A console that keeps the numbers of images that each stage reports."""
+
+    def __init__(self, rank):
+        super().__init__(rank, progress=False)
+        self.processed = {}
+
+    @contextlib.contextmanager
+    def stage(self, name, images=0):
+        self.processed[name] = []
+        yield self.processed[name].append
+
+
+class Signalled:
+    """A hook whose `end` comes before that of the tracker."""
+
+    def end(self, trainer):
+        trainer.signals.name = "SIGUSR1"
+
+
+def test_the_confusion_matrix_is_a_stage_that_a_signal_ends(world, monkeypatch):
+    monkeypatch.setattr(tracking_hooks, "_can_draw", lambda classes: True)
+    monkeypatch.setattr(tracking_hooks.TrackingHook, "_draw_confusion", lambda *arguments: None)
+    for hooks, expected in (([CallsHook()], [20]), ([CallsHook(), Signalled()], [])):
+        stages = Stages(world.rank)
+        train(world, hooks, console=stages)
+        assert stages.processed["confusion matrix"] == expected
+
+
 class Stops:
     def __init__(self, iteration):
         self.iteration_to_stop = iteration
@@ -166,6 +197,7 @@ def test_a_new_run_removes_the_events_of_the_old_one(tmp_path):
     old = tmp_path / "tensorboard" / "events.out.tfevents.1"
     old.parent.mkdir()
     old.touch()
+    (tmp_path / "metrics.jsonl").touch()
     make_folder(str(tmp_path))
     assert not old.parent.exists()
 
