@@ -17,6 +17,8 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.files import read_toml, unreadable
 from mpidl.report.history import FILE, History, read_records
+from mpidl.report.status import FAILED, FINISHED, Status, parse
+from mpidl.report.status import NAME as STATUS
 
 OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
 TIMES = ("input", "compute", "wait", "sum", "other")  # of a record "ranks", in seconds per rank
@@ -61,6 +63,8 @@ class RunFiles:
     ranks : list of dict
         A dict per rank with its device, its memory in bytes and its seconds per phase of the run;
         empty if the run did not measure them.
+    status : Status or None
+        The content of status.json; None if the folder has none.
     written : float
         When metrics.jsonl was last written, in seconds since 1970.
     """
@@ -73,14 +77,19 @@ class RunFiles:
     summary: dict[str, Any]
     confusion: ConfusionTable | None
     ranks: list[dict[str, Any]]
+    status: Status | None
     written: float
 
     @property
     def state(self) -> str:
-        """State of the run: "in training" for a minute after a record, unless it has finished."""
+        """State of the run: "in training" for a minute after a record, unless it has ended."""
+        if self.status is not None and self.status.state == FAILED:
+            return f"failed: {self.status.error}"
         if self.summary:
             stopped = self.summary.get("stopped")
             return f"finished early: {stopped}" if stopped else "finished"
+        if self.status is not None and self.status.state == FINISHED:
+            return f"stopped: {self.status.stopped}" if self.status.stopped else "finished"
         age = time.time() - self.written
         return "in training" if age < 60 else "not finished"
 
@@ -99,8 +108,7 @@ def read(folder: str) -> RunFiles:
     history = History.from_records(records)
     summary = _read_summary(os.path.join(folder, SUMMARY))
     confusion = _read_confusion(os.path.join(folder, CONFUSION))
-    last_iteration = max(history.iteration.iteration, default=0)
-    if summary.get("iterations", last_iteration) < last_iteration:
+    if not is_current(summary, max(history.iteration.iteration, default=0)):
         summary, confusion = {}, None  # results from before the run was resumed
     tables = _read_options(os.path.join(folder, OPTIONS))
     return RunFiles(
@@ -112,6 +120,7 @@ def read(folder: str) -> RunFiles:
         summary=summary,
         confusion=confusion,
         ranks=_sum_ranks([record for record in records if record.get("kind") == "ranks"]),
+        status=_read_status(os.path.join(folder, STATUS)),
         written=os.path.getmtime(os.path.join(folder, FILE)),
     )
 
@@ -124,6 +133,20 @@ def folders(paths: Sequence[str]) -> list[str]:
         is_sweep = trials and not os.path.exists(os.path.join(path, FILE))
         runs += sorted(map(os.path.dirname, trials)) if is_sweep else [path]
     return runs
+
+
+def is_current(summary: Mapping[str, Any], last_iteration: int) -> bool:
+    """Return whether a summary is not from before the run was resumed.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of summary.json.
+    last_iteration : int
+        The last iteration in metrics.jsonl.
+    """
+    iterations = summary.get("iterations")
+    return not isinstance(iterations, int) or iterations >= last_iteration
 
 
 def _read_options(path):
@@ -148,6 +171,16 @@ def _read_summary(path):
     numbers = {name: summary.get(name) for name in NUMBERS if _is_number(summary.get(name))}
     texts = {name: summary[name] for name in TEXTS if isinstance(summary.get(name), str)}
     return {**numbers, **texts}
+
+
+def _read_status(path):
+    try:
+        with open(path, "rb") as file:
+            return parse(file.read())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _read_confusion(path):

@@ -26,7 +26,7 @@ from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.report.history import History
 from mpidl.training import hooks as hook_classes
-from mpidl.training import input_pipeline, memory_budget, tracking_hooks
+from mpidl.training import input_pipeline, memory_budget, status_hooks, tracking_hooks
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
@@ -126,6 +126,8 @@ def train(
     input_pipeline.check(net, datastore, options)
     folder = RunFolder(out, resume, overwrite, world)
     hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
+    status_hook = status_hooks.of_run(hooks, folder.out, world)
+    hooks = [*hooks, status_hook] if status_hook else hooks
     backends.configure(winograd=options.winograd, precision=options.precision)
     _use_device(world, options)
     if console is None:
@@ -139,16 +141,18 @@ def train(
             optimizer = of_options(options, **net.factors)
         rate = optimizer.learning_rate
         with (
-            contextlib.nullcontext(signals) if signals else Signals() as watched,
+            contextlib.nullcontext(signals) if signals else Signals() as requests,
+            status_hooks.watched(folder.out, world, requests),
             tracking_hooks.abandoned_on_error(hooks),
         ):
             try:
                 trainer = Trainer(
                     *(net, datastore, options, world, folder, opened_console, optimizer, spec),
-                    *(hooks, watched),
+                    *(hooks, requests),
                 )
                 trainer.facts = dict(facts or {})
-                return trainer.run()
+                with status_hook or contextlib.nullcontext():
+                    return trainer.run()
             finally:
                 optimizer.learning_rate = rate  # undo the changes of the schedule
 

@@ -1,5 +1,6 @@
 """Hooks that record a run: what a tracker receives, and TensorBoard's event files."""
 
+import contextlib
 import os
 import sys
 import types
@@ -10,6 +11,7 @@ from short_training import pictures, small, trained
 
 import mpidl as dl
 from mpidl.errors import UserError
+from mpidl.report import Console
 from mpidl.report.trackers import tracking
 from mpidl.training import tracking_hooks
 from mpidl.training.files.run_folder import make_folder
@@ -135,6 +137,35 @@ def test_an_error_after_the_last_epoch_leaves_the_result(world):
     assert str(error) == "store: cannot be written: No space left on device"
     if world.rank == 0:
         assert [hook.calls.calls[-1] for hook in hooks] == 2 * [("close", "finished")]
+
+
+class Stages(Console):
+    """A console that keeps the numbers of images that each stage reports."""
+
+    def __init__(self, rank):
+        super().__init__(rank, progress=False)
+        self.processed = {}
+
+    @contextlib.contextmanager
+    def stage(self, name, images=0):
+        self.processed[name] = []
+        yield self.processed[name].append
+
+
+class Signalled:
+    """A hook whose `end` comes before that of the tracker."""
+
+    def end(self, trainer):
+        trainer.signals.name = "SIGUSR1"
+
+
+def test_the_confusion_matrix_is_a_stage_that_a_signal_ends(world, monkeypatch):
+    monkeypatch.setattr(tracking_hooks, "_can_draw", lambda classes: True)
+    monkeypatch.setattr(tracking_hooks.TrackingHook, "_draw_confusion", lambda *arguments: None)
+    for hooks, expected in (([CallsHook()], [20]), ([CallsHook(), Signalled()], [])):
+        stages = Stages(world.rank)
+        train(world, hooks, console=stages)
+        assert stages.processed["confusion on the validation set"] == expected
 
 
 class Stops:
@@ -292,6 +323,7 @@ def test_a_new_run_removes_the_records_of_the_old_one(tmp_path):
     for part in parts:
         part.mkdir(parents=True)
     tracking.remember(str(tmp_path), "wandb", {"run_id": "abc"})
+    (tmp_path / "metrics.jsonl").touch()
     make_folder(str(tmp_path))
     assert not old.parent.exists()
     assert [part.exists() for part in parts] == [False, True]  # another run's part stays

@@ -243,3 +243,18 @@ def test_long_lines_keep_their_extremes():
     points = svg_charts.chart("Loss", [line]).find("svg/polyline").get("points").split()
     assert len(points) <= svg_charts.MAX_POINTS
     assert min(float(point.split(",")[1]) for point in points) == svg_charts.TOP
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ({"state": "finished"}, "finished"),
+        ({"state": "finished", "stopped": "SIGUSR1"}, "stopped: SIGUSR1"),
+        ({"state": "failed", "error": "a.png: not an image"}, "failed: a.png: not an image"),
+        ({"state": "running"}, "in training"),
+    ],
+)
+def test_the_state_of_a_run_without_results(tmp_path, end, state):
+    run = write_run(tmp_path / "run", finished=False)
+    (run / "status.json").write_text(json.dumps(end))
+    assert run_files.read(str(run)).state == state
