@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -298,6 +299,7 @@ def _run(command, runs, threads):
             sorted({*parsed.predict, *measured}),
             parsed.link,
             parsed.ranks_per_node,
+            _print_sparsely(),
         )
         if record["is_oversubscribed"]:
             print("warning: the probe had more threads than cores, so its prediction is too slow")
@@ -318,6 +320,19 @@ def _run(command, runs, threads):
         print(f"{runs.signals.name or 'stopped'}: to continue, run the same command again")
         return arguments.STOPPED
     return 1 if runs.errors else 0
+
+
+def _print_sparsely():
+    """Return a function that prints a line if ten seconds have passed since the last one."""
+    last = time.monotonic()
+
+    def show(line):
+        nonlocal last
+        if time.monotonic() - last >= study.SHOW_SECONDS:
+            print(f"simulation: {line}", flush=True)
+            last = time.monotonic()
+
+    return show
 
 
 def _earlier_content(out, overwrite):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ def predict(
     counts: Sequence[int],
     link: Link | None = None,
     ranks_per_node: int | None = None,
+    show: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Predict the speed of a training.
 
@@ -37,6 +38,8 @@ def predict(
         Assumed link between nodes; by default the measured one.
     ranks_per_node : int, optional
         Ranks that share a node; by default as many as in the probe.
+    show : callable, optional
+        Function to call with a line before each computation of a speed.
 
     Returns
     -------
@@ -49,15 +52,16 @@ def predict(
     if ranks_per_node is not None:
         setting = replace(setting, ranks_per_node=ranks_per_node)
     error = Error(model)
-    rates = _Rates(model)
+    rates = Rates(model, show)
     rows = []
     for ranks in counts:
+        speed = rates.speed(ranks, setting)
         step = model.step(ranks, setting)
         speed_error, efficiency_error = error.relative(ranks, setting)
         rows.append(
             {
                 "ranks": ranks,
-                "images_per_second": rates.speed(ranks, setting),
+                "images_per_second": speed,
                 "error": speed_error,
                 "efficiency_error": efficiency_error,
                 "efficiency": rates.efficiency(ranks, setting),
@@ -71,7 +75,7 @@ def predict(
         )
     return {
         "rows": rows,
-        "stop": find_stop(model, setting, max([*counts, MOST_TRIED])),
+        "stop": find_stop(rates, setting, max([*counts, MOST_TRIED])),
         "fit": _fit(model),
         "link": None if link is None else list(link),
         "ranks_per_node": setting.ranks_per_node,
@@ -132,24 +136,35 @@ def _half_width(values):
     return (high - low) / 2 / middle
 
 
-class _Rates:
-    """Predicted images per second, each computed once."""
+class Rates:
+    """Predicted images per second, each computed once.
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    Parameters
+    ----------
+    model : Model
+        The model.
+    show : callable, optional
+        Function to call with a line before each computation.
+    """
+
+    def __init__(self, model: Model, show: Callable[[str], object] = lambda line: None) -> None:
+        self.model, self.show = model, show
         self._table: dict[tuple[int, Setting], float] = {}
 
     def speed(self, ranks: int, setting: Setting) -> float:
+        """Return the predicted images per second."""
         key = (ranks, setting)
         if key not in self._table:
+            self.show(f"{ranks} ranks")
             self._table[key] = self.model.images_per_second(ranks, setting)
         return self._table[key]
 
     def efficiency(self, ranks: int, setting: Setting) -> float:
+        """Return the predicted efficiency, which is relative to one rank."""
         return self.speed(ranks, setting) / ranks / self.speed(1, setting)
 
 
-def find_stop(model: Model, setting: Setting, limit: int) -> dict[str, Any]:
+def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
     """Find the number of ranks at which scaling stops, and the options that would move it.
 
     Scaling stops at the first power of two from which twice the ranks are less than 2 % faster, or
@@ -162,7 +177,7 @@ def find_stop(model: Model, setting: Setting, limit: int) -> dict[str, Any]:
         part of a step that grows most beyond; "options": {option: ranks} of options that move the
         point, where None means that scaling does not stop up to MOST_TRIED ranks.
     """
-    rates = _Rates(model)
+    model = rates.model
     ranks = _stop(rates, setting, limit)
     if ranks is None:
         return {"ranks": None, "limit": limit, "reason": None, "options": {}}

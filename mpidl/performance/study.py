@@ -276,7 +276,8 @@ class Study:
             now = time.monotonic()
             if now - shown >= SHOW_SECONDS:
                 line, shown = last_line(log), now
-                self.show(f"{name}: {line if line != previous else 'since ' + clock(now - start)}")
+                running = f"running for {clock(now - start)}"
+                self.show(f"{name}: {running if line == previous else line}")
                 previous = line
 
     def known_runs(self) -> list[Run]:

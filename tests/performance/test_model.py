@@ -222,7 +222,7 @@ def test_scaling_stops_where_half_is_lost():
     model = Model(quiet)
     efficiency = {n: (STEP + 8 * BLOCK) / n / (STEP + 8 / n * BLOCK) for n in (1, 2, 4, 8)}
     assert efficiency[8] > 0.5  # and 16 ranks would have no more than 8 blocks
-    stop = prediction.find_stop(model, model.setting, 256)
+    stop = prediction.find_stop(prediction.Rates(model), model.setting, 256)
     assert stop["ranks"] == 8 and stop["reason"] == "ranks without blocks of 16 images"
     assert stop["options"]["--batch-size 256"] == 16
     assert stop["options"]["--batch-size 512"] == 32
