@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 ROUNDS = 5
 MOST_ROUNDS_OF_BLOCKS = 16  # larger shares of a rank are extrapolated
-TOGETHER = 2  # turns of training alone that last as long as the training together
+TOGETHER = 4  # turns of training alone that last as long as one of training together
 MOST_RANKS = 1024  # of the table of the slowest of N ranks
 LEARNING_RATE = 1e-4  # small, so that the weights stay finite at any batch size
 SUBSET = 2048  # images of a set on disk that the probe reads
