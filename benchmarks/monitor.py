@@ -79,14 +79,20 @@ def _train(options, out, has_page):
         text=True,
     )
     client, page, lines = Client(), PageProcessor(out), []
-    for line in process.stdout:
-        lines.append(line)
-        if match := re.match(r"Monitor: (\S+)", line):
-            client.start(match[1])
-            page.start()
-    if process.wait():
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if match := re.match(r"Monitor: (\S+)", line):
+                client.start(match[1])
+                page.start()
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # interrupted
+            process.terminate()
+            process.wait()
+    if code:
         message = turns.last_message("".join(lines))
-        raise Fault(f"mpidl.train ended with exit code {process.returncode}: {message}")
+        raise Fault(f"mpidl.train ended with exit code {code}: {message}")
     client.join()
     if has_page and not client.frames:
         raise Fault("the page received no update")

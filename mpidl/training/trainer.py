@@ -224,6 +224,7 @@ class Trainer:
         self.console, self.optimizer = console, optimizer
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
+        self._seconds_apart = 0.0  # of validations and checkpoints, which the speed leaves out
         self.optimizer_spec = spec
         self._results: collections.deque[StepResult] = collections.deque()
         load = options.load(world.size)
@@ -355,7 +356,7 @@ class Trainer:
     def _run_epoch(self):
         position = self.position
         batches = self.queue.epoch(position.epoch, start=position.batch)
-        start_time, images_before = time.monotonic(), position.images
+        start_time, images_before = time.monotonic() - self._seconds_apart, position.images
         with contextlib.closing(batches):
             for images, targets in self._agreed(batches):
                 with phases.span("learning rate"):
@@ -367,7 +368,8 @@ class Trainer:
                     break
         self.wait()
         if self.at_epoch_end:
-            speed = (position.images - images_before) / (time.monotonic() - start_time)
+            seconds = time.monotonic() - self._seconds_apart - start_time
+            speed = (position.images - images_before) / seconds
             summary = position.end_epoch(self.optimizer.learning_rate, speed)
             self.hooks.epoch(self, summary)
 
@@ -458,7 +460,7 @@ class Trainer:
         position, stop_requested = self.position, self.signals.name == OUTPUT_FUNCTION
         if stop_requested and signals is not None:
             signals.name = None
-        with self.console.stage("validation", len(self.validation.store)) as progress:
+        with self._apart("validation", len(self.validation.store)) as progress:
             evaluation = self.validation.run(self.net, position.iteration, signals, progress)
         if stop_requested:
             self.stop()
@@ -470,6 +472,14 @@ class Trainer:
         self.writer.record("validation", epoch, position.iteration, *numbers)
         if announce:
             self.console.validation(position.iteration, evaluation)
+
+    @contextlib.contextmanager
+    def _apart(self, *stage):
+        """Enter a stage of the console whose time is no part of the speed of an epoch."""
+        start_time = time.monotonic()
+        with self.console.stage(*stage) as progress:
+            yield progress
+        self._seconds_apart += time.monotonic() - start_time
 
     def _finish(self):
         """Finalize the network. Return the reason why the run ended early, or None.
@@ -518,6 +528,6 @@ class Trainer:
         if self.writer.out is None:
             return
         self.wait()
-        with self.console.stage("checkpoint"):
+        with self._apart("checkpoint"):
             tables, facts = run_state.collect(self)
             self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
