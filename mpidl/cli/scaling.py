@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpidl.cli import arguments, scaling_probe, start
-from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts
+from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts, typed_command
 from mpidl.comm import failure
 from mpidl.comm.launcher import environment
 from mpidl.comm.thread_budget import available_cores
@@ -27,7 +27,7 @@ from mpidl.training.options import configuration
 
 EXIT_CODES = """\
 exit codes: 0 success; 1 a training failed, or an error; 2 invalid options or data; 75 stopped by a
-signal (USR1, TERM, INT): run the same command again
+signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run the same command again
 """
 # Arguments of mpidl.train that a study sets, or that make no sense in one.
 REFUSED = ("resume", "preview", "upload")
@@ -84,7 +84,7 @@ def _parser(quiet):
         "any number of ranks. All other options, and those after --, are options of mpidl.train.\n"
         "The same command continues a study.",
         quiet,
-        usage="python -m mpidl.scaling [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
+        usage=f"{typed_command('mpidl.scaling')} [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
         epilog=EXIT_CODES,
     )
     parser.text(
@@ -112,7 +112,8 @@ def _parser(quiet):
     parser.text(
         "--predict",
         "N,N,...",
-        "Predict the speed on these numbers of ranks, or on all powers of two up to 1024",
+        "Predict the speed on these numbers of ranks; without a value, on all powers of two up to "
+        "1024",
         type=rank_counts,
     )
     parser.text(
@@ -200,18 +201,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return scaling_probe.main(parsed.probe, command.typed, float(parsed.probe_seconds))
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
-            "scaling starts the ranks itself: run it without mpirun, as python -m mpidl.scaling"
+            "scaling starts the ranks itself: run it without mpirun, as "
+            f"{typed_command('mpidl.scaling')}"
         )
     options = configuration.resolve(command.typed, config=command.typed.get("config"))
     out = parsed.out or os.path.join("runs", f"scaling-{_title(options.run)}")
     if parsed.table:
         return _table_only(out)
-    threads = _threads(command, options.options)
+    earlier = {} if parsed.overwrite else study.earlier_numbers(out)
+    threads = _threads(command, options.options, earlier)
     words = [*command.words, "--threads", str(threads)]
     is_weak = parsed.weak or options.options.batch_per_rank is not None
     if is_weak and options.options.batch_per_rank is None:
         words = _words_except(words, "--batch-size")
-        words += ["--batch-per-rank", str(_batch_per_rank(parsed, options.options))]
+        words += ["--batch-per-rank", str(_batch_per_rank(command, options.options, earlier))]
     counts = tuple(sorted(set(parsed.ranks or ())))
     plan = study.Plan(out, counts, tuple(words), parsed.repeat, is_weak, parsed.srun)
     with failure.Signals() as signals:
@@ -227,22 +230,29 @@ def _cores():
     return min(len(cores.allowed), cores.quota or len(cores.allowed))
 
 
-def _threads(command, options):
+def _threads(command, options, earlier):
     """Return the threads of every rank, the same in all runs.
 
-    By default, the threads of the largest run fill the cores of this machine, or of a Slurm task.
+    By default, they are those of the study that is continued. In a new study, the threads of the
+    largest run fill the cores of this machine, or of a Slurm task.
     """
-    if options.threads:
-        return options.threads
+    threads = options.threads or earlier.get("--threads", 0)
+    if threads:
+        return threads
     if command.parsed.srun:
         text = os.environ.get("SLURM_CPUS_PER_TASK", "")
         return int(text) if text.isdigit() else 1
     return max(1, _cores() // max(command.parsed.ranks)) if command.parsed.ranks else 1
 
 
-def _batch_per_rank(parsed, options):
-    smallest = min(parsed.ranks or [1])
-    return max(1, options.batch_size // smallest)
+def _batch_per_rank(command, options, earlier):
+    """Return the images per rank: those of the study that is continued, or a new study's.
+
+    A typed mini-batch is that of the smallest number of ranks, also if a study is continued.
+    """
+    kept = 0 if "batch_size" in command.typed else earlier.get("--batch-per-rank", 0)
+    smallest = min(command.parsed.ranks or [1])
+    return kept or max(1, options.batch_size // smallest)
 
 
 def _words_except(words, flag):

@@ -96,8 +96,8 @@ class _Rates:
 def find_stop(model: Model, setting: Setting, limit: int) -> dict[str, Any]:
     """Find the number of ranks at which scaling stops, and the options that would move it.
 
-    Scaling stops at the last power of two below which the efficiency is at least one half, and
-    twice the ranks are at least 2 % faster.
+    Scaling stops at N, the smallest power of two for which 2N ranks are less than 2 % faster than
+    N, or less than half as efficient as one rank.
 
     Returns
     -------

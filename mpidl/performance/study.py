@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from mpidl.training.files import checkpoint
 if TYPE_CHECKING:
     from mpidl.comm.failure import Signals
 
+FILE = "study.json"
 STOPPED_CODE = 75
 POLL_SECONDS = 0.2
 
@@ -110,6 +112,14 @@ class Run:
         return [*words, *(["--resume", self.folder] if checkpoint.exists(self.folder) else [])]
 
 
+def earlier_numbers(out: str) -> dict[str, int]:
+    """Return {flag: number} of mpidl.train's arguments in the study of a folder, if it has one."""
+    path = os.path.join(out, FILE)
+    words = read_json(path).get("train") if os.path.exists(path) else []
+    texts = [str(word) for word in words] if isinstance(words, list) else []
+    return {flag: int(text) for flag, text in itertools.pairwise(texts) if text.isdecimal()}
+
+
 def start_words(ranks: int, uses_srun: bool) -> list[str]:
     """Return the command line that starts this many ranks with mpirun or srun.
 
@@ -169,7 +179,7 @@ class Study:
         UserError
             If the folder holds a study with other arguments, or cannot be made.
         """
-        out, path = self.plan.out, os.path.join(self.plan.out, "study.json")
+        out, path = self.plan.out, os.path.join(self.plan.out, FILE)
         identity = self.plan.identity()
         if os.path.exists(path) and not overwrite:
             earlier = read_json(path)

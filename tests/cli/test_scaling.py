@@ -105,4 +105,34 @@ def test_all_runs_have_the_same_threads(monkeypatch, cores, words, threads):
     monkeypatch.setattr(scaling, "_cores", lambda: cores)
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "5")
     command = scaling.parse(words.split())
-    assert scaling._threads(command, dl.TrainingOptions(**command.typed)) == threads
+    assert scaling._threads(command, dl.TrainingOptions(**command.typed), {}) == threads
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ("--ranks 1,2", "--ranks 1,2,4", "--threads 4"),
+        ("--ranks 1,2", "--ranks 1,2,4 --overwrite", "--threads 2"),
+        ("--ranks 1,2", "--ranks 1,2,4 --threads 2", None),
+        ("--weak --ranks 2,4", "--weak --ranks 1,2", "--threads 2 --batch-per-rank 64"),
+        ("--weak --ranks 2,4", "--weak --ranks 1,2 --batch-size 128", None),
+    ],
+)
+def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, first, then, words):
+    """On 8 cores, with the recipe's mini-batch of 128; None: the study is refused."""
+    plans = []
+
+    def run(command, runs, threads):
+        runs.start(command.parsed.overwrite)
+        plans.append(runs.plan)
+        return 0
+
+    monkeypatch.setattr(scaling, "_cores", lambda: 8)
+    monkeypatch.setattr(scaling, "_run", run)
+    scaling.main([*first.split(), "--out", str(tmp_path)])
+    if words is None:
+        with pytest.raises(dl.UserError, match="it holds a study of other runs"):
+            scaling.main([*then.split(), "--out", str(tmp_path)])
+    else:
+        scaling.main([*then.split(), "--out", str(tmp_path)])
+        assert plans[-1].words == tuple(words.split())
