@@ -151,7 +151,7 @@ def report():
     """Draw the top of a report's page about a run, as Chromium shows it."""
     folder, path = trained(), PICTURES / "report.png"
     run("python", "-m", "mpidl.report", folder.relative_to(work()), "--html", "report.html")
-    words = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1000")
+    words = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,960")
     run("chromium", *words, f"--screenshot={path}", (work() / "report.html").as_uri())
 
 
