@@ -28,8 +28,8 @@ NAMES: dict[str, str] = {
     "trainNetwork": _TRAIN,
     "trainnet": "dl.train(net, images, dl.TrainingOptions(loss=...))",
     "trainingOptions": "dl.TrainingOptions(epochs=30, batch_size=128, ...)",
-    "trainingProgressMonitor": '`mpidl monitor RUN`, `plots="live"` of dl.launch, or '
-    "`output_functions=` of dl.TrainingOptions",
+    "trainingProgressMonitor": "`python -m mpidl.monitor RUN` in a browser, or "
+    'dl.launch(function, plots="live") in a notebook',
     "experimentManager": "dl.sweep(function, trials)",
     # custom loops
     "dlarray": "not needed: dl.MinibatchQueue delivers values per image, and "

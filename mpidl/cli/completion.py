@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "mpidl.completion",
         "Print a script with which a shell completes the commands and options of mpidl.",
         quiet,
-        epilog="Save the script and open a new shell:\n\n"
+        epilog="Save the script in a folder that exists (mkdir -p), and open a new shell:\n\n"
         f"  {command} bash > ~/.local/share/bash-completion/completions/mpidl\n"
         f"  {command} zsh > DIR/_mpidl (DIR: a folder in $fpath)\n"
         f"  {command} fish > ~/.config/fish/completions/mpidl.fish\n\n"

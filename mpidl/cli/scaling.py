@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from mpidl.cli import arguments, scaling_probe, start
-from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts
+from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts, typed_command
 from mpidl.comm import failure
 from mpidl.comm.thread_budget import available_cores
 from mpidl.data.storage.settings import refuse_remote
@@ -27,7 +27,7 @@ from mpidl.training.options import configuration
 
 EXIT_CODES = """\
 exit codes: 0 success; 1 a training failed, or an error; 2 invalid options or data; 75 stopped by a
-signal (USR1, TERM, INT): run the same command again
+signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run the same command again
 """
 # Arguments of mpidl.train that a study sets, or that make no sense in one.
 REFUSED = ("resume", "preview", "upload")
@@ -84,7 +84,7 @@ def _parser(quiet):
         "any number of ranks. All other options, and those after --, are options of mpidl.train.\n"
         "The same command continues a study.",
         quiet,
-        usage="python -m mpidl.scaling [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
+        usage=f"{typed_command('mpidl.scaling')} [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
         epilog=EXIT_CODES,
     )
     parser.text(
@@ -112,7 +112,8 @@ def _parser(quiet):
     parser.text(
         "--predict",
         "N,N,...",
-        "Predict the speed on these numbers of ranks, or on all powers of two up to 1024",
+        "Predict the speed on these numbers of ranks; without a value, on all powers of two up to "
+        "1024",
         type=partial(rank_counts, flag="--predict", most=prediction.MOST_RANKS),
     )
     parser.text(
@@ -200,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return scaling_probe.main(parsed.probe, command.typed, float(parsed.probe_seconds))
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
-            "scaling starts the ranks itself: run it without mpirun, as python -m mpidl.scaling"
+            "scaling starts the ranks itself: run it without mpirun, as "
+            f"{typed_command('mpidl.scaling')}"
         )
     options = configuration.resolve(command.typed, config=command.typed.get("config"))
     out = parsed.out or os.path.join("runs", f"scaling-{_title(options.run)}")

@@ -167,8 +167,8 @@ class Rates:
 def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
     """Find the number of ranks at which scaling stops, and the options that would move it.
 
-    Scaling stops at the first power of two from which twice the ranks are less than 2 % faster, or
-    have an efficiency below one half.
+    Scaling stops at N, the smallest power of two for which 2N ranks are less than 2 % faster than
+    N, or less than half as efficient as one rank.
 
     Returns
     -------

@@ -158,3 +158,32 @@ def test_a_probe_that_fails(tmp_path, monkeypatch):
         scaling._probe(parsed, runs, 1, None)
     runs.signals.name = "SIGUSR1"
     assert scaling._probe(parsed, runs, 1, None) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ("--ranks 1,2", "--ranks 1,2,4", "--threads 4"),
+        ("--ranks 1,2", "--ranks 1,2,4 --overwrite", "--threads 2"),
+        ("--ranks 1,2", "--ranks 1,2,4 --threads 2", None),
+        ("--weak --ranks 2,4", "--weak --ranks 1,2", "--threads 2 --batch-per-rank 64"),
+    ],
+)
+def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, first, then, words):
+    """On 8 cores, with the recipe's mini-batch of 128; None: the study is refused."""
+    plans = []
+
+    def run(command, runs, threads):
+        runs.start(command.parsed.overwrite)
+        plans.append(runs.plan)
+        return 0
+
+    monkeypatch.setattr(scaling, "_cores", lambda: 8)
+    monkeypatch.setattr(scaling, "_run", run)
+    scaling.main([*first.split(), "--out", str(tmp_path)])
+    if words is None:
+        with pytest.raises(dl.UserError, match="it holds a study of other runs"):
+            scaling.main([*then.split(), "--out", str(tmp_path)])
+    else:
+        scaling.main([*then.split(), "--out", str(tmp_path)])
+        assert plans[-1].words == tuple(words.split())
