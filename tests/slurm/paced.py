@@ -8,7 +8,7 @@ import time
 
 import mpidl as dl
 
-STEP_SECONDS = 0.3
+STEP_SECONDS = 0.5
 
 
 class Paced(dl.ReLU):

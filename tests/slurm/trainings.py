@@ -11,7 +11,7 @@ from limits import wait_until
 from mpi4py import MPI
 
 NETWORK = f"{Path(__file__).with_name('paced.py')}:paced"
-LENGTH = ("--epochs", 60)  # 240 iterations
+LENGTH = ("--epochs", 30)  # 120 iterations
 MPI_TYPE = "pmi2" if MPI.get_vendor()[0] == "MPICH" else "pmix"
 
 
