@@ -58,9 +58,11 @@ run() { # run COMMAND...: run it with requests to stop passed on as USR1, and se
 }
 
 run_ranks() { # run_ranks MODULE ARGUMENT...: run it on all tasks; once more if it could not start
-    # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one fails.
+    # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one fails. Each
+    # rank that fails waits for the others, whose exit codes -K would replace.
+    local task='trap : USR1 TERM; "$@"; code=$?; [ $code = 0 ] || sleep 2; exit $code' before
     local ranks=(srun -K ${srun_mpi:+--mpi="$srun_mpi"}
-        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" python -m) before
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c "$task" rank python -m)
     before=$(list_results)
     run "${ranks[@]}" "$@"
     case $code in 0 | 2 | 75) return ;; esac
@@ -90,8 +92,8 @@ is_preempted() { # preemption may send TERM to the ranks alone, without a signal
 
 finish() { # requeue the job if Slurm stopped it and it can continue, and exit with code
     say "exit code $code"
-    # Code 75 is a checkpoint. The first rank that exits makes srun -K kill the others, and a signal
-    # kills a rank whose Python has not started: both give a code above 128.
+    # Code 75 is a checkpoint. A code above 128 is a signal: that of the request to stop, for a rank
+    # whose Python has not started, or that of srun -K, for ranks that took longer than the others.
     [ $code = 75 ] || [ $code -gt 128 ] || exit $code
     read_facts
     if [ "$(fact Restarts)" != "${SLURM_RESTART_COUNT:-0}" ] && [ -n "$facts" ]; then

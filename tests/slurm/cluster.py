@@ -152,9 +152,10 @@ class Cluster:
         wait_until(self.is_idle, 0.2)
 
     def start_node(self, name):
-        """Start the daemon of a node, under the host name of the node."""
-        own_name = f"hostname {name} && exec slurmd -D -N {name}"
-        self._start(name, "unshare", "--uts", "sh", "-c", own_name)
+        """Start the daemon of a node, with the node's host name and shared memory."""
+        # MPICH names its shared memory after the number of the job, which other clusters use, too.
+        own = f"mount -t tmpfs shm /dev/shm && hostname {name} && exec slurmd -D -N {name}"
+        self._start(name, "unshare", "--uts", "--mount", "sh", "-c", own)
         wait_until(lambda: self._has_own_name(name))
 
     def _has_own_name(self, name):

@@ -51,12 +51,13 @@ def test_a_signal_and_a_resume_on_other_nodes(cluster, shapes, tmp_path, expecte
     assert jobs.weights_hash(tmp_path / "run") == expected_hash
 
 
-@pytest.mark.parametrize("mpi", ["none", "pmix"])
-def test_the_wrong_type(cluster, shapes, tmp_path, mpi):
+def test_the_wrong_type(cluster, shapes, tmp_path):
     """One line names the right one."""
     if trainings.MPI_TYPE == "pmix":
         pytest.skip("Open MPI ends a process that srun started with another type")
-    result = cluster.finish(*words_of(shapes, tmp_path / "run", mpi=mpi))
+    words = words_of(shapes, tmp_path / "run", mpi="none")
+    words.remove("-K")  # it would replace exit codes
+    result = cluster.finish(*words)
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("mpidl: ")]
     assert "MPI sees one rank: expected srun --mpi=pmi2 (srun --mpi=list: " in line
@@ -64,4 +65,4 @@ def test_the_wrong_type(cluster, shapes, tmp_path, mpi):
 
 def test_the_types_are_listed(cluster):
     types = srun.parse_types(cluster.run("srun", "--mpi=list"))
-    assert {"none", "pmi2", "pmix"} <= set(types)
+    assert {"none", "pmi2"} <= set(types)

@@ -215,6 +215,16 @@ def test_an_unknown_mpi_type(submit):
     assert "srun has no MPI type pmi9 (srun --mpi=list: " in line and "pmi2" in line
 
 
+@pytest.mark.parametrize("words", [["--epoch", "3"], ["--momentum", "2"]], ids=" ".join)
+def test_an_unusable_option(submit, words):
+    """One line, exit code 2, and no second start."""
+    training = submit(words=words)
+    training.job.wait("FAILED")
+    assert training.job.facts()["ExitCode"] == "2:0"
+    assert training.job.log().count("\nmpidl: ") == 1
+    assert "once more" not in training.job.log()
+
+
 def test_a_step_that_cannot_start(submit, cluster, tmp_path, expected_hash):
     """The script starts it once more, and only once."""
     for failures, state in ((1, "COMPLETED"), (2, "FAILED")):
