@@ -94,6 +94,7 @@ PARTS = {
     "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
     "pages": marked("the live page in a headless Chromium, beside jobs", "pages"),
     "stores": marked("data in an object store, and its faults", "stores"),
+    "slurm": marked("jobs on a real Slurm of three nodes", "slurm", spread="worksteal"),
     "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),

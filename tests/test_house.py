@@ -74,7 +74,7 @@ CROSS_CUTTING |= dict.fromkeys(
 def package_tests():
     tests = house.ROOT / "tests"
     paths = [path.relative_to(tests) for path in tests.rglob("test_*.py")]
-    outside = ("launch", "support", "benchmarks")
+    outside = ("launch", "slurm", "support", "benchmarks")
     return [path for path in paths if len(path.parts) > 1 and path.parts[0] not in outside]
 
 

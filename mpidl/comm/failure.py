@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpidl.comm import srun
 from mpidl.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -67,10 +68,14 @@ def refuse_foreign_launcher(size: int, library: str) -> None:
     started = launched_ranks()
     if size == 1 and started is not None:
         variable, tasks = started
+        library = library.split(",")[0].splitlines()[0].strip()
+        expected = f"the launcher of {library}, such as "
+        expected += os.path.join(os.path.dirname(sys.executable), "mpirun")
+        if variable == "SLURM_STEP_NUM_TASKS" and launched_rank() == 0:  # the rank that prints
+            expected = srun.advice(library)
         raise UserError(
             f"the launcher started {tasks} tasks ({variable}={tasks}), but MPI sees one rank: "
-            f"expected the launcher of {library.split(',')[0].splitlines()[0].strip()}, such "
-            f"as {os.path.join(os.path.dirname(sys.executable), 'mpirun')}"
+            f"expected {expected}"
         )
 
 

@@ -121,7 +121,7 @@ def _options(name, words):
     if not words or {"...", "--help", "--help-all"} & set(words):
         return None  # the text names the command and shows no options
     try:
-        PARSERS[name](["1" if re.fullmatch("[A-Z]", w) else w for w in words])  # --seed S
+        PARSERS[name](["1" if re.fullmatch("[A-Z]|%a", w) else w for w in words])  # --seed S
     except UserError as error:
         return str(error)
     return None

@@ -1,0 +1,135 @@
+# What the job scripts train.slurm, sweep.slurm and scaling.slurm share. They source this file after
+# they have set `script` and `venv`, and after a trap that sets `asked` when Slurm sends a signal.
+# shellcheck shell=bash disable=SC2154
+
+say() { echo "$script: $(date +%FT%T) $*"; }
+
+refuse() { # print one line and exit with code 2, which means unusable options
+    say "$*"
+    exit 2
+}
+
+value_of() { # value_of OPTION ARGUMENT...: print the last value of an option, or nothing
+    local option=$1 value="" previous="" word
+    shift
+    for word; do
+        [ "$previous" != "$option" ] || value=$word
+        case $word in "$option"=*) value=${word#*=} ;; esac
+        previous=$word
+    done
+    printf '%s\n' "$value"
+}
+
+choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for the default of Slurm
+    case $(<"$venv/mpidl-mpi") in
+    mpich) srun_mpi=pmi2 ;;
+    openmpi) srun_mpi=pmix PMIX_MCA_psec=${PMIX_MCA_psec:-native} && export PMIX_MCA_psec ;;
+    *) srun_mpi="" ;; # Slurm's default works with the cluster's MPI
+    esac
+    srun_mpi=${MPIDL_SRUN_MPI:-$srun_mpi}
+    [ -n "$srun_mpi" ] || return 0
+    local types # a heading, one type per line, perhaps a line "versions available: ..."
+    types=$(srun --mpi=list 2>&1 | sed '1d; s/^srun://; s/.*://' | tr -s '[:space:],' ' ')
+    case " $types " in
+    *" $srun_mpi "*) ;;
+    *) refuse "srun has no MPI type $srun_mpi (srun --mpi=list:${types% }): name another one in" \
+        "MPIDL_SRUN_MPI, or install with the cluster's MPI: run/install --system-mpi" ;;
+    esac
+}
+
+stop_step() { # a trap: note that Slurm asks for a stop, and pass it on to the step, if there is one
+    asked=yes is_interrupted=yes
+    [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null
+}
+
+run() { # run COMMAND...: run it with requests to stop passed on as USR1, and set code
+    code=75
+    [ -z "$asked" ] || return 0
+    "$@" &
+    step=$!
+    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # asked before `step` was set
+    is_interrupted=yes
+    while [ -n "$is_interrupted" ]; do # a signal interrupts `wait`, but not the step
+        is_interrupted=""
+        wait "$step"
+        code=$?
+    done
+    step=""
+}
+
+run_ranks() { # run_ranks MODULE ARGUMENT...: run it on all tasks; once more if it could not start
+    # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one fails. Each
+    # rank that fails waits for the others, whose exit codes -K would replace.
+    local task='trap : USR1 TERM; "$@"; code=$?; [ $code = 0 ] || sleep 2; exit $code' before
+    local ranks=(srun -K ${srun_mpi:+--mpi="$srun_mpi"}
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c "$task" rank python -m)
+    before=$(list_results)
+    run "${ranks[@]}" "$@"
+    case $code in 0 | 2 | 75) return ;; esac
+    read_facts
+    if [ -z "$asked" ] && ! is_ending && ! is_preempted && [ "$(list_results)" = "$before" ]; then
+        say "exit code $code before anything was written to $out: starting once more"
+        run "${ranks[@]}" "$@"
+    fi
+}
+
+list_results() { ls -lAR --full-time "$out" 2>/dev/null | cksum; }
+
+read_facts() { facts=$(scontrol --oneliner show job "$job" 2>/dev/null); }
+
+fact() { # fact NAME: print what Slurm said to read_facts, such as the JobState
+    [[ " $facts" =~ \ $1=([^\ ]*) ]] && printf '%s\n' "${BASH_REMATCH[1]}"
+}
+
+# scancel, preemption and requeuing send the same signals: only these facts differ.
+is_ending() { # whether Slurm ends the job, which it does not do in the grace time of a preemption
+    [[ $(fact JobState) =~ ^(COMPLETING|CANCELLED)$ ]]
+}
+
+is_preempted() { # preemption may send TERM to the ranks alone, without a signal to this script
+    [[ $(fact PreemptTime) =~ ^[0-9] ]] && ! [[ $(fact PreemptTime) < $(fact StartTime) ]]
+}
+
+finish() { # requeue the job if Slurm stopped it and it can continue, and exit with code
+    say "exit code $code"
+    # Code 75 is a checkpoint. A code above 128 is a signal: that of the request to stop, for a rank
+    # whose Python has not started, or that of srun -K, for ranks that took longer than the others.
+    [ $code = 75 ] || [ $code -gt 128 ] || exit $code
+    read_facts
+    if [ "$(fact Restarts)" != "${SLURM_RESTART_COUNT:-0}" ] && [ -n "$facts" ]; then
+        say "Slurm has requeued the job"
+    elif is_ending && [ "$(fact Reason)" != TimeLimit ]; then
+        say "cancelled: not requeued"
+    elif [ -n "$asked" ] || is_preempted; then
+        scontrol requeue "$job" && say "back in the queue"
+    elif [ $code = 75 ]; then
+        say "stopped by a person: not requeued"
+    fi
+    exit $code
+}
+
+step="" is_interrupted=""
+trap stop_step USR1 TERM
+PATH=$venv/bin:$PATH
+export PATH
+# The number of the last task of an array is also that of the whole array, so name the task.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+say "job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_NTASKS:-?} tasks on" \
+    "$SLURM_JOB_NODELIST"
+choose_srun_mpi
+
+# The fields of Slurm's --output in arguments: %j is the job, %A the array and %a the task in it.
+for word; do
+    shift
+    word=${word//%j/$SLURM_JOB_ID}
+    case $word in
+    *%[Aa]*)
+        [ -n "${SLURM_ARRAY_JOB_ID:-}" ] ||
+            refuse "$word: expected a job array for %A and %a (sbatch --array=0-3), found none"
+        word=${word//%A/$SLURM_ARRAY_JOB_ID}
+        word=${word//%a/$SLURM_ARRAY_TASK_ID}
+        ;;
+    esac
+    set -- "$@" "$word"
+done

@@ -1,0 +1,45 @@
+"""The types that `srun --mpi=list` prints, and the one that an MPI library needs."""
+
+import pytest
+
+from mpidl.comm import srun
+
+NEW = """MPI plugin types are...
+\tnone
+\tpmi2
+\tcray_shasta
+\tpmix
+specific pmix plugin versions available: pmix_v3,pmix_v4
+"""
+OLD = "srun: MPI types are...\nsrun: openmpi\nsrun: none\nsrun: pmi2\n"
+
+
+def test_parse_types():
+    assert srun.parse_types(NEW) == "none pmi2 cray_shasta pmix pmix_v3 pmix_v4".split()
+    assert srun.parse_types(OLD) == ["openmpi", "none", "pmi2"]
+    assert srun.parse_types("") == []
+
+
+@pytest.mark.parametrize(
+    ("library", "offered", "command"),
+    [
+        ("MPICH Version:      5.0.2", ["none", "pmi2"], "srun --mpi=pmi2 (srun --mpi=list: none, "),
+        ("MPICH Version:      5.0.2", [], "srun --mpi=pmi2"),
+        ("Open MPI v5.0.11", ["pmi2", "pmix"], "srun --mpi=pmix (srun --mpi=list: pmi2, pmix)"),
+        (
+            "Open MPI v5.0.11",
+            ["pmi2"],
+            "srun with the --mpi that works with Open MPI v5.0.11 (",
+        ),
+        ("Vendor MPI 7", ["pmi2"], "srun with the --mpi that works with Vendor MPI 7 (srun"),
+    ],
+)
+def test_advice(monkeypatch, library, offered, command):
+    monkeypatch.setattr(srun, "offered_types", lambda: offered)
+    assert srun.advice(library).startswith(command)
+
+
+def test_a_machine_without_srun(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert srun.offered_types() == []
+    assert srun.advice("MPICH Version: 5") == "srun --mpi=pmi2"

