@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PING, PONG = 1, 2  # tags of the control communicator
 CANCEL = 5  # tag of the message that ends the waits of other ranks
 CANCELLED = "another rank failed"
+QUESTION = "?"  # a ping of a rank that has not timed out
 
 
 class Cancelled(Exception):
@@ -65,7 +66,7 @@ class Transport:
     """
 
     def __init__(self, comm: MPI.Comm, timeout: float) -> None:
-        self.MPI: ModuleType = serial.load()
+        self.MPI: ModuleType = serial.load(timeout)
         self.comm, self.timeout = comm.Dup(), timeout
         self.control = comm.Dup()
         self.rank: int = comm.rank
@@ -169,13 +170,13 @@ class Transport:
                 self.control.isend("", rank, CANCEL)
 
     def _answer_ping(self, operation):
-        """Answer a ping of another rank; return whether a ping had arrived."""
+        """Answer a ping of another rank; return whether that rank has timed out."""
         if not self.control.Iprobe(tag=PING):
             return False
         status = self.MPI.Status()
-        self.control.recv(tag=PING, status=status)
+        question = self.control.recv(tag=PING, status=status)
         self.control.isend(f"{self.activity}: waits for {operation}", status.source, PONG)
-        return True
+        return question != QUESTION
 
     def _abort_naming_the_missing(self, operation):
         """Ping all ranks, print which of them do not answer within 5 s, and abort the job."""
@@ -211,6 +212,18 @@ class Transport:
                 answers[status.source] = answer
             self._answer_ping(operation)
             time.sleep(0.001)
+
+    def ask(self, rank: int) -> None:
+        """Ask a rank what it waits for; `take_answer` returns its answer once it waits."""
+        self.control.isend(QUESTION, rank, PING)
+
+    def take_answer(self) -> tuple[int, str] | None:
+        """Return (rank, activity) for an answer that has arrived, or None."""
+        if not self.control.Iprobe(tag=PONG):
+            return None
+        status = self.MPI.Status()
+        text = self.control.recv(tag=PONG, status=status)
+        return status.source, text
 
     def close(self) -> None:
         """Free the communicators. Collective; the transport cannot be used afterwards."""
