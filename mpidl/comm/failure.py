@@ -121,6 +121,7 @@ def run(main: Callable[[], int]) -> None:
     one line and ends the job at once. A rank that calls sys.exit with another code than 0 while the
     others continue ends the job with this code.
     """
+    startup.end_imports()
     try:
         code = main()
     except (UserError, Fault) as error:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
 
-from mpidl.comm import failure
+from mpidl.comm import failure, srun
 from mpidl.errors import UserError
 
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
-# A program of the MPI from pip, in the folder of its Python, and its value of srun's option --mpi.
+# The MPIs from pip: a program in the folder of Python, and variables of launchers that can start
+# their ranks.
 PROGRAMS = {MPICH: "mpiexec.hydra", OPEN_MPI: "prterun"}
-SLURM_PLUGINS = {MPICH: "pmi2", OPEN_MPI: "pmix"}
+INTERFACES = {MPICH: ("PMI_FD", "PMI_PORT"), OPEN_MPI: ("PMIX_NAMESPACE",)}
 
 
 def refuse(vendor: str) -> None:
@@ -44,8 +43,11 @@ def refuse(vendor: str) -> None:
             f"{found}: mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
             f"{right_mpirun(vendor)}"
         )
-    if launcher == "srun" and _is_from_pip(vendor) and not _has_interface(vendor):
-        raise UserError(f"{found}: srun without the interface of {vendor}; {_right_srun(vendor)}")
+    if launcher == "srun" and _is_from_pip(vendor):
+        if not any(name in os.environ for name in INTERFACES[vendor]):
+            # Only rank 0 prints the advice, for which srun runs.
+            advice = srun.advice(vendor) if failure.launched_rank() == 0 else "another --mpi"
+            raise UserError(f"{found}: an srun that cannot start {vendor}; expected {advice}")
 
 
 def right_mpirun(vendor: str) -> str:
@@ -54,19 +56,6 @@ def right_mpirun(vendor: str) -> str:
     if _is_from_pip(vendor):
         return os.path.join(folder, "mpirun")
     return f"the mpirun of {vendor}"
-
-
-def slurm_plugins() -> list[str]:
-    """Return what `srun --mpi=list` offers, or [] if it cannot be run."""
-    try:
-        result = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = (result.stdout + result.stderr).splitlines()
-    words = (re.fullmatch(r"(?:srun:)?\s*([a-z]\w*)", line) for line in lines)
-    return sorted({word[1] for word in words if word})
 
 
 def _launcher():
@@ -82,20 +71,3 @@ def _is_from_pip(vendor):
     program = PROGRAMS.get(vendor)
     folder = os.path.dirname(sys.executable)
     return program is not None and os.path.exists(os.path.join(folder, program))
-
-
-def _has_interface(vendor):
-    """Return whether srun offers an interface through which this MPI can start."""
-    names = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE") if vendor == MPICH else ("PMIX_NAMESPACE",)
-    return any(name in os.environ for name in names)
-
-
-def _right_srun(vendor):
-    plugin = SLURM_PLUGINS[vendor]
-    offered = slurm_plugins() if failure.launched_rank() == 0 else []
-    if offered and not any(name.startswith(plugin) for name in offered):
-        return (
-            f"this Slurm offers no {plugin} (srun --mpi=list: {', '.join(offered)}): start the "
-            f"ranks with {right_mpirun(vendor)} inside the allocation"
-        )
-    return f"start the ranks with srun --mpi={plugin}"

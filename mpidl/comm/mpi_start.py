@@ -18,6 +18,7 @@ import time
 from types import ModuleType
 
 from mpidl.comm import failure, foreign_launcher, shared_segments
+from mpidl.errors import UserError
 
 LOOK_SECONDS = 0.5  # between two looks of the watching thread
 WATCHING_RANKS = 4  # of a host look whether another has ended
@@ -45,7 +46,17 @@ def initialize(mpi: ModuleType, timeout: float) -> None:
     """
     vendor = mpi.get_vendor()[0]
     foreign_launcher.refuse(vendor)
-    shared_segments.make_room(vendor)
+    _, size = shared_segments.local_ranks()
+    is_one_host = size == (failure.launched_ranks() or ("", 1))[1]
+    try:
+        shared_segments.make_room(vendor)
+    except UserError as error:
+        if not is_one_host:
+            _end_all_hosts(error)
+        raise
+    if is_one_host:
+        # UCX, which MPICH uses between hosts, would look at each network device several times.
+        os.environ.setdefault("UCX_TLS", "^tcp")
     handler = signal.getsignal(signal.SIGUSR1)
     with Watch(timeout):
         _init_thread(mpi)
@@ -69,6 +80,16 @@ def _init_thread(mpi):
     code = init_thread(None, None, ctypes.c_int(mpi.THREAD_FUNNELED), ctypes.byref(provided))
     if code:
         raise RuntimeError(f"MPI_Init_thread failed with error code {code}")
+
+
+def _end_all_hosts(error):
+    """End the job, because the ranks of other hosts do not meet the error of this host."""
+    if shared_segments.local_ranks()[0] == 0:
+        print(f"mpidl: {error}", file=sys.stderr, flush=True)
+        if "MPI_LOCALNRANKS" in os.environ and "PMI_FD" in os.environ:
+            # MPICH's mpirun does not notice a rank that ends before MPI_Init.
+            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=2\n")
+    os._exit(2)
 
 
 class Watch:

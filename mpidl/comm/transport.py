@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 PING, PONG = 1, 2  # tags of the control communicator
 CANCEL = 5  # tag of the message that ends the waits of other ranks
+QUESTION, ANSWER = 7, 8  # tags of the messages of `departure`
 CANCELLED = "another rank failed"
-QUESTION = "?"  # a ping of a rank that has not timed out
 
 
 class Cancelled(Exception):
@@ -154,6 +154,7 @@ class Transport:
             if self.control.Iprobe(tag=CANCEL):
                 self._is_cancelled = True
                 raise Cancelled(CANCELLED)
+            self._answer_question(operation)
             if self._answer_ping(operation):
                 deadline = max(deadline, now + 30)  # another rank has timed out
             if now > deadline:
@@ -170,13 +171,13 @@ class Transport:
                 self.control.isend("", rank, CANCEL)
 
     def _answer_ping(self, operation):
-        """Answer a ping of another rank; return whether that rank has timed out."""
+        """Answer a ping of another rank; return whether a ping had arrived."""
         if not self.control.Iprobe(tag=PING):
             return False
         status = self.MPI.Status()
-        question = self.control.recv(tag=PING, status=status)
+        self.control.recv(tag=PING, status=status)
         self.control.isend(f"{self.activity}: waits for {operation}", status.source, PONG)
-        return question != QUESTION
+        return True
 
     def _abort_naming_the_missing(self, operation):
         """Ping all ranks, print which of them do not answer within 5 s, and abort the job."""
@@ -215,15 +216,22 @@ class Transport:
 
     def ask(self, rank: int) -> None:
         """Ask a rank what it waits for; `take_answer` returns its answer once it waits."""
-        self.control.isend(QUESTION, rank, PING)
+        self.control.isend("", rank, QUESTION)
 
     def take_answer(self) -> tuple[int, str] | None:
-        """Return (rank, activity) for an answer that has arrived, or None."""
-        if not self.control.Iprobe(tag=PONG):
+        """Return (rank, activity) for an answer to `ask` that has arrived, or None."""
+        if not self.control.Iprobe(tag=ANSWER):
             return None
         status = self.MPI.Status()
-        text = self.control.recv(tag=PONG, status=status)
+        text = self.control.recv(tag=ANSWER, status=status)
         return status.source, text
+
+    def _answer_question(self, operation):
+        """Answer a question of another rank, if one has arrived."""
+        if self.control.Iprobe(tag=QUESTION):
+            status = self.MPI.Status()
+            self.control.recv(tag=QUESTION, status=status)
+            self.control.isend(f"{self.activity}: waits for {operation}", status.source, ANSWER)
 
     def close(self) -> None:
         """Free the communicators. Collective; the transport cannot be used afterwards."""

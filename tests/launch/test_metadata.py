@@ -1,4 +1,4 @@
-"""What the ranks ask of the file system: few questions, and only rank 0 looks at data and results."""
+"""What ranks ask of the file system: few questions; only rank 0 looks at data and results."""
 
 import os
 import re
@@ -12,7 +12,9 @@ import pytest
 pytestmark = pytest.mark.slow("jobs")
 
 # strace writes the calls of each rank to a file of its own.
-TRACE = 'exec strace -f -y -qq -e trace=%file,getdents64 -o "$0-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" "$@"'
+TRACE = """
+exec strace -f -y -qq -e trace=%file,getdents64 -o "$0-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" "$@"
+"""
 CALL = re.compile(r'\d+ +(\w+)\((?:AT_FDCWD\S*, )?(?:(\d+)<([^>]*)>|"([^"]*)")(.*)')
 MOST_CALLS = 3000  # of a rank until the end of its first iteration, without those on images
 
@@ -49,11 +51,7 @@ def below(folder, trace):
 
 def looks(data, trace):
     """Return the calls that list a folder of images or ask for a status."""
-    return [
-        call
-        for call in below(data, trace)
-        if call[0] != "openat" or "O_DIRECTORY" in call[2]
-    ]
+    return [call for call in below(data, trace) if call[0] != "openat" or "O_DIRECTORY" in call[2]]
 
 
 def test_only_rank_0_looks_at_the_images(calls, pictures):
