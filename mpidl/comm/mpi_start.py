@@ -54,11 +54,8 @@ def initialize(mpi: ModuleType, timeout: float) -> None:
         if not is_one_host:
             _end_all_hosts(error)
         raise
-    if is_one_host:
-        # UCX, which MPICH uses between hosts, would look at each network device several times.
-        os.environ.setdefault("UCX_TLS", "^tcp")
     handler = signal.getsignal(signal.SIGUSR1)
-    with Watch(timeout):
+    with Watch(timeout), _without_network() if is_one_host else contextlib.nullcontext():
         _init_thread(mpi)
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises exceptions
@@ -80,6 +77,19 @@ def _init_thread(mpi):
     code = init_thread(None, None, ctypes.c_int(mpi.THREAD_FUNNELED), ctypes.byref(provided))
     if code:
         raise RuntimeError(f"MPI_Init_thread failed with error code {code}")
+
+
+@contextlib.contextmanager
+def _without_network():
+    """Keep UCX, which MPICH uses between hosts, from looking at each network device many times."""
+    if "UCX_TLS" in os.environ:
+        yield
+        return
+    os.environ["UCX_TLS"] = "^tcp"
+    try:
+        yield
+    finally:
+        del os.environ["UCX_TLS"]
 
 
 def _end_all_hosts(error):

@@ -50,8 +50,9 @@ def below(folder, trace):
 
 
 def looks(data, trace):
-    """Return the calls that list a folder of images or ask for a status."""
-    return [call for call in below(data, trace) if call[0] != "openat" or "O_DIRECTORY" in call[2]]
+    """Return the calls that list a folder of images or ask for the status of a path."""
+    calls = [call for call in below(data, trace) if "AT_EMPTY_PATH" not in call[2]]  # not fstat
+    return [call for call in calls if call[0] != "openat" or "O_DIRECTORY" in call[2]]
 
 
 def test_only_rank_0_looks_at_the_images(calls, pictures):

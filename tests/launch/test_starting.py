@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import jobs
 import launcher
 import pytest
 from limits import exceeded, wait_until
+from mpi4py import MPI
 
 from mpidl.training.files import checkpoint
 
@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow("jobs")
 # As run/train starts the ranks: a signal that arrives before Python runs stays pending.
 BLOCKED = ("env", "--block-signal=USR1,TERM")
 HOST = socket.gethostname()
-IS_MPICH = shutil.which("mpiexec.hydra", path=launcher.environment()["PATH"]) is not None
+IS_MPICH = MPI.get_vendor()[0] == "MPICH"
 
 
 def signalled(pictures, out, number, seconds):
