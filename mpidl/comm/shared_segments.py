@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable
 
 from mpidl.errors import UserError
 
@@ -20,7 +19,8 @@ FOLDER = "/dev/shm"
 PREFIXES = ("mpich_shm_", "mpich_vci_", "mpich_shar_tmp", "sm_segment.", "vader_segment.")
 BYTES_PER_RANK = {"MPICH": 1_080_000}  # that MPI_Init allocates
 INITIAL_NAMESPACE = 4026531836  # the number of Linux's first PID namespace
-YOUNG_SECONDS = 60.0
+YOUNG_SECONDS = 2.0  # in which a process that has created a segment maps it
+UNSEEN_SECONDS = 60.0  # in which the other ranks map it
 
 
 def make_room(vendor: str, folder: str = FOLDER) -> None:
@@ -61,20 +61,10 @@ def remove_dead(folder: str = FOLDER) -> list[str]:
     """Remove this user's segments that no process uses; return their names.
 
     In a PID namespace, such as a container, processes of other namespaces may use them unseen.
-    There, segments of the last minute stay: a job that is older does not need the names any more.
+    There, segments of the last minute stay: an older job does not need the names any more.
     """
-    with os.scandir(folder) as entries:
-        segments = {
-            entry.path: entry.stat(follow_symlinks=False)
-            for entry in entries
-            if entry.name.startswith(PREFIXES)
-        }
-    youngest = time.time() - (0 if _sees_all_processes() else YOUNG_SECONDS)
-    candidates = {
-        path
-        for path, status in segments.items()
-        if status.st_uid == os.geteuid() and status.st_mtime <= youngest
-    }
+    youngest = time.time() - (YOUNG_SECONDS if _sees_all_processes() else UNSEEN_SECONDS)
+    candidates = {path for path, status in _segments(folder).items() if status.st_mtime <= youngest}
     dead = sorted(candidates - _used(candidates, folder)) if candidates else []
     for path in dead:
         with contextlib.suppress(OSError):  # another job removes it, too
@@ -115,22 +105,14 @@ def _sees_all_processes():
         return False
 
 
-def _used(paths: Iterable[str], folder: str) -> set[str]:
-    """Return those of the paths that a process has open or mapped.
-
-    A process opens a segment, maps it and closes it, so that looking at open files before mappings
-    misses none. Processes of other users cannot use this user's segments.
-    """
-    paths, used = set(paths), set()
+def _used(paths: set[str], folder: str) -> set[str]:
+    """Return those of the paths that a process of this user has mapped."""
+    used = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    used |= paths & {os.readlink(f"/proc/{pid}/fd/{name}")}
-            with open(f"/proc/{pid}/maps", errors="replace") as lines:
-                for line in lines:
-                    if folder in line:
-                        used |= paths & {line.split(maxsplit=5)[-1].strip()}
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:
+            for line in lines:
+                if folder in line:
+                    used |= paths & {line.split(maxsplit=5)[-1].strip()}
     return used
 
 
@@ -145,12 +127,16 @@ def _start_time():
 
 def _bytes_since(start_time, folder):
     """Return the bytes of this user's segments that were created after a time."""
-    total = 0
+    segments = _segments(folder).values()
+    return sum(x.st_blocks * 512 for x in segments if x.st_mtime >= start_time - 1)
+
+
+def _segments(folder):
+    """Return {path: status} of this user's segments."""
+    segments = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                is_new = entry.name.startswith(PREFIXES) and status.st_mtime >= start_time - 1
-                if is_new and status.st_uid == os.geteuid():
-                    total += status.st_blocks * 512
-    return total
+            if entry.name.startswith(PREFIXES):
+                with contextlib.suppress(OSError):  # removed in the meantime
+                    segments[entry.path] = entry.stat(follow_symlinks=False)
+    return {path: status for path, status in segments.items() if status.st_uid == os.geteuid()}

@@ -56,7 +56,7 @@ def assert_stopped(result, out, name):
 
 @pytest.mark.parametrize(
     ("name", "seconds"),
-    [("SIGUSR1", 0.0), ("SIGUSR1", 0.6), pytest.param("SIGTERM", 0.3, marks=SLOW)],
+    [("SIGUSR1", 0.0), ("SIGTERM", 0.5), pytest.param("SIGUSR1", 0.3, marks=SLOW)],
 )
 def test_a_signal_in_the_first_second(pictures, tmp_path, name, seconds):
     result = signalled(pictures, tmp_path / "run", signal.Signals[name], seconds)
@@ -90,7 +90,8 @@ def test_an_early_signal_kills_a_command_without_checkpoints(tmp_path):
         assert launcher.finish(job).returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
     """The others wait in MPI_Init; their process ends, and mpirun ends the stopped one."""
     words = jobs.command("train", "--timeout", 2, data=pictures, out=tmp_path / "run")
@@ -169,7 +170,7 @@ failure.run(main) if sys.argv[2] == "command" else main()
     ("fault", "program"),
     [
         ("exit", "script"),
-        ("exit 3", "command"),
+        pytest.param("exit 3", "command", marks=SLOW),
         pytest.param("exit", "command", marks=SLOW),
         pytest.param("exit 3", "script", marks=SLOW),
         pytest.param("die", "script", marks=SLOW),
@@ -210,6 +211,7 @@ def test_a_rank_that_works_on_while_others_have_ended():
     assert result.stdout == "done\n" and jobs.error_lines(result) == []
 
 
+@SLOW
 def test_the_mpirun_of_another_mpi_is_named_before_mpi_starts(tmp_path):
     variables = {"PMI_SIZE": 2, "PMI_RANK": 0, "MPI_LOCALNRANKS": 2}
     if IS_MPICH:
