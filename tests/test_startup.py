@@ -1,5 +1,7 @@
-"""Signals that arrive while a command starts."""
+"""What a command does first: signals that arrive while it starts, and its imports."""
 
+import importlib
+import os
 import signal
 import sys
 from types import SimpleNamespace
@@ -45,6 +47,7 @@ def handlers():
     yield before
     for number, handler in before.items():
         signal.signal(number, handler)
+    startup.end_imports()
 
 
 def test_a_user_program_keeps_its_handlers(handlers):
@@ -78,3 +81,25 @@ def test_signals_of_a_user_program_are_not_early(monkeypatch):
     monkeypatch.setattr(startup, "early_signal", "SIGUSR1")
     with Signals() as signals:
         assert signals.name is None
+
+
+def test_imports_ask_once_for_the_status_of_a_path(monkeypatch, handlers, tmp_path):
+    asked = []
+
+    def ask(path):
+        asked.append(path)
+        return os.stat(path)
+
+    (tmp_path / "mpidl_imported_here.py").write_text("VALUE = 7\n")
+    (tmp_path / "mpidl_imported_next.py").write_text("VALUE = 8\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(startup._importer, "_path_stat", ask)
+    monkeypatch.setattr(startup, "command", lambda: "info")
+    startup.begin()
+    assert importlib.import_module("mpidl_imported_here").VALUE == 7
+    assert importlib.import_module("mpidl_imported_next").VALUE == 8
+    paths = [tmp_path, tmp_path / "mpidl_imported_here.py", tmp_path / "mpidl_imported_next.py"]
+    assert [asked.count(str(path)) for path in paths] == [1, 1, 1]
+    startup.end_imports()
+    assert startup._importer._path_stat is startup._usual[0]
+    assert startup._importer.FileLoader.get_data is startup._usual[1]
