@@ -23,10 +23,12 @@ COMMANDS = {
     "report": "Show the results of runs, or write a page about them",
     "completion": "Print a script that completes commands in a shell",
 }
+command = ""  # the command that runs, for `mpidl.startup`
 
 
 def main() -> None:
     """Run the command line in sys.argv, and end the process with the command's exit code."""
+    global command
     _import_from_the_working_directory()
     name, *words = sys.argv[1:] or [""]
     if name == "help" and words:
@@ -36,7 +38,7 @@ def main() -> None:
     elif name == "--version":
         print(f"mpidl {version()}")
     elif name in COMMANDS:
-        sys.argv[1:] = words
+        command, sys.argv[1:] = name, words
         _run(load(name))
     else:
         _run(lambda: _refuse(name))
@@ -97,4 +99,6 @@ def _run(command: Callable[[], int]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import mpidl_command
+
+    mpidl_command.main()

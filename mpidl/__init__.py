@@ -3,6 +3,11 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
+# Before anything else, which takes time: a signal may arrive.
+from mpidl import startup
+
+startup.begin()
+
 import os
 import sys
 from typing import TYPE_CHECKING

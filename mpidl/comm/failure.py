@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpidl import startup
 from mpidl.comm import srun
+from mpidl.comm.departure import LEAVING, OPERATION, Departure
 from mpidl.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -111,8 +113,8 @@ def _leave_together():
     transport = _transport
     if transport.MPI.Is_finalized() or transport.has_left:
         return
-    transport.activity = "leaving"
-    _meet(transport)
+    transport.activity = LEAVING
+    _meet(transport, progress=Departure(transport).look)
 
 
 def run(main: Callable[[], int]) -> None:
@@ -121,8 +123,10 @@ def run(main: Callable[[], int]) -> None:
     A UserError prints one line on stderr and gives exit code 2; a Fault prints one line and gives
     exit code 1. If all ranks raise the error, only rank 0 prints it. If a single rank raises it,
     that rank prints it and ends the job. A KeyboardInterrupt, such as after a second SIGINT, prints
-    one line and ends the job at once.
+    one line and ends the job at once. A rank that calls sys.exit with another code than 0 while the
+    others continue ends the job with this code.
     """
+    startup.end_imports()
     try:
         code = main()
     except (UserError, Fault) as error:
@@ -142,14 +146,30 @@ def run(main: Callable[[], int]) -> None:
         _print_error(f"rank {rank} was interrupted" if rank else "interrupted")
         if _transport is not None and _transport.size > 1:
             _transport.abort(code)
+    except SystemExit as end:  # after --help, or in a user's network
+        code = _exit_code(end)
+        if code and _transport is not None:
+            if _meet(_transport, failed=True, seconds=min(3.0, _transport.timeout / 2)) is None:
+                rank, host = _transport.rank, _transport.hosts[_transport.rank]
+                _print_error(f"rank {rank} on host {host} has exited with code {code}")
+                _transport.abort(code)
+    startup.end()
     sys.exit(code)
+
+
+def _exit_code(end):
+    """Return the exit code of a SystemExit; print its argument if it is a text, as Python does."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr, flush=True)
+    return 1
 
 
 def _print_error(text):
     print(f"mpidl: {text}", file=sys.stderr, flush=True)
 
 
-def _meet(transport, failed=False, seconds=math.inf):
+def _meet(transport, failed=False, seconds=math.inf, progress=None):
     """Wait until all ranks are about to exit; return the lowest failed rank, or `size`.
 
     The result is `size` if no rank failed, or None if a rank is missing after `seconds`. By default
@@ -165,7 +185,7 @@ def _meet(transport, failed=False, seconds=math.inf):
         transport.has_left = transport.has_left or request.Test()
         return transport.has_left or time.monotonic() > deadline
 
-    transport.wait_until(is_over, "the end of the program on all ranks", timeout=math.inf)
+    transport.wait_until(is_over, OPERATION, progress, math.inf)
     return int(lowest[0]) if transport.has_left else None
 
 
@@ -173,7 +193,8 @@ class Signals:
     """Context manager in which SIGUSR1, SIGTERM and SIGINT request a stop.
 
     The signals do not end the process. A second SIGINT raises KeyboardInterrupt. Inside another
-    context of this class, a signal requests a stop of both.
+    context of this class, a signal requests a stop of both. A signal that arrived while the command
+    started (`startup.note`) requests a stop, too.
 
     Attributes
     ----------
@@ -197,6 +218,8 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._note)
+            if self._previous_handlers[signal.SIGTERM] is startup.note:
+                self.name = self.name or startup.early_signal
         return self
 
     def __exit__(self, *_) -> None:

@@ -10,15 +10,19 @@ import importlib
 import os
 import platform
 import sys
-import warnings
 from types import ModuleType, SimpleNamespace
 
-from mpidl.comm import failure
+from mpidl.comm import failure, mpi_start
 from mpidl.errors import UserError
 
 
-def load() -> ModuleType | SimpleNamespace:
-    """Import `mpi4py.MPI`, which initializes MPI, or return the substitute for one rank.
+def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
+    """Import `mpi4py.MPI` and initialize MPI, or return the substitute for one rank.
+
+    Parameters
+    ----------
+    timeout : float
+        Longest wait for the start of MPI in seconds; see `mpi_start.initialize`.
 
     Returns
     -------
@@ -28,16 +32,17 @@ def load() -> ModuleType | SimpleNamespace:
     Raises
     ------
     UserError
-        If MPI cannot be loaded and a launcher started several tasks.
+        If MPI cannot be loaded and a launcher started several tasks, or if MPI would not start.
     """
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = "funneled"
-        with warnings.catch_warnings():
-            # `failure.refuse_foreign_launcher` reports the problem of this warning in one line.
-            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
-            return importlib.import_module("mpi4py.MPI")
+        # These matter at the first import only.
+        mpi4py.rc.thread_level, mpi4py.rc.initialize, mpi4py.rc.finalize = "funneled", False, True
+        mpi = importlib.import_module("mpi4py.MPI")
+        if not mpi.Is_initialized():
+            mpi_start.initialize(mpi, timeout)
+        return mpi
     except (ImportError, RuntimeError) as error:
         reason = _reason_of(error)
     started = failure.launched_ranks()

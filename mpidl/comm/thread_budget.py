@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpidl import backends
+from mpidl import backends, startup
 from mpidl.text import host_list
 
 if TYPE_CHECKING:
@@ -140,6 +140,25 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
             f"--threads {core_count}, or see the binding options of mpirun and srun"
         )
     return threads, lines
+
+
+def ignored_variable(threads: int) -> list[str]:
+    """Return a note if OMP_NUM_THREADS asked for another number of threads than the ranks use.
+
+    The value 1 is the default of many clusters, and the note leaves it out.
+
+    Parameters
+    ----------
+    threads : int
+        Number of threads of this rank, which no option has set.
+    """
+    wanted = startup.omp_num_threads
+    if not wanted.isdigit() or int(wanted) in (0, 1, threads):
+        return []
+    return [
+        f"note: OMP_NUM_THREADS={wanted} has no effect, each rank computes on {threads} thread(s): "
+        f"use --threads {wanted} (in Python: dl.World(threads={wanted}))"
+    ]
 
 
 def ranks_by_host(ranks: Sequence[tuple[str, Cores]]) -> dict[str, list[int]]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PING, PONG = 1, 2  # tags of the control communicator
 CANCEL = 5  # tag of the message that ends the waits of other ranks
+QUESTION, ANSWER = 7, 8  # tags of the messages of `departure`
 CANCELLED = "another rank failed"
 
 
@@ -66,7 +67,7 @@ class Transport:
     """
 
     def __init__(self, comm: MPI.Comm, timeout: float) -> None:
-        self.MPI: ModuleType = serial.load()
+        self.MPI: ModuleType = serial.load(timeout)
         self.comm, self.timeout = comm.Dup(), timeout
         self.control = comm.Dup()
         self.rank: int = comm.rank
@@ -155,6 +156,7 @@ class Transport:
             if self.control.Iprobe(tag=CANCEL):
                 self._is_cancelled = True
                 raise Cancelled(CANCELLED)
+            self._answer_question(operation)
             if self._answer_ping(operation):
                 deadline = max(deadline, now + 30)  # another rank has timed out
             if now > deadline:
@@ -213,6 +215,25 @@ class Transport:
                 answers[status.source] = answer
             self._answer_ping(operation)
             time.sleep(0.001)
+
+    def ask(self, rank: int) -> None:
+        """Ask a rank what it waits for; `take_answer` returns its answer once it waits."""
+        self.control.isend("", rank, QUESTION)
+
+    def take_answer(self) -> tuple[int, str] | None:
+        """Return (rank, activity) for an answer to `ask` that has arrived, or None."""
+        if not self.control.Iprobe(tag=ANSWER):
+            return None
+        status = self.MPI.Status()
+        text = self.control.recv(tag=ANSWER, status=status)
+        return status.source, text
+
+    def _answer_question(self, operation):
+        """Answer a question of another rank, if one has arrived."""
+        if self.control.Iprobe(tag=QUESTION):
+            status = self.MPI.Status()
+            self.control.recv(tag=QUESTION, status=status)
+            self.control.isend(f"{self.activity}: waits for {operation}", status.source, ANSWER)
 
     def close(self) -> None:
         """Free the communicators. Collective; the transport cannot be used afterwards."""

@@ -104,7 +104,7 @@ class World(Messaging):
         threads: int | None = 0,
         neighbours: Neighbours | None = None,
     ) -> None:
-        mpi = serial.load()
+        mpi = serial.load(timeout)
         if comm is None and World.default_group is not None:
             comm, neighbours = World.default_group
         comm = mpi.COMM_WORLD if comm is None else comm
@@ -157,6 +157,8 @@ class World(Messaging):
             ranks but 0.
         """
         self.threads, lines = thread_budget.set_threads(self, count)
+        if count == 0:
+            lines += thread_budget.ignored_variable(self.threads[self.rank])
         return lines if self.rank == 0 else []
 
     def use_device(self, device: str, gpus: str | None = None) -> list[str]:

@@ -2,13 +2,19 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mpidl import backends
+from mpidl import backends, startup
 from mpidl.backends import settings
-from mpidl.comm.thread_budget import Cores, assign_threads, available_cores
+from mpidl.comm.thread_budget import (
+    Cores,
+    assign_threads,
+    available_cores,
+    ignored_variable,
+)
 
 
 def bound(*ranks, quota=None):
@@ -92,3 +98,26 @@ def test_settings_that_cannot_be(name, setting):
     with pytest.raises(ValueError, match=f"{name} must be"):
         backends.configure(**{name: setting})
     assert (settings.threads, settings.winograd) == before
+
+
+@pytest.mark.parametrize("value", ["", "1", "0", "2", "2,1", "many"])
+def test_a_variable_that_asks_for_nothing_else(monkeypatch, value):
+    monkeypatch.setattr(startup, "omp_num_threads", value)
+    assert ignored_variable(threads=2) == []
+
+
+def test_an_ignored_variable_is_named(monkeypatch):
+    """Its value is that of the user, although the package has set the variable to 1."""
+    program = "import mpidl; print(mpidl.startup.omp_num_threads, os.environ['OMP_NUM_THREADS'])"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import os; {program}"],
+        env=os.environ | {"OMP_NUM_THREADS": "4"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "4 1\n"
+    monkeypatch.setattr(startup, "omp_num_threads", "4")
+    (line,) = ignored_variable(threads=2)
+    assert line.startswith(
+        "note: OMP_NUM_THREADS=4 has no effect, each rank computes on 2 thread(s)"
+    )

@@ -46,9 +46,9 @@ def environment(extra=None):
     return env | {name: str(value) for name, value in (extra or {}).items()}
 
 
-def command(ranks, *args):
-    """Return `mpirun -n ranks python args...`, or `python args...` if ranks is None."""
-    python = [sys.executable, *map(str, args)]
+def command(ranks, *args, wrapper=()):
+    """Return `mpirun -n ranks wrapper python args...`, without mpirun if ranks is None."""
+    python = [*wrapper, sys.executable, *map(str, args)]
     if ranks is None:
         return python
     path = environment()["PATH"]
@@ -93,10 +93,18 @@ def _send(pids, number):
             os.kill(pid, number)
 
 
-def start(ranks, *args, env=None, cwd=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
-    """Start `mpirun -n ranks python args...` (text pipes) and return the Job."""
+def start(
+    ranks,
+    *args,
+    env=None,
+    cwd=None,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    wrapper=(),
+):
+    """Start `mpirun -n ranks wrapper python args...` (text pipes) and return the Job."""
     return Job(
-        command(ranks, *args),
+        command(ranks, *args, wrapper=wrapper),
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,

@@ -1,0 +1,79 @@
+"""End the job if this rank has ended its program while other ranks wait for it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpidl.comm.transport import Transport
+
+LEAVING = "leaving"  # activity of a rank that has ended its program and waits for the others
+OPERATION = "the end of the program on all ranks"
+LOOK_SECONDS = 0.7  # between two questions
+
+
+class Departure:
+    """Questions of a leaving rank to the others, while it waits for them.
+
+    Other ranks may have work to finish, so a leaving rank waits for them without a time-out. But a
+    rank that waits for a sum or a broadcast would wait forever if this rank has called
+    ``sys.exit()``. The leaving rank therefore asks the lowest rank that has not left. A rank that
+    computes does not answer. If that rank gives the same answer twice, all ranks are asked, and if
+    all answer, the job ends.
+
+    Parameters
+    ----------
+    transport : Transport
+        The transport of the ranks of the job.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._look_time = time.monotonic() + LOOK_SECONDS
+        self._left: set[int] = {transport.rank}
+        self._asked: set[int] = set()  # ranks that have not answered yet
+        self._answers: dict[int, str] = {}  # {rank: its last answer}
+        self._all_asked = False
+
+    def look(self) -> None:
+        """Read the answers and ask again, if it is time; end the job if all ranks wait."""
+        if time.monotonic() < self._look_time:
+            return
+        self._look_time = time.monotonic() + LOOK_SECONDS
+        is_waiting = self._read_answers()
+        others = set(range(self.transport.size)) - self._left
+        if self._all_asked and others and not self._asked:
+            self._end_the_job()
+        self._all_asked = is_waiting
+        for rank in sorted(others) if is_waiting else sorted(others)[:1]:
+            if rank not in self._asked:
+                self.transport.ask(rank)
+                self._asked.add(rank)
+
+    def _read_answers(self):
+        """Read the answers that have arrived; return whether a rank gave the same one as before."""
+        is_waiting = False
+        while (answer := self.transport.take_answer()) is not None:
+            rank, text = answer
+            self._asked.discard(rank)
+            if text.startswith(f"{LEAVING}:"):
+                self._left.add(rank)
+            else:
+                is_waiting |= self._answers.get(rank) == text
+            self._answers[rank] = text
+        return is_waiting
+
+    def _end_the_job(self):
+        transport = self.transport
+        # If several ranks have left, the lowest prints its message and ends the job.
+        time.sleep(0.3 * min(sum(rank < transport.rank for rank in self._left), 10))
+        head = (
+            f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} has ended its "
+            "program, but other ranks wait for it:"
+        )
+        waiting = sorted(self._answers.keys() - self._left)
+        lines = [f"  rank {rank}, {self._answers[rank]}" for rank in waiting]
+        print("\n".join([head, *lines]), file=sys.stderr, flush=True)
+        transport.abort(1)

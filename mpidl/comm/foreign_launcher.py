@@ -1,0 +1,73 @@
+"""Refuse the launcher of another MPI before MPI_Init, which may fail or hang under it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mpidl.comm import failure, srun
+from mpidl.errors import UserError
+
+MPICH, OPEN_MPI = "MPICH", "Open MPI"
+# The MPIs from pip: a program in the folder of Python, and variables of launchers that can start
+# their ranks.
+PROGRAMS = {MPICH: "mpiexec.hydra", OPEN_MPI: "prterun"}
+INTERFACES = {MPICH: ("PMI_FD", "PMI_PORT"), OPEN_MPI: ("PMIX_NAMESPACE",)}
+
+
+def refuse(vendor: str) -> None:
+    """Raise UserError if the launcher of this process cannot start ranks of this MPI.
+
+    Only launchers that are known not to work are refused. `failure.refuse_foreign_launcher` finds
+    others after MPI_Init.
+
+    Parameters
+    ----------
+    vendor : str
+        The MPI library, as in `mpi4py.MPI.get_vendor`.
+
+    Raises
+    ------
+    UserError
+        If several ranks were started by the launcher of another MPI, or by an srun whose option
+        --mpi does not fit.
+    """
+    started = failure.launched_ranks()
+    if started is None:
+        return
+    variable, tasks = started
+    launcher = _launcher()
+    found = f"the launcher started {tasks} tasks ({variable}={tasks})"
+    if (vendor, launcher) in ((OPEN_MPI, MPICH), (MPICH, OPEN_MPI)):
+        raise UserError(
+            f"{found}: mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
+            f"{right_mpirun(vendor)}"
+        )
+    if launcher == "srun" and _is_from_pip(vendor):
+        if not any(name in os.environ for name in INTERFACES[vendor]):
+            # Only rank 0 prints the advice, for which srun runs.
+            advice = srun.advice(vendor) if failure.launched_rank() == 0 else "another --mpi"
+            raise UserError(f"{found}: an srun that cannot start {vendor}; expected {advice}")
+
+
+def right_mpirun(vendor: str) -> str:
+    """Return the mpirun of an MPI library: that of this Python if it belongs to this library."""
+    folder = os.path.dirname(sys.executable)
+    if _is_from_pip(vendor):
+        return os.path.join(folder, "mpirun")
+    return f"the mpirun of {vendor}"
+
+
+def _launcher():
+    """Return the launcher that set this process's variables: MPICH, OPEN_MPI, "srun" or None."""
+    if "MPI_LOCALNRANKS" in os.environ and "PMI_SIZE" in os.environ:
+        return MPICH
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return OPEN_MPI
+    return "srun" if "SLURM_STEP_NUM_TASKS" in os.environ else None
+
+
+def _is_from_pip(vendor):
+    program = PROGRAMS.get(vendor)
+    folder = os.path.dirname(sys.executable)
+    return program is not None and os.path.exists(os.path.join(folder, program))

@@ -1,0 +1,190 @@
+"""Start MPI, and end this process if MPI does not start.
+
+MPI_Init waits for all ranks without a time-out. If a rank was stopped or has ended before, the
+others wait forever, and launchers do not always notice. A thread of each rank therefore watches
+MPI_Init.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from types import ModuleType
+
+from mpidl.comm import failure, foreign_launcher, shared_segments
+from mpidl.errors import UserError
+
+LOOK_SECONDS = 0.5  # between two looks of the watching thread
+WATCHING_RANKS = 4  # of a host look whether another has ended
+GONE_SECONDS = 1.0  # until a rank of this host that has ended ends the job
+PROXY = "hydra_pmi_proxy"  # the process of MPICH's mpirun that starts the ranks of a host
+
+
+def initialize(mpi: ModuleType, timeout: float) -> None:
+    """Call MPI_Init for the imported module `mpi4py.MPI`.
+
+    The function watches MPI_Init and sets this process's handler of USR1 again, which MPICH
+    replaces.
+
+    Parameters
+    ----------
+    mpi : module
+        `mpi4py.MPI`, imported without initializing MPI.
+    timeout : float
+        Longest wait for MPI_Init in seconds. After this time, the process prints a line and ends.
+
+    Raises
+    ------
+    UserError
+        If the launcher belongs to another MPI, or if /dev/shm has too little room.
+    """
+    vendor = mpi.get_vendor()[0]
+    foreign_launcher.refuse(vendor)
+    _, size = shared_segments.local_ranks()
+    is_one_host = size == (failure.launched_ranks() or ("", 1))[1]
+    try:
+        shared_segments.make_room(vendor)
+    except UserError as error:
+        if not is_one_host:
+            _end_all_hosts(error)
+        raise
+    handler = signal.getsignal(signal.SIGUSR1)
+    with Watch(timeout), _without_network() if is_one_host else contextlib.nullcontext():
+        _init_thread(mpi)
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises exceptions
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, handler)
+
+
+def _init_thread(mpi):
+    """Call MPI_Init_thread without the interpreter's lock, which mpi4py would hold.
+
+    Other threads, such as the watching one, can then run.
+    """
+    try:
+        init_thread = ctypes.CDLL(mpi.__file__).MPI_Init_thread
+    except (OSError, AttributeError):  # mpi4py without a shared library of MPI
+        mpi.Init_thread(mpi.THREAD_FUNNELED)
+        return
+    provided = ctypes.c_int()
+    code = init_thread(None, None, ctypes.c_int(mpi.THREAD_FUNNELED), ctypes.byref(provided))
+    if code:
+        raise RuntimeError(f"MPI_Init_thread failed with error code {code}")
+
+
+@contextlib.contextmanager
+def _without_network():
+    """Keep UCX, which MPICH uses between hosts, from looking at each network device many times."""
+    if "UCX_TLS" in os.environ:
+        yield
+        return
+    os.environ["UCX_TLS"] = "^tcp"
+    try:
+        yield
+    finally:
+        del os.environ["UCX_TLS"]
+
+
+def _end_all_hosts(error):
+    """End the job, because the ranks of other hosts do not meet the error of this host."""
+    if shared_segments.local_ranks()[0] == 0:
+        print(f"mpidl: {error}", file=sys.stderr, flush=True)
+        if "MPI_LOCALNRANKS" in os.environ and "PMI_FD" in os.environ:
+            # MPICH's mpirun does not notice a rank that ends before MPI_Init.
+            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=2\n")
+    os._exit(2)
+
+
+class Watch:
+    """Context manager that ends this process if its block takes longer than a time-out.
+
+    The time in which this process itself was stopped does not count. Under MPICH's mpirun, the
+    process also ends if another rank of this host has ended: MPI_Init would wait for it, and mpirun
+    does not notice a rank that ends before it has called MPI_Init.
+
+    Parameters
+    ----------
+    timeout : float
+        Longest time in seconds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="MPI start", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self):
+        watched_ranks, waited, gone_seconds = _watched_ranks(), 0.0, 0.0
+        look_time = time.monotonic()
+        while not self._is_over.wait(LOOK_SECONDS):
+            previous, look_time = look_time, time.monotonic()
+            seconds = min(look_time - previous, 1.0)
+            waited += seconds
+            if waited > self.timeout:
+                self._end(f"within {self.timeout:g} s (--timeout){_stopped_ranks()}")
+            states = _states_of_ranks() if watched_ranks else {}
+            is_gone = os.getpid() in states and watched_ranks > _count_alive(states)
+            gone_seconds = gone_seconds + seconds if is_gone else 0.0
+            if gone_seconds > GONE_SECONDS:
+                self._end("because another rank on this host has ended before it started MPI")
+
+    def _end(self, reason):
+        """Print a line and end the process, which lets the launcher end the others."""
+        rank = failure.launched_rank()
+        # If several ranks end, the lowest prints its line, and the launcher ends the others.
+        if self._is_over.wait(0.3 * min(rank, 10)):
+            return
+        print(
+            f"mpidl: rank {rank} on host {platform.node()}: MPI did not start {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+def _watched_ranks():
+    """Return the number of ranks of this host that this process watches, or 0."""
+    rank, count = shared_segments.local_ranks()
+    with contextlib.suppress(OSError):
+        if rank < WATCHING_RANKS and _read(f"/proc/{os.getppid()}/comm").strip() == PROXY:
+            return count
+    return 0
+
+
+def _states_of_ranks():
+    """Return {process id: state} of the children of this process's parent, as in /proc/PID/stat."""
+    parent, states = os.getppid(), {}
+    with contextlib.suppress(OSError):
+        for pid in _read(f"/proc/{parent}/task/{parent}/children").split():
+            with contextlib.suppress(OSError):
+                states[int(pid)] = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0]
+    return states
+
+
+def _count_alive(states):
+    return sum(state not in "ZX" for state in states.values())
+
+
+def _stopped_ranks():
+    """Describe the processes beside this one that a signal has stopped; "" if there are none."""
+    stopped = [str(pid) for pid, state in _states_of_ranks().items() if state in "Tt"]
+    return f": stopped on this host: process {', '.join(stopped)}" if stopped else ""
+
+
+def _read(path):
+    with open(path) as file:
+        return file.read()

@@ -1,0 +1,105 @@
+"""What a command does before NumPy and MPI load: take signals, and import with few questions.
+
+A scheduler may send USR1 or TERM while a command still imports its modules. Their default action
+would kill the rank. The commands that stop with a checkpoint therefore note these signals first of
+all, and `failure.Signals` finds the note when it takes over.
+
+For each module, Python asks the file system six times: for the status of its folder, twice for that
+of its file, and for its bytecode, which it opens and asks for the status twice. A parallel file
+system feels that if thousands of ranks start at the same time. Commands ask twice.
+
+In a user's program this module changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+STOPPABLE = ("train", "sweep", "scaling", "pack")  # the commands that use `failure.Signals`
+NUMBERS = (signal.SIGUSR1, signal.SIGTERM)
+
+# The user's value of OMP_NUM_THREADS, which the package replaces when it is imported.
+omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
+early_signal: str | None = None  # name of the last signal that `note` received
+
+_importer: Any = sys.modules["_frozen_importlib_external"]
+_usual = _importer._path_stat, _importer.FileLoader.get_data
+
+
+def command() -> str | None:
+    """Return the name of the command that this process runs, or None in another program.
+
+    Python imports the package before the module of ``python -m mpidl.train``. At that time
+    sys.argv[0] is still "-m".
+    """
+    program = sys.modules.get("mpidl_command")
+    if program is not None and program.command:
+        return program.command
+    if sys.argv[:1] != ["-m"]:
+        return None
+    package, _, name = sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")
+    if package != "mpidl":
+        return None
+    return name or next(iter(sys.argv[1:]), None)  # "python -m mpidl train"
+
+
+def begin() -> None:
+    """Prepare this process if it runs a command: note signals, and let pending signals in.
+
+    ``env --block-signal=USR1,TERM python -m mpidl.train`` blocks the signals before Python starts.
+    They stay pending until this function has set the handlers.
+    """
+    name = command()
+    if name in STOPPABLE:
+        for number in NUMBERS:
+            signal.signal(number, note)
+            signal.siginterrupt(number, False)  # MPI_Init restarts its system calls
+    if name is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+        _importer._path_stat = _remembering(_importer._path_stat)
+        _importer.FileLoader.get_data = _read_file
+
+
+def end_imports() -> None:
+    """Import later modules as usual, because files may change from now on."""
+    _importer._path_stat, _importer.FileLoader.get_data = _usual
+
+
+def note(number: int, frame: object) -> None:
+    """Remember a signal for `failure.Signals`."""
+    global early_signal
+    early_signal = signal.Signals(number).name
+
+
+def end() -> None:
+    """Ignore further signals, which would change the exit code of a command that has ended."""
+    for number in NUMBERS:
+        if signal.getsignal(number) is note:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _remembering(ask):
+    """Return a function that calls `ask` once per path, unless it raises an exception."""
+    answers = {}
+
+    def status(path):
+        if path not in answers:
+            answers[path] = ask(path)
+        return answers[path]
+
+    return status
+
+
+def _read_file(loader, path):
+    """Return the bytes of a file, as the method `get_data` of a loader."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 20):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)

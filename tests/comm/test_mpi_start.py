@@ -1,0 +1,78 @@
+"""The thread that watches the start of MPI."""
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from mpidl.comm import mpi_start
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Return a function that watches a block for some seconds, and returns why it would end."""
+    monkeypatch.setattr(mpi_start, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(mpi_start, "GONE_SECONDS", 0.05)
+
+    def watch(timeout, seconds, states=None):
+        """states: those of the ranks of this host, as under MPICH's mpirun."""
+        ended, reasons = threading.Event(), []
+        watch = mpi_start.Watch(timeout)
+        if states is not None:
+            monkeypatch.setattr(mpi_start, "_watched_ranks", lambda: 2)
+            monkeypatch.setattr(mpi_start, "_states_of_ranks", lambda: states)
+
+        def end(reason):
+            reasons.append(reason)
+            ended.set()
+            watch._is_over.set()
+
+        watch._end = end
+        with watch:
+            ended.wait(seconds)
+        return reasons
+
+    return watch
+
+
+def test_a_start_that_takes_too_long(watched):
+    assert watched(0.1, 60) == ["within 0.1 s (--timeout)"]
+
+
+def test_a_stopped_rank_is_named(watched):
+    states = {os.getpid(): "R", 77: "T"}
+    assert watched(0.1, 60, states) == [
+        "within 0.1 s (--timeout): stopped on this host: process 77"
+    ]
+
+
+@pytest.mark.parametrize("states", [{os.getpid(): "R", 77: "Z"}, {os.getpid(): "R"}])
+def test_a_rank_that_has_ended(watched, states):
+    text = "because another rank on this host has ended before it started MPI"
+    assert watched(100, 60, states) == [text]
+
+
+@pytest.mark.parametrize("states", [None, {os.getpid(): "R", 77: "S"}, {}])
+def test_a_start_in_time(watched, states):
+    """Without the file `children` in /proc, nothing is known about other ranks."""
+    assert watched(100, 0.3, states) == []
+
+
+def test_the_time_while_the_process_was_stopped_does_not_count(watched, monkeypatch):
+    jumps = iter([0, 1000, 1000, 2000])
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(jumps, 2000))
+    monkeypatch.setattr(mpi_start, "time", clock)
+    assert watched(100, 0.3) == []
+
+
+def test_variables_for_mpi_are_not_left_to_other_processes(monkeypatch):
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    with mpi_start._without_network():
+        assert os.environ["UCX_TLS"] == "^tcp"
+    assert "UCX_TLS" not in os.environ
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with mpi_start._without_network():
+        assert os.environ["UCX_TLS"] == "tcp"
+    assert os.environ["UCX_TLS"] == "tcp"

@@ -1,0 +1,105 @@
+"""What a command does first: signals that arrive while it starts, and its imports."""
+
+import importlib
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mpidl import startup
+from mpidl.comm.failure import Signals
+
+TRAIN = ["--epochs", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "argv", "expected"),
+    [
+        (["python", "-m", "mpidl.train", *TRAIN], ["-m", *TRAIN], "train"),
+        (["python", "-I", "-Wignore", "-mmpidl.train", *TRAIN], ["-m", *TRAIN], "train"),
+        (["python", "-m", "mpidl", "sweep", "a.toml"], ["-m", "sweep", "a.toml"], "sweep"),
+        (["python", "-m", "mpidl"], ["-m"], None),
+        (["python", "-m", "pytest", "mpidl.train"], ["-m", "mpidl.train"], None),
+        (["python", "-m", "mpidlx.train"], ["-m"], None),
+        (["python", "mine.py", "-m", "mpidl.train"], ["mine.py", "-m", "mpidl.train"], None),
+        (["python", "-c", "import mpidl", "-m"], ["-c", "-m"], None),
+        (["python"], [""], None),
+    ],
+)
+def test_the_command_of_a_process(monkeypatch, words, argv, expected):
+    """While Python imports the package for `python -m mpidl.train`, sys.argv[0] is "-m"."""
+    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert startup.command() == expected
+
+
+def test_the_command_of_the_program_mpidl(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpidl_command", SimpleNamespace(command="train"))
+    assert startup.command() == "train"
+
+
+@pytest.fixture
+def handlers():
+    """The handlers of the signals before the test, which are set again after it."""
+    before = {number: signal.getsignal(number) for number in startup.NUMBERS}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    startup.end_imports()
+
+
+def test_a_user_program_keeps_its_handlers(handlers):
+    startup.begin()
+    assert {number: signal.getsignal(number) for number in startup.NUMBERS} == handlers
+
+
+def test_an_early_signal_stops_the_training(monkeypatch, handlers):
+    monkeypatch.setattr(startup, "command", lambda: "train")
+    monkeypatch.setattr(startup, "early_signal", None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, startup.NUMBERS)
+    signal.raise_signal(signal.SIGUSR1)
+    assert signal.sigpending() == {signal.SIGUSR1}
+    startup.begin()
+    with Signals() as signals:
+        assert signals.name == "SIGUSR1" and not signals.agreed
+    startup.end()
+    assert {signal.getsignal(number) for number in startup.NUMBERS} == {signal.SIG_IGN}
+
+
+def test_a_command_without_checkpoints_keeps_the_default(monkeypatch, handlers):
+    monkeypatch.setattr(startup, "command", lambda: "info")
+    signal.pthread_sigmask(signal.SIG_BLOCK, startup.NUMBERS)
+    startup.begin()
+    assert {number: signal.getsignal(number) for number in startup.NUMBERS} == handlers
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(startup.NUMBERS)
+
+
+def test_signals_of_a_user_program_are_not_early(monkeypatch):
+    """Without the handler of a command, a context does not look at earlier signals."""
+    monkeypatch.setattr(startup, "early_signal", "SIGUSR1")
+    with Signals() as signals:
+        assert signals.name is None
+
+
+def test_imports_ask_once_for_the_status_of_a_path(monkeypatch, handlers, tmp_path):
+    asked = []
+
+    def ask(path):
+        asked.append(path)
+        return os.stat(path)
+
+    (tmp_path / "mpidl_imported_here.py").write_text("VALUE = 7\n")
+    (tmp_path / "mpidl_imported_next.py").write_text("VALUE = 8\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(startup._importer, "_path_stat", ask)
+    monkeypatch.setattr(startup, "command", lambda: "info")
+    startup.begin()
+    assert importlib.import_module("mpidl_imported_here").VALUE == 7
+    assert importlib.import_module("mpidl_imported_next").VALUE == 8
+    paths = [tmp_path, tmp_path / "mpidl_imported_here.py", tmp_path / "mpidl_imported_next.py"]
+    assert [asked.count(str(path)) for path in paths] == [1, 1, 1]
+    startup.end_imports()
+    assert startup._importer._path_stat is startup._usual[0]
+    assert startup._importer.FileLoader.get_data is startup._usual[1]
