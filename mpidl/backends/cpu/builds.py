@@ -104,7 +104,9 @@ def texts(header):
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
 
 
-def _one_at_a_time(function):
+def _one_at_a_time(function, missing_bytes):
+    """Return a function that calls a kernel, alone; it raises MemoryError if scratch is missing."""
+
     def call(*arguments):
         global _in_pass
         me = threading.get_ident()
@@ -113,9 +115,13 @@ def _one_at_a_time(function):
         with _one_pass:
             _in_pass = me
             try:
-                return function(*arguments)
+                result = function(*arguments)
             finally:
                 _in_pass = None
+            if missing_bytes.value:
+                nbytes, missing_bytes.value = missing_bytes.value, 0
+                raise MemoryError(f"cannot allocate {nbytes >> 20} MiB of scratch for a kernel")
+            return result
 
     return call
 
@@ -164,7 +170,8 @@ class Library:
             )
         function.restype, function.argtypes = self._declared[name]
         if name not in ANY_THREAD:
-            function = _one_at_a_time(function)
+            missing_bytes = ctypes.c_int64.in_dll(self._library, "mpidl_missing_bytes")
+            function = _one_at_a_time(function, missing_bytes)
         setattr(self, name, function)
         return function
 
