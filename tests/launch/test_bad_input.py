@@ -1,0 +1,54 @@
+"""Image files that cannot be read, and a loss that is not finite, in whole jobs."""
+
+import csv
+import shutil
+
+import jobs
+import pytest
+from image_sets import pixels_of, save
+
+
+@pytest.fixture(scope="module")
+def damaged(pictures, tmp_path_factory):
+    """Copy the pictures, with files that are empty, cut short, of another size, or no images."""
+    folder = shutil.copytree(pictures, tmp_path_factory.mktemp("damaged") / "images")
+    (folder / "bar" / "07.png").write_bytes(b"")
+    whole = (folder / "box" / "33.png").read_bytes()
+    (folder / "box" / "33.png").write_bytes(whole[: len(whole) // 2])
+    save(folder / "dot" / "12.png", pixels_of(1, 1, 9, 14))
+    (folder / "dot" / "69.png").write_text("no image")
+    return folder
+
+
+SKIP = ("--on-bad-image", "skip", "--epochs", 2)
+CASES = [(1, ()), (2, ("--workers", 3)), (3, ("--prefetch", 0))]
+
+
+def test_any_ranks_skip_the_same_files(damaged, tmp_path):
+    hashes = {}
+    for ranks, words in CASES:
+        out = tmp_path / str(ranks)
+        hashes[ranks] = jobs.trained_hash(ranks, damaged, out, *SKIP, *words)
+        with open(out / "bad-images.csv", newline="") as file:
+            listed = sorted(row["image"] for row in csv.DictReader(file))
+        names = ("bar/07.png", "box/33.png", "dot/12.png", "dot/69.png")
+        assert listed == [str(damaged / name) for name in names]
+        assert jobs.summary(out)["skipped_images"] == 4
+    jobs.assert_same_weights(hashes)
+    scores = jobs.predict(tmp_path / "1" / "model.h5", damaged, "--on-bad-image", "skip", ranks=3)
+    assert "Skipped images: 4 of 210" in scores and any("(206 images)" in s for s in scores)
+
+
+@pytest.mark.slow("jobs")
+def test_a_run_that_skips_resumes_on_other_ranks(damaged, tmp_path):
+    expected = jobs.trained_hash(1, damaged, tmp_path / "expected", *SKIP)
+    out = tmp_path / "run"
+    jobs.train(3, damaged, out, *SKIP, "--max-iterations", 6)
+    jobs.resume(2, out, "--max-iterations", "none")
+    jobs.assert_same_weights({1: expected, "resumed": jobs.weights_hash(out)})
+
+
+def test_a_run_stops_at_such_a_file(damaged, tmp_path):
+    """The negative control: without the option, the first bad file ends the job."""
+    line = jobs.refusal(jobs.train(2, damaged, tmp_path / "run", check=2))
+    assert str(damaged) in line
