@@ -179,8 +179,12 @@ class EagerStep:
         (own_loss, *_), _, _ = value_and_grad(self.objective)(self.net, images, targets)
         flags = self.world.gather(not np.isfinite(own_loss.local()).all())
         ranks = [str(rank) for rank, flag in enumerate(self.world.broadcast(flags)) if flag]
-        place = f"rank {', '.join(ranks)}" if len(ranks) < self.world.size else "all ranks"
-        raise _not_finite(loss, info, f", on {place}", self.advice)
+        place = f", on rank {', '.join(ranks)}"
+        if len(ranks) == self.world.size:
+            place = ", on all ranks"
+        elif not ranks:  # a faulty processor, or a layer that is not a function of its input
+            place = ", but finite when computed again"
+        raise _not_finite(loss, info, place, self.advice)
 
 
 class RecordedStep:

@@ -52,3 +52,19 @@ def test_a_run_stops_at_such_a_file(damaged, tmp_path):
     """The negative control: without the option, the first bad file ends the job."""
     line = jobs.refusal(jobs.train(2, damaged, tmp_path / "run", check=2))
     assert str(damaged) in line
+
+
+def test_any_ranks_roll_back_alike(pictures, tmp_path):
+    """Iteration 6 follows the state that was kept after the first epoch, of 4 iterations."""
+    network, hashes = jobs.network("infinite_once"), {}
+    for ranks in (1, 3):
+        out, words = tmp_path / str(ranks), ("--on-nan", "rollback", "--epochs", 2)
+        result = jobs.train(ranks, pictures, out, *words, network=network)
+        text = "iteration 6, but finite when computed again: rolled back to iteration 4; "
+        assert text in result.stdout
+        assert jobs.summary(out)["rollbacks"] == 1
+        assert jobs.iterations(out) == list(range(1, 2 * jobs.ITERATIONS + 1))
+        hashes[ranks] = jobs.weights_hash(out)
+    jobs.assert_same_weights(hashes)
+    result = jobs.train(1, pictures, tmp_path / "stop", "--epochs", 2, network=network, check=1)
+    assert "the loss is nan at epoch 2, iteration 6, but finite when" in result.stderr
