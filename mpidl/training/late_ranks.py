@@ -17,10 +17,10 @@ MOST_NAMES = 3  # largest number of ranks in the message
 class LateRanks:
     """Judges which ranks kept the others waiting almost all of the time.
 
-    A rank is late in an interval if two conditions hold. It waited less than the other ranks, by
-    at least `DELAY` of the interval. And it read, computed and summed longer than a rank of median
-    speed would with as many images, by as much. A rank is therefore not late because it has more
-    blocks than the others, or because it writes the files of the run.
+    A rank is late in an interval if it read, computed and summed longer than another rank would
+    with as many images, and if the others waited as long. Both times are at least `DELAY` of the
+    interval. A rank is therefore not late because it has more blocks than the others, or because
+    it writes the files of the run.
 
     Parameters
     ----------
@@ -47,16 +47,16 @@ class LateRanks:
         images : sequence of int
             Images of each rank in a mini-batch.
         """
-        has_images = np.asarray(images) > 0
-        if has_images.sum() < 2:
+        share = np.array(images, float)
+        if (share > 0).sum() < 2:
             return
         length = max(map(sum, times))
         waits = np.array([t.wait for t in times])
         work = np.array([t.input + t.compute + t.sum for t in times])
-        pace = np.median(work[has_images] / np.asarray(images)[has_images])  # seconds per image
-        others = [np.median(np.delete(waits, rank)) for rank in range(len(waits))]
-        delay = np.minimum(others - waits, work - pace * np.asarray(images))
-        is_late = has_images & (delay >= DELAY * length)
+        pace = np.divide(work, share, out=np.full(len(work), np.nan), where=share > 0)
+        excess = work - _median_of_others(pace) * share
+        delay = np.minimum(excess, _median_of_others(waits))
+        is_late = (share > 0) & (delay >= DELAY * length)
         self.seconds += length
         self.late_seconds += np.where(is_late, length, 0.0)
         self.waits += waits
@@ -83,3 +83,8 @@ class LateRanks:
             f"ranks waited {np.median(waits) / seconds:.0%} of the time (--worker-load measured "
             "gives slow ranks less work)"
         )
+
+
+def _median_of_others(values):
+    """Return for each rank the median over the other ranks, without NaN."""
+    return np.array([np.nanmedian(np.delete(values, rank)) for rank in range(len(values))])

@@ -1,7 +1,8 @@
-"""Image files that cannot be read, and a loss that is not finite, in whole jobs."""
+"""Jobs with files that cannot be read, a loss that is not finite, and a late rank."""
 
 import csv
 import shutil
+import socket
 
 import jobs
 import pytest
@@ -68,3 +69,16 @@ def test_any_ranks_roll_back_alike(pictures, tmp_path):
     jobs.assert_same_weights(hashes)
     result = jobs.train(1, pictures, tmp_path / "stop", "--epochs", 2, network=network, check=1)
     assert "the loss is nan at epoch 2, iteration 6, but finite when" in result.stderr
+
+
+@pytest.mark.slow("jobs")
+@pytest.mark.parametrize(("name", "iterations"), [("late_on_rank_1", 70), ("small", 160)])
+def test_a_late_rank_is_named_once(name, iterations, pictures, tmp_path):
+    words = ("--max-iterations", iterations, "--epochs", 100, "--batch-size", 64)
+    result = jobs.train(2, pictures, tmp_path / "run", *words, network=jobs.network(name))
+    lines = [line for line in result.stdout.splitlines() if "always late" in line]
+    if name == "small":
+        assert lines == []
+        return
+    (line,) = lines
+    assert line.startswith(f"warning: always late: rank 1 on host {socket.gethostname()}; in the ")
