@@ -534,16 +534,6 @@ class Trainer:
         with self.console.stage("audit"):
             audit(self.world, run_state.progress(self)[0], self.position.iteration)
 
-    def kept_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return an earlier state that a checkpoint stores in addition to the current one.
-
-        Returns
-        -------
-        (dict, dict)
-            Arrays by table, and JSON values; see `Rollback.stored`.
-        """
-        return ({}, {}) if self.rollback is None else self.rollback.stored(self.position)
-
     @contextlib.contextmanager
     def renewed_step(self) -> Iterator[None]:
         """Let the `with` block replace the arrays of the network and the optimizer.

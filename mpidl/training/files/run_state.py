@@ -37,7 +37,9 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     net, options = trainer.net, trainer.options
     tables, state = progress(trainer)
-    kept_tables, kept_facts = trainer.kept_state()
+    kept_tables, kept_facts = {}, {}
+    if trainer.rollback is not None:
+        kept_tables, kept_facts = trainer.rollback.stored(trainer.position)
     tables |= input_pipeline.tables(net) | kept_tables
     facts = {
         "network": net.spec(),
