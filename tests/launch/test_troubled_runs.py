@@ -5,6 +5,7 @@ import shutil
 import socket
 
 import jobs
+import numpy as np
 import pytest
 from image_sets import pixels_of, save
 
@@ -22,7 +23,7 @@ def damaged(pictures, tmp_path_factory):
 
 
 SKIP = ("--on-bad-image", "skip", "--epochs", 2)
-CASES = [(1, ()), (2, ("--workers", 3)), (3, ("--prefetch", 0))]
+CASES = [(1, ("--prefetch", 0)), (3, ("--workers", 3))]
 
 
 def test_any_ranks_skip_the_same_files(damaged, tmp_path):
@@ -36,8 +37,14 @@ def test_any_ranks_skip_the_same_files(damaged, tmp_path):
         assert listed == [str(damaged / name) for name in names]
         assert jobs.summary(out)["skipped_images"] == 4
     jobs.assert_same_weights(hashes)
-    scores = jobs.predict(tmp_path / "1" / "model.h5", damaged, "--on-bad-image", "skip", ranks=3)
+    words = (tmp_path / "1" / "model.h5", damaged, "--on-bad-image", "skip")
+    scores = jobs.predict(*words, "--out", tmp_path / "scores.csv", ranks=3)
     assert "Skipped images: 4 of 210" in scores and any("(206 images)" in s for s in scores)
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 1 + 206
+    jobs.predict(*words, "--activations", "dense1", "--out", tmp_path / "activations.npy")
+    rows = np.load(tmp_path / "activations.npy")
+    assert np.flatnonzero(np.isnan(rows).all(axis=1)).tolist() == [7, 103, 152, 209]
+    assert np.isfinite(rows).all(axis=1).sum() == 206
 
 
 @pytest.mark.slow("jobs")

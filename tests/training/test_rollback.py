@@ -11,6 +11,7 @@ from mpidl.training.files import checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 PER_EPOCH = 3  # iterations
+SLOW = pytest.mark.slow("ranks")
 
 
 class Spoil:
@@ -98,8 +99,14 @@ def test_the_number_of_rollbacks_is_limited(world):
         train(world, [Always(4)])
 
 
-@pytest.mark.parametrize("every", [0, 2])
-@pytest.mark.parametrize("stop", [4, 5, 7])
+@pytest.mark.parametrize(
+    ("every", "stop"),
+    [
+        (0, 4),
+        (2, 7),
+        *(pytest.param(*pair, marks=SLOW) for pair in [(0, 5), (0, 7), (2, 4), (2, 5)]),
+    ],
+)
 def test_a_resumed_run_returns_to_the_same_states(world, tmp_path, every, stop):
     """A checkpoint between the kept states stores the kept one, too."""
     out = world.broadcast(str(tmp_path / "run"))
