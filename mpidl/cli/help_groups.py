@@ -13,16 +13,8 @@ SHORT_LIST = 13  # a command with more options than this has a short --help
 GROUPS: dict[str, Sequence[str]] = {
     "Run and results": (
         *("ranks", "network", "model", "layers", "out", "resume", "overwrite", "config", "seed"),
-        *(
-            "preview",
-            "upload",
-            "checkpoint_every",
-            "audit_every",
-            "top_k",
-            "confusion",
-            "activations",
-        ),
-        *("timeline", "timeline_mb", "tensorboard", "mlflow", "wandb"),
+        *("preview", "upload", "checkpoint_every", "top_k", "confusion", "activations"),
+        *("audit_every", "timeline", "timeline_mb", "tensorboard", "mlflow", "wandb"),
     ),
     "Images": (
         *("data", "test_data", "test_fraction", "shuffle", "sampling"),

@@ -34,11 +34,18 @@ class Rollback:
         self.facts: dict[str, Any] = {}
 
     def keep(self, trainer: Trainer) -> None:
-        """Keep the current state; raise NotFinite if it is not finite."""
+        """Keep the current state; raise NotFinite if it is not finite. Collective."""
         trainer.wait()
         tables, facts = run_state.progress(trainer)
-        position = trainer.position
-        trainer.writer.check_finite(tables, position.iteration, trainer.optimizer.learning_rate)
+        position, problem = trainer.position, None
+        try:
+            trainer.writer.check_finite(tables, position.iteration, trainer.optimizer.learning_rate)
+        except NotFinite as error:
+            problem = error
+        if trainer.world.gop("or", problem is not None):
+            trainer.audit()  # raises a Fault if only some of the ranks have this problem
+        if problem is not None:
+            raise problem
         self.arrays = _copied(tables)
         self.facts = {"position": asdict(position), **copy.deepcopy(facts)}
 

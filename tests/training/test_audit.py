@@ -104,6 +104,23 @@ def test_a_run_ends_at_the_next_audit(world, where):
     dl.train(small(), pictures(100), options, world=world, hooks=[Flip(world.size - 1, where)])
 
 
+def test_a_weight_that_is_nan_on_one_rank_is_no_reason_to_roll_back(world):
+    if world.size == 1:
+        pytest.skip("one rank has nothing to compare with")
+
+    class Spoil:
+        def step(self, trainer):
+            if trainer.position.iteration == 4 and world.rank == 0:
+                weight = np.array(trainer.net.parameters["conv1.weight"])
+                weight.flat[0] = np.inf
+                trainer.net.parameters["conv1.weight"] = weight
+
+    options = {"epochs": 4, "batch_size": 40, "checkpoint_every": 4, "on_nan": "rollback"}
+    options = dl.TrainingOptions(**options, verbose="off")
+    with pytest.raises(Fault, match="the ranks' weights differ at iteration 4: "):
+        dl.train(small(), pictures(100), options, world=world, hooks=[Spoil()])
+
+
 def test_audits_do_not_change_the_weights(world):
     net, _ = trained(world, audit_every=1)
     assert dl.weights_sha256(net) == dl.weights_sha256(trained(world)[0])

@@ -146,6 +146,10 @@ class Library:
             text = file.read()
             self._declared, self._texts = declarations(text), texts(text)
         try:
+            self._missing_bytes = ctypes.c_int64.in_dll(self._library, "mpidl_missing_bytes")
+        except ValueError:  # compiled from older sources
+            self._missing_bytes = None
+        try:
             declared = self._library.mpidl_declarations
         except AttributeError:
             self._has = {}
@@ -163,15 +167,15 @@ class Library:
         if name.startswith("_") or name not in self._declared:
             raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
         function = getattr(self._library, f"mpidl_{name}", None)
-        if function is None or self._has.get(name) != self._texts[name]:
+        has_flag = self._missing_bytes is not None
+        if function is None or not has_flag or self._has.get(name) != self._texts[name]:
             raise UserError(
                 f"{self.path}: compiled from sources of another version (mpidl_{name} differs): "
                 f"{how_to_build()}"
             )
         function.restype, function.argtypes = self._declared[name]
         if name not in ANY_THREAD:
-            missing_bytes = ctypes.c_int64.in_dll(self._library, "mpidl_missing_bytes")
-            function = _one_at_a_time(function, missing_bytes)
+            function = _one_at_a_time(function, self._missing_bytes)
         setattr(self, name, function)
         return function
 
