@@ -18,6 +18,20 @@ class Fault(Exception):
     """
 
 
+class NotFinite(Fault):
+    """Raised if the loss or the weights of a training are NaN or infinite.
+
+    Attributes
+    ----------
+    what : str
+        What is not finite, and at which iteration. The message adds advice.
+    """
+
+    def __init__(self, what: str, advice: str):
+        super().__init__(f"{what}; {advice}")
+        self.what = what
+
+
 class StorageFault(Fault):
     """Raised if an object store does not answer in time, or refuses to store an object."""
 

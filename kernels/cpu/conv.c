@@ -72,6 +72,7 @@ static void find_taps(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t wide = pass->in.columns / c->stride_w;
     int32_t *offset = (int32_t *)scratch(OFFSETS, pass->taps);
+    if (!offset) return;
     pass->offset = offset;
     for (int64_t ci = 0; ci < c->C / c->groups; ci++)
         for (int64_t r = 0; r < c->R; r++)
@@ -194,8 +195,9 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
     } else {
         find_taps(&pass);
         int32_t *index = (int32_t *)scratch(INDICES, pass.taps);
-        for (int64_t t = 0; t < pass.taps; t++) index[t] = (int32_t)t;
         float *packed = scratch(WEIGHTS, c.K * pass.taps);
+        if (!index || !packed) return;
+        for (int64_t t = 0; t < pass.taps; t++) index[t] = (int32_t)t;
         for (int64_t g = 0; g < c.groups; g++)
             pack_weights(packed + g * outputs * pass.taps, weight + g * outputs * pass.taps,
                          outputs, pass.taps, pass.taps, index);
@@ -236,12 +238,14 @@ static void lay_out_dy(struct pass *pass) {
 static void find_phases(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
-    int32_t *offset = (int32_t *)scratch(OFFSETS, pass->taps + outputs * filter) + pass->taps;
+    int32_t *offset = (int32_t *)scratch(OFFSETS, pass->taps + outputs * filter);
     int32_t *index = (int32_t *)scratch(INDICES, outputs * filter);
     float *packed = scratch(WEIGHTS, c->K * inputs * filter);
     struct phase *phases = (struct phase *)scratch(
         PHASES, least(c->stride_h, c->H) * least(c->stride_w, c->W) *
                     (int64_t)(sizeof *phases / sizeof(float)));
+    if (!offset || !index || !packed || !phases) return;
+    offset += pass->taps; /* find_taps writes the offsets before */
     pass->phases = phases;
     for (int64_t row = 0; row < c->stride_h && row < c->H; row++)
         for (int64_t column = 0; column < c->stride_w && column < c->W; column++) {
@@ -388,6 +392,7 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
     }
     pass.winograd_at = c.C * pass.in.channel_stride + c.K * pass.out.channel_stride;
     each_block(blocks, backward_block, &pass, pass.winograd_at + extra, own);
+    if (mpidl_missing_bytes) return;
     if (dweight) leaves_end(&leaves);
     if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
 }

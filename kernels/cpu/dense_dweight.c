@@ -16,6 +16,7 @@ void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mea
     const struct tree *tree = (const struct tree *)of;
     int64_t size = outputs * features;
     float *slots = scratch(0, counter_slots(tree->stop - tree->first) * size), room[LANES];
+    if (!slots) return;
     struct counter counter;
     counter_begin(&counter, tree, tree->first);
     for (int64_t b = 0; b < tree->stop - tree->first; b++) {

@@ -61,6 +61,7 @@ static double *room_for_sums(int64_t count) {
 static void sum(tile_work *work, struct job *job, int64_t blocks, double *rows,
                 const int64_t *tree) {
     job->sums = room_for_sums(blocks * parts_of(job->pixels, STRIP));
+    if (blocks && !job->sums) return;
     run(work, job, blocks);
     fold_tiles(job->sums, blocks, job->tiles, rows, tree);
 }
@@ -309,6 +310,7 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
                   double *rows, int64_t blocks, int64_t elements, const int64_t *tree) {
     struct errors job = errors_of(y, target, power, counts, elements);
     job.sums = room_for_sums(blocks * job.tiles);
+    if (blocks && !job.sums) return;
     each(blocks * job.tiles, errors_tile, &job, 0, blocks * elements);
     fold_tiles(job.sums, blocks, job.tiles, rows, tree);
 }

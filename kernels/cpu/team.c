@@ -4,7 +4,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -47,6 +46,9 @@ static void (*hook)(void);
 static pthread_t watcher; /* the thread that set the hook; only it runs the hook */
 static long last_tick;
 
+int64_t mpidl_missing_bytes;
+
+/* Return NULL if the system refuses the memory; mpidl_missing_bytes then says how much. */
 static void *reserve(size_t bytes) {
     const size_t huge = 2 << 20;
 #if !defined(__SANITIZE_ADDRESS__) /* or ASan would not see accesses past `bytes` */
@@ -54,8 +56,8 @@ static void *reserve(size_t bytes) {
 #endif
     void *memory = NULL;
     if (posix_memalign(&memory, huge, bytes)) {
-        fprintf(stderr, "mpidl: no memory for %zu bytes of the kernels' scratch\n", bytes);
-        abort();
+        mpidl_missing_bytes = (int64_t)bytes;
+        return NULL;
     }
 #ifdef MADV_HUGEPAGE
     madvise(memory, bytes, MADV_HUGEPAGE);
@@ -67,7 +69,7 @@ static float *room(struct room *room, int64_t floats) {
     if (room->floats < floats) {
         free(room->data);
         room->data = reserve((size_t)floats * sizeof(float));
-        room->floats = floats;
+        room->floats = room->data ? floats : 0;
     }
     return room->data;
 }
@@ -241,14 +243,14 @@ void each_block(int64_t blocks, block_work *work, void *job, int64_t shared_floa
     pass = (struct pass){.block = work, .job = job, .count = blocks, .teams = teams_for(blocks)};
     for (int t = 0; t < pass.teams; t++) room(&shared[t], shared_floats);
     for (int t = 0; t < threads; t++) room(&own[t], own_floats);
-    run_pass();
+    if (!mpidl_missing_bytes) run_pass();
 }
 
 void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own_floats) {
     if (tiles == 0) return;
     pass = (struct pass){.tile = work, .job = job, .count = tiles};
     for (int t = 0; t < threads; t++) room(&own[t], own_floats);
-    run_pass();
+    if (!mpidl_missing_bytes) run_pass();
 }
 
 int64_t mpidl_set_threads(int64_t count) {

@@ -43,7 +43,9 @@ typedef void block_work(const struct team *team, void *job, int64_t block);
 typedef void tile_work(void *job, int64_t tile, float *own);
 
 /* Run `work` on each of `blocks` blocks and wait until all are done. shared and own are the floats
- * of scratch memory per team and per member; the memory is 64-byte aligned and uninitialized. */
+ * of scratch memory per team and per member; the memory is 64-byte aligned and uninitialized. If
+ * the system has refused scratch memory in this call of the library (see mpidl_missing_bytes),
+ * no work is run. The same holds for each_tile. */
 void each_block(int64_t blocks, block_work *work, void *job, int64_t shared, int64_t own);
 
 /* Return the number of teams into which each_block(blocks) divides the threads. */
@@ -65,7 +67,7 @@ void tick(void);
 
 /* Return 64-byte aligned memory for `floats` floats, on huge pages if the system supports them.
  * `slot` identifies the buffer. It is valid until a call requests more memory for the same slot.
- * Call this on the main thread only. */
+ * Return NULL if the system refuses the memory. Call this on the main thread only. */
 float *scratch(int slot, int64_t floats);
 
 #endif

@@ -14,11 +14,12 @@ GROUPS: dict[str, Sequence[str]] = {
     "Run and results": (
         *("ranks", "network", "model", "layers", "out", "resume", "overwrite", "config", "seed"),
         *("preview", "upload", "checkpoint_every", "top_k", "confusion", "activations"),
-        *("timeline", "timeline_mb", "tensorboard", "mlflow", "wandb"),
+        *("audit_every", "timeline", "timeline_mb", "tensorboard", "mlflow", "wandb"),
     ),
     "Images": (
         *("data", "test_data", "test_fraction", "shuffle", "sampling"),
         *("partial_minibatch", "normalization", "colour", "resize", "cover", "centre_crop"),
+        *("on_bad_image",),
     ),
     "Augmentation": (*("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop"),),
     "Object stores": ("endpoint_url", "requests", "cache_dir", "retry_seconds"),
@@ -32,7 +33,7 @@ GROUPS: dict[str, Sequence[str]] = {
     ),
     "Learning rate schedule": (
         *("learn_rate_schedule", "learn_rate_drop_factor", "learn_rate_drop_period"),
-        *("learn_rate_power", "learn_rate_final_factor"),
+        *("learn_rate_power", "learn_rate_final_factor", "on_nan"),
         *("warmup_iterations", "warmup_epochs", "warmup_factor"),
     ),
     "Validation": (

@@ -12,6 +12,7 @@ from mpidl import backends, data, losses
 from mpidl.cli import arguments, remote, start
 from mpidl.comm import World, failure
 from mpidl.data.checks import read_targets
+from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = start.user_layers(parsed.layers)
     net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
     classes = net.classes
+    parsed.bad_images = BadImages.of(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout has the results
     with console.stage("reading the data"):
         images = data.open_test_data(
@@ -61,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _outputs(parsed, world, net, images)
         else:
             _classes(parsed, world, net, images, classes, reason)
+    if parsed.bad_images and world.rank == 0:
+        for _, text in sorted(parsed.bad_images.reasons.items()):
+            print(f"warning: skipped an image: {text}", file=sys.stderr)
+        print(f"Skipped images: {len(parsed.bad_images)} of {len(images)}")
     return 0
 
 
@@ -114,6 +120,7 @@ def _outputs(parsed, world, net, images):
             world=world,
             batch_size=parsed.batch_size,
             confusion=bool(parsed.confusion),
+            bad_images=parsed.bad_images,
         )
         count = losses.labels_per_image(images)
         text = (
@@ -122,7 +129,12 @@ def _outputs(parsed, world, net, images):
         if parsed.confusion:
             on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
     elif images.targets_shape is not None:
-        errors = evaluate.regression_errors(net, images, world=world, batch_size=parsed.batch_size)
+        errors = evaluate.regression_errors(
+            *(net, images),
+            world=world,
+            batch_size=parsed.batch_size,
+            bad_images=parsed.bad_images,
+        )
         text = f"RMSE: {errors.rmse:.6g}, MAE: {errors.mae:.6g} ({errors.images} images)"
     if world.rank == 0:
         print(text)
@@ -141,22 +153,30 @@ def _batches(parsed, world, net, images, function):
 
     The function is collective.
     """
-    size = parsed.batch_size
-    for batch in predict.by_batch(net, images, function, world=world, batch_size=size):
+    options = {"world": world, "batch_size": parsed.batch_size, "bad_images": parsed.bad_images}
+    for batch in predict.by_batch(net, images, function, **options):
         if world.rank == 0:
             yield batch
 
 
 def _write(parsed, world, net, images, name):
-    """Write the outputs for all images to --out in image order, one mini-batch at a time."""
-    file = None
+    """Write the outputs for all images to --out in image order, one mini-batch at a time.
+
+    The outputs for skipped images are NaN.
+    """
+    file, written = None, 0
     if world.rank == 0:
         image_facts = {"names": [images.name(i) for i in range(len(images))]}
         if images.labels is not None:
             image_facts["labels"] = images.labels
         file = arrays.ArrayFile(parsed.out, name, (len(images), *net.output_shape), image_facts)
-    for _, values in _batches(parsed, world, net, images, predict.outputs):
+    for indices, values in _batches(parsed, world, net, images, predict.outputs):
+        count = min(parsed.batch_size, len(images) - written)
+        if len(values) < count:
+            values, complete = np.full((count, *values.shape[1:]), np.nan, np.float32), values
+            values[indices - written] = complete
         file.write(values)
+        written += count
     on_rank_0(world, lambda: file.close())
 
 
@@ -203,12 +223,13 @@ def _classes(parsed, world, net, images, classes, reason):
     if parsed.top_k and parsed.top_k > count:
         raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")
     table = np.zeros((count, count), np.int64)
-    in_top_k, text = 0, io.StringIO()
+    in_top_k, n, text = 0, 0, io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     names = [printable(name) for name in class_names(classes, count)]
     rows.writerow(["image", "predicted", *names])
     for indices, outputs in _batches(parsed, world, net, images, predict.scores_and_labels):
         scores, ranked, predicted = outputs
+        n += len(indices)
         if images.labels is not None:
             confusion.tally(table, images.labels[indices], predicted)
         if parsed.top_k:
@@ -225,10 +246,10 @@ def _classes(parsed, world, net, images, classes, reason):
         matrix = Confusion(table, tuple(names))
         on_rank_0(world, lambda: matrix.save(parsed.confusion))
     if world.rank == 0:
-        if images.labels is not None and len(images):
-            print(f"Accuracy: {table.trace() / len(images):.4f} ({len(images)} images)")
+        if images.labels is not None and n:
+            print(f"Accuracy: {table.trace() / n:.4f} ({n} images)")
             if parsed.top_k:
-                print(f"Top-{parsed.top_k} accuracy: {in_top_k / len(images):.4f}")
+                print(f"Top-{parsed.top_k} accuracy: {in_top_k / n:.4f}")
         else:
-            print(f"{len(images)} images, no labels known{f': {reason}' if reason else ''}")
+            print(f"{n} images, no labels known{f': {reason}' if reason else ''}")
         _print_files({"Confusion matrix": parsed.confusion, "Scores": parsed.out})

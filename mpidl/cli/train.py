@@ -11,6 +11,7 @@ from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start
 from mpidl.comm import World, failure
 from mpidl.data import gallery
+from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
@@ -19,7 +20,14 @@ from mpidl.files import call_together, on_rank_0
 from mpidl.report import Console, metrics
 from mpidl.report.live import address, page_process
 from mpidl.report.trackers import tracking
-from mpidl.training import input_pipeline, progress, status_hooks, tracking_hooks, trainer
+from mpidl.training import (
+    input_pipeline,
+    progress,
+    skipped_images,
+    status_hooks,
+    tracking_hooks,
+    trainer,
+)
 from mpidl.training.files import checkpoint, model_file, run_folder
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
@@ -151,6 +159,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             signals=signals,
         )
         stopped, test = result.stopped, None
+        skipped = BadImages.of(settings)  # of the test set
         if stopped in (None, progress.PATIENCE):
             if test_set is not None:
                 small = settings.loss == "crossentropy" and confusion.is_small(net.output_shape[0])
@@ -162,7 +171,10 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
                         loss=settings.loss,
                         confusion=small,
                         progress=advance,
+                        bad_images=skipped,
                     )
+            if skipped:
+                _list_skipped(out, test_set, skipped, result, world, console)
             stopped = trainer.stopped_by(signals, world)
         if stopped:
             status_hook.status.stopped = stopped
@@ -328,6 +340,13 @@ def _write_options(out, resolved, world, weights_file):
     configuration.write_options(path, resolved, versions, weights_file)
 
 
+def _list_skipped(out, test_set, skipped, result, world, console):
+    """Count the skipped test images, and add them to the list in the folder of the run."""
+    result.skipped_images += len(skipped)
+    console.line(f"Skipped images: {len(skipped)} of test")
+    on_rank_0(world, lambda: skipped_images.write_list(out, {"test": (test_set, skipped)}))
+
+
 def _write_results(out, net, result, test, world, device, weights_file):
     model_file.save_model(os.path.join(out, "model.h5"), net)
     if test is not None and test.confusion is not None:
@@ -346,6 +365,8 @@ def _write_results(out, net, result, test, world, device, weights_file):
         "validation_loss": metrics.number(result.validation_loss),
         "validation_accuracy": result.validation_accuracy,
         "stopped": result.stopped,
+        "rollbacks": result.rollbacks,
+        "skipped_images": result.skipped_images,
         "weights_sha256": model_file.weights_sha256(net),
     }
     if weights_file is not None:

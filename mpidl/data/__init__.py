@@ -6,6 +6,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.formats import *
 from mpidl.data.formats import __all__ as _formats
 from mpidl.data.formats.digits import digits  # `data.digits` is this function, not the module
+from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
 from mpidl.data.registry import open_data, open_test_data
@@ -17,6 +18,7 @@ from mpidl.data.transforms.preprocess import Preprocess, preprocessed
 __all__ = [
     "ArrayDatastore",
     "Augmenter",
+    "BadImages",
     "Datastore",
     "MinibatchQueue",
     "NodeCache",

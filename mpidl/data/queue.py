@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.blocks import LANES, Blocked, OneRank, Ranks, share
 from mpidl.data import partition
 from mpidl.data.datastore import Datastore
+from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
 from mpidl.data.loading.pipeline import Pipeline, fill_blocks
 from mpidl.data.loading.workers import Job, make_items, prefetch_items
@@ -83,6 +85,10 @@ class MinibatchQueue:
         With "partition", each rank draws from its own part of the set, and "every-epoch" permutes
         each part separately. The contents of a mini-batch, and therefore the weights, then depend
         on the number of ranks.
+    bad_images : BadImages, optional
+        If given, mini-batches leave out the images that it holds. A rank that meets another image
+        that it cannot read yields `Unreadable`, so only `evaluation.agreed` may iterate over such a
+        queue. By default, such an image raises an error.
     classes : int, optional
         Number of classes. If given, a label outside 0..classes-1 raises a `UserError` that names
         the image.
@@ -121,6 +127,7 @@ class MinibatchQueue:
         function: Callable[..., Any] | None = None,
         load: tuple[int, ...] | None = None,
         sampling: str = "global",
+        bad_images: BadImages | None = None,
         classes: int | None = None,
         partial_minibatch: str = "return",
     ):
@@ -146,7 +153,7 @@ class MinibatchQueue:
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
         self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, classes)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
-        self.load, self.sampling = load, sampling
+        self.load, self.sampling, self.bad_images = load, sampling, bad_images
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images
         # A separate arena: in the arena of the training step, mini-batches would leave holes that
         # become too small for the next mini-batch.
@@ -225,17 +232,38 @@ class MinibatchQueue:
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be between 0 and {len(self)}, got {start}")
-        jobs = self._jobs(epoch, start)
-        if self.prefetch:
-            batches = prefetch_items(jobs, self.prefetch, self.workers)
-        else:
-            batches = make_items(jobs)
+        order = self.order(epoch)[start * self.batch_size :]
+        runs = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        batches = self._prepared(runs, epoch, self.prefetch)
+        return batches if self.bad_images is None else self._repaired(batches, runs, epoch)
+
+    def _prepared(self, runs, epoch, prefetch):
+        """Generate the mini-batches of runs of indices, without bad images."""
+        jobs = (self._job(self._usable(indices), epoch) for indices in runs)
+        batches = prefetch_items(jobs, prefetch, self.workers) if prefetch else make_items(jobs)
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
-    def _jobs(self, epoch, start):
-        order = self.order(epoch)
-        for first in range(start * self.batch_size, len(order), self.batch_size):
-            yield self._job(order[first : first + self.batch_size], epoch)
+    def _found(self):
+        """Return the `found` of a new builder."""
+        return None if self.bad_images is None else {}
+
+    def _usable(self, indices):
+        if self.bad_images is None:
+            return indices
+        return self.bad_images.without(indices, self.datastore)
+
+    def _repaired(self, batches, runs, epoch):
+        """Generate the mini-batches; `agreed` sends what all ranks cannot read of the last one.
+
+        The answer is the same mini-batch without these images. All ranks make it, because their
+        shares change.
+        """
+        with contextlib.closing(batches):
+            for indices in runs:
+                item = [next(batches)]  # a list, so that the consumer can free the mini-batch
+                while (ranks := (yield item.pop())) is not None:
+                    self.bad_images.merge(ranks)
+                    item = [*self._prepared([indices], epoch, prefetch=0)]
 
     def _job(self, indices, epoch):
         """Return a Job that prepares one mini-batch; each of its tasks reads a run of blocks."""
@@ -252,10 +280,10 @@ class MinibatchQueue:
         fetches = self.datastore.read_ahead(batch.indices) if self.prefetch else None
         if self.device is not None:
             feed = FeedBuilder(self.pipeline, batch, batch.indices)
-            feed.fetches = fetches
+            feed.fetches, feed.found = fetches, self._found()
             return feed.job(self.workers)
         builder = _BatchBuilder(batch, self.pipeline, self.arena)
-        builder.fetches = fetches
+        builder.fetches, builder.found = fetches, self._found()
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
 
 
@@ -274,6 +302,7 @@ class _BatchBuilder:
     def __init__(self, batch, pipeline, arena):
         self.batch, self.pipeline = batch, pipeline
         self.fetches: object = None  # the result of `Datastore.read_ahead`
+        self.found: dict[int, str] | None = None  # see `Pipeline.read_or_find`
         p, blocks = pipeline, batch.blocks
         self.lanes = arenas.empty((blocks, *p.image_shape, LANES), arena=arena)
         self.labels = None
@@ -284,7 +313,10 @@ class _BatchBuilder:
         """Read and prepare blocks first..stop-1 of this rank's share."""
         p, batch = self.pipeline, self.batch
         indices = batch.indices[first * LANES : stop * LANES]
-        pixels, labels = p.read(indices, batch.epoch, batch.seed)
+        data = p.read_or_find(indices, batch.epoch, batch.seed, self.found)
+        if data is None:
+            return
+        pixels, labels = data
         moves = p.moves(indices, batch.epoch, batch.seed)
         fill_blocks(pixels, moves, p.normalization.arrays(), self.lanes[first:stop])
         if labels is not None:
@@ -295,6 +327,8 @@ class _BatchBuilder:
                 self.labels[b, ..., n:] = 0
 
     def result(self):
-        """Return the prepared images and labels as Blocked values (images, labels)."""
+        """Return the prepared images and labels as Blocked values, or Unreadable."""
+        if self.found:
+            return Unreadable(self.found)
         labels = None if self.labels is None else Blocked(self.labels, self.batch)
         return Blocked(self.lanes, self.batch), labels

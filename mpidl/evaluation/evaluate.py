@@ -15,6 +15,7 @@ from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
+from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.fold import Counter, Partial, replicated
@@ -23,6 +24,7 @@ from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
+_STOPS, _REPEATS, _FAILS = 1, 2, 3  # levels of agreement: the highest one of any rank counts
 
 
 class Evaluation(NamedTuple):
@@ -85,12 +87,13 @@ def _representation(record):
 
 
 def agreed(
-    batches: Generator, world: World, signals: Signals | None = None
+    batches: Generator[Any, Any, None], world: World, signals: Signals | None = None
 ) -> Generator[tuple, None, None]:
     """Yield each mini-batch after all ranks have read their part of it.
 
     Before each mini-batch, the ranks agree whether to continue, so all ranks stop at the same
-    mini-batch.
+    mini-batch. If the queue has `bad_images`, the ranks also agree on the images that they leave
+    out.
 
     Parameters
     ----------
@@ -107,19 +110,28 @@ def agreed(
     UserError, StorageFault
         On all ranks, if any rank cannot read its images.
     """
+    bad = None  # what each rank could not read of the mini-batch
     while True:
-        ready, problem = [None], None
+        ready: list[Any] = [None]
+        problem = None
         try:
             with phases.Phase(phases.INPUT, "input"):
-                ready = [next(batches, None)]
+                ready = [batches.send(bad) if bad else next(batches, None)]
         except (UserError, StorageFault) as error:
             problem = error
         signalled = signals is not None and signals.is_requested()
+        unreadable = ready[0].reasons if isinstance(ready[0], Unreadable) else {}
+        level = _FAILS if problem else _REPEATS if unreadable else _STOPS if signalled else 0
         with phases.span("agreement to continue"):
-            level = world.gop("max", 2 if problem else int(signalled))
-        if level == 2:
+            level = world.gop("max", level)
+        bad = None
+        if level == _FAILS:
             world.raise_if_any(problem)
-        if level == 1:
+        if level == _REPEATS:
+            ready.clear()
+            bad = world.allgather(unreadable)
+            continue
+        if level == _STOPS:
             signals.agreed = True
             batches.close()
             return
@@ -157,6 +169,7 @@ def evaluate(
     confusion: bool = False,
     loss: str | Callable[..., Any] = "crossentropy",
     progress: Callable[[int], object] | None = None,
+    bad_images: BadImages | None = None,
 ) -> Evaluation:
     """Evaluate a network on a data set, in prediction mode.
 
@@ -186,6 +199,9 @@ def evaluate(
         Name of the loss, or a function, as in `TrainingOptions`.
     progress : function, optional
         Function to call after each mini-batch, with the number of images evaluated so far.
+    bad_images : BadImages, optional
+        Receives the images that cannot be read. The result then covers the others. By default, an
+        image that cannot be read raises an error.
 
     Returns
     -------
@@ -205,7 +221,8 @@ def evaluate(
     totals, n, in_top_k = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     limit = losses.label_limit(loss, net)
-    batches = in_order(net, datastore, world, batch_size, signals, prefetch=prefetch, classes=limit)
+    queue = {"prefetch": prefetch, "classes": limit, "bad_images": bad_images}
+    batches = in_order(net, datastore, world, batch_size, signals, **queue)
     net, function = net.on(world.device), losses.loss_function(loss)
     for images, labels in batches:
         if top_k or confusion:
@@ -289,7 +306,12 @@ def places(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def regression_errors(
-    net: Network, datastore: Datastore, *, world: World | None = None, batch_size: int = BATCH
+    net: Network,
+    datastore: Datastore,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    bad_images: BadImages | None = None,
 ) -> RegressionErrors:
     """Compare a network's outputs with targets, in prediction mode.
 
@@ -306,6 +328,8 @@ def regression_errors(
         The ranks that share the images; by default all ranks.
     batch_size : int
         Images per mini-batch.
+    bad_images : BadImages, optional
+        As for `evaluate`.
 
     Returns
     -------
@@ -329,7 +353,7 @@ def regression_errors(
     _check_count(datastore)
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
-    batches = in_order(net, datastore, world, batch_size)
+    batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
     net = net.on(world.device)
     for images, targets in batches:
         totals += world.gplus(_errors(net(images), targets))

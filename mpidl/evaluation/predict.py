@@ -14,6 +14,7 @@ from mpidl.blocks import Blocked
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore
 from mpidl.data.datastore import Datastore
+from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import BATCH, in_order
 from mpidl.matlab_names import explain_arguments
@@ -250,6 +251,7 @@ def by_batch(
     *,
     world: World,
     batch_size: int = BATCH,
+    bad_images: BadImages | None = None,
 ) -> Generator[tuple, None, None]:
     """Yield the results of each mini-batch on rank 0, in the order of the datastore.
 
@@ -268,6 +270,9 @@ def by_batch(
         The ranks that share the images.
     batch_size : int
         Number of images per mini-batch, over all ranks.
+    bad_images : BadImages, optional
+        Receives the images that cannot be read, which are left out. By default, such an image
+        raises an error.
 
     Yields
     ------
@@ -275,7 +280,7 @@ def by_batch(
         Indices of the images in the datastore, and the function's entries for the images. Ranks
         other than 0 get (None, None).
     """
-    batches = in_order(net, datastore, world, batch_size)
+    batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
     net = net.on(world.device)
     for images, targets in batches:
         entries = images.batch.indices, function(net, images)

@@ -10,6 +10,7 @@ import numpy as np
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data.datastore import Datastore
+from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
 from mpidl.nn import Network
@@ -104,6 +105,8 @@ class Validation:
         Whether a signal interrupted the validation of the current iteration.
     final : Evaluation or None
         The evaluation of the resulting network with its confusion matrix, once a hook needed it.
+    bad_images : BadImages or None
+        Validation images that were skipped; None if they are not skipped.
     best : dict
         The best network as {table: {name: array}}. Empty unless the option `output_network` is
         "best-validation".
@@ -114,6 +117,7 @@ class Validation:
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
         self.prefetch = options.prefetch
+        self.bad_images = BadImages.of(options)
         self.keeps_best = options.output_network == "best-validation"
         self.last: Evaluation | None = None
         self.last_iteration = 0
@@ -163,6 +167,7 @@ class Validation:
             self.store,
             world=self.world,
             prefetch=self.prefetch,
+            bad_images=self.bad_images,
             signals=signals,
             loss=self.loss_function,
             progress=progress,
@@ -211,6 +216,7 @@ class Validation:
         self.loss, self.iteration = saved.get("loss", math.inf), saved.get("iteration", 0)
         self.accuracy, self.waited = saved.get("accuracy"), saved.get("waited", 0)
         self.owed = self.store is not None and saved.get("owed", False)
+        self.last, self.last_iteration = None, 0
         if self.store is not None and saved.get("last"):
             self.last, self.last_iteration = Evaluation(*saved["last"]), saved["at"]
         self.best = {table: arrays[table] for table in BEST if table in arrays}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import bisect
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -129,6 +130,13 @@ class HistoryRecorder:
             return
         for name, column in self._columns[kind].items():
             column.append(record[name] if name in POSITION else _number(record.get(name)))
+
+    def cut(self, iteration: int) -> None:
+        """Remove the records of iterations after `iteration`."""
+        for columns in self._columns.values():
+            kept = bisect.bisect_right(columns["iteration"], iteration)
+            for column in columns.values():
+                del column[kept:]
 
     def history(self) -> History:
         """Return the records so far; later records do not change the result."""

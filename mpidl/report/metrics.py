@@ -158,6 +158,14 @@ class Metrics:
         records = [record for record in read(self.path) if record["iteration"] <= iteration]
         write_whole(self.path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
+    def rewind(self, iteration: int) -> None:
+        """Remove the records of iterations after `iteration`, and continue from there."""
+        if self.file is not None:
+            self.close()
+            with self._writing():
+                self.cut(iteration)
+                self.file = open(self.path, "a")
+
     @contextlib.contextmanager
     def _writing(self):
         try:

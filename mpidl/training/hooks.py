@@ -27,9 +27,12 @@ import numpy as np
 from mpidl import phases
 from mpidl.errors import UserError
 from mpidl.report.progress import notebook
+from mpidl.training.audit import AuditHook
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import EpochSummary, Progress
 from mpidl.training.rank_times import RankTimesHook
+from mpidl.training.rollback import Rollback, RollbackHook
+from mpidl.training.skipped_images import SkippedImagesHook
 from mpidl.training.status_hooks import StopFileHook
 from mpidl.training.timeline import TimelineHook
 
@@ -262,7 +265,12 @@ class PlotHook:
             trainer.writer.plot(end=True)
 
 
-def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -> Hooks:
+def of_run(
+    user_hooks: Iterable[Any],
+    options: TrainingOptions,
+    balancer: Any,
+    rollback: Rollback | None = None,
+) -> Hooks:
     """Return the built-in and custom hooks of a run, in the order in which they are called.
 
     Parameters
@@ -273,12 +281,17 @@ def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -
         The options of the run.
     balancer : LoadBalancer or None
         Measures the speed of the ranks; None if the shares do not depend on speed.
+    rollback : Rollback, optional
+        Keeps the states to which the run returns if its loss is not finite.
     """
     recorder = notebook.recorder()
     hooks = [MetricsHook(), ValidationHook(), ConsoleHook()]
     hooks += [LiveHook(recorder)] if recorder else []
     hooks += [OutputFunctionsHook(), *user_hooks]
     hooks += [BalanceHook(balancer)] if balancer else []
+    hooks += [SkippedImagesHook()] if options.on_bad_image == "skip" else []
+    hooks += [AuditHook()] if options.audit_every else []
+    hooks += [RollbackHook(rollback)] if rollback else []
     hooks += [RankTimesHook(), CheckpointHook(), StopFileHook()]
     hooks += [PlotHook()] if options.plots != "none" else []
     hooks += [TimelineHook(options)] if options.timeline else []

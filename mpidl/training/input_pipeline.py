@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidl import losses
 from mpidl.data.datastore import Datastore, need_datastore
+from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.augment import Augmenter
@@ -124,6 +125,7 @@ def prepare(
     options: TrainingOptions,
     world: Any,
     checkpoint_tables: dict[str, dict[str, np.ndarray]] | None = None,
+    bad_images: BadImages | None = None,
 ) -> dict[str, Any]:
     """Set the input transforms and the classes of the network for a training run. Collective.
 
@@ -141,6 +143,8 @@ def prepare(
     checkpoint_tables : dict, optional
         Tables of a checkpoint, from which the statistics of the normalization are read. By default
         the statistics are computed from `datastore`.
+    bad_images : BadImages, optional
+        Receives the images that cannot be read, which the queue and the statistics leave out.
 
     Returns
     -------
@@ -154,7 +158,11 @@ def prepare(
     elif net.normalization is not None:  # the one that the weights expect; `check` compared names
         normalization = net.normalization
     else:
-        normalization = normalize.normalization(options.normalization, datastore, world)
+        images = datastore
+        if bad_images is not None and normalize.needs_statistics(options.normalization, datastore):
+            bad_images.search(datastore, world)
+            images = bad_images.usable(datastore)
+        normalization = normalize.normalization(options.normalization, images, world)
     normalization = normalization.window(image_shape(options, datastore.image_shape)[1:])
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.crop
@@ -164,6 +172,7 @@ def prepare(
         "augmenter": augmenter,
         "normalization": normalization,
         "classes": losses.label_limit(options.loss, net),
+        "bad_images": bad_images,
         "workers": options.workers,
         "prefetch": options.prefetch,
     }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpidl.training.steps import StepResult
 
 OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons to end a run early
+RATE_FACTOR = 0.5  # of learning rates after a rollback; a power of two, so products are exact
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Position:
         Training time, including the time before a resume.
     epoch_loss : float or None
         Mean loss over the images of the last complete epoch.
+    rollbacks : int
+        Number of rollbacks so far; see the option on_nan.
     """
 
     epoch: int = 1  # the current epoch, counted from 1
@@ -45,6 +48,7 @@ class Position:
     seconds: float = 0.0  # training time, including the time before a resume
     all_images: int = 0  # number of images in completed training steps of all epochs
     epoch_loss: float | None = None  # mean loss over the images of the last complete epoch
+    rollbacks: int = 0  # number of returns to an earlier state
 
     def add(self, result: StepResult) -> None:
         """Add the loss, the images and the correct images of a completed training step.
@@ -82,6 +86,11 @@ class Position:
         self.epoch, self.batch = self.epoch + 1, 0
         self.loss, self.correct, self.images = 0.0, None, 0
         return summary
+
+    @property
+    def rate_factor(self) -> float:
+        """Factor of all learning rates, which each rollback halves."""
+        return RATE_FACTOR**self.rollbacks
 
     @property
     def accuracy(self) -> float | None:
@@ -179,6 +188,11 @@ class Result:
         The iteration with the lowest validation loss. None without a validation.
     validation_loss, validation_accuracy : float or None
         Results of the last validation, or of the best network if the run returns that network.
+    rollbacks : int
+        Number of times that the run returned to an earlier state; see the option on_nan.
+    skipped_images : int
+        Number of training and validation images that could not be read; see the option
+        on_bad_image.
     history : History
         Loss, accuracy, learning rate and speed of all iterations, epochs and validations. If the
         run was resumed in a folder, the history includes the records before the resume.
@@ -193,4 +207,6 @@ class Result:
     best_iteration: int | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
+    rollbacks: int = 0
+    skipped_images: int = 0
     history: History = field(default_factory=lambda: History.from_records([]), repr=False)

@@ -7,6 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from mpidl import phases
+from mpidl.data import partition
+from mpidl.training.late_ranks import LateRanks
 
 if TYPE_CHECKING:
     from mpidl.comm import World
@@ -19,6 +21,8 @@ SECONDS = 2.0  # shortest time between two records within an epoch
 class RankTimesHook:
     """Writes the `ranks` records: about every two seconds, and at the end of each epoch.
 
+    At the end of an epoch, a line names the ranks that were late all the time.
+
     The ranks cannot agree on the time without a message. Rank 0 therefore decides in which
     iteration the ranks meet next, and the ranks exchange nothing before that iteration.
     """
@@ -28,6 +32,7 @@ class RankTimesHook:
         if trainer.writer.out is None:
             return
         self.devices = trainer.world.gather(device_name(trainer.world))
+        self.late = LateRanks(trainer.world.hosts)
         self.previous, self.start_time = phases.seconds(), time.monotonic()
         self.meeting_time, self.meeting = self.start_time, self.recorded
         self.next_meeting = self.recorded + 1
@@ -51,6 +56,8 @@ class RankTimesHook:
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self._record(trainer, summary.epoch)
+        if trainer.writer.out is not None and (text := self.late.message()) is not None:
+            trainer.console.line(text)
 
     def finish(self, trainer: Trainer) -> None:
         if trainer.position.batch and trainer.position.iteration != self.recorded:
@@ -66,6 +73,7 @@ class RankTimesHook:
         self.start_time, self.previous = time.monotonic(), totals
         ranks = trainer.world.gather((phases.Seconds(*spent), resident_bytes()))
         if ranks is not None:
+            self._judge([seconds for seconds, _ in ranks], trainer)
             times = {
                 kind: [round(getattr(seconds, kind), 6) for seconds, _ in ranks]
                 for kind in phases.KINDS
@@ -73,6 +81,12 @@ class RankTimesHook:
             fields = {"seconds": trainer.position.seconds, **times}
             fields |= {"memory": [nbytes for _, nbytes in ranks], "device": self.devices}
             trainer.writer.record_ranks(epoch, self.recorded, fields)
+
+    def _judge(self, times, trainer):
+        """Count an interval for the message about late ranks."""
+        count = min(trainer.options.batch_size, len(trainer.datastore))
+        shares = partition.image_shares(count, trainer.world.size, trainer.queue.load)
+        self.late.add(times, [stop - first for first, stop in shares])
 
 
 def device_name(world: World) -> str:

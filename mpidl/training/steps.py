@@ -19,7 +19,7 @@ import numpy as np
 from mpidl import losses, phases
 from mpidl.autodiff import value_and_grad
 from mpidl.data import MinibatchQueue
-from mpidl.errors import Fault, UserError
+from mpidl.errors import NotFinite, UserError
 from mpidl.training.optimizers import Optimizer
 
 STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wait for
@@ -175,12 +175,16 @@ class EagerStep:
         pass
 
     def _raise_fault(self, images, targets, loss, info):
-        """Raise a Fault that names the ranks whose own images give a loss that is not finite."""
+        """Raise NotFinite, which names the ranks whose own images make the loss not finite."""
         (own_loss, *_), _, _ = value_and_grad(self.objective)(self.net, images, targets)
         flags = self.world.gather(not np.isfinite(own_loss.local()).all())
         ranks = [str(rank) for rank, flag in enumerate(self.world.broadcast(flags)) if flag]
-        place = f"rank {', '.join(ranks)}" if len(ranks) < self.world.size else "all ranks"
-        raise Fault(_not_finite(loss, info, f", on {place}", self.advice))
+        place = f", on rank {', '.join(ranks)}"
+        if len(ranks) == self.world.size:
+            place = ", on all ranks"
+        elif not ranks:  # a faulty processor, or a layer that is not a function of its input
+            place = ", but finite when computed again"
+        raise _not_finite(loss, info, place, self.advice)
 
 
 class RecordedStep:
@@ -194,7 +198,7 @@ class RecordedStep:
         gradient = value_and_grad(losses.loss_function(loss), reduce=world)
         net.to(world.device)
         try:
-            self.program = StepProgram(net, optimizer, gradient, reader, world.counts, graphs)
+            self.program: Any = StepProgram(net, optimizer, gradient, reader, world.counts, graphs)
         except BaseException:
             net.to(None)  # so that the caller can retry, for example with smaller mini-batches
             raise
@@ -225,8 +229,10 @@ class RecordedStep:
         return self._results(0)
 
     def close(self) -> None:
-        """Move the network back to host memory."""
+        """Move the network back to host memory, and free the memory of the step."""
+        self.pending.clear()
         self.net.to(None)
+        self.program = None
 
     def _results(self, max_pending: int) -> Iterator[StepResult]:
         while len(self.pending) > max_pending:
@@ -234,7 +240,7 @@ class RecordedStep:
             with phases.Phase(phases.COMPUTE, "wait for the GPU"):
                 loss, *correct = self.program.finish(handle)
             if not math.isfinite(loss):
-                raise Fault(_not_finite(loss, info, "", self.advice))
+                raise _not_finite(loss, info, "", self.advice)
             yield _result(info, loss, correct, self.labels_per_image)
 
 
@@ -272,7 +278,5 @@ def _result(info, loss, correct, labels_per_image):
 
 
 def _not_finite(loss, info, place, advice: Callable[[float], str]):
-    return (
-        f"the loss is {loss} at epoch {info.epoch}, iteration {info.iteration}{place}; "
-        f"{advice(info.learning_rate)}"
-    )
+    what = f"the loss is {loss} at epoch {info.epoch}, iteration {info.iteration}{place}"
+    return NotFinite(what, advice(info.learning_rate))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +20,22 @@ from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
-from mpidl.errors import StorageFault, UserError
+from mpidl.data.loading.bad_images import BadImages
+from mpidl.errors import NotFinite, StorageFault, UserError
 from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation, held_out
 from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.report.history import History
 from mpidl.training import hooks as hook_classes
-from mpidl.training import input_pipeline, memory_budget, status_hooks, tracking_hooks
+from mpidl.training import (
+    input_pipeline,
+    memory_budget,
+    skipped_images,
+    status_hooks,
+    tracking_hooks,
+)
+from mpidl.training.audit import audit
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
@@ -35,6 +44,7 @@ from mpidl.training.optimizers import Optimizer, of_options
 from mpidl.training.optimizers.checks import CustomOptimizer, check_optimizer, optimizer_spec
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
+from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
 from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
 
@@ -105,7 +115,8 @@ def train(
         If an argument is invalid, if `out` holds another run, or if the resumed run has different
         options, a different network or different images.
     Fault
-        If the loss or the weights are not finite. The last good checkpoint is kept.
+        If the loss or the weights are not finite, unless the option `on_nan` is "rollback", or if
+        the weights of the ranks differ. The last good checkpoint is kept.
 
     Notes
     -----
@@ -203,6 +214,10 @@ class Trainer:
         The object that writes the files of the run.
     signals : Signals
         The requests to stop the run.
+    bad_images : BadImages or None
+        Training images that were skipped; None if they are not skipped.
+    rollback : Rollback or None
+        The state to which the run returns if its loss is not finite; None if it then ends.
     stopped : str or None
         The reason for an early end, as in `Result`. None during the training.
     """
@@ -231,25 +246,34 @@ class Trainer:
         cache_bytes = memory_budget.for_images(options, datastore, world)
         self.datastore = NodeCache(datastore, world, cache_bytes)
         self.position, self.validation = Position(), Validation(options, world)
+        self.bad_images = BadImages.of(options)
+        self.rollback = Rollback() if options.on_nan == "rollback" else None
         net.batchnorm = options.batchnorm
         arrays = None
         if folder.resume is not None:
             arrays = folder.resume[0]
             run_state.restore(self, *folder.resume)
+            if self.rollback is not None:
+                self.rollback.load(*folder.resume)
         with console.stage("statistics of the training images"):
-            queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
+            queue_options = input_pipeline.prepare(
+                net, self.datastore, options, world, arrays, self.bad_images
+            )
         queue_options |= {"load": load, "sampling": options.sampling}
         queue_options["partial_minibatch"] = options.partial_minibatch
         balancer = LoadBalancer(world) if options.worker_load == "measured" else None
         self.queue: MinibatchQueue
         self.step: EagerStep | RecordedStep
-        self.queue, self.step = make_step(
-            net, optimizer, options, world, self.datastore, queue_options, balancer, folder.advice
+        self._make_step = functools.partial(
+            make_step,
+            *(net, optimizer, options, world, self.datastore, queue_options, balancer),
+            folder.advice,
         )
+        self.queue, self.step = self._make_step()
         self.start_time = time.monotonic() - self.position.seconds
         last_iteration = None if folder.resume is None else self.position.iteration
         self.writer = RunWriter(folder, world, last_iteration)
-        self.hooks = hook_classes.of_run(hooks, options, balancer)
+        self.hooks = hook_classes.of_run(hooks, options, balancer, self.rollback)
 
     @property
     def history(self) -> History:
@@ -298,14 +322,15 @@ class Trainer:
         float
             The rate of the schedule.
         """
-        return rate_of(self.options, self.position.epoch, iteration, len(self.queue))
+        rate = rate_of(self.options, self.position.epoch, iteration, len(self.queue))
+        return rate * self.position.rate_factor
 
     def _last_rate(self):
         """Return the learning rate of the last iteration before the run was resumed."""
         epoch = self.position.epoch if self.position.batch else self.position.epoch - 1
-        return rate_of(
-            self.options, max(epoch, 1), max(self.position.iteration, 1), len(self.queue)
-        )
+        iteration = max(self.position.iteration, 1)
+        rate = rate_of(self.options, max(epoch, 1), iteration, len(self.queue))
+        return rate * self.position.rate_factor
 
     def stop(self) -> None:
         """End the run after the current mini-batch, on all ranks, with a checkpoint."""
@@ -327,14 +352,10 @@ class Trainer:
             self.step.close()
 
     def _run(self):
-        position = self.position
         self.hooks.start(self)
-        if self.validation.owed:
-            self.optimizer.learning_rate = self._last_rate()
-            self.validate(announce=not self.at_epoch_end)
-        while not self.is_over:
-            self._run_epoch()
-        self.hooks.finish(self)
+        while (problem := self._train_to_the_end()) is not None:
+            self.rollback.restore(self, problem)
+        position = self.position
         self.stopped = self._finish()
         self.hooks.end(self)
         self.writer.close()
@@ -350,8 +371,25 @@ class Trainer:
             position.seconds,
             self.validation.iteration or None,
             *self.validation.of_the_result(),
+            position.rollbacks,
+            sum(len(bad) for _, bad in skipped_images.sets_of(self).values()),
             self.history,
         )
+
+    def _train_to_the_end(self):
+        """Run the remaining epochs. Return None, or the NotFinite after which to roll back."""
+        try:
+            if self.validation.owed:
+                self.optimizer.learning_rate = self._last_rate()
+                self.validate(announce=not self.at_epoch_end)
+            while not self.is_over:
+                self._run_epoch()
+            self.hooks.finish(self)
+        except NotFinite as error:
+            if self.rollback is None:
+                raise
+            return error.with_traceback(None)  # the traceback refers to the mini-batch
+        return None
 
     def _run_epoch(self):
         position = self.position
@@ -515,6 +553,7 @@ class Trainer:
         self.validation.give_best(self.net)
         if options.batchnorm_statistics == "population" and position.iteration:
             queue_options = {"prefetch": options.prefetch, **self.net.input_transform()}
+            queue_options["bad_images"] = self.bad_images
             arguments = self.datastore, options.batch_size, options.seed, self.world, "never"
             # replace the training queue, which frees its memory
             self.queue = MinibatchQueue(*arguments, **queue_options)
@@ -522,6 +561,27 @@ class Trainer:
             with self.console.stage("batch-norm statistics", len(self.datastore)) as progress:
                 state = population_state(net, self.queue, self.world, signals, progress)
             self.net.state = self.net.state if state is None else state
+
+    def audit(self) -> None:
+        """Compare the weights of the ranks; raise Fault if they differ. Collective."""
+        self.wait()
+        with self.console.stage("audit"):
+            audit(self.world, run_state.progress(self)[0], self.position.iteration)
+
+    @contextlib.contextmanager
+    def renewed_step(self) -> Iterator[None]:
+        """Let the `with` block replace the arrays of the network and the optimizer.
+
+        Yields
+        ------
+        None
+            No training step uses the arrays within the block.
+        """
+        self.step.close()
+        self._results.clear()
+        yield
+        if self.world.device is not None:  # a recorded step has its own memory
+            self.queue, self.step = self._make_step()
 
     def save(self) -> None:
         """Write a checkpoint if the run has a folder. Collective."""

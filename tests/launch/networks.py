@@ -1,5 +1,6 @@
 """Networks for `--network FILE.py:FUNCTION`: small ones, and some that misbehave."""
 
+import itertools
 import sys
 import time
 
@@ -97,6 +98,29 @@ def hangs_on_even_ranks(input_shape, classes):
 def exits(input_shape, classes):
     """End the program."""
     sys.exit("enough")
+
+
+def late_on_rank_1(input_shape, classes):
+    """Return a network that takes a tenth of a second longer on rank 1."""
+    return [Late(), *small(input_shape, classes)]
+
+
+class Late(dl.ReLU):
+    def forward(self, x, context):
+        time.sleep(0.1 if failure.launched_rank() == 1 else 0)
+        return super().forward(x, context)
+
+
+def infinite_once(input_shape, classes):
+    """Return a network whose outputs are infinite in the 6th step."""
+    Overflow.steps = itertools.count(1)
+    return [Overflow(), *small(input_shape, classes)]
+
+
+class Overflow(dl.ReLU):
+    def forward(self, x, context):
+        y = super().forward(x, context)
+        return y * float("inf") if context.training and next(self.steps) == 6 else y
 
 
 class BreakOnOddRanks(dl.ReLU):

@@ -9,6 +9,7 @@ from image_sets import refusal
 
 import mpidl as dl
 from mpidl.report import Metrics, metrics
+from mpidl.report.history import HistoryRecorder
 
 
 def write(path):
@@ -35,6 +36,17 @@ def test_columns_have_the_numbers_of_the_file(tmp_path):
     assert math.isnan(history.validation.loss[0]) and history.validation.accuracy[0] == 0.75
     assert math.isnan(history.validation.images_per_second[0])
     assert repr(history.iteration) == "Series(6 records, last iteration 6)"
+
+
+def test_a_recorder_removes_later_records(tmp_path):
+    write(tmp_path / "metrics.jsonl")
+    recorder = HistoryRecorder(metrics.read(tmp_path / "metrics.jsonl"))
+    recorder.cut(3)
+    history = recorder.history()
+    assert history.iteration.iteration.tolist() == [1, 2, 3]
+    assert len(history.epoch) == len(history.validation) == 1
+    recorder.cut(2)
+    assert len(recorder.history().epoch) == 0
 
 
 def test_a_run_that_is_being_written_can_be_read(tmp_path):

@@ -54,6 +54,18 @@ def test_records_after_the_checkpoint_are_cut_at_resume(tmp_path):
     assert os.listdir(tmp_path) and not list(tmp_path.glob("*.part"))
 
 
+def test_records_are_cut_while_the_file_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path) as records:
+        for iteration in (1, 2, 3, 2, 3):
+            if iteration == 2 and records.file.tell():
+                records.rewind(1)
+            records.record("iteration", 1, iteration, 0.5, 0.01, 100.0, float(iteration))
+    assert [record["iteration"] for record in metrics.read(path)] == [1, 2, 3]
+    Metrics(path, rank=1).rewind(1)  # rank 0 writes the file
+    assert len(metrics.read(path)) == 3
+
+
 def test_other_ranks_write_nothing(tmp_path):
     records = write(tmp_path / "metrics.jsonl", range(1, 4), rank=1)
     records.flush()

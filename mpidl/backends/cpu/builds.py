@@ -104,7 +104,9 @@ def texts(header):
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
 
 
-def _one_at_a_time(function):
+def _one_at_a_time(function, missing_bytes):
+    """Return a function that calls a kernel, alone; it raises MemoryError if scratch is missing."""
+
     def call(*arguments):
         global _in_pass
         me = threading.get_ident()
@@ -113,9 +115,13 @@ def _one_at_a_time(function):
         with _one_pass:
             _in_pass = me
             try:
-                return function(*arguments)
+                result = function(*arguments)
             finally:
                 _in_pass = None
+            if missing_bytes.value:
+                nbytes, missing_bytes.value = missing_bytes.value, 0
+                raise MemoryError(f"cannot allocate {nbytes >> 20} MiB of scratch for a kernel")
+            return result
 
     return call
 
@@ -140,6 +146,10 @@ class Library:
             text = file.read()
             self._declared, self._texts = declarations(text), texts(text)
         try:
+            self._missing_bytes = ctypes.c_int64.in_dll(self._library, "mpidl_missing_bytes")
+        except ValueError:  # compiled from older sources
+            self._missing_bytes = None
+        try:
             declared = self._library.mpidl_declarations
         except AttributeError:
             self._has = {}
@@ -157,14 +167,15 @@ class Library:
         if name.startswith("_") or name not in self._declared:
             raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
         function = getattr(self._library, f"mpidl_{name}", None)
-        if function is None or self._has.get(name) != self._texts[name]:
+        has_flag = self._missing_bytes is not None
+        if function is None or not has_flag or self._has.get(name) != self._texts[name]:
             raise UserError(
                 f"{self.path}: compiled from sources of another version (mpidl_{name} differs): "
                 f"{how_to_build()}"
             )
         function.restype, function.argtypes = self._declared[name]
         if name not in ANY_THREAD:
-            function = _one_at_a_time(function)
+            function = _one_at_a_time(function, self._missing_bytes)
         setattr(self, name, function)
         return function
 

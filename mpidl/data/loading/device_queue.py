@@ -32,8 +32,8 @@ class DeviceQueue(MinibatchQueue):
     Attributes
     ----------
     resident : bool
-        Whether device memory holds the whole data set. A data set is resident if it is small enough
-        and the host does not change pixels.
+        Whether device memory holds the whole data set. A data set is resident if it is small
+        enough, the host does not change pixels, and images that cannot be read are not skipped.
     full_batch : Batch
         This rank's Batch of a full mini-batch.
     image_bytes : int
@@ -56,7 +56,9 @@ class DeviceQueue(MinibatchQueue):
             self.image_bytes += int(np.prod(p.labels_shape)) * p.labels_dtype.itemsize
         room = RESIDENT * world.device.memory / world.device.sharers
         # Pixels that the host computes may differ in each epoch, so they are always uploaded.
-        self.resident = len(datastore) * self.image_bytes <= room and not p.changes_pixels
+        # Images that are skipped have no place on the device.
+        is_fixed = not p.changes_pixels and self.bad_images is None
+        self.resident = len(datastore) * self.image_bytes <= room and is_fixed
         self.full_batch = share(
             self.batch_size, world, seed=seed, load=self.load, device=world.counts
         )
@@ -74,6 +76,7 @@ class DeviceQueue(MinibatchQueue):
         first, stop = self._shares(len(indices))[self.world.rank]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
         builder = FeedBuilder(self.pipeline, batch, indices[first:stop], read=not self.resident)
+        builder.found = self._found()
         return builder.job(self.workers)
 
     def reader(self) -> Reader:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl.blocks import LANES, Batch, Blocked, blocks_of
+from mpidl.data.loading.bad_images import Unreadable
 from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.loading.workers import Job
 
@@ -59,6 +60,7 @@ class FeedBuilder:
         self.pipeline, self.batch, self.indices = pipeline, batch, indices
         self.pixels = self.labels = None
         self.fetches: object = None  # the result of `Datastore.read_ahead`
+        self.found: dict[int, str] | None = None  # see `Pipeline.read_or_find`
         self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each `_read`
         self.moves: dict = {}
         self.blocks = blocks_of(len(indices)) if read else 0
@@ -69,7 +71,7 @@ class FeedBuilder:
                 self.labels = np.empty((n, *p.labels_shape), p.labels_dtype)
 
     def job(self, workers: int) -> Job:
-        """Return a Job for `workers` threads. The result of the Job is (Feed, None)."""
+        """Return a Job for `workers` threads, whose result is (Feed, None) or Unreadable."""
         return Job(
             [self._plan, *self.pipeline.tasks(self._read, self.blocks, workers)], self._result
         )
@@ -81,13 +83,19 @@ class FeedBuilder:
     def _read(self, first, stop):
         """Read the pixels and labels of the 16-image blocks first..stop-1."""
         batch, run = self.batch, slice(first * LANES, stop * LANES)
-        pixels, labels = self.pipeline.read(self.indices[run], batch.epoch, batch.seed)
+        indices = self.indices[run]
+        data = self.pipeline.read_or_find(indices, batch.epoch, batch.seed, self.found)
+        if data is None:
+            return
+        pixels, labels = data
         self.pixels[run] = pixels
         if self.labels is not None:
             self.labels[run] = labels
             self.run_bounds.append(label_bounds(labels))
 
     def _result(self):
+        if self.found:
+            return Unreadable(self.found)
         runs = [pair for pair in self.run_bounds if pair is not None]
         bounds = (min(a for a, _ in runs), max(b for _, b in runs)) if runs else None
         return Feed(self.batch, self.indices, self.pixels, self.labels, bounds, self.moves), None
@@ -103,7 +111,10 @@ def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
 def upload_feeds(
     feeds: Generator[tuple[Feed, None]], pipeline: Pipeline
 ) -> Generator[tuple[Blocked, Blocked | None]]:
-    """Upload each (Feed, None) in the calling thread; yield its (images, labels) on the GPU."""
+    """Upload each (Feed, None) in the calling thread; yield its (images, labels) on the GPU.
+
+    `Unreadable` items are passed on.
+    """
     with contextlib.closing(feeds):
         # map() keeps no reference to a Feed, so the next mini-batch can reuse its memory.
         yield from map(functools.partial(_upload, pipeline.normalization.arrays()), feeds)
@@ -111,6 +122,8 @@ def upload_feeds(
 
 def _upload(statistics, item):
     """Upload one (Feed, None), normalize it, and return (images, labels) on the GPU."""
+    if isinstance(item, Unreadable):
+        return item
     # These imports are here so that only ranks with a GPU import the GPU backend.
     from mpidl.backends.gpu import array
     from mpidl.backends.gpu import images as gpu_images

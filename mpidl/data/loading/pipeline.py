@@ -12,6 +12,7 @@ from mpidl import backends
 from mpidl.blocks import LANES
 from mpidl.data.checks import check_below, check_finite, read_images, read_targets
 from mpidl.data.datastore import Datastore
+from mpidl.data.loading.bad_images import unreadable
 from mpidl.data.transforms.augment import Augmenter, centred
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
@@ -192,6 +193,23 @@ class Pipeline:
         if self.classes is not None and labels is not None:
             check_below(self.classes, labels, self.datastore, indices)
         return pixels, labels
+
+    def read_or_find(
+        self, indices: np.ndarray, epoch: int, seed: int, found: dict[int, str] | None
+    ) -> tuple[np.ndarray, np.ndarray | None] | None:
+        """Call `read`; if it fails and `found` is a dict, find the images that fail alone.
+
+        Returns
+        -------
+        tuple or None
+            The result of `read`. None if `found` has received {index: error message} of images.
+        """
+        if found is None:
+            return self.read(indices, epoch, seed)
+        data = []
+        reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), indices)
+        found.update(reasons)
+        return None if reasons else data[-1]  # the last call read all of them
 
     def _read(self, indices, epoch, seed):
         pixels = read_images(self.datastore, indices)

@@ -173,7 +173,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
         return Normalization()
     if name == "none":
         return no_normalization(channels)
-    if name == "rescale-symmetric" and datastore.dtype == np.uint8:
+    if not needs_statistics(name, datastore):
         return Normalization(name, 127.5 * ones, 127.5 * ones)
     if not len(datastore):
         raise UserError(f"normalization {name}: expected images, found none")
@@ -195,6 +195,12 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
     flat = stats.variance <= FLAT * (stats.mean**2)
     deviation = np.sqrt(np.where(flat, 1, stats.variance))
     return Normalization(name, mean, deviation.astype(np.float32))
+
+
+def needs_statistics(name: str, datastore: Datastore) -> bool:
+    """Return whether a normalization requires a pass over the images of a set."""
+    is_fixed = name == "rescale-symmetric" and datastore.dtype == np.uint8
+    return name not in (USUAL, "none") and not is_fixed
 
 
 def no_normalization(channels: int) -> Normalization:

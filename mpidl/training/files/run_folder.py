@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import glob
-import hashlib
 import math
 import os
 import shutil
@@ -18,15 +17,16 @@ from typing import Any
 import numpy as np
 
 from mpidl.comm import World
-from mpidl.errors import Fault, UserError
+from mpidl.errors import NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.report import Metrics, history, metrics, plots, status
 from mpidl.report.trackers import tracking
 from mpidl.training import timeline
+from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint
 from mpidl.training.progress import Position
 
-CONFUSION, TENSORBOARD = "confusion.csv", "tensorboard"
+BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files is that of a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
@@ -34,6 +34,7 @@ MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
+    BAD_IMAGES,
     CONFUSION,
     history.FILE,
     "model.h5",
@@ -292,8 +293,8 @@ class RunWriter:
         """
         if self.out is None:
             return
-        self._compare(tables, position.iteration)
-        self._check_finite(tables, position.iteration, learning_rate)
+        audit(self.world, tables, position.iteration)
+        self.check_finite(tables, position.iteration, learning_rate)
 
         def write():
             if self.record_error is not None:
@@ -304,6 +305,12 @@ class RunWriter:
             checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
 
         self._on_rank_0(write)
+
+    def rewind(self, iteration: int) -> None:
+        """Remove the records of later iterations, which the run computes again."""
+        self.recorder.cut(iteration)
+        if self.metrics is not None:
+            self._try(self.metrics.rewind, iteration)
 
     def plot(self, end: bool = False) -> None:
         """Draw progress.png, at most once per PLOT_SECONDS before the end of the run."""
@@ -320,23 +327,15 @@ class RunWriter:
         if self.metrics:
             self.metrics.close()
 
-    def _compare(self, tables, iteration):
-        sha256 = hashlib.sha256()
-        for arrays in tables.values():
-            for array in arrays.values():
-                sha256.update(np.ascontiguousarray(array))
-        digest = np.frombuffer(sha256.digest(), np.int64)
-        if not np.array_equal(self.world.gop("max", digest), self.world.gop("min", digest)):
-            raise Fault(
-                f"the ranks' weights differ at iteration {iteration}: expected the same bytes on "
-                "all ranks (python -m mpidl.info shows what each rank runs on)"
-            )
-
-    def _check_finite(self, tables, iteration, learning_rate):
+    def check_finite(
+        self,
+        tables: Mapping[str, Mapping[str, np.ndarray]],
+        iteration: int,
+        learning_rate: float,
+    ) -> None:
+        """Raise NotFinite if an array of the tables is not finite."""
         for arrays in tables.values():
             for name, array in arrays.items():
                 if not np.isfinite(array).all():
-                    raise Fault(
-                        f"{name} is not finite after iteration {iteration}, on all ranks; "
-                        f"{self.folder.advice(learning_rate)}"
-                    )
+                    what = f"{name} is not finite after iteration {iteration}, on all ranks"
+                    raise NotFinite(what, self.folder.advice(learning_rate))

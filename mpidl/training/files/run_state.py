@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.training import input_pipeline
+from mpidl.training import input_pipeline, skipped_images
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.optimizers.checks import describe_spec
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
@@ -18,19 +18,29 @@ if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 
-def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (tables, facts) of a checkpoint: arrays by table, and JSON values.
-
-    `RunWriter.save` adds the position.
-    """
-    net, options, validation = trainer.net, trainer.options, trainer.validation
+def progress(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (tables, facts) of the state that training changes, except the position."""
+    net, validation = trainer.net, trainer.validation
     tables = {
         "learnables": {name: np.asarray(a) for name, a in net.parameters.items()},
         "state": {name: np.asarray(a) for name, a in net.state.items()},
         "optimizer": trainer.optimizer.state(),
         **validation.tables(),
-        **input_pipeline.tables(net),
     }
+    return tables, {"validation": validation.facts()}
+
+
+def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (tables, facts) of a checkpoint: arrays by table, and JSON values.
+
+    `RunWriter.save` adds the position.
+    """
+    net, options = trainer.net, trainer.options
+    tables, state = progress(trainer)
+    kept_tables, kept_facts = {}, {}
+    if trainer.rollback is not None:
+        kept_tables, kept_facts = trainer.rollback.stored(trainer.position)
+    tables |= input_pipeline.tables(net) | kept_tables
     facts = {
         "network": net.spec(),
         "input_shape": net.input_shape,
@@ -40,10 +50,12 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         "preprocess": net.preprocess,
         "options": options.as_dict(),
         "optimizer": trainer.optimizer_spec,
-        "validation": validation.facts(),
+        **state,
         "fingerprint": trainer.datastore.fingerprint(),
         "shares": shares(options, trainer.world.size),
         **input_pipeline.facts(options),
+        **kept_facts,
+        **skipped_images.facts(trainer),
         **trainer.facts,
     }
     return tables, facts
@@ -68,6 +80,13 @@ def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> 
             f"optimizer: expected {describe_spec(before)}, as in the run of this checkpoint, "
             f"found {describe_spec(trainer.optimizer_spec)}"
         )
+    set_progress(trainer, arrays, facts)
+    skipped_images.restore(trainer, facts)
+
+
+def set_progress(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Set the network, the optimizer, the validation and the position of a training run."""
+    net = trainer.net
     learnables, state = arrays["learnables"], arrays["state"]
     net.parameters = model_file.matching(net.parameters, learnables, checkpoint.CURRENT)
     net.state = model_file.matching(net.state, state, checkpoint.CURRENT)

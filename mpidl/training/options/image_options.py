@@ -107,6 +107,11 @@ class ImageOptions:
         resume="fixed",
         matlab='OutputSizeMode="randcrop"',
     )
+    on_bad_image: Literal["stop", "skip"] = choice(
+        "If an image cannot be read: stop, or skip it: leave it out of its mini-batch, count it, "
+        "and list it in bad-images.csv",
+        default="stop",
+    )
     workers: int = option(
         at_least(1),
         "Threads per rank that read, decode and augment images ahead of training; affects speed "

@@ -187,6 +187,17 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default=0,
         matlab="CheckpointFrequency",
     )
+    audit_every: int = option(
+        at_least(0),
+        "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
+        "bytes; checkpoints compare them too, and 0 leaves it at that",
+        default=0,
+    )
+    on_nan: Literal["stop", "rollback"] = choice(
+        "If the loss or a weight is NaN or infinite: stop, or return to the last epoch or periodic "
+        "checkpoint and continue with half the learning rate, at most 5 times",
+        default="stop",
+    )
     timeout: float = option(
         positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
     )

@@ -132,6 +132,70 @@ def test_kernels_work_in_a_forked_child():
     assert process.stdout == "both went on\n", process.stderr
 
 
+# Each call runs in a forked child, whose kernels have no scratch memory yet. Its address space
+# may grow by less than scratch memory needs. Arrays of results come from an arena that has room.
+SCARCE = """
+import os, resource, sys
+
+from cases import CASES
+from conformance import arguments, call, share
+from cpu_builds import bytes_of
+
+from mpidl.backends import CPU
+from mpidl.backends.cpu import arenas
+
+def limit(nbytes):
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
+
+def is_refused(case):
+    values = arguments(case, CPU, share(3))
+    arenas.empty((16 << 20,))
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    limit(pages * os.sysconf("SC_PAGE_SIZE") + (1 << 20))  # the stack may grow
+    try:
+        call(case, CPU, values)
+    except MemoryError as error:
+        refused = "of scratch for a kernel" in str(error)
+    else:
+        refused = False
+    limit(resource.RLIM_INFINITY)
+    first, second = (bytes_of(call(case, CPU, arguments(case, CPU, share(3)))) for _ in range(2))
+    return refused and first == second
+
+checked = set()
+for case in CASES:
+    if case.function in set(sys.argv) - checked or "all" in sys.argv:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            code = 9
+            try:
+                code = int(is_refused(case))
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        checked |= {case.function} if code == 1 else set()
+        print(case.function, code)
+"""
+NEED_SCRATCH = ("conv2d", "conv2d_backward", "dense", "dense_backward", "cross_entropy")
+
+
+@pytest.mark.parametrize(
+    "functions", [NEED_SCRATCH, pytest.param(("all",), marks=pytest.mark.slow("ranks"))]
+)
+def test_refused_scratch_memory_raises_memory_error(functions):
+    """It neither ends the process nor touches memory, and a later call computes as usual."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run(
+        [sys.executable, "-c", SCARCE, *functions], env=environment, capture_output=True, text=True
+    )
+    lines = [line.split() for line in process.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr
+    assert {code for _, code in lines} <= {"0", "1"}, process.stdout + process.stderr
+    assert {name for name, code in lines if code == "1"} >= set(NEED_SCRATCH), process.stdout
+
+
 def test_a_stride_may_be_larger_than_the_image():
     x = np.arange(4 * 16, dtype=np.float32).reshape(1, 1, 2, 2, 16)
     weight = np.full((1, 1, 1, 1), 2, np.float32)

@@ -6,11 +6,13 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl import losses
+from mpidl.data.datastore import Derived
 from mpidl.errors import UserError
 from mpidl.training import trainer
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
+from mpidl.training.gpu_step import StepProgram
 from mpidl.training.optimizers import of_options
 from mpidl.training.schedules import rate_of
 
@@ -131,3 +133,40 @@ def test_worker_loads_do_not_change_a_byte(world):
     assert len(hashes) == 1
     with pytest.raises(UserError, match="--worker-load measured: on GPUs the shares are fixed"):
         trained(world, worker_load="measured")
+
+
+def test_a_rollback_records_the_step_again(world, monkeypatch):
+    """The run continues from the end of the first epoch, with half the rate."""
+    finish, count = StepProgram.finish, []
+
+    def spoiled(self, handle):
+        loss, *others = finish(self, handle)
+        count.append(1)
+        return (np.nan if len(count) == 3 else loss, *others)
+
+    monkeypatch.setattr(StepProgram, "finish", spoiled)
+    net, result = trained(world, on_nan="rollback", learning_rate=0.1)
+    assert (result.rollbacks, result.iterations) == (1, 4) and len(count) == 5
+    expected, _ = trained(world, learn_rate_schedule=lambda _, i: 0.1 if i <= 2 else 0.05)
+    assert weights_sha256(net) == weights_sha256(expected)
+
+
+def test_images_that_cannot_be_read_are_skipped(world):
+    """The mini-batch is smaller, as the last one of an epoch may be."""
+
+    class Damaged(Derived):
+        def read(self, indices):
+            for i in indices:
+                if i in (3, 40):
+                    raise UserError(f"{self.located(int(i))}: damaged")
+            return self.parent.read(indices)
+
+    options = {"batch_size": 80, "shuffle": "never", "on_bad_image": "skip"}
+    weights = {}
+    usable = pictures(80).subset(np.setdiff1d(np.arange(80), [3, 40]))
+    for name, store in {"skipped": Damaged(pictures(80)), "usable": usable}.items():
+        net = small()
+        result = trainer.train(net, store, training_options(**options), world=world)
+        weights[name] = weights_sha256(net)
+        assert result.skipped_images == (2 if name == "skipped" else 0)
+    assert weights["skipped"] == weights["usable"] != weights_sha256(trained(world)[0])

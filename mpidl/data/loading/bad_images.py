@@ -1,0 +1,181 @@
+"""Leave out images that cannot be read, the same ones on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl.data.checks import read_images, read_targets
+from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
+from mpidl.files import call_together
+
+CHUNK = 64  # images that `search` reads at a time
+
+
+class Unreadable(NamedTuple):
+    """Takes the place of a rank's share of a mini-batch whose images cannot all be read.
+
+    Attributes
+    ----------
+    reasons : dict
+        {index of an image: error message}
+    """
+
+    reasons: dict[int, str]
+
+
+class BadImages:
+    """The images of a set that mini-batches leave out, because they cannot be read.
+
+    All ranks hold the same images. If a rank cannot read an image of its share, the ranks tell each
+    other (`evaluation.agreed`), and make the mini-batch again without the image. The other images
+    of the mini-batch are divided among the ranks as in any smaller mini-batch.
+
+    Attributes
+    ----------
+    reasons : dict
+        {index of an image in the set: error message}
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, options: Any) -> BadImages | None:
+        """Return a new object if the option `on_bad_image` is "skip".
+
+        Parameters
+        ----------
+        options : object
+            Options with the attribute `on_bad_image`, such as `TrainingOptions`.
+
+        Returns
+        -------
+        BadImages or None
+            None if the option is "stop".
+        """
+        return cls() if options.on_bad_image == "skip" else None
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def merge(self, ranks: Iterable[Mapping[int, str]]) -> None:
+        """Add what each rank found; the message of the lowest rank is kept.
+
+        Parameters
+        ----------
+        ranks : iterable of mapping
+            {index: error message} of each rank.
+        """
+        for reasons in ranks:
+            self.reasons = {**reasons, **self.reasons}
+
+    def without(self, indices: np.ndarray, datastore: Datastore) -> np.ndarray:
+        """Return the indices of the images that can be read, in the same order.
+
+        Parameters
+        ----------
+        indices : np.ndarray
+            Indices of images, such as those of a mini-batch.
+        datastore : Datastore
+            The images, for the error message.
+
+        Returns
+        -------
+        np.ndarray
+            The other indices.
+
+        Raises
+        ------
+        UserError
+            If none of them can be read.
+        """
+        if not self.reasons:
+            return indices
+        kept = indices[~np.isin(indices, list(self.reasons))]
+        if len(indices) and not len(kept):
+            reason = self.reasons[int(indices[0])]
+            raise UserError(
+                f"{datastore.describe()}: expected a mini-batch with images, but none of its "
+                f"{len(indices)} images can be read; the first: {reason}"
+            )
+        return kept
+
+    def usable(self, datastore: Datastore) -> Datastore:
+        """Return the images of a set that can be read.
+
+        Parameters
+        ----------
+        datastore : Datastore
+            The images.
+
+        Returns
+        -------
+        Datastore
+            The set itself if all can be read, else a subset.
+        """
+        if not self.reasons:
+            return datastore
+        return datastore.subset(self.without(np.arange(len(datastore)), datastore))
+
+    def search(self, datastore: Datastore, world: Any) -> None:
+        """Read all images of a set once, and add those that fail. Collective.
+
+        Parameters
+        ----------
+        datastore : Datastore
+            The images.
+        world : World or None
+            The ranks that share the images; None if there is only this rank.
+        """
+        rank, size = (0, 1) if world is None else (world.rank, world.size)
+        first, stop = (len(datastore) * r // size for r in (rank, rank + 1))
+        has_targets = datastore.targets_shape is not None
+
+        def read(indices):
+            read_images(datastore, indices)
+            if has_targets:
+                read_targets(datastore, indices)
+
+        def read_share():
+            found: dict[int, str] = {}
+            for start in range(first, stop, CHUNK):
+                found |= unreadable(read, np.arange(start, min(start + CHUNK, stop)))
+            return found
+
+        found = read_share() if world is None else call_together(world, read_share)
+        self.merge([found] if world is None else world.allgather(found))
+
+
+def unreadable(read: Callable[[np.ndarray], object], indices: np.ndarray) -> dict[int, str]:
+    """Read images together and, if that fails, one by one; return {index: error message}.
+
+    Parameters
+    ----------
+    read : callable
+        ``read(indices)`` reads images; it raises UserError if that fails.
+    indices : np.ndarray
+        Indices of the images.
+
+    Raises
+    ------
+    UserError
+        If the images cannot be read together, although each of them can be read alone.
+    """
+    try:
+        read(indices)
+        return {}
+    except UserError:
+        pass  # find the images to which it applies
+    reasons = {}
+    for i in indices:
+        try:
+            read(np.array([i]))
+        except UserError as error:
+            reasons[int(i)] = str(error)
+    if not reasons:
+        read(indices)
+    return reasons

@@ -1,0 +1,100 @@
+"""Compare what the ranks hold, and name the rank whose bytes differ."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpidl.errors import Fault
+
+if TYPE_CHECKING:
+    from mpidl.comm import World
+    from mpidl.training.trainer import Trainer
+
+MOST_NAMES = 3  # largest number of ranks, and of arrays, that a message names
+
+
+def audit(world: World, tables: Mapping[str, Mapping[str, np.ndarray]], iteration: int) -> None:
+    """Compare the bytes of arrays that must be the same on all ranks. Collective.
+
+    The ranks exchange a hash of all arrays. Only if hashes differ, they exchange one per array.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    tables : mapping
+        {"learnables": {"conv1.weight": array, ...}, ...}
+    iteration : int
+        Number of iterations so far, for the message.
+
+    Raises
+    ------
+    Fault
+        On all ranks, if an array differs. With three or more ranks, the message names the ranks
+        that differ from the majority.
+    """
+    total = hashlib.sha256()
+    for arrays in tables.values():
+        for array in arrays.values():
+            total.update(np.ascontiguousarray(array))
+    digest = np.frombuffer(total.digest(), np.int64)
+    if np.array_equal(world.gop("max", digest), world.gop("min", digest)):
+        return
+    digests = {
+        name: hashlib.sha256(np.ascontiguousarray(array)).digest()
+        for arrays in tables.values()
+        for name, array in arrays.items()
+    }
+    text = difference(world.allgather(digests), world.hosts)
+    raise Fault(
+        f"the ranks' weights differ at iteration {iteration}: {text}; the memory or the processor "
+        "of a host may be faulty (python -m mpidl.info shows what each rank runs on)"
+    )
+
+
+def difference(ranks: Sequence[Mapping[str, bytes]], hosts: Sequence[str]) -> str:
+    """Describe which ranks hold other bytes than the majority, and in which arrays.
+
+    Parameters
+    ----------
+    ranks : sequence of mapping
+        {name of an array: hash} of each rank.
+    hosts : sequence of str
+        Host of each rank.
+
+    Returns
+    -------
+    str
+        Such as "rank 2 on host n3 differs from the other 3 ranks in conv1.weight".
+    """
+    keys = [tuple(sorted(digests.items())) for digests in ranks]
+    (most, count), *_ = collections.Counter(keys).most_common(1)
+    if 2 * count <= len(ranks):
+        names = _some(sorted({n for d in ranks for n in d if d[n] != ranks[0].get(n)}))
+        all_ranks = _some([f"rank {rank} on host {host}" for rank, host in enumerate(hosts)])
+        return f"{all_ranks} disagree in {names}, and no majority shows which of them is wrong"
+    right = dict(most)
+    wrong = [rank for rank, key in enumerate(keys) if key != most]
+    names = _some(sorted({n for rank in wrong for n in right if ranks[rank].get(n) != right[n]}))
+    places = _some([f"rank {rank} on host {hosts[rank]}" for rank in wrong])
+    verb = "differs" if len(wrong) == 1 else "differ"
+    return f"{places} {verb} from the other {count} ranks in {names}"
+
+
+def _some(names):
+    """Join the first names, and say how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+class AuditHook:
+    """Compares the ranks' weights every `audit_every` iterations; checkpoints compare them too."""
+
+    def step(self, trainer: Trainer) -> None:
+        if trainer.position.iteration % trainer.options.audit_every == 0:
+            trainer.audit()

@@ -1,0 +1,90 @@
+"""Find ranks for which the others always wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidl.phases import Seconds
+
+WINDOW = 10.0  # shortest time for a judgement, in seconds
+ALWAYS = 0.9  # part of the time in which a rank must be late
+DELAY = 0.1  # part of an interval by which a late rank delays the others
+MOST_NAMES = 3  # largest number of ranks in the message
+
+
+class LateRanks:
+    """Judges which ranks kept the others waiting almost all of the time.
+
+    A rank is late in an interval if it read, computed and summed longer than another rank would
+    with as many images, and if the others waited as long. Both times are at least `DELAY` of the
+    interval. A rank is therefore not late because it has more blocks than the others, or because
+    it writes the files of the run.
+
+    Parameters
+    ----------
+    hosts : sequence of str
+        Host of each rank.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = hosts
+        self.named: tuple[int, ...] = ()  # the ranks in the last message
+        self._clear()
+
+    def _clear(self):
+        self.seconds = 0.0
+        self.late_seconds, self.waits = np.zeros(len(self.hosts)), np.zeros(len(self.hosts))
+
+    def add(self, times: Sequence[Seconds], images: Sequence[int]) -> None:
+        """Add an interval.
+
+        Parameters
+        ----------
+        times : sequence of Seconds
+            What each rank spent the interval on.
+        images : sequence of int
+            Images of each rank in a mini-batch.
+        """
+        share = np.array(images, float)
+        if (share > 0).sum() < 2:
+            return
+        length = max(map(sum, times))
+        waits = np.array([t.wait for t in times])
+        work = np.array([t.input + t.compute + t.sum for t in times])
+        pace = np.divide(work, share, out=np.full(len(work), np.nan), where=share > 0)
+        excess = work - _median_of_others(pace) * share
+        delay = np.minimum(excess, _median_of_others(waits))
+        is_late = (share > 0) & (delay >= DELAY * length)
+        self.seconds += length
+        self.late_seconds += np.where(is_late, length, 0.0)
+        self.waits += waits
+
+    def message(self) -> str | None:
+        """Return a line that names the late ranks, or None.
+
+        The line is about the intervals since the last judgement. It is not repeated as long as the
+        same ranks are late.
+        """
+        if self.seconds < WINDOW:
+            return None
+        late = np.flatnonzero(self.late_seconds >= ALWAYS * self.seconds)
+        seconds, waits = self.seconds, np.delete(self.waits, late)
+        is_news = len(late) > 0 and tuple(late) != self.named
+        self.named = tuple(late)
+        self._clear()
+        if not is_news:
+            return None
+        names = [f"rank {rank} on host {self.hosts[rank]}" for rank in late[:MOST_NAMES]]
+        names += [f"{len(late) - MOST_NAMES} more"] if len(late) > MOST_NAMES else []
+        return (
+            f"warning: always late: {', '.join(names)}; in the last {seconds:.0f} s, the other "
+            f"ranks waited {np.median(waits) / seconds:.0%} of the time (--worker-load measured "
+            "gives slow ranks less work)"
+        )
+
+
+def _median_of_others(values):
+    """Return for each rank the median over the other ranks, without NaN."""
+    return np.array([np.nanmedian(np.delete(values, rank)) for rank in range(len(values))])

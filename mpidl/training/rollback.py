@@ -1,0 +1,115 @@
+"""Return to the last good state of a run if its loss or its weights are not finite."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.errors import Fault, NotFinite
+from mpidl.training.files import run_state
+from mpidl.training.progress import EpochSummary, Position
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
+
+LIMIT = 5  # rollbacks per run
+PREFIX = "rollback_"  # of the tables of a checkpoint that hold an earlier state
+
+
+class Rollback:
+    """Keeps the last good state of a run in memory, and restores it.
+
+    A state is kept at the start, after each epoch and every `checkpoint_every` iterations. A run
+    that was killed resumes from one of these states, so it returns to the same states as an
+    undisturbed run. A checkpoint of another iteration, such as after a signal, also stores the
+    kept state.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, dict[str, np.ndarray]] = {}
+        self.facts: dict[str, Any] = {}
+
+    def keep(self, trainer: Trainer) -> None:
+        """Keep the current state; raise NotFinite if it is not finite. Collective."""
+        trainer.wait()
+        tables, facts = run_state.progress(trainer)
+        position, problem = trainer.position, None
+        try:
+            trainer.writer.check_finite(tables, position.iteration, trainer.optimizer.learning_rate)
+        except NotFinite as error:
+            problem = error
+        if trainer.world.gop("or", problem is not None):
+            trainer.audit()  # raises a Fault if only some of the ranks have this problem
+        if problem is not None:
+            raise problem
+        self.arrays = _copied(tables)
+        self.facts = {"position": asdict(position), **copy.deepcopy(facts)}
+
+    def load(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Keep the earlier state that a checkpoint stores, if it stores one."""
+        if "rollback" in facts:
+            self.facts = facts["rollback"]
+            self.arrays = {
+                table.removeprefix(PREFIX): values
+                for table, values in arrays.items()
+                if table.startswith(PREFIX)
+            }
+
+    def stored(self, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return (tables, facts) to add to a checkpoint; empty if it holds the kept state."""
+        if self.facts["position"]["iteration"] == position.iteration:
+            return {}, {}
+        tables = {f"{PREFIX}{table}": arrays for table, arrays in self.arrays.items()}
+        return tables, {"rollback": self.facts}
+
+    def restore(self, trainer: Trainer, problem: NotFinite) -> None:
+        """Return to the kept state, with lower learning rates from there on. Collective.
+
+        Raises
+        ------
+        Fault
+            If the run has rolled back `LIMIT` times.
+        """
+        count = trainer.position.rollbacks + 1
+        if count > LIMIT:
+            raise Fault(f"{problem}; the run has rolled back {LIMIT} times (--on-nan rollback)")
+        with trainer.renewed_step():
+            run_state.set_progress(trainer, _copied(self.arrays), self.facts)
+            trainer.position.rollbacks = count
+        trainer.writer.rewind(trainer.position.iteration)
+        trainer.console.line(
+            f"warning: {problem.what}: rolled back to iteration {trainer.position.iteration}; "
+            f"learning rates are now multiplied by {trainer.position.rate_factor:g} (rollback "
+            f"{count} of at most {LIMIT})"
+        )
+
+
+def _copied(tables):
+    """Copy arrays by table: optimizers overwrite arrays in place."""
+    return {
+        table: {name: np.array(array) for name, array in arrays.items()}
+        for table, arrays in tables.items()
+    }
+
+
+class RollbackHook:
+    """Keeps the states to which a run may return."""
+
+    def __init__(self, rollback: Rollback) -> None:
+        self.rollback = rollback
+
+    def start(self, trainer: Trainer) -> None:
+        if not self.rollback.facts:
+            self.rollback.keep(trainer)
+
+    def step(self, trainer: Trainer) -> None:
+        interval, iteration = trainer.options.checkpoint_every, trainer.position.iteration
+        if interval and iteration % interval == 0 and not trainer.at_epoch_end:
+            self.rollback.keep(trainer)
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        self.rollback.keep(trainer)

@@ -1,0 +1,113 @@
+"""Report the images that a run skipped, and store them in its checkpoints."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpidl.data.datastore import Datastore
+from mpidl.data.loading.bad_images import BadImages
+from mpidl.files import call_together, write_whole
+from mpidl.training.files.run_folder import BAD_IMAGES
+from mpidl.training.progress import EpochSummary
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
+
+MOST_LINES = 5  # messages about single images
+HEADINGS = ["set", "image", "reason"]
+
+
+def write_list(folder: str | os.PathLike[str], sets: Mapping[str, Any]) -> None:
+    """Write the skipped images of some sets to bad-images.csv; keep the rows of other sets.
+
+    Parameters
+    ----------
+    folder : path
+        The folder of the run.
+    sets : mapping
+        {name of a set: (Datastore, BadImages)}
+    """
+    path, rows = os.path.join(folder, BAD_IMAGES), []
+    if os.path.exists(path):
+        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            rows = [row for row in list(csv.reader(file))[1:] if row[0] not in sets]
+    for name, (store, bad_images) in sets.items():
+        reasons = sorted(bad_images.reasons.items())
+        rows += [[name, store.located(i), reason] for i, reason in reasons]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([HEADINGS, *rows])
+    write_whole(path, text.getvalue().encode("utf-8", "surrogateescape"))
+
+
+def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
+    """Return {name: (images, skipped images)} of the sets of a run; {} if none are skipped."""
+    validation = trainer.validation
+    sets = {"training": (trainer.datastore, trainer.bad_images)}
+    sets["validation"] = validation.store, validation.bad_images
+    return {
+        name: (store, bad_images)
+        for name, (store, bad_images) in sets.items()
+        if store is not None and bad_images is not None
+    }
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """Return {"bad_images": {name of a set: {index: reason}}} for a checkpoint, or {}."""
+    found = {name: bad.reasons for name, (_, bad) in sets_of(trainer).items() if len(bad)}
+    return {"bad_images": found} if found else {}
+
+
+def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Set the skipped images of a resumed run, from the facts of its checkpoint."""
+    for name, (_, bad_images) in sets_of(trainer).items():
+        reasons = saved.get("bad_images", {}).get(name, {})
+        bad_images.merge([{int(i): reason for i, reason in reasons.items()}])
+
+
+class SkippedImagesHook:
+    """Prints messages about the first skipped images, counts them, and lists all in a file."""
+
+    def __init__(self) -> None:
+        self.told: set[tuple[str, int]] = set()
+        self.listed = 0
+
+    def start(self, trainer: Trainer) -> None:
+        self._tell(trainer)
+
+    def step(self, trainer: Trainer) -> None:
+        self._tell(trainer)
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        self._tell(trainer)
+        counts = [f"{len(bad)} of {name}" for name, (_, bad) in sets_of(trainer).items() if bad]
+        if counts:
+            trainer.console.line(f"Epoch: {summary.epoch}, Skipped images: {', '.join(counts)}")
+        self._list(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        self._tell(trainer)
+        self._list(trainer)
+
+    def _tell(self, trainer):
+        """Print messages about new images."""
+        for name, (_, bad_images) in sets_of(trainer).items():
+            for i, reason in bad_images.reasons.items():
+                if (name, i) not in self.told:
+                    self.told.add((name, i))
+                    if len(self.told) <= MOST_LINES:
+                        trainer.console.line(f"warning: skipped an image: {reason}")
+
+    def _list(self, trainer):
+        """Write the file if there are new images. Collective."""
+        if trainer.writer.out is None or self.listed == len(self.told):
+            return
+        self.listed = len(self.told)
+
+        def write():
+            write_list(trainer.writer.out, sets_of(trainer))
+
+        call_together(trainer.world, write if trainer.world.rank == 0 else lambda: None)

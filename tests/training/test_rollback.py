@@ -1,0 +1,152 @@
+"""Runs that return to an earlier state because a weight or the loss is not finite."""
+
+import numpy as np
+import pytest
+from short_training import pictures, small
+
+import mpidl as dl
+from mpidl.errors import Fault
+from mpidl.report import metrics
+from mpidl.training.files import checkpoint
+
+pytestmark = pytest.mark.usefixtures("without_plots")
+PER_EPOCH = 3  # iterations
+SLOW = pytest.mark.slow("ranks")
+
+
+class Spoil:
+    """A hook that makes a weight NaN after some iterations, each of them once."""
+
+    def __init__(self, *iterations, element=np.nan):
+        self.iterations_left, self.element = list(iterations), element
+
+    def step(self, trainer):
+        if trainer.position.iteration in self.iterations_left:
+            self.iterations_left.remove(trainer.position.iteration)
+            weight = np.array(trainer.net.parameters["dense1.weight"])
+            weight.flat[0] = self.element
+            trainer.net.parameters["dense1.weight"] = weight
+
+
+class Stop:
+    def __init__(self, iteration):
+        self.iteration_of_stop = iteration
+
+    def step(self, trainer):
+        if trainer.position.iteration == self.iteration_of_stop:
+            trainer.stop()
+
+
+def train(world, hooks=(), out=None, resume=None, **options):
+    net = small()
+    options = {"epochs": 4, "batch_size": 40, "verbose": "off", "on_nan": "rollback"} | options
+    result = dl.train(
+        net,
+        pictures(100),
+        dl.TrainingOptions(**options),
+        world=world,
+        hooks=hooks,
+        out=out,
+        resume=resume,
+    )
+    return dl.weights_sha256(net), result
+
+
+def halved_after(*iterations, rate=0.01):
+    """Return a schedule that halves the rate after each of the iterations."""
+    return lambda epoch, i: rate * 0.5 ** sum(i > after for after in iterations)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "every", "returns"),
+    [
+        ([4], 0, [3]),  # the loss of iteration 5 is NaN; epoch 1 ended with iteration 3
+        ([5], 2, [4]),  # a periodic checkpoint
+        ([1], 0, [0]),
+        ([6], 0, [3]),  # at the end of an epoch, before its state is kept
+        ([4, 8, 10], 0, [3, 6, 9]),
+    ],
+)
+def test_the_run_continues_from_the_last_state_with_half_the_rate(world, spoiled, every, returns):
+    weights, result = train(world, [Spoil(*spoiled)], checkpoint_every=every)
+    assert result.rollbacks == len(returns) and result.iterations == 4 * PER_EPOCH
+    expected, plain = train(world, learn_rate_schedule=halved_after(*returns))
+    assert weights == expected and plain.rollbacks == 0
+    assert weights != train(world)[0]  # negative control: the rate matters
+    iterations = result.history.iteration
+    assert iterations.iteration.tolist() == list(range(1, 13))
+    expected_rates = [halved_after(*returns)(0, i) for i in range(1, 13)]
+    assert iterations.learning_rate.tolist() == expected_rates
+
+
+def test_the_option_does_not_change_a_run_without_nan(world):
+    assert train(world)[0] == train(world, on_nan="stop")[0]
+
+
+def test_without_rollback_the_run_ends(world):
+    with pytest.raises(Fault, match="the loss is nan at epoch 2, iteration 5"):
+        train(world, [Spoil(4)], on_nan="stop")
+
+
+def test_the_number_of_rollbacks_is_limited(world):
+    class Always(Spoil):
+        def step(self, trainer):
+            self.iterations_left = [4]
+            super().step(trainer)
+
+    text = r"the loss is nan at epoch 2, iteration 5.*; the run has rolled back 5 times \(--on-nan"
+    with pytest.raises(Fault, match=text):
+        train(world, [Always(4)])
+
+
+@pytest.mark.parametrize(
+    ("every", "stop"),
+    [
+        (0, 4),
+        (2, 7),
+        *(pytest.param(*pair, marks=SLOW) for pair in [(0, 5), (0, 7), (2, 4), (2, 5)]),
+    ],
+)
+def test_a_resumed_run_returns_to_the_same_states(world, tmp_path, every, stop):
+    """A checkpoint between the kept states stores the kept one, too."""
+    out = world.broadcast(str(tmp_path / "run"))
+    expected, _ = train(world, [Spoil(5, 8)], checkpoint_every=every)
+    hooks = [Spoil(5, 8), Stop(stop)]
+    _, stopped = train(world, hooks, out=out, checkpoint_every=every)
+    assert stopped.stopped is not None and stopped.iterations <= stop
+    left = hooks[0].iterations_left
+    weights, result = train(world, [Spoil(*left)], resume=out, checkpoint_every=every)
+    assert weights == expected and result.rollbacks == 2
+    if world.rank == 0:
+        records = [r for r in metrics.read(f"{out}/metrics.jsonl") if r["kind"] == "iteration"]
+        assert [r["iteration"] for r in records] == list(range(1, 13))
+
+
+def test_a_regular_checkpoint_stores_one_state(world, tmp_path):
+    out = world.broadcast(str(tmp_path / "run"))
+    train(world, out=out)
+    arrays, facts = checkpoint.load(out)
+    assert not any(table.startswith("rollback") for table in arrays) and "rollback" not in facts
+
+
+def test_the_validation_is_restored(world):
+    """The best network and the patience are those of the kept state."""
+    options = {
+        "validation": pictures(30, "others"),
+        "validation_frequency": 2,
+        "output_network": "best-validation",
+        "checkpoint_every": 2,
+    }
+    weights, result = train(world, [Spoil(7)], **options)
+    schedule = halved_after(6)
+    expected, plain = train(world, learn_rate_schedule=schedule, **options)
+    assert weights == expected and result.best_iteration == plain.best_iteration
+    iterations = result.history.validation.iteration.tolist()
+    assert iterations == plain.history.validation.iteration.tolist()
+
+
+def test_state_of_the_optimizer(world):
+    options = {"solver": "adam", "learning_rate": 0.01}
+    weights, result = train(world, [Spoil(4, element=np.inf)], **options)
+    expected, _ = train(world, learn_rate_schedule=halved_after(3), **options)
+    assert weights == expected and result.rollbacks == 1
