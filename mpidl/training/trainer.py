@@ -125,6 +125,7 @@ def train(
     datastore, options = held_out(datastore, options)
     input_pipeline.check(net, datastore, options)
     folder = RunFolder(out, resume, overwrite, world)
+    world.transport.report_folder = folder.out
     hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
     backends.configure(winograd=options.winograd, precision=options.precision)
     _use_device(world, options)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.comm import World
+from mpidl.comm import World, hang_report
 from mpidl.errors import Fault, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.report import Metrics, history, metrics, plots, status, stop_file
@@ -27,6 +27,7 @@ RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
     CONFUSION,
+    hang_report.NAME,
     history.FILE,
     "model.h5",
     "options.toml",
