@@ -16,7 +16,7 @@ from typing import Any
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, Parser, typed_command
 from mpidl.comm import failure
-from mpidl.comm.job_command import JobCommand
+from mpidl.comm.job_words import JobCommand
 from mpidl.comm.job_process import POLL_SECONDS, JobProcess
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason

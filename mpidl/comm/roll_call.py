@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
 PING, PONG = 1, 2  # tags of the control communicator: a question to all ranks, and its answer
-LOOK, SIGHTINGS = 7, 8  # a request to look at ranks of the same host, and its answer
+LOOK, SIGHTINGS = 9, 10  # a request to look at ranks of the same host, and its answer
 ANSWER_SECONDS = 0.8  # time for the other ranks to answer
 LOOK_SECONDS = 0.8  # time for ranks of other hosts to look at silent ranks there
 NEIGHBOUR_SECONDS = 1.0  # time between two looks at a neighbour

@@ -1,9 +1,9 @@
-"""A thread that ends the job if MPI does not return to the main thread.
+"""A thread that ends the job if MPI does not return to the main thread, or the launcher has ended.
 
 A wait of `Transport` is a loop that notices by itself that it takes too long. A call of MPI may
 block inside MPI, for example if a rank is stopped while all ranks split a communicator. Only
 another thread can notice that. It calls no MPI, and ends this process. The launcher then ends the
-job.
+job. If the launcher's process on this host is killed, its ranks would go on and keep mpirun waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mpidl.comm import acts
+from mpidl.comm import acts, failure
 
 SECONDS = 0.25  # time between two looks
 LONGEST_STEP = 1.0  # if more time passes between two looks, all processes were suspended
@@ -50,6 +50,7 @@ class Watchdog:
         self.rank = 0
         self.describe: Describe = _describe
         self._count, self._seconds = -1, 0.0
+        self._parent = None if failure.launched_ranks() is None else os.getppid()
 
     def run(self) -> None:
         """Look at the main thread until the process ends."""
@@ -61,13 +62,15 @@ class Watchdog:
             previous = now
 
     def look(self, seconds: float) -> None:
-        """End the process if the current operation has made no progress for its limit.
+        """End the process if the current operation exceeds its limit, or the launcher has ended.
 
         Parameters
         ----------
         seconds : float
             Time since the previous look.
         """
+        if self._parent not in (None, os.getppid()):
+            self._end_with(f"{_process()}: the launcher on this host has ended")
         operation, limit, count = self.record.operation, self.record.limit, self.record.count
         if operation is None or count != self._count:
             self._count, self._seconds = count, 0.0
@@ -77,15 +80,20 @@ class Watchdog:
             return
         time.sleep(TURN * min(self.rank, MAX_TURNS))
         if self.record.count == count:
-            print(self.describe(operation, limit), file=sys.stderr, flush=True)
-            self._end(1)
+            self._end_with(self.describe(operation, limit))
+
+    def _end_with(self, message):
+        with contextlib.suppress(OSError):  # the reader of stderr may have ended, too
+            print(message, file=sys.stderr, flush=True)
+        self._end(1)
+
+
+def _process():
+    return f"mpidl: process {os.getpid()} on host {platform.node()}"
 
 
 def _describe(operation, limit):
-    return (
-        f"mpidl: process {os.getpid()} on host {platform.node()}: {operation} did not complete "
-        f"within {limit:g} s"
-    )
+    return f"{_process()}: {operation} did not complete within {limit:g} s"
 
 
 _watchdog: Watchdog | None = None

@@ -6,7 +6,7 @@ import pytest
 
 from mpidl.cli import launch
 from mpidl.comm import failure
-from mpidl.comm.job_command import JobCommand
+from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 
 # Each start writes its options to a file. It ends with the next exit code, of which "c1" also

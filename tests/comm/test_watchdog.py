@@ -49,6 +49,20 @@ def test_many_short_operations(dog):
     assert dog.codes == []
 
 
+def test_a_launcher_that_has_ended(dog, monkeypatch, capsys):
+    """The ranks of a host are children of its launcher until that ends."""
+    looks(dog, 1)
+    assert dog.codes == []
+    monkeypatch.setenv("PMI_SIZE", "3")
+    dog = watchdog.Watchdog(dog.record, dog.codes.append)
+    looks(dog, 1)
+    assert dog.codes == []
+    monkeypatch.setattr(watchdog.os, "getppid", lambda: 1)
+    looks(dog, 1)
+    assert dog.codes == [1]
+    assert capsys.readouterr().err.endswith(": the launcher on this host has ended\n")
+
+
 def test_the_guard_records_the_operation():
     record = acts.record()
     outer = record.operation

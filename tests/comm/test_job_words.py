@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from mpidl.comm.job_command import JobCommand
+from mpidl.comm.job_words import JobCommand
 from mpidl.errors import UserError
 
 TRAIN = ["python", "-m", "mpidl.train"]
