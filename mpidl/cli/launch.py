@@ -16,8 +16,8 @@ from typing import Any
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, Parser, typed_command
 from mpidl.comm import failure
-from mpidl.comm.job_words import JobCommand
 from mpidl.comm.job_process import POLL_SECONDS, JobProcess
+from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason
 from mpidl.training.files import checkpoint
@@ -128,8 +128,8 @@ class Supervisor:
         for count in range(self.restarts + 1):
             before, begin = self._checkpoint(), time.monotonic()
             job = JobProcess([*self.command.start, *self._options()], self.environment)
-            has_processes = self.command.launcher is not None and not self.command.uses_srun
-            code = job.wait(self.signals, has_processes)
+            is_local = self.command.launcher is not None and not self.command.hosts
+            code = job.wait(self.signals, is_local and not self.command.uses_srun)
             is_refused = code == 2 and job.has_message
             if code in (0, arguments.STOPPED) or is_refused:
                 return code

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "MPIDL_JOB_TOKEN"  # all processes of a job have this variable, with the same value
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 1.0  # time between two looks for the processes of the job
-ALONE_SECONDS = 10.0  # longest time for which a launcher may have no other process
+LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
+ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
 TAIL_LINES = 400
 
@@ -72,16 +72,16 @@ class JobProcess:
             sys.stderr.flush()
             self._tail.append(text.rstrip("\n"))
 
-    def wait(self, signals: Signals, has_processes: bool) -> int:
+    def wait(self, signals: Signals, has_children: bool) -> int:
         """Wait for the end of the job, and return its exit code; negative after a signal.
 
         Parameters
         ----------
         signals : Signals
             Requests to stop. The job receives USR1 for the first of them.
-        has_processes : bool
-            Whether the launcher starts processes on this host. It is then ended if it stays alone,
-            which happens if a part of it is killed while it starts.
+        has_children : bool
+            Whether the launcher starts the ranks on this host. If the process between them and it
+            is killed while MPI starts, the ranks and the launcher wait forever. They are ended.
         """
         is_asked, look_time = False, time.monotonic()
         alone_since = look_time
@@ -93,10 +93,10 @@ class JobProcess:
                     is_asked = True
                     self._process.send_signal(signal.SIGUSR1)
                 now = time.monotonic()
-                if not has_processes or now - look_time < LOOK_SECONDS:
+                if not has_children or now - look_time < LOOK_SECONDS:
                     continue
-                if now - look_time > 2 * LOOK_SECONDS or self._others():
-                    alone_since = now  # this process was suspended, or the job is complete
+                if now - look_time > 2 * LOOK_SECONDS or self._has_child():
+                    alone_since = now  # or this process was suspended
                 look_time = now
                 if now - alone_since > ALONE_SECONDS:
                     self.is_left_alone = True
@@ -120,6 +120,20 @@ class JobProcess:
             time.sleep(0.05)
         self._reader.join(2)
 
+    def _has_child(self):
+        """Return whether the launcher has a child that has not ended."""
+        pid = self._process.pid
+        try:
+            with open(f"/proc/{pid}/task/{pid}/children") as file:
+                children = file.read().split()
+        except OSError:
+            return True  # the system does not tell
+        for child in children:
+            with contextlib.suppress(OSError), open(f"/proc/{child}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] not in "XZ":
+                    return True
+        return False
+
     def _others(self):
         """Return the processes of the job on this host, without the launcher."""
         pids, token = [], self._token.encode()
@@ -139,7 +153,7 @@ class JobProcess:
         """Describe in one line why the job has ended with this exit code."""
         name = os.path.basename(self.words[0])
         if self.is_left_alone:
-            return f"{name} was ended: it had no other process for {ALONE_SECONDS:g} s"
+            return f"the processes of {name} on this host have ended, but not {name} itself"
         return (
             _cause_of_mpidl(self._tail)
             or _cause_of_launcher(self._tail)

@@ -3,7 +3,7 @@
 A wait of `Transport` is a loop that notices by itself that it takes too long. A call of MPI may
 block inside MPI, for example if a rank is stopped while all ranks split a communicator. Only
 another thread can notice that. It calls no MPI, and ends this process. The launcher then ends the
-job. If the launcher's process on this host is killed, its ranks would go on and keep mpirun waiting.
+job. It also ends a rank whose launcher was killed, for which mpirun would wait.
 """
 
 from __future__ import annotations

@@ -78,10 +78,10 @@ def test_a_job_that_dies_is_started_again(pictures, tmp_path, expected, victim, 
 
 def test_a_training_that_dies_each_time(pictures, tmp_path):
     out, network = tmp_path / "run", jobs.network("raises_on_rank_1")
-    with start(*words_of(out, pictures, "--overwrite", restarts=1, network=network)) as job:
+    with start(*words_of(out, pictures, restarts=1, network=network)) as job:
         result = launcher.finish(job)
     assert result.returncode == 1
-    assert result.stderr.count("ArithmeticError: this network breaks on rank 1\n") == 2
+    assert result.stderr.count("\nArithmeticError: this network breaks on rank 1\n") == 2
     cause = "failed, epoch 1, iteration 1: ArithmeticError: this network breaks on rank 1"
     last = [line for line in result.stderr.splitlines() if line.startswith("mpidl: ")][-1]
     assert last.startswith(
