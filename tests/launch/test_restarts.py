@@ -62,7 +62,9 @@ def test_a_job_that_dies_is_started_again(pictures, tmp_path, expected, victim, 
     with start(*words_of(out, pictures)) as job:
         wait_for_iteration(out, 10)
         processes = processes_of(job)
-        pid = processes[victim if victim in processes else "mpiexec.hydra"][-1]
+        if victim not in processes:
+            pytest.skip(f"this MPI has no process {victim}")
+        pid = processes[victim][-1]
         os.kill(pid, number)
         result = launcher.finish(job)
     assert result.returncode == 0, result.stderr
