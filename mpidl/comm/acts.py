@@ -25,7 +25,8 @@ STACK_SECONDS = 0.4  # longest wait for the stacks of other processes
 TEXT_BYTES = 240
 PAGE = 4096  # the acts are in the first page of the file, the stacks behind it
 _ACTIVITY = Struct(f"{TEXT_BYTES}s")
-_ACT = Struct(f"<d{TEXT_BYTES}s")
+_ACT = Struct(f"<d?{TEXT_BYTES}s")  # time, whether the operation still runs, its name
+_END = Struct("<d?")  # the beginning of `_ACT`
 
 ENDED, STOPPED, HIDDEN = ("", "X", "Z"), ("T", "t"), "?"
 # {state of a process: what a message says about the process}; of any other state, that it runs
@@ -90,7 +91,7 @@ class ActRecord:
         faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
         self.operation: str | None = None
         self.limit, self.count = float("inf"), 0
-        self._act("starts")
+        _ACT.pack_into(self._memory, TEXT_BYTES, time.monotonic(), False, b"the start")
 
     def activity(self, text: str) -> None:
         """Record what the program works on, such as "epoch 3, iteration 17"."""
@@ -100,7 +101,8 @@ class ActRecord:
         """Record the begin of an operation, and return the outer operation for `end`."""
         outer = self.operation, self.limit
         self.operation, self.limit = operation, limit
-        self._act(f"waits for {operation}")
+        self.count += 1
+        _ACT.pack_into(self._memory, TEXT_BYTES, time.monotonic(), True, operation.encode())
         return outer
 
     def renew(self) -> None:
@@ -109,16 +111,12 @@ class ActRecord:
 
     def end(self, outer: tuple[str | None, float]) -> None:
         """Record the end of an operation; `outer` is the result of `begin`."""
-        operation, (self.operation, self.limit) = self.operation, outer
-        self._act(
-            f"computes, after {operation}"
-            if self.operation is None
-            else f"waits for {self.operation}"
-        )
-
-    def _act(self, text):
-        self.count += 1
-        _ACT.pack_into(self._memory, TEXT_BYTES, time.monotonic(), text.encode())
+        operation, self.limit = outer
+        if operation is not None:
+            self.begin(operation, self.limit)
+            return
+        self.operation, self.count = None, self.count + 1
+        _END.pack_into(self._memory, TEXT_BYTES, time.monotonic(), False)
 
 
 _record: ActRecord | None = None
@@ -189,10 +187,11 @@ class _View:
         page = self.file.read(PAGE)
         self.file.seek(self.start)
         stacks = self.file.read(self.size - self.start).decode(errors="replace").strip()
-        since, act = _ACT.unpack_from(page, TEXT_BYTES)
+        since, is_waiting, operation = _ACT.unpack_from(page, TEXT_BYTES)
+        act = f"{'waits for' if is_waiting else 'computes, after'} {_text(operation)}"
         age = max(time.monotonic() - since, 0.0)  # the processes of a host share this clock
-        text = f"{_text(page[:TEXT_BYTES])}: {_text(act)}, for {age:.0f} s"
-        return Sighting(self.state, text, stacks)
+        activity = _text(page[:TEXT_BYTES])
+        return Sighting(self.state, f"{activity}: {act}, for {age:.0f} s", stacks)
 
 
 def _text(field):

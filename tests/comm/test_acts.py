@@ -20,11 +20,11 @@ record.activity("epoch 3, iteration 17")
 outer = record.begin("gop max", 5)
 print(*record.address, sep="|", flush=True)
 def count_sheep():
+    print("ready", flush=True)
     while True:
         time.sleep(600)
 if input() == "compute":
     record.end(outer)
-print("ready", flush=True)
 count_sheep()
 """
 
