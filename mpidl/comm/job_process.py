@@ -27,6 +27,7 @@ LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
 TAIL_LINES = 400
+FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
 
 
 class JobProcess:
@@ -193,4 +194,7 @@ def _cause_of_launcher(tail):
 def _cause_of_code(name, code):
     if code < 0:
         return f"{name} was killed by {signal.Signals(-code).name}"
-    return f"{name} ended with exit code {code}"
+    # MPICH's mpirun ends with the number of a signal that has killed a rank, others with 128 more.
+    number = code - 128 if code > 128 else code
+    hint = f": {signal.Signals(number).name} has killed a process" if number in FATAL else ""
+    return f"{name} ended with exit code {code}{hint}"

@@ -67,6 +67,20 @@ def test_causes(text, capfd):
     assert job.has_message == ("mpidl: " in text)
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (9, "ended with exit code 9: SIGKILL has killed a process"),
+        (139, "ended with exit code 139: SIGSEGV has killed a process"),
+        (1, "ended with exit code 1"),
+        (130, "ended with exit code 130"),
+        (-11, "was killed by SIGSEGV"),
+    ],
+)
+def test_causes_of_exit_codes(code, cause):
+    assert job_process._cause_of_code("mpirun", code) == f"mpirun {cause}"
+
+
 def test_a_signal_and_a_program_that_does_not_exist(capfd):
     job = start("kill -9 $$")
     code = job.wait(failure.Signals(), has_children=False)
