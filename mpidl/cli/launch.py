@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -108,7 +109,7 @@ class Supervisor:
         self.out = typed.get("out") or typed.get("resume") or self._new_folder(typed)
         # A checkpoint of another run, which --overwrite replaces, is no state of this one.
         self.foreign = None if typed.get("resume") == self.out else self._checkpoint()
-        self.environment = dict(os.environ)
+        self.environment, self._token = dict(os.environ), secrets.token_hex(8)
 
     def _new_folder(self, typed: Mapping[str, Any]) -> str:
         name = typed.get("network", "digits" if "weights" not in typed else "run")
@@ -127,7 +128,8 @@ class Supervisor:
         pause = FIRST_PAUSE
         for count in range(self.restarts + 1):
             before, begin = self._checkpoint(), time.monotonic()
-            job = JobProcess([*self.command.start, *self._options()], self.environment)
+            words = [*self.command.start, *self._options()]
+            job = JobProcess(words, self.environment, self._token)
             is_local = self.command.launcher is not None and not self.command.hosts
             code = job.wait(self.signals, is_local and not self.command.uses_srun)
             is_refused = code == 2 and job.has_message

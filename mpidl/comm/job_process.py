@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from mpidl.errors import UserError
 if TYPE_CHECKING:
     from mpidl.comm.failure import Signals
 
-VARIABLE = "MPIDL_JOB_TOKEN"  # all processes of a job have this variable, with the same value
+# All processes of a job have this variable. It has the same value at each start of the same job.
+VARIABLE = "MPIDL_JOB_TOKEN"
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child
@@ -41,6 +41,8 @@ class JobProcess:
         The command line.
     environment : mapping
         Environment of the command.
+    token : str
+        Value of `VARIABLE`.
 
     Raises
     ------
@@ -48,14 +50,13 @@ class JobProcess:
         If the program cannot be started.
     """
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._token = f"{VARIABLE}={secrets.token_hex(8)}"
-        name, _, value = self._token.partition("=")
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], token: str) -> None:
+        self._mark = f"{VARIABLE}={token}".encode()
         self.words, self.is_left_alone = words, False
         try:
             self._process = subprocess.Popen(
                 words,
-                env={**environment, name: value},
+                env={**environment, VARIABLE: token},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # signals of the terminal come only from here
@@ -137,11 +138,11 @@ class JobProcess:
 
     def _others(self):
         """Return the processes of the job on this host, without the launcher."""
-        pids, token = [], self._token.encode()
+        pids = []
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != self._process.pid:
                 with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                    if token in file.read().split(b"\0"):
+                    if self._mark in file.read().split(b"\0"):
                         pids.append(int(name))
         return pids
 

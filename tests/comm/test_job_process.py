@@ -1,6 +1,7 @@
 """A job that a launcher has started: its messages, its end, and what it leaves."""
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from mpidl.comm import failure, job_process
 from mpidl.comm.job_process import JobProcess
 from mpidl.errors import UserError
 
+TOKEN = secrets.token_hex(8)
 MPICH = """
 ===================================================================================
 =   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
@@ -55,7 +57,7 @@ CAUSES = {
 
 
 def start(script):
-    return JobProcess(["sh", "-c", script], dict(os.environ))
+    return JobProcess(["sh", "-c", script], dict(os.environ), TOKEN)
 
 
 @pytest.mark.parametrize("text", CAUSES, ids=lambda text: " ".join(text.split())[:20])
@@ -86,14 +88,14 @@ def test_a_signal_and_a_program_that_does_not_exist(capfd):
     code = job.wait(failure.Signals(), has_children=False)
     assert code == -9 and job.cause(code) == "sh was killed by SIGKILL"
     with pytest.raises(UserError, match="^/none/mpirun: cannot be started: No such file"):
-        JobProcess(["/none/mpirun"], dict(os.environ))
+        JobProcess(["/none/mpirun"], dict(os.environ), TOKEN)
 
 
 def test_processes_of_a_dead_launcher_are_ended():
     """Here the launcher leaves two processes, one of them in a session of its own."""
     job = start("sleep 600 & setsid sleep 600 & exit 1")
     assert job.wait(failure.Signals(), has_children=True) == 1
-    wait_until(lambda: not marked(job._token))
+    wait_until(lambda: not marked(TOKEN))
 
 
 def test_a_launcher_without_processes_is_ended(monkeypatch):
@@ -102,12 +104,12 @@ def test_a_launcher_without_processes_is_ended(monkeypatch):
     monkeypatch.setattr(job_process, "ALONE_SECONDS", 0.6)
     # A shell starts a process, which is then an orphan, and becomes `sleep`.
     script = "(sleep 600 &); exec sleep 600"
-    job = JobProcess(["sh", "-c", script], dict(os.environ))
+    job = JobProcess(["sh", "-c", script], dict(os.environ), TOKEN)
     job.words = ["sleep"]
     start_time = time.monotonic()
     code = job.wait(failure.Signals(), has_children=True)
     assert not exceeded(start_time, 5)
-    assert not marked(job._token)
+    assert not marked(TOKEN)
     cause = "the processes of sleep on this host have ended, but not sleep itself"
     assert job.cause(code) == cause
     job = start("sleep 1.5 & wait; exit 5")  # negative control
