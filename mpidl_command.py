@@ -18,6 +18,7 @@ COMMANDS = {
     "pack": "Write a dataset into one HDF5 file",
     "convert": "Convert networks between file formats",
     "sweep": "Train many models on groups of ranks",
+    "launch": "Start a training again if it dies",
     "scaling": "Measure and predict the speed on many numbers of ranks",
     "monitor": "Show runs in a browser, and stop them",
     "report": "Show the results of runs, or write a page about them",

@@ -96,6 +96,8 @@ PARTS = {
     "stores": marked("data in an object store, and its faults", "stores"),
     "slurm": marked("jobs on a real Slurm of three nodes", "slurm", spread="worksteal"),
     "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
+    "hangs": marked("ranks that hang or are stopped at any moment", "hangs"),
+    "restarts": marked("jobs that die and start again", "restarts"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
     "notebooks": marked("trainings from a notebook, in a real kernel", "notebooks"),

@@ -111,10 +111,13 @@ def abort_on_exception(transport: Transport) -> None:
 def _leave_together():
     """Wait for the other ranks at exit, so that they do not wait for a rank that has ended."""
     transport = _transport
-    if transport.MPI.Is_finalized() or transport.has_left:
+    if transport.MPI.Is_finalized():
         return
-    transport.activity = LEAVING
-    _meet(transport, progress=Departure(transport).look)
+    if not transport.has_left:
+        transport.activity = LEAVING
+        _meet(transport, progress=Departure(transport).look)
+    if transport.has_left:  # otherwise a wait was cancelled
+        transport.finalize()
 
 
 def run(main: Callable[[], int]) -> None:

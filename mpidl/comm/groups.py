@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mpidl.comm import watchdog
 from mpidl.comm.devices import RankGpus, find_gpus
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.thread_budget import Cores, available_cores
@@ -85,7 +86,8 @@ class Group:
             )
         self.job, self.index, self.count = job, job.rank // size, job.size // size
         # Tasks make their worlds from this communicator.
-        self._comm = job.transport.comm.Split(self.index, job.rank)
+        with watchdog.guard("the start of a group", job.transport.timeout):
+            self._comm = job.transport.comm.Split(self.index, job.rank)
         self.ranks = Messaging(Transport(self._comm, job.transport.timeout))
         self.ranks.transport.oversubscribed = job.transport.oversubscribed
         self.is_leader = self.ranks.rank == 0
@@ -183,7 +185,8 @@ class Group:
     def close(self) -> None:
         """Free the communicators of the group. Collective over the group."""
         self.ranks.transport.close()
-        self._comm.Free()
+        with watchdog.guard("the end of a group", self.job.transport.timeout):
+            self._comm.Free()
 
     @staticmethod
     def _is_complete(request, seconds):

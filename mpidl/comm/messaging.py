@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidl import phases
+from mpidl.comm import watchdog
 from mpidl.comm.exchange import choose_algorithm
 from mpidl.comm.reducer import PendingExchange
 from mpidl.comm.transport import Transport
@@ -106,7 +107,8 @@ class Messaging:
                 return message is not None
 
             self.transport.wait_until(has_arrived, f"gather from rank {source}", self.progress)
-            values.append(message.recv())
+            with watchdog.guard(f"gather from rank {source}", self.transport.timeout):
+                values.append(message.recv())
         return values
 
     def allgather(self, value: T) -> list[T]:

@@ -1,11 +1,15 @@
 """Send messages over an MPI communicator, and wait for them with a time-out.
 
 Every wait is a loop of tests. Signals are therefore handled and pending exchanges advance during a
-wait. If a rank stops responding, the wait for this rank ends with a message that names it.
+wait. If a rank stops responding, the wait for this rank ends with a message that names it. Calls
+that may block inside MPI are guarded by the watchdog, a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import math
 import os
 import sys
 import time
@@ -16,16 +20,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpidl import phases
-from mpidl.comm import serial, thread_budget
+from mpidl.comm import acts, serial, thread_budget, watchdog
+from mpidl.comm.hang_report import Peer
+from mpidl.comm.roll_call import RollCall
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from numpy.typing import DTypeLike
 
-PING, PONG = 1, 2  # tags of the control communicator
 CANCEL = 5  # tag of the message that ends the waits of other ranks
 QUESTION, ANSWER = 7, 8  # tags of the messages of `departure`
 CANCELLED = "another rank failed"
+YIELD_SECONDS = 30.0  # extension of a wait after another rank has timed out, which reports
+START_SECONDS = 20.0  # added to the time-out while the ranks meet for the first time
 
 
 class Cancelled(Exception):
@@ -51,6 +58,8 @@ class Transport:
         `comm` transfers arrays; `control` transfers pickled objects and pings.
     rank, size : int
         Rank of this process, and number of ranks.
+    peers : list of Peer
+        Host and process of each rank.
     hosts : list of str
         Host name of each rank.
     timeout : float
@@ -58,8 +67,8 @@ class Transport:
     oversubscribed : bool
         Whether this host has more ranks than cores that they may use together. Waits then leave the
         cores to other ranks.
-    activity : str
-        Current activity of this rank, for error messages.
+    report_folder : str or None
+        Folder in which a rank that times out writes a report about all ranks.
     wait_seconds : float
         Total time in seconds that this rank has waited for other ranks.
     has_left : bool
@@ -68,18 +77,37 @@ class Transport:
 
     def __init__(self, comm: MPI.Comm, timeout: float) -> None:
         self.MPI: ModuleType = serial.load(timeout)
-        self.comm, self.timeout = comm.Dup(), timeout
-        self.control = comm.Dup()
+        self.timeout = timeout
         self.rank: int = comm.rank
         self.size: int = comm.size
-        ranks = comm.allgather((self.MPI.Get_processor_name(), thread_budget.available_cores()))
-        self.hosts: list[str] = [host for host, _ in ranks]
-        host_cores = [cores for host, cores in ranks if host == ranks[self.rank][0]]
-        self.oversubscribed = len(host_cores) > thread_budget.usable_cores(host_cores)
-        self._is_cancelled = False
-        self.wait_seconds = 0.0
-        self.has_left = False
+        self.report_folder: str | None = None
+        self._acts = acts.record()
         self.activity = "starting"
+        self.oversubscribed = self._is_cancelled = self.has_left = False
+        self.wait_seconds = 0.0
+        with watchdog.guard("the start of a world", timeout + START_SECONDS):
+            host = self.MPI.Get_processor_name()
+            ranks = comm.allgather(
+                (Peer(host, self._acts.address), thread_budget.available_cores())
+            )
+            self.comm, self.control = comm.Dup(), comm.Dup()
+        self.peers: list[Peer] = [peer for peer, _ in ranks]
+        self.hosts: list[str] = [peer.host for peer in self.peers]
+        host_cores = [cores for peer, cores in ranks if peer.host == host]
+        self.oversubscribed = len(host_cores) > thread_budget.usable_cores(host_cores)
+        self._roll_call = RollCall(self)
+        if self.size > 1:
+            watchdog.start(self.rank, self._roll_call.describe_block)
+
+    @property
+    def activity(self) -> str:
+        """Current activity of this rank, for error messages."""
+        return self._activity
+
+    @activity.setter
+    def activity(self, text: str) -> None:
+        self._activity = text
+        self._acts.activity(text)
 
     def isend(self, array: Any, dest: int, tag: int) -> MPI.Request:
         """Start sending an array to rank `dest`; return the MPI request."""
@@ -125,8 +153,13 @@ class Transport:
             the ranks that do not respond and aborts the job.
         """
         start = time.monotonic()
-        with phases.Phase(phases.WAIT, operation):
-            self._poll(is_ready, operation, progress, self.timeout if timeout is None else timeout)
+        outer = self._acts.begin(operation, self.timeout)
+        try:
+            with phases.Phase(phases.WAIT, operation):
+                limit = self.timeout if timeout is None else timeout
+                self._poll(is_ready, operation, progress, limit)
+        finally:
+            self._acts.end(outer)
         self.wait_seconds += time.monotonic() - start
 
     def _poll(self, is_ready, operation, progress, timeout):
@@ -153,14 +186,21 @@ class Transport:
             previous = now
             if now - start > 0.02:
                 time.sleep(0.0005)  # in a long wait, leave the core to other processes
+            self._acts.renew()
             if self.control.Iprobe(tag=CANCEL):
                 self._is_cancelled = True
                 raise Cancelled(CANCELLED)
             self._answer_question(operation)
-            if self._answer_ping(operation):
-                deadline = max(deadline, now + 30)  # another rank has timed out
+            if self._roll_call.answer(operation):
+                deadline = max(deadline, now + YIELD_SECONDS)
             if now > deadline:
-                self._abort_naming_the_missing(operation)
+                problem = f"{operation} did not complete within {timeout:g} s (--timeout)."
+                self._roll_call.end_job(operation, problem)
+                deadline = time.monotonic() + YIELD_SECONDS
+            elif timeout == math.inf and self._roll_call.neighbour_is_stopped(now):
+                problem = f"{operation} waits for a process that has been stopped for "
+                problem += f"{self.timeout:g} s (--timeout)."
+                self._roll_call.end_job(operation, problem)
 
     def cancel_others(self) -> None:
         """Make all other ranks raise `Cancelled` in their current or next wait.
@@ -171,50 +211,6 @@ class Transport:
         for rank in range(self.size):
             if rank != self.rank:
                 self.control.isend("", rank, CANCEL)
-
-    def _answer_ping(self, operation):
-        """Answer a ping of another rank; return whether a ping had arrived."""
-        if not self.control.Iprobe(tag=PING):
-            return False
-        status = self.MPI.Status()
-        self.control.recv(tag=PING, status=status)
-        self.control.isend(f"{self.activity}: waits for {operation}", status.source, PONG)
-        return True
-
-    def _abort_naming_the_missing(self, operation):
-        """Ping all ranks, print which of them do not answer within 5 s, and abort the job."""
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in peers:
-            self.control.isend("", rank, PING)
-        answers: dict[int, str] = {}
-        self._collect_answers(operation, answers, 5.0, lambda: len(answers) == len(peers))
-        # If several ranks time out at once, the lowest prints its message and aborts the job.
-        pause = 0.3 * min(sum(rank < self.rank for rank in answers), 10)
-        self._collect_answers(operation, answers, pause)
-        lines = [
-            f"mpidl: {self.activity}: {operation} did not complete within {self.timeout:g} s "
-            "(--timeout)."
-        ]
-        for rank in peers:
-            if rank not in answers:
-                lines.append(f"  rank {rank} on host {self.hosts[rank]} does not respond")
-        if len(lines) == 1:
-            lines.append("  all ranks respond, but they wait for different operations:")
-            answers[self.rank] = f"{self.activity}: waits for {operation}"
-            lines += [f"  rank {rank}, {answers[rank]}" for rank in sorted(answers)]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        self.abort(1)
-
-    def _collect_answers(self, operation, answers, seconds, is_complete=lambda: False):
-        """Collect answers to pings in `answers`, {rank: text}, and answer other ranks' pings."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not is_complete():
-            if self.control.Iprobe(tag=PONG):
-                status = self.MPI.Status()
-                answer = self.control.recv(tag=PONG, status=status)
-                answers[status.source] = answer
-            self._answer_ping(operation)
-            time.sleep(0.001)
 
     def ask(self, rank: int) -> None:
         """Ask a rank what it waits for; `take_answer` returns its answer once it waits."""
@@ -237,8 +233,16 @@ class Transport:
 
     def close(self) -> None:
         """Free the communicators. Collective; the transport cannot be used afterwards."""
-        self.comm.Free()
-        self.control.Free()
+        with watchdog.guard("the end of a world", self.timeout):
+            self.comm.Free()
+            self.control.Free()
+
+    def finalize(self) -> None:
+        """Finalize MPI. Collective; this process cannot use MPI afterwards."""
+        with watchdog.guard("the end of MPI", self.timeout):
+            # mpi4py calls MPI_Finalize with the interpreter's lock, so that no thread can watch it.
+            with contextlib.suppress(OSError, AttributeError):  # then mpi4py calls it at the end
+                ctypes.CDLL(self.MPI.__file__).MPI_Finalize()
 
     def abort(self, code: int) -> NoReturn:
         """End the job on all ranks with this exit code."""
@@ -273,15 +277,16 @@ def allocate_shared(
     count = int(np.prod(shape))
     if transport.size == 1:
         return np.zeros(shape, dtype), None
-    host_comm = transport.comm.Split_type(transport.MPI.COMM_TYPE_SHARED)
-    nbytes = max(count * np.dtype(dtype).itemsize, 1)
-    window = transport.MPI.Win.Allocate_shared(
-        nbytes if host_comm.rank == 0 else 0, 1, comm=host_comm
-    )
-    memory, _ = window.Shared_query(0)
-    array = np.frombuffer(memory, dtype, count).reshape(shape)
-    if host_comm.rank == 0:
-        array[...] = 0
-    host_comm.Barrier()
-    host_comm.Free()  # the window keeps what it needs
+    with watchdog.guard("shared memory", transport.timeout):
+        host_comm = transport.comm.Split_type(transport.MPI.COMM_TYPE_SHARED)
+        nbytes = max(count * np.dtype(dtype).itemsize, 1)
+        window = transport.MPI.Win.Allocate_shared(
+            nbytes if host_comm.rank == 0 else 0, 1, comm=host_comm
+        )
+        memory, _ = window.Shared_query(0)
+        array = np.frombuffer(memory, dtype, count).reshape(shape)
+        if host_comm.rank == 0:
+            array[...] = 0
+        host_comm.Barrier()
+        host_comm.Free()  # the window keeps what it needs
     return array, window

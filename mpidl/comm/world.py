@@ -13,10 +13,10 @@ import numpy as np
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.blocks import OneRank
-from mpidl.comm import devices, failure, serial, thread_budget
+from mpidl.comm import devices, failure, serial, thread_budget, watchdog
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.reducer import Reducer, is_on_host
-from mpidl.comm.transport import Transport, allocate_shared, free_shared_bytes
+from mpidl.comm.transport import START_SECONDS, Transport, allocate_shared, free_shared_bytes
 from mpidl.errors import StorageFault, UserError
 from mpidl.fold import Partial
 
@@ -109,9 +109,13 @@ class World(Messaging):
             comm, neighbours = World.default_group
         comm = mpi.COMM_WORLD if comm is None else comm
         failure.refuse_foreign_launcher(mpi.COMM_WORLD.size, mpi.Get_library_version())
-        hosts = comm.allgather(mpi.Get_processor_name())
-        order = sorted(range(comm.size), key=lambda rank: (hosts.index(hosts[rank]), rank))
-        super().__init__(Transport(comm.Split(0, order.index(comm.rank)), timeout))
+        if comm.size > 1:
+            watchdog.start(comm.rank)
+        with watchdog.guard("the start of a world", timeout + START_SECONDS):
+            hosts = comm.allgather(mpi.Get_processor_name())
+            order = sorted(range(comm.size), key=lambda rank: (hosts.index(hosts[rank]), rank))
+            by_host = comm.Split(0, order.index(comm.rank))
+        super().__init__(Transport(by_host, timeout))
         self.plain, self.neighbours = plain, neighbours
         self.hosts: list[str] = self.transport.hosts
         self.host: str = self.hosts[self.rank]
@@ -451,7 +455,8 @@ class World(Messaging):
         window = self._windows.pop(id(array))
         if window is not None:
             self.barrier()  # unlike MPI's Free, the barrier times out if a rank is missing
-            window.Free()
+            with watchdog.guard("shared memory", self.transport.timeout):
+                window.Free()
 
     def close(self) -> None:
         """Free the GPU, the shared arrays and the communicators; the world cannot be used then.
@@ -461,9 +466,10 @@ class World(Messaging):
         """
         if self.device is not None:
             devices.use_gpu(self, None)
-        for window in self._windows.values():
-            if window is not None:
-                window.Free()
+        with watchdog.guard("shared memory", self.transport.timeout):
+            for window in self._windows.values():
+                if window is not None:
+                    window.Free()
         self._windows.clear()
         self.transport.close()
 

@@ -136,6 +136,7 @@ def train(
     datastore, options = held_out(datastore, options)
     input_pipeline.check(net, datastore, options)
     folder = RunFolder(out, resume, overwrite, world)
+    world.transport.report_folder = folder.out
     hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
     status_hook = status_hooks.of_run(hooks, folder.out, world)
     hooks = [*hooks, status_hook] if status_hook else hooks

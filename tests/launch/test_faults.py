@@ -115,10 +115,11 @@ def test_a_rank_that_stops_answering(pictures, tmp_path):
         result = finish(job)
         assert_gone(pids.values())
     assert result.returncode not in (0, jobs.STOPPED)
-    first, second = jobs.error_lines(result)
+    first, second, *_ = jobs.error_lines(result)
     text = r"mpidl: epoch \d+, iteration \d+: .* did not complete within 1 s \(--timeout\)\."
     assert re.fullmatch(text, first)
-    assert second == f"  rank 1 on host {socket.gethostname()} does not respond"
+    name = f"  rank 1 on host {socket.gethostname()} (process {pids[1]}) does not answer: "
+    assert second.startswith(f"{name}its process is stopped (SIGSTOP); last act: epoch ")
 
 
 def test_a_loss_that_is_not_finite(pictures, tmp_path):

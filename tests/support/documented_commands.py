@@ -6,7 +6,17 @@ import shlex
 from pathlib import Path
 
 from benchmarks import arguments as bench_arguments
-from mpidl.cli import arguments, completion, convert, monitor, pack, report, scaling, sweep
+from mpidl.cli import (
+    arguments,
+    completion,
+    convert,
+    launch,
+    monitor,
+    pack,
+    report,
+    scaling,
+    sweep,
+)
 from mpidl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +29,7 @@ PARSERS = {
     "convert": convert.parse,
     "monitor": monitor.parse,
     "sweep": sweep.parse,
+    "launch": launch.parse,
     "completion": completion.parse,
     "report": report.parse,
     "scaling": scaling.parse,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.comm import World
+from mpidl.comm import World, hang_report
 from mpidl.errors import NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.report import Metrics, history, metrics, plots, status
@@ -36,6 +36,7 @@ RESULTS = (
     checkpoint.PREVIOUS,
     BAD_IMAGES,
     CONFUSION,
+    hang_report.NAME,
     history.FILE,
     "model.h5",
     "options.toml",

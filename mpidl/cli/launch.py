@@ -1,0 +1,199 @@
+"""`python -m mpidl.launch`: start a training, and start it again from its checkpoint if it dies.
+
+This command is one process beside the job. (`dl.launch` is another thing: it starts ranks from a
+notebook.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpidl.cli import arguments, start
+from mpidl.cli.parser import DESCRIBE, Parser, typed_command
+from mpidl.comm import failure
+from mpidl.comm.job_process import POLL_SECONDS, JobProcess
+from mpidl.comm.job_words import JobCommand
+from mpidl.errors import Fault, UserError
+from mpidl.files import reason
+from mpidl.training.files import checkpoint
+from mpidl.training.options import training_options
+
+RESTARTS = 3
+LOG = "restarts.log"  # in the folder of the run
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 120.0  # seconds before a restart
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.launch; `arguments.train` describes parameters and errors.
+
+    Returns
+    -------
+    Namespace
+        The attributes are restarts, an int, and words, the command line of the training.
+    """
+    command = typed_command("mpidl.launch")
+    parser = Parser(
+        "mpidl.launch",
+        "Start a training, and start it again from its last checkpoint if it dies: because a rank\n"
+        "or a node is lost, or hangs. Put the words before -- in front of any command line that\n"
+        "starts a training under mpirun or srun.",
+        quiet,
+        usage=f"{command} [--restarts N] -- mpirun -n 4 python -m mpidl.train [OPTION VALUE] ...",
+        epilog="Without --out, the results are in a new folder in runs, as those of mpidl.train.\n"
+        f"{LOG} in the folder has the causes. A restart leaves out hosts on which the launcher "
+        "cannot start a program.\n\n"
+        "exit codes: those of the training if it ends with 0, 2 or 75; 1 if it has died once more\n"
+        "than --restarts",
+    )
+    parser.text(
+        "--restarts",
+        "N",
+        f"Number of times to start the training again; 0: never; default: {RESTARTS}",
+        type=_restarts,
+        default=RESTARTS,
+    )
+    if argv is DESCRIBE:
+        return parser.parse(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    parsed = parser.parse(words[:end])
+    parsed.words = words[end + 1 :]
+    return parsed
+
+
+def _restarts(text):
+    return training_options.check("verbose_every", text, "--restarts", text=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
+    if failure.launched_ranks() is not None:
+        raise UserError(
+            "launch is one process: write mpirun behind it, as in "
+            f"{typed_command('mpidl.launch')} -- mpirun -n 4 python -m mpidl.train"
+        )
+    command = JobCommand.parse(parsed.words)
+    with failure.Signals() as signals:
+        return Supervisor(command, parsed.restarts, signals).run()
+
+
+class Supervisor:
+    """Starts a training, and starts it again if it dies.
+
+    Parameters
+    ----------
+    command : JobCommand
+        The command line of the training.
+    restarts : int
+        Number of times to start it again.
+    signals : Signals
+        Requests to stop.
+
+    Raises
+    ------
+    UserError
+        If the options of the training are invalid.
+    """
+
+    def __init__(self, command: JobCommand, restarts: int, signals: failure.Signals) -> None:
+        self.command, self.restarts, self.signals = command, restarts, signals
+        typed = arguments.train(command.options)
+        self.options = list(command.options)
+        self.out = typed.get("out") or typed.get("resume") or self._new_folder(typed)
+        # A checkpoint of another run, which --overwrite replaces, is no state of this one.
+        self.foreign = None if typed.get("resume") == self.out else self._checkpoint()
+        self.environment, self._token = dict(os.environ), secrets.token_hex(8)
+
+    def _new_folder(self, typed: Mapping[str, Any]) -> str:
+        name = typed.get("network", "digits" if "weights" not in typed else "run")
+        folder = start.output_folder({}, name)
+        self.options += ["--out", folder]
+        return folder
+
+    def run(self) -> int:
+        """Train to the end, and return the exit code of the training.
+
+        Raises
+        ------
+        Fault
+            If the training has died once more than it may be started again.
+        """
+        pause = FIRST_PAUSE
+        for count in range(self.restarts + 1):
+            before, begin = self._checkpoint(), time.monotonic()
+            words = [*self.command.start, *self._options()]
+            job = JobProcess(words, self.environment, self._token)
+            is_local = self.command.launcher is not None and not self.command.hosts
+            code = job.wait(self.signals, is_local and not self.command.uses_srun)
+            is_refused = code == 2 and job.has_message
+            if code in (0, arguments.STOPPED) or is_refused:
+                return code
+            cause = job.cause(code)
+            self._log(f"start {count + 1} ended after {time.monotonic() - begin:.0f} s: {cause}")
+            if self.signals.name is not None:
+                raise Fault(f"{self.signals.name}: the training died instead of stopping: {cause}")
+            if count == self.restarts:
+                break
+            pause = FIRST_PAUSE if self._checkpoint() != before else pause
+            if not self._pause(pause):
+                return arguments.STOPPED
+            pause = min(2 * pause, LONGEST_PAUSE)
+            self._leave_out_lost_hosts()
+            self._log(f"start {count + 2}: {self._state()}")
+        raise Fault(
+            f"the training has died {self.restarts + 1} time(s) (--restarts {self.restarts}); the "
+            f"last cause: {cause}; {os.path.join(self.out, LOG)} has all of them"
+        )
+
+    def _options(self):
+        """Return the options of the next start, which resumes the run if it has a checkpoint."""
+        if self._checkpoint() == self.foreign:
+            return self.options
+        options = [word for word in self.options if word != "--overwrite"]
+        return [*options, "--resume", self.out]  # a later option overrides an earlier one
+
+    def _checkpoint(self):
+        """Return what identifies the current checkpoint; None if there is none."""
+        for name in (checkpoint.CURRENT, checkpoint.PREVIOUS):
+            try:
+                status = os.stat(os.path.join(self.out, name))
+            except OSError:
+                continue
+            return status.st_ino, status.st_mtime_ns
+        return None
+
+    def _state(self):
+        written = self._checkpoint()
+        if written is None or written == self.foreign:
+            return "from the beginning, because there is no checkpoint"
+        return f"from the checkpoint of {time.strftime('%T', time.localtime(written[1] / 1e9))}"
+
+    def _pause(self, seconds):
+        """Wait; return False if a signal has requested a stop."""
+        self._log(f"next start in {seconds:g} s")
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.signals.name is None:
+            time.sleep(POLL_SECONDS)
+        return self.signals.name is None
+
+    def _leave_out_lost_hosts(self):
+        lost = self.command.lost_hosts(self.environment)
+        if lost:
+            self.command = self.command.without_hosts(lost)
+            self._log(f"without {', '.join(sorted(lost))}, which cannot start a program")
+
+    def _log(self, text):
+        print(f"mpidl launch: {text}", file=sys.stderr, flush=True)
+        try:
+            os.makedirs(self.out, exist_ok=True)
+            with open(os.path.join(self.out, LOG), "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%FT%T')} {text}\n")
+        except OSError as error:
+            print(f"mpidl launch: {self.out}: {reason(error)}", file=sys.stderr, flush=True)

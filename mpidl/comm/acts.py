@@ -1,0 +1,225 @@
+"""The last act of this process, in memory that other processes of the host can read.
+
+A rank that hangs cannot say over MPI what it does, and a stopped process cannot say anything. Each
+process therefore writes every wait and every call of MPI that may block into a file in memory.
+Other ranks of the host read this file through /proc, and request the Python stacks by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple
+
+# faulthandler writes the stacks of all threads when this signal arrives, even if the main thread
+# never returns to the interpreter. Launchers and batch systems do not use real-time signals.
+STACK_SIGNAL = signal.SIGRTMIN + 5
+STACK_SECONDS = 0.4  # longest wait for the stacks of other processes
+TEXT_BYTES = 240
+PAGE = 4096  # the acts are in the first page of the file, the stacks behind it
+_ACTIVITY = Struct(f"{TEXT_BYTES}s")
+_ACT = Struct(f"<d?{TEXT_BYTES}s")  # time, whether the operation still runs, its name
+_END = Struct("<d?")  # the beginning of `_ACT`
+
+ENDED, STOPPED, HIDDEN = ("", "X", "Z"), ("T", "t"), "?"
+# {state of a process: what a message says about the process}; of any other state, that it runs
+STATES = dict.fromkeys(ENDED, "has ended") | {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "waits for a disk or a driver",
+    HIDDEN: "is in another container, where no rank can look at it",
+}
+
+
+class Address(NamedTuple):
+    """Where other processes of the host find the acts of a process."""
+
+    pid: int
+    namespace: str
+    descriptor: int
+    inode: int
+
+
+class Sighting(NamedTuple):
+    """What one process sees of another one on its host.
+
+    Attributes
+    ----------
+    state : str
+        Letter of the state in /proc; "" if the process has ended, `HIDDEN` if it is in another
+        container.
+    act : str
+        The last act, such as "epoch 3, iteration 17: waits for gop max, for 12 s"; "" if unknown.
+    stacks : str
+        Python stacks of its threads; "" if it does not answer.
+    """
+
+    state: str
+    act: str = ""
+    stacks: str = ""
+
+
+class ActRecord:
+    """The current act of the main thread of this process.
+
+    Attributes
+    ----------
+    address : Address
+        For `look_at` in other processes.
+    operation : str or None
+        The operation in which the main thread waits or calls MPI; None while it does neither.
+    limit : float
+        Longest time in seconds between two calls of `renew` during an operation.
+    count : int
+        A number that changes with each act, and each time that a wait polls.
+    """
+
+    def __init__(self) -> None:
+        descriptor = _file_in_memory()
+        os.ftruncate(descriptor, PAGE)
+        os.lseek(descriptor, 0, os.SEEK_END)
+        self._memory = mmap.mmap(descriptor, PAGE)
+        inode = os.fstat(descriptor).st_ino
+        self.address = Address(os.getpid(), _namespace(), descriptor, inode)
+        faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
+        self.operation: str | None = None
+        self.limit, self.count = float("inf"), 0
+        _ACT.pack_into(self._memory, TEXT_BYTES, time.monotonic(), False, b"the start")
+
+    def activity(self, text: str) -> None:
+        """Record what the program works on, such as "epoch 3, iteration 17"."""
+        _ACTIVITY.pack_into(self._memory, 0, text.encode())
+
+    def begin(self, operation: str, limit: float) -> tuple[str | None, float]:
+        """Record the begin of an operation, and return the outer operation for `end`."""
+        outer = self.operation, self.limit
+        self.operation, self.limit = operation, limit
+        self.count += 1
+        _ACT.pack_into(self._memory, TEXT_BYTES, time.monotonic(), True, operation.encode())
+        return outer
+
+    def renew(self) -> None:
+        """Note that MPI has returned to the main thread."""
+        self.count += 1
+
+    def end(self, outer: tuple[str | None, float]) -> None:
+        """Record the end of an operation; `outer` is the result of `begin`."""
+        operation, self.limit = outer
+        if operation is not None:
+            self.begin(operation, self.limit)
+            return
+        self.operation, self.count = None, self.count + 1
+        _END.pack_into(self._memory, TEXT_BYTES, time.monotonic(), False)
+
+
+_record: ActRecord | None = None
+
+
+def record() -> ActRecord:
+    """Return the record of this process."""
+    global _record
+    if _record is None:
+        _record = ActRecord()
+    return _record
+
+
+def look_at(addresses: Sequence[Address], stacks: bool = True) -> list[Sighting]:
+    """Return what this process sees of other processes of its host.
+
+    Parameters
+    ----------
+    addresses : sequence of Address
+        The processes.
+    stacks : bool
+        Whether to request their Python stacks. A stopped process cannot answer.
+    """
+    with contextlib.ExitStack() as files:
+        views = [_View(address, files) for address in addresses]
+        running = [view for view in views if stacks and view.request_stacks()]
+        deadline = time.monotonic() + STACK_SECONDS
+        while not all([view.has_stacks() for view in running]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return [view.sighting() for view in views]
+
+
+class _View:
+    """The file of another process; without one if the process has ended."""
+
+    def __init__(self, address, files):
+        self.address, self.state = address, state_of(address)
+        self.file, self.start, self.size = None, 0, 0
+        if self.state in (*ENDED, HIDDEN):
+            return
+        try:
+            path = f"/proc/{address.pid}/fd/{address.descriptor}"
+            file = files.enter_context(open(path, "rb"))
+            if os.fstat(file.fileno()).st_ino == address.inode:
+                self.file = file
+            else:
+                self.state = ""  # another process has got the number
+        except OSError:
+            self.state = state_of(address)  # it may have ended meanwhile
+
+    def request_stacks(self):
+        """Send the signal, unless the process cannot answer; return whether it was sent."""
+        if self.file is None or self.state in STOPPED:
+            return False
+        self.start = self.size = os.fstat(self.file.fileno()).st_size
+        with contextlib.suppress(OSError):
+            os.kill(self.address.pid, STACK_SIGNAL)
+        return True
+
+    def has_stacks(self):
+        """Return whether the file has grown, and no longer grows."""
+        previous, self.size = self.size, os.fstat(self.file.fileno()).st_size
+        return self.size == previous > self.start
+
+    def sighting(self):
+        if self.file is None:
+            return Sighting(self.state)
+        page = self.file.read(PAGE)
+        self.file.seek(self.start)
+        stacks = self.file.read(self.size - self.start).decode(errors="replace").strip()
+        since, is_waiting, operation = _ACT.unpack_from(page, TEXT_BYTES)
+        act = f"{'waits for' if is_waiting else 'computes, after'} {_text(operation)}"
+        age = max(time.monotonic() - since, 0.0)  # the processes of a host share this clock
+        activity = _text(page[:TEXT_BYTES])
+        return Sighting(self.state, f"{activity}: {act}, for {age:.0f} s", stacks)
+
+
+def _text(field):
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def state_of(address: Address) -> str:
+    """Return the state of a process; see `Sighting`."""
+    if address.namespace != record().address.namespace:
+        return HIDDEN
+    try:
+        with open(f"/proc/{address.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _namespace():
+    """Return the name of the namespace of process numbers, which containers do not share."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _file_in_memory():
+    """Return the descriptor of a file without a name, which ends with this process."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mpidl-acts")
+    with tempfile.TemporaryFile() as file:  # a Python for glibc before 2.27
+        return os.dup(file.fileno())

@@ -1,0 +1,94 @@
+"""Describe a job that hangs: what each rank does, and the Python stacks of those that are stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mpidl.comm import acts
+from mpidl.errors import UserError
+from mpidl.files import write_whole
+
+NAME = "hang-report.txt"  # in the folder of the run
+MAX_RANKS = 16  # the message describes this many ranks of each kind; the file describes all
+
+
+class Peer(NamedTuple):
+    """A rank of the job, as the other ranks know it."""
+
+    host: str
+    address: acts.Address
+
+
+class Hang(NamedTuple):
+    """What is known about a job that hangs.
+
+    Attributes
+    ----------
+    peers : sequence of Peer
+        All ranks.
+    summary : str
+        The operation that did not complete, with epoch and iteration.
+    answers : mapping
+        {rank: act} of the ranks that wait.
+    sightings : mapping
+        {rank: Sighting} of the ranks that do not answer, as a rank of the same host sees them;
+        None if no rank of that host answers.
+    hint : str
+        What to say if `sightings` is empty.
+    """
+
+    peers: Sequence[Peer]
+    summary: str
+    answers: Mapping[int, str]
+    sightings: Mapping[int, acts.Sighting | None]
+    hint: str = "all ranks respond, but they wait for different operations:"
+
+    def report(self, folder: str | None) -> str:
+        """Return the message for stderr, and write the complete report to a file.
+
+        Parameters
+        ----------
+        folder : str or None
+            Folder of the run. Without a folder, or if it cannot be written to, the message contains
+            the stacks.
+        """
+        head = [f"mpidl: {self.summary}", *([] if self.sightings else [f"  {self.hint}"])]
+        silent = [self._silent_line(rank) for rank in sorted(self.sightings)]
+        waiting = [f"  rank {rank}, {act}" for rank, act in sorted(self.answers.items())]
+        stacks = self._stacks()
+        if folder is not None:
+            path = os.path.join(folder, NAME)
+            text = "\n".join([time.strftime("%FT%T%z"), *head, *silent, *waiting, *stacks, ""])
+            with contextlib.suppress(UserError):
+                write_whole(path, text.encode())
+                stacks = [f"  {path} has all ranks, and the Python stacks of the silent ones"]
+        return "\n".join([*head, *_first(silent), *_first(waiting), *stacks])
+
+    def _silent_line(self, rank):
+        host, address = self.peers[rank]
+        text = f"  rank {rank} on host {host} (process {address.pid}) does not answer: "
+        sighting = self.sightings[rank]
+        if sighting is None:
+            return f"{text}no other rank of this host does, either"
+        act = f"; last act: {sighting.act}" if sighting.act else ""
+        return f"{text}its process {acts.STATES.get(sighting.state, 'runs')}{act}"
+
+    def _stacks(self):
+        lines = []
+        for rank, sighting in sorted(self.sightings.items()):
+            if sighting is not None and sighting.stacks:
+                lines += [f"  Python stacks of rank {rank}:"]
+                lines += [textwrap.indent(sighting.stacks, "    ")]
+            elif sighting is not None and sighting.state in acts.STOPPED:
+                lines.append(f"  rank {rank} is stopped, so it cannot show its Python stacks")
+        return lines
+
+
+def _first(lines):
+    rest = len(lines) - MAX_RANKS
+    return [*lines[:MAX_RANKS], *([f"  and {rest} more ranks"] if rest > 0 else [])]

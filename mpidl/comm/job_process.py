@@ -1,0 +1,201 @@
+"""A running job: its launcher, its messages, its end, and the processes that it may leave."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mpidl.errors import UserError
+
+if TYPE_CHECKING:
+    from mpidl.comm.failure import Signals
+
+# All processes of a job have this variable. It has the same value at each start of the same job.
+VARIABLE = "MPIDL_JOB_TOKEN"
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
+ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child
+END_SECONDS = 10.0  # time that a launcher has to end its ranks
+TAIL_LINES = 400
+FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
+
+
+class JobProcess:
+    """A job that a launcher such as mpirun has started, in a session of its own.
+
+    Its output appears on stdout and stderr of this process.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The command line.
+    environment : mapping
+        Environment of the command.
+    token : str
+        Value of `VARIABLE`.
+
+    Raises
+    ------
+    UserError
+        If the program cannot be started.
+    """
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], token: str) -> None:
+        self._mark = f"{VARIABLE}={token}".encode()
+        self.words, self.is_left_alone = words, False
+        try:
+            self._process = subprocess.Popen(
+                words,
+                env={**environment, VARIABLE: token},
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # signals of the terminal come only from here
+            )
+        except OSError as error:
+            raise UserError(f"{words[0]}: cannot be started: {error.strerror}") from error
+        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+
+    def _pass_on(self):
+        for line in self._process.stderr:
+            text = line.decode(errors="replace")
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            self._tail.append(text.rstrip("\n"))
+
+    def wait(self, signals: Signals, has_children: bool) -> int:
+        """Wait for the end of the job, and return its exit code; negative after a signal.
+
+        Parameters
+        ----------
+        signals : Signals
+            Requests to stop. The job receives USR1 for the first of them.
+        has_children : bool
+            Whether the launcher starts the ranks on this host. If the process between them and it
+            is killed while MPI starts, the ranks and the launcher wait forever. They are ended.
+        """
+        is_asked, look_time = False, time.monotonic()
+        alone_since = look_time
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return self._process.wait(POLL_SECONDS)
+                if signals.name and not is_asked:
+                    is_asked = True
+                    self._process.send_signal(signal.SIGUSR1)
+                now = time.monotonic()
+                if not has_children or now - look_time < LOOK_SECONDS:
+                    continue
+                if now - look_time > 2 * LOOK_SECONDS or self._has_child():
+                    alone_since = now  # or this process was suspended
+                look_time = now
+                if now - alone_since > ALONE_SECONDS:
+                    self.is_left_alone = True
+                    self._process.kill()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """End the launcher and all processes of the job on this host."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+            self._process.kill()
+            self._process.wait()
+        deadline = time.monotonic() + END_SECONDS
+        while (others := self._others()) and time.monotonic() < deadline:
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self._reader.join(2)
+
+    def _has_child(self):
+        """Return whether the launcher has a child that has not ended."""
+        pid = self._process.pid
+        try:
+            with open(f"/proc/{pid}/task/{pid}/children") as file:
+                children = file.read().split()
+        except OSError:
+            return True  # the system does not tell
+        for child in children:
+            with contextlib.suppress(OSError), open(f"/proc/{child}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] not in "XZ":
+                    return True
+        return False
+
+    def _others(self):
+        """Return the processes of the job on this host, without the launcher."""
+        pids = []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != self._process.pid:
+                with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                    if self._mark in file.read().split(b"\0"):
+                        pids.append(int(name))
+        return pids
+
+    @property
+    def has_message(self) -> bool:
+        """Whether the job has printed a message of mpidl on stderr."""
+        return any(line.startswith("mpidl: ") for line in self._tail)
+
+    def cause(self, code: int) -> str:
+        """Describe in one line why the job has ended with this exit code."""
+        name = os.path.basename(self.words[0])
+        if self.is_left_alone:
+            return f"the processes of {name} on this host have ended, but not {name} itself"
+        return (
+            _cause_of_mpidl(self._tail)
+            or _cause_of_launcher(self._tail)
+            or _cause_of_code(name, code)
+        )
+
+
+def _cause_of_mpidl(tail):
+    """Return the first message of mpidl, with the rank or the exception that it names."""
+    lines = [*tail, ""]
+    for line, following in itertools.pairwise(lines):
+        if line.startswith("mpidl: "):
+            text = line.removeprefix("mpidl: ")
+            if following.startswith("Traceback"):
+                rest = lines[lines.index(following) + 1 :]
+                following = " " + next((line for line in rest if line[:1] != " "), "")
+            return f"{text} {following.strip()}" if following.startswith(" ") else text
+    return ""
+
+
+def _cause_of_launcher(tail):
+    """Return what MPICH's or Open MPI's mpirun says about the process that has ended first."""
+    text = "\n".join(tail)
+    pattern = r"PID (\d+) RUNNING AT (\S+)(?:.*?EXIT STRING: ([^\n]*?) \(signal)?"
+    mpich = re.search(pattern, text, re.S)
+    if mpich is not None:
+        pid, host, how = mpich.groups()
+        return f"process {pid} on host {host} has ended{f': {how}' if how else ''}"
+    pattern = r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+([^\n]*)"
+    openmpi = re.search(pattern, text)
+    if openmpi is not None:
+        rank, pid, host, how = openmpi.groups()
+        return f"rank {rank} (process {pid}) on host {host} has ended: {how.rstrip('.')}"
+    return ""
+
+
+def _cause_of_code(name, code):
+    if code < 0:
+        return f"{name} was killed by {signal.Signals(-code).name}"
+    # MPICH's mpirun ends with the number of a signal that has killed a rank, others with 128 more.
+    number = code - 128 if code > 128 else code
+    hint = f": {signal.Signals(number).name} has killed a process" if number in FATAL else ""
+    return f"{name} ended with exit code {code}{hint}"

@@ -1,0 +1,190 @@
+"""Find out what all ranks do after a wait has timed out, report it, and end the job.
+
+The rank whose wait has timed out asks all ranks over MPI. Ranks that wait as well answer. A rank
+that computes, hangs or is stopped does not answer, so a rank of the same host looks at its process.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpidl.comm import acts
+from mpidl.comm.hang_report import Hang
+
+if TYPE_CHECKING:
+    from mpidl.comm.transport import Transport
+
+PING, PONG = 1, 2  # tags of the control communicator: a question to all ranks, and its answer
+LOOK, SIGHTINGS = 9, 10  # a request to look at ranks of the same host, and its answer
+ANSWER_SECONDS = 0.8  # time for the other ranks to answer
+LOOK_SECONDS = 0.8  # time for ranks of other hosts to look at silent ranks there
+NEIGHBOUR_SECONDS = 1.0  # time between two looks at a neighbour
+ELSEWHERE = "all ranks of this host wait in MPI, so the cause is on another host"
+
+
+class RollCall:
+    """The questions and answers of one rank.
+
+    Parameters
+    ----------
+    transport : Transport
+        The ranks, and what this rank works on.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._neighbour = self._next_rank_of_host()
+        self._look_time, self._stopped_since = 0.0, math.inf
+        self._sent: list[Any] = []  # keep requests, so that MPI can still read their messages
+
+    def neighbour_is_stopped(self, now: float) -> bool:
+        """Return whether the next rank of this host has been stopped for the time-out.
+
+        A wait without a limit, such as that for the end of the program, never times out. In such
+        waits the ranks of a host therefore look at each other, in a ring.
+
+        Parameters
+        ----------
+        now : float
+            The time, from `time.monotonic`.
+        """
+        if self._neighbour is None or now - self._look_time < NEIGHBOUR_SECONDS:
+            return False
+        self._look_time = now
+        if acts.state_of(self.transport.peers[self._neighbour].address) not in acts.STOPPED:
+            self._stopped_since = math.inf
+        else:
+            self._stopped_since = min(self._stopped_since, now)
+        return now - self._stopped_since > self.transport.timeout
+
+    def answer(self, operation: str) -> list[int]:
+        """Answer the questions of other ranks, and return the ranks that have timed out.
+
+        Parameters
+        ----------
+        operation : str
+            The operation for which this rank waits.
+        """
+        control, ranks = self.transport.control, []
+        while control.Iprobe(tag=PING):
+            source, _ = self._receive(PING)
+            ranks.append(source)
+            self._send(self._own_act(operation), source, PONG)
+        while control.Iprobe(tag=LOOK):
+            source, silent = self._receive(LOOK)
+            self._send(self._look_at(silent), source, SIGHTINGS)
+        return ranks
+
+    def end_job(self, operation: str, problem: str) -> None:
+        """Report what all ranks do, and abort the job.
+
+        If several ranks time out at once, the lowest one reports, and the others return.
+
+        Parameters
+        ----------
+        operation : str
+            The operation for which this rank waits.
+        problem : str
+            What is wrong with it.
+        """
+        transport = self.transport
+        others = [rank for rank in range(transport.size) if rank != transport.rank]
+        for rank in others:
+            self._send("", rank, PING)
+        answers: dict[int, str] = {}
+        rivals = self._collect(operation, PONG, answers, ANSWER_SECONDS, len(others))
+        if any(rank < transport.rank for rank in rivals):
+            return
+        answers[transport.rank] = self._own_act(operation)
+        sightings = self._look_at_silent(operation, answers)
+        hang = Hang(transport.peers, f"{transport.activity}: {problem}", answers, sightings)
+        print(hang.report(transport.report_folder), file=sys.stderr, flush=True)
+        transport.abort(1)
+
+    def describe_block(self, operation: str, limit: float) -> str:
+        """Return the message about an operation in which MPI blocks; the watchdog calls it.
+
+        It calls no MPI, and therefore looks only at the ranks of this host.
+
+        Parameters
+        ----------
+        operation : str
+            The operation.
+        limit : float
+            The time that it may take, in seconds.
+        """
+        transport, own = self.transport, self.transport.rank
+        ranks = [rank for rank in self._ranks_of_host(transport.hosts[own]) if rank != own]
+        sightings = self._look_at(ranks, stacks=False)
+        answers = {own: f"{transport.activity}: MPI does not return from {operation}"}
+        for rank, sighting in sightings.items():
+            is_stopped = sighting.state in (*acts.STOPPED, *acts.ENDED)
+            if not is_stopped and f"waits for {operation}" in sighting.act:
+                answers[rank] = sighting.act
+        silent = [rank for rank in ranks if rank not in answers]
+        summary = f"{transport.activity}: {operation} did not complete within {limit:g} s"
+        hang = Hang(transport.peers, summary, answers, self._look_at(silent), ELSEWHERE)
+        return hang.report(transport.report_folder)
+
+    def _next_rank_of_host(self):
+        """Return the rank after this one on the same host, or the first one after the last."""
+        own = self.transport.rank
+        ranks = self._ranks_of_host(self.transport.hosts[own])
+        following = ranks[(ranks.index(own) + 1) % len(ranks)]
+        return None if following == own else following
+
+    def _ranks_of_host(self, host):
+        return [rank for rank, name in enumerate(self.transport.hosts) if name == host]
+
+    def _own_act(self, operation):
+        return f"{self.transport.activity}: waits for {operation}"
+
+    def _send(self, message, rank, tag):
+        self._sent = [request for request in self._sent if not request.Test()]
+        self._sent.append(self.transport.control.isend(message, rank, tag))
+
+    def _receive(self, tag):
+        status = self.transport.MPI.Status()
+        message = self.transport.control.recv(tag=tag, status=status)
+        return status.source, message
+
+    def _collect(self, operation, tag, messages: dict[int, Any], seconds, count):
+        """Collect `count` messages in {rank: message}; return the other ranks that timed out."""
+        deadline, rivals = time.monotonic() + seconds, set()
+        while time.monotonic() < deadline and len(messages) < count:
+            while self.transport.control.Iprobe(tag=tag):
+                source, message = self._receive(tag)
+                messages[source] = message
+            rivals.update(self.answer(operation))
+            time.sleep(0.001)
+        return rivals
+
+    def _look_at(self, ranks: Sequence[int], stacks=True):
+        addresses = [self.transport.peers[rank].address for rank in ranks]
+        return dict(zip(ranks, acts.look_at(addresses, stacks), strict=True))
+
+    def _look_at_silent(self, operation, answers):
+        """Return {rank: Sighting} of the ranks that do not answer.
+
+        The value is None if no rank of the same host answers, which could look at the process.
+        """
+        transport = self.transport
+        silent = [rank for rank in range(transport.size) if rank not in answers]
+        sightings, helpers = dict.fromkeys(silent), []
+        for host in sorted({transport.hosts[rank] for rank in silent}):
+            ranks = self._ranks_of_host(host)
+            helper = next((rank for rank in ranks if rank in answers), None)
+            if helper is not None and host != transport.hosts[transport.rank]:
+                helpers.append(helper)
+                self._send([rank for rank in ranks if rank in sightings], helper, LOOK)
+        host = transport.hosts[transport.rank]
+        sightings |= self._look_at([rank for rank in silent if transport.hosts[rank] == host])
+        replies: dict[int, dict[int, acts.Sighting]] = {}
+        self._collect(operation, SIGHTINGS, replies, LOOK_SECONDS, len(helpers))
+        for reply in replies.values():
+            sightings |= reply
+        return sightings

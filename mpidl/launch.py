@@ -1,0 +1,7 @@
+"""Start a training again if it dies: `python -m mpidl.launch -- mpirun ...` (options: --help)."""
+
+from mpidl.cli.launch import main
+from mpidl.comm import failure
+
+if __name__ == "__main__":
+    failure.run(main)

@@ -1,0 +1,124 @@
+"""A job that a launcher has started: its messages, its end, and what it leaves."""
+
+import os
+import secrets
+import signal
+import threading
+import time
+
+import pytest
+from launcher import marked
+from limits import exceeded, wait_until
+
+from mpidl.comm import failure, job_process
+from mpidl.comm.job_process import JobProcess
+from mpidl.errors import UserError
+
+TOKEN = secrets.token_hex(8)
+MPICH = """
+===================================================================================
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 4711 RUNNING AT n7
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES
+===================================================================================
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+"""
+OPEN_MPI = """
+--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 4711 on node n7 exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+HANG = """
+mpidl: epoch 1, iteration 3: gop max did not complete within 3 s (--timeout).
+  rank 1 on host n7 (process 4711) does not answer: its process is stopped (SIGSTOP)
+  rank 0, epoch 1, iteration 3: waits for gop max
+"""
+RAISED = """
+mpidl: rank 1 on host n7 failed, epoch 1, iteration 3:
+Traceback (most recent call last):
+  File "net.py", line 3, in forward
+    1 / 0
+ZeroDivisionError: division by zero
+"""
+CAUSES = {
+    MPICH: "process 4711 on host n7 has ended: Killed",
+    OPEN_MPI: "rank 1 (process 4711) on host n7 has ended: signal 9 (Killed)",
+    HANG: "epoch 1, iteration 3: gop max did not complete within 3 s (--timeout). rank 1 on host "
+    "n7 (process 4711) does not answer: its process is stopped (SIGSTOP)",
+    RAISED: "rank 1 on host n7 failed, epoch 1, iteration 3: ZeroDivisionError: division by zero",
+    MPICH + RAISED: "rank 1 on host n7 failed, epoch 1, iteration 3: ZeroDivisionError: division "
+    "by zero",
+    "mpidl: the loss is nan\n": "the loss is nan",
+    "": "sh ended with exit code 3",
+}
+
+
+def start(script):
+    return JobProcess(["sh", "-c", script], dict(os.environ), TOKEN)
+
+
+@pytest.mark.parametrize("text", CAUSES, ids=lambda text: " ".join(text.split())[:20])
+def test_causes(text, capfd):
+    job = start(f"cat >&2 <<'END'\n{text}END\nexit 3")
+    code = job.wait(failure.Signals(), has_children=False)
+    assert code == 3 and job.cause(code) == CAUSES[text]
+    assert capfd.readouterr().err.strip() == text.strip()
+    assert job.has_message == ("mpidl: " in text)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (9, "ended with exit code 9: SIGKILL has killed a process"),
+        (139, "ended with exit code 139: SIGSEGV has killed a process"),
+        (1, "ended with exit code 1"),
+        (130, "ended with exit code 130"),
+        (-11, "was killed by SIGSEGV"),
+    ],
+)
+def test_causes_of_exit_codes(code, cause):
+    assert job_process._cause_of_code("mpirun", code) == f"mpirun {cause}"
+
+
+def test_a_signal_and_a_program_that_does_not_exist(capfd):
+    job = start("kill -9 $$")
+    code = job.wait(failure.Signals(), has_children=False)
+    assert code == -9 and job.cause(code) == "sh was killed by SIGKILL"
+    with pytest.raises(UserError, match="^/none/mpirun: cannot be started: No such file"):
+        JobProcess(["/none/mpirun"], dict(os.environ), TOKEN)
+
+
+def test_processes_of_a_dead_launcher_are_ended():
+    """Here the launcher leaves two processes, one of them in a session of its own."""
+    job = start("sleep 600 & setsid sleep 600 & exit 1")
+    assert job.wait(failure.Signals(), has_children=True) == 1
+    wait_until(lambda: not marked(TOKEN))
+
+
+def test_a_launcher_without_processes_is_ended(monkeypatch):
+    """As mpirun if its proxy is killed before it has started ranks."""
+    monkeypatch.setattr(job_process, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(job_process, "ALONE_SECONDS", 0.6)
+    # A shell starts a process, which is then an orphan, and becomes `sleep`.
+    script = "(sleep 600 &); exec sleep 600"
+    job = JobProcess(["sh", "-c", script], dict(os.environ), TOKEN)
+    job.words = ["sleep"]
+    start_time = time.monotonic()
+    code = job.wait(failure.Signals(), has_children=True)
+    assert not exceeded(start_time, 5)
+    assert not marked(TOKEN)
+    cause = "the processes of sleep on this host have ended, but not sleep itself"
+    assert job.cause(code) == cause
+    job = start("sleep 1.5 & wait; exit 5")  # negative control
+    assert job.wait(failure.Signals(), has_children=True) == 5
+
+
+def test_a_request_to_stop_reaches_the_job_as_usr1():
+    job = start("trap 'exit 75' USR1; while :; do sleep 0.05; done")
+    signals = failure.Signals()
+    timer = threading.Timer(0.5, lambda: setattr(signals, "name", signal.SIGTERM.name))
+    timer.start()
+    assert job.wait(signals, has_children=True) == 75

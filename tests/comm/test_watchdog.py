@@ -1,0 +1,73 @@
+"""The watchdog ends a process in which MPI blocks, and no other."""
+
+import pytest
+
+from mpidl.comm import acts, watchdog
+
+
+@pytest.fixture
+def dog(monkeypatch):
+    """A watchdog that notes the exit codes with which it would end the process."""
+    monkeypatch.setattr(watchdog, "TURN", 0.0)
+    codes = []
+    dog = watchdog.Watchdog(acts.ActRecord(), codes.append)
+    dog.codes = codes
+    return dog
+
+
+def looks(dog, count, before=lambda: None):
+    for _ in range(count):
+        before()
+        dog.look(0.5)
+
+
+def test_a_call_that_does_not_return(dog, capsys):
+    looks(dog, 20)  # while the rank computes
+    assert dog.codes == []
+    dog.describe = lambda operation, limit: f"{operation} has taken {limit} s"
+    dog.record.begin("MPI_Comm_split", 3.0)
+    looks(dog, 6)
+    assert dog.codes == [] and capsys.readouterr().err == ""
+    looks(dog, 1)
+    assert dog.codes == [1] and capsys.readouterr().err == "MPI_Comm_split has taken 3.0 s\n"
+
+
+def test_a_wait_that_polls(dog):
+    dog.record.begin("gop max", 3.0)
+    looks(dog, 20, before=dog.record.renew)
+    assert dog.codes == []
+    looks(dog, 6)  # a poll does not return
+    assert dog.codes == [1]
+
+
+def test_many_short_operations(dog):
+    def operation():
+        dog.record.end(dog.record.begin("gop max", 3.0))
+        dog.record.begin("gop max", 3.0)
+
+    looks(dog, 20, before=operation)
+    assert dog.codes == []
+
+
+def test_a_launcher_that_has_ended(dog, monkeypatch, capsys):
+    """The ranks of a host are children of its launcher until that ends."""
+    looks(dog, 1)
+    assert dog.codes == []
+    codes = dog.codes
+    monkeypatch.setenv("PMI_SIZE", "3")
+    dog = watchdog.Watchdog(dog.record, codes.append)
+    looks(dog, 1)
+    assert codes == []
+    monkeypatch.setattr(watchdog.os, "getppid", lambda: 1)
+    looks(dog, 1)
+    assert codes == [1]
+    assert capsys.readouterr().err.endswith(": the launcher on this host has ended\n")
+
+
+def test_the_guard_records_the_operation():
+    record = acts.record()
+    outer = record.operation
+    with pytest.raises(ValueError), watchdog.guard("MPI_Comm_split", 7):
+        assert (record.operation, record.limit) == ("MPI_Comm_split", 7)
+        raise ValueError
+    assert record.operation == outer

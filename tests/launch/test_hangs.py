@@ -1,0 +1,118 @@
+"""A rank that hangs or is stopped is named within the time-out and two seconds, with its stacks."""
+
+import os
+import random
+import re
+import signal
+import socket
+import time
+
+import jobs
+import pytest
+from launcher import assert_gone, finish, start
+from limits import exceeded, wait_until
+
+SLOW = pytest.mark.slow("hangs")
+TIMEOUT = 3
+HOST = socket.gethostname()
+# A user's program in which rank 1 stops or hangs at a moment that its argument names.
+PROGRAM = f"""
+import atexit, os, signal, sys, time
+import mpidl as dl
+from mpidl.comm import transport
+
+def hang():
+    if world.rank == 1:
+        with open(sys.argv[2], "w") as file:
+            file.write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+def sleep_for_ever():
+    if world.rank == 1:
+        with open(sys.argv[2], "w") as file:
+            file.write(str(time.time()))
+        time.sleep(600)
+
+world, moment = dl.World(timeout={TIMEOUT}), sys.argv[1]
+world.transport.activity = "epoch 1, iteration 2"
+world.barrier()
+if moment == "in a wait":
+    hang()
+    world.gop("max", 1)
+elif moment == "in the user's code":
+    sleep_for_ever()
+    world.gop("max", 1)
+elif moment == "while MPI blocks":
+    hang()
+    transport.allocate_shared(world.transport, (3,), float)
+elif moment == "while the ranks leave":
+    atexit.register(hang)
+elif moment == "while MPI ends":
+    finalize = world.transport.finalize
+    world.transport.finalize = lambda: (hang(), finalize())
+"""
+MESSAGES = {
+    "in a wait": "epoch 1, iteration 2: gop max did not complete within 3 s",
+    "in the user's code": "epoch 1, iteration 2: gop max did not complete within 3 s",
+    "while MPI blocks": "epoch 1, iteration 2: shared memory did not complete within 3 s",
+    "while the ranks leave": "leaving: the end of the program on all ranks waits for a process "
+    "that has been stopped for 3 s",
+    "while MPI ends": "leaving: the end of MPI did not complete within 3 s",
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, marks=[SLOW] * (m != "while MPI blocks")) for m in MESSAGES]
+)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=SLOW)])
+def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
+    with start(ranks, program, moment, tmp_path / "time") as job:
+        wait_until(lambda: (tmp_path / "time").exists())
+        start_time, pids = time.monotonic(), job.rank_pids()
+        result = finish(job)
+    assert not exceeded(start_time, TIMEOUT + 2.5)  # the processes need some time to end
+    assert result.returncode != 0
+    lines = jobs.error_lines(result)
+    assert lines[0].startswith(f"mpidl: {MESSAGES[moment]}")
+    name = f"  rank 1 on host {HOST} (process {pids[1]}) does not answer: its process "
+    if moment == "in the user's code":
+        assert lines[1].startswith(f"{name}runs; last act: epoch 1, iteration 2: computes, after ")
+        assert "sleep_for_ever" in "\n".join(lines)
+    else:
+        assert lines[1].startswith(f"{name}is stopped (SIGSTOP); last act: ")
+        assert "  rank 1 is stopped, so it cannot show its Python stacks" in lines
+    waiting = [line for line in lines if re.match(r"  rank [02], ", line)]
+    assert len(waiting) == ranks - 1
+    assert sum(line.startswith("mpidl: ") for line in lines) == 1
+    assert_gone(pids.values())
+
+
+@pytest.mark.parametrize("turn", range(12))
+@SLOW
+def test_a_training_that_hangs_at_a_random_moment(pictures, tmp_path, turn):
+    """The report is in the folder of the run, and the message names the rank and the step."""
+    numbers, out = random.Random(turn), tmp_path / "run"
+    options = [*jobs.ENDLESS, "--timeout", TIMEOUT, "--checkpoint-every", 3]
+    ranks = 2 + turn % 2
+    rank = numbers.randrange(ranks)
+    with jobs.start(ranks, pictures, out, *options, until="Epoch: 1,") as job:
+        pids = job.rank_pids()
+        time.sleep(numbers.random())
+        os.kill(pids[rank], signal.SIGSTOP)
+        start_time = time.monotonic()
+        result = finish(job)
+    assert not exceeded(start_time, TIMEOUT + 2.5)
+    lines = jobs.error_lines(result)
+    assert re.match(r"mpidl: epoch \d+, iteration \d+: .* did not complete within 3 s", lines[0])
+    name = f"  rank {rank} on host {HOST} (process {pids[rank]}) does not answer: its process is "
+    assert lines[1].startswith(f"{name}stopped (SIGSTOP); last act: epoch ")
+    report = (out / "hang-report.txt").read_text().splitlines()
+    assert lines[0] in report and lines[1] in report
+    assert_gone(pids.values())
