@@ -22,6 +22,7 @@ NODES = ("n1", "n2", "n3")
 ADDRESS = "10.0.0.1"  # in namespaces without another network
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter", "mount", "hostname")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+PMIX = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/pmix2/lib")
 FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "TIMEOUT"}
 FINAL |= {"OUT_OF_MEMORY", "PREEMPTED"}
 CONFIGURATION = """\
@@ -102,12 +103,19 @@ class Cluster:
         (self.folder / "munge.key").chmod(0o600)
         for name in ("state", *(f"{kind}-{n}" for kind in ("spool", "tmp") for n in NODES)):
             (self.folder / name).mkdir()
+        mounts = [self.folder / "hosts", "/etc/hosts"]
+        if PMIX.exists():
+            # Slurm's plugin opens a name that only the package for developers has.
+            shutil.copytree(PMIX, self.folder / "pmix", symlinks=True)
+            (self.folder / "pmix" / "libpmix.so").unlink(missing_ok=True)
+            (self.folder / "pmix" / "libpmix.so").symlink_to("libpmix.so.2")
+            mounts += [self.folder / "pmix", PMIX]
         self.configure()
         words = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child"]
         words += ["--mount-proc", sys.executable, Path(__file__).with_name("machine.py")]
         # The kernel ends the namespaces with this thread of this process, even if it is killed.
         self.machine = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *words, ADDRESS, self.folder / "hosts"],
+            ["setpriv", "--pdeathsig", "KILL", *words, ADDRESS, *mounts],
             stdout=subprocess.PIPE,
             text=True,
         )

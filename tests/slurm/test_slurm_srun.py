@@ -33,7 +33,7 @@ def test_open_mpi(cluster, shapes, tmp_path, expected_hash):
     if not OPENMPI.exists():
         pytest.skip("no environment with Open MPI (MPIDL_MPI=openmpi run/install)")
     words = words_of(shapes, tmp_path / "run", mpi="pmix", python=OPENMPI)
-    cluster.run(*words, env={"PMIX_MCA_psec": "native"})
+    cluster.run(*words, env={"PMIX_MCA_psec": "native", "OMPI_MCA_btl_tcp_if_include": "lo"})
     assert jobs.weights_hash(tmp_path / "run") == expected_hash
 
 
