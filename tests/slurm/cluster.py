@@ -259,15 +259,17 @@ class Job:
 
     def wait(self, state):
         """Wait for a state. Another final state is an error, and so is the queue."""
-        restarts = self.facts()["Restarts"]
+        facts = self.facts()
+        restarts = facts["Restarts"]
 
         def is_over():
-            facts = self.facts()
+            nonlocal facts
+            before, facts = facts, self.facts()
             is_back = facts["JobState"] == "PENDING" and facts["Restarts"] != restarts
-            return is_back or facts["JobState"] in FINAL | {state}
+            is_end = is_back or facts["JobState"] in FINAL | {state}
+            return is_end and facts["JobState"] == before["JobState"]  # not between two others
 
         wait_until(is_over, 0.2)
-        facts = self.facts()
         text = f"{facts['JobState']}, expected {state}; exit code {facts['ExitCode']}"
         assert facts["JobState"] == state, f"{text}\n{self.log()}"
 
@@ -275,6 +277,7 @@ class Job:
         """Wait until the job is in the queue again, and let it start at once."""
         self.wait("PENDING")
         assert self.facts()["Restarts"] == str(count), self.log()
+        time.sleep(2)  # a node refuses credentials of the second in which it revoked the former one
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def scancel(self, *options):
