@@ -22,6 +22,7 @@ NODES = ("n1", "n2", "n3")
 ADDRESS = "10.0.0.1"  # in namespaces without another network
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter", "mount", "hostname")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+PMIX = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/pmix2/lib")
 FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "TIMEOUT"}
 FINAL |= {"OUT_OF_MEMORY", "PREEMPTED"}
 CONFIGURATION = """\
@@ -102,12 +103,19 @@ class Cluster:
         (self.folder / "munge.key").chmod(0o600)
         for name in ("state", *(f"{kind}-{n}" for kind in ("spool", "tmp") for n in NODES)):
             (self.folder / name).mkdir()
+        mounts = [self.folder / "hosts", "/etc/hosts"]
+        if PMIX.exists():
+            # Slurm's plugin opens a name that only the package for developers has.
+            shutil.copytree(PMIX, self.folder / "pmix", symlinks=True)
+            (self.folder / "pmix" / "libpmix.so").unlink(missing_ok=True)
+            (self.folder / "pmix" / "libpmix.so").symlink_to("libpmix.so.2")
+            mounts += [self.folder / "pmix", PMIX]
         self.configure()
         words = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child"]
         words += ["--mount-proc", sys.executable, Path(__file__).with_name("machine.py")]
         # The kernel ends the namespaces with this thread of this process, even if it is killed.
         self.machine = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *words, ADDRESS, self.folder / "hosts"],
+            ["setpriv", "--pdeathsig", "KILL", *words, ADDRESS, *mounts],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -251,15 +259,17 @@ class Job:
 
     def wait(self, state):
         """Wait for a state. Another final state is an error, and so is the queue."""
-        restarts = self.facts()["Restarts"]
+        facts = self.facts()
+        restarts = facts["Restarts"]
 
         def is_over():
-            facts = self.facts()
+            nonlocal facts
+            before, facts = facts, self.facts()
             is_back = facts["JobState"] == "PENDING" and facts["Restarts"] != restarts
-            return is_back or facts["JobState"] in FINAL | {state}
+            is_end = is_back or facts["JobState"] in FINAL | {state}
+            return is_end and facts["JobState"] == before["JobState"]  # not between two others
 
         wait_until(is_over, 0.2)
-        facts = self.facts()
         text = f"{facts['JobState']}, expected {state}; exit code {facts['ExitCode']}"
         assert facts["JobState"] == state, f"{text}\n{self.log()}"
 
@@ -267,6 +277,7 @@ class Job:
         """Wait until the job is in the queue again, and let it start at once."""
         self.wait("PENDING")
         assert self.facts()["Restarts"] == str(count), self.log()
+        time.sleep(2)  # a node refuses credentials of the second in which it revoked the former one
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def scancel(self, *options):

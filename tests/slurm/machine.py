@@ -1,11 +1,11 @@
 """The first process of the cluster's namespaces: it prepares them and adopts orphans.
 
     unshare --mount --uts --net --pid --fork --kill-child --mount-proc \
-        python machine.py ADDRESS HOSTS
+        python machine.py ADDRESS SOURCE TARGET [SOURCE TARGET ...]
 
 The network consists of the loopback interface, which gets a second ADDRESS, because names whose
-only address is 127.0.0.1 are not resolved without another network. HOSTS replaces /etc/hosts. When
-this process ends, the kernel ends every process of its namespaces.
+only address is 127.0.0.1 are not resolved without another network. Each SOURCE, a file or folder,
+replaces its TARGET. When this process ends, the kernel ends every process of its namespaces.
 """
 
 import contextlib
@@ -19,14 +19,15 @@ import time
 
 SIOCSIFFLAGS, SIOCSIFADDR, IFF_UP = 0x8914, 0x8916, 1
 
-address, hosts = sys.argv[1:]
+address, *mounts = sys.argv[1:]
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
     fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
     family_and_port = struct.pack("16sHH", b"lo:1", socket.AF_INET, 0)
     request = family_and_port + socket.inet_aton(address) + bytes(16)
     fcntl.ioctl(control, SIOCSIFADDR, request)
 socket.sethostname("login")
-subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True)
+for source, target in zip(mounts[::2], mounts[1::2], strict=True):
+    subprocess.run(["mount", "--bind", source, target], check=True)
 print("ready", flush=True)
 while True:
     with contextlib.suppress(ChildProcessError):
