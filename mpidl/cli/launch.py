@@ -179,8 +179,8 @@ class Supervisor:
         """Wait; return False if a signal has requested a stop."""
         self._log(f"next start in {seconds:g} s")
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.signals.name is None:
-            time.sleep(POLL_SECONDS)
+        while (rest := deadline - time.monotonic()) > 0 and self.signals.name is None:
+            time.sleep(min(rest, POLL_SECONDS))
         return self.signals.name is None
 
     def _leave_out_lost_hosts(self):
