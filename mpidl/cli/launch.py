@@ -185,6 +185,8 @@ class Supervisor:
 
     def _leave_out_lost_hosts(self):
         lost = self.command.lost_hosts(self.environment)
+        if lost == set(self.command.hosts):
+            lost = set()  # the launcher itself has a problem, which may pass
         if lost:
             self.command = self.command.without_hosts(lost)
             self._log(f"without {', '.join(sorted(lost))}, which cannot start a program")
