@@ -179,12 +179,14 @@ class Supervisor:
         """Wait; return False if a signal has requested a stop."""
         self._log(f"next start in {seconds:g} s")
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.signals.name is None:
-            time.sleep(POLL_SECONDS)
+        while (rest := deadline - time.monotonic()) > 0 and self.signals.name is None:
+            time.sleep(min(rest, POLL_SECONDS))
         return self.signals.name is None
 
     def _leave_out_lost_hosts(self):
         lost = self.command.lost_hosts(self.environment)
+        if lost == set(self.command.hosts):
+            lost = set()  # the launcher itself has a problem, which may pass
         if lost:
             self.command = self.command.without_hosts(lost)
             self._log(f"without {', '.join(sorted(lost))}, which cannot start a program")

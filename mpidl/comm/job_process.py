@@ -25,6 +25,7 @@ VARIABLE = "MPIDL_JOB_TOKEN"
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child
+SUSPENDED_SECONDS = 5.0  # if more time passes between two looks, all processes were suspended
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
 TAIL_LINES = 400
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
@@ -97,8 +98,8 @@ class JobProcess:
                 now = time.monotonic()
                 if not has_children or now - look_time < LOOK_SECONDS:
                     continue
-                if now - look_time > 2 * LOOK_SECONDS or self._has_child():
-                    alone_since = now  # or this process was suspended
+                if now - look_time > SUSPENDED_SECONDS or self._has_child():
+                    alone_since = now
                 look_time = now
                 if now - alone_since > ALONE_SECONDS:
                     self.is_left_alone = True

@@ -89,8 +89,8 @@ class JobCommand:
 
     def _values(self, flags):
         """Return the values of these flags of the launcher, in order."""
-        values = []
-        for word, following in zip(self.start, (*self.start[1:], ""), strict=True):
+        values, words = [], self._behind_launcher()
+        for word, following in zip(words, (*words[1:], ""), strict=True):
             flag, equals, value = word.partition("=")
             if flag in flags:
                 values.append(value if equals else following)
@@ -98,22 +98,21 @@ class JobCommand:
                 values.append(word[2:])
         return values
 
+    def _behind_launcher(self):
+        return () if self.launcher is None else self.start[self.start.index(self.launcher) + 1 :]
+
     def without_hosts(self, lost: set[str]) -> JobCommand:
         """Return the command for the other hosts, with as many ranks as they have room for.
 
-        Raises
-        ------
-        UserError
-            If no host is left.
+        Parameters
+        ----------
+        lost : set of str
+            Some of the hosts, but not all of them.
         """
         hosts = {host: room for host, room in self.hosts.items() if host not in lost}
-        if not hosts:
-            raise UserError("launch: no host is left that can start a program")
-        if not lost:
-            return self
         words, skip = [], False
         flags = (*COUNT_FLAGS, *HOST_FLAGS, *HOST_FILE_FLAGS, *(NODE_FLAGS * self.uses_srun))
-        for word in self.start:
+        for word in self._behind_launcher():
             if skip:
                 skip = False
             elif word.partition("=")[0] in flags:
@@ -126,18 +125,17 @@ class JobCommand:
         else:
             places = [f"{host}:{room}" if room else host for host, room in hosts.items()]
             added = [self._host_flag(), ",".join(places), "-n", str(count)]
-        at_launcher = words.index(self.launcher) + 1
-        return JobCommand((*words[:at_launcher], *added, *words[at_launcher:]), self.options, hosts)
+        launcher = self.start[: self.start.index(self.launcher) + 1]
+        return JobCommand((*launcher, *added, *words), self.options, hosts)
 
     def lost_hosts(self, environment: dict[str, str]) -> set[str]:
         """Return the hosts on which the launcher cannot start a program."""
         if len(self.hosts) < 2:
             return set()
+        flags = ["--overlap", "-N1", "--nodelist"] if self.uses_srun else [self._host_flag()]
 
         def is_lost(host):
-            words = [self.launcher, self._host_flag(), host, "-n", "1", "true"]
-            if self.uses_srun:
-                words = [self.launcher, "--overlap", f"--nodelist={host}", "-N1", "-n1", "true"]
+            words = [self.launcher, *flags, host, "-n", "1", "true"]
             try:
                 result = subprocess.run(
                     words,

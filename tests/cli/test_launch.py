@@ -116,7 +116,7 @@ def test_a_stop(launched):
     with pytest.raises(Fault, match="^SIGTERM: the training died instead of stopping: "):
         launched("w", signals=signals)
     signals = failure.Signals()
-    threading.Timer(1.0, lambda: setattr(signals, "name", "SIGTERM")).start()
+    threading.Timer(0.4, lambda: setattr(signals, "name", "SIGTERM")).start()
     launch.FIRST_PAUSE = 600.0  # the fixture restores it
     (launched.folder / "starts").unlink()
     assert launched("1", signals=signals) == 75

@@ -100,8 +100,8 @@ def test_processes_of_a_dead_launcher_are_ended():
 
 def test_a_launcher_without_processes_is_ended(monkeypatch):
     """As mpirun if its proxy is killed before it has started ranks."""
-    monkeypatch.setattr(job_process, "LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(job_process, "ALONE_SECONDS", 0.6)
+    monkeypatch.setattr(job_process, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(job_process, "ALONE_SECONDS", 0.4)
     # A shell starts a process, which is then an orphan, and becomes `sleep`.
     script = "(sleep 600 &); exec sleep 600"
     job = JobProcess(["sh", "-c", script], dict(os.environ), TOKEN)
@@ -112,13 +112,13 @@ def test_a_launcher_without_processes_is_ended(monkeypatch):
     assert not marked(TOKEN)
     cause = "the processes of sleep on this host have ended, but not sleep itself"
     assert job.cause(code) == cause
-    job = start("sleep 1.5 & wait; exit 5")  # negative control
+    job = start("sleep 1 & wait; exit 5")  # negative control
     assert job.wait(failure.Signals(), has_children=True) == 5
 
 
 def test_a_request_to_stop_reaches_the_job_as_usr1():
     job = start("trap 'exit 75' USR1; while :; do sleep 0.05; done")
     signals = failure.Signals()
-    timer = threading.Timer(0.5, lambda: setattr(signals, "name", signal.SIGTERM.name))
+    timer = threading.Timer(0.3, lambda: setattr(signals, "name", signal.SIGTERM.name))
     timer.start()
     assert job.wait(signals, has_children=True) == 75

@@ -52,7 +52,7 @@ def test_a_command_without_a_training(words):
         (["mpirun", "-n", 4], 4, {}),
         (["mpiexec", "-np", 4, "-hosts", "a,b"], 4, {"a": 0, "b": 0}),
         (["mpirun", "--host", "a:2,b:2"], None, {"a": 2, "b": 2}),
-        (["env", "A=1", "/opt/mpirun", "-n", 6, "-H", "a:4,b:2"], 6, {"a": 4, "b": 2}),
+        (["nice", "-n", 9, "/opt/mpirun", "-n", 6, "-H", "a:4,b:2"], 6, {"a": 4, "b": 2}),
     ],
 )
 def test_ranks_and_hosts(words, ranks, hosts, monkeypatch):
@@ -94,9 +94,6 @@ def test_fewer_hosts(tmp_path, monkeypatch, version, words, expected):
     rest = ["-ppn", "2"] if "-ppn" in words else []
     assert list(fewer.start) == [str(mpirun), *expected, *rest, *TRAIN]
     assert fewer.options == ("--epochs", "2") and "b" not in fewer.hosts
-    assert command.without_hosts(set()) == command
-    with pytest.raises(UserError, match="^launch: no host is left"):
-        command.without_hosts({"a", "b", "c", "d"})
 
 
 def test_fewer_nodes_of_slurm(slurm):

@@ -12,7 +12,7 @@ import pytest
 from launcher import assert_gone, finish, start
 from limits import exceeded, wait_until
 
-SLOW = pytest.mark.slow("hangs")
+pytestmark = pytest.mark.slow("hangs")
 TIMEOUT = 3
 HOST = socket.gethostname()
 # A user's program in which rank 1 stops or hangs at a moment that its argument names.
@@ -68,10 +68,8 @@ def program(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(m, marks=[SLOW] * (m != "while MPI blocks")) for m in MESSAGES]
-)
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("moment", MESSAGES)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
     with start(ranks, program, moment, tmp_path / "time") as job:
         wait_until(lambda: (tmp_path / "time").exists())
@@ -95,7 +93,6 @@ def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
 
 
 @pytest.mark.parametrize("turn", range(12))
-@SLOW
 def test_a_training_that_hangs_at_a_random_moment(pictures, tmp_path, turn):
     """The report is in the folder of the run, and the message names the rank and the step."""
     numbers, out = random.Random(turn), tmp_path / "run"
