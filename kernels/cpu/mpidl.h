@@ -1,8 +1,9 @@
 /* Functions that the library exports. mpidl/backends/cpu/builds.py reads their names and argument
  * types from this file. An argument is an int64_t, double or float, a pointer to one of these or to
  * int32_t or uint8_t, or a function without arguments. A result is a number or a string. A pointer
- * may be NULL only if its comment says so. Python checks the arguments. A function fails only if the
- * system refuses scratch memory: it then sets mpidl_missing_bytes, and its results are undefined.
+ * may be NULL only if its comment says so. Python checks the arguments. A function fails only if
+ * the system refuses scratch memory: it then sets mpidl_missing_bytes, and its results are
+ * undefined.
  *
  * x has the shape (blocks, C, H, W, 16). A source is an input of a kernel: `x` itself or, if `mean`
  * is not NULL, max(0, (x - mean) * scale + beta) per channel, which is computed when it is read and
