@@ -76,7 +76,10 @@ def _import_from_the_working_directory() -> None:
     A user's network or layers in FILE.py may import modules beside it.
     """
     if not sys.flags.isolated and not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd()
+        try:
+            sys.path[0] = os.getcwd()
+        except FileNotFoundError:  # another process has removed the folder
+            sys.path[0] = ""
 
 
 def _refuse(name: str) -> NoReturn:

@@ -1,12 +1,14 @@
 """`python -m benchmarks monitor`: epochs with the live page open against epochs without it.
 
 The sides take turns, each in a job of its own. On the side with the page, a client stands for the
-browser: it opens the page, and receives all updates without drawing them.
+browser: it opens the page, and receives all updates without drawing them. The share of a core that
+the page's process uses is measured as well: it shows a cost that the noise of epochs hides.
 """
 
 import argparse
 import asyncio
 import contextlib
+import glob
 import html
 import json
 import os
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 
 import numpy as np
@@ -37,12 +40,16 @@ def main(options: argparse.Namespace) -> dict:
         f"{options.ranks} ranks, {machine.arithmetic()}"
     )
     times: dict[str, list[float]] = {side: [] for side in SIDES}
+    shares: list[float] = []
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         for number, side in turns.alternate(SIDES, options.rounds):
             out = os.path.join(folder, f"{number}-{SIDES.index(side)}")
-            updates = _train(options, out, side == SIDES[0])
+            frames, share = _train(options, out, side == SIDES[0])
             times[side].append(_seconds(out) / options.epochs)
-            note = f", {updates} frames to the page" if side == SIDES[0] else ""
+            note = ""
+            if side == SIDES[0]:
+                shares.append(share)
+                note = f", {frames} frames, {share:.2%} of a core"
             print(f"round {number + 1}, {side}: {times[side][-1]:.3f} s{note}", flush=True)
     rows = [["", "s per epoch", "min", "max"]]
     for side in SIDES:
@@ -52,12 +59,13 @@ def main(options: argparse.Namespace) -> dict:
     ratio = report.summary(np.divide(times[SIDES[0]], times[SIDES[1]]))
     low, middle, high = (ratio[key] for key in ("min", "median", "max"))
     print(f"{SIDES[0]} / {SIDES[1]}: {middle:.4f} ({low:.4f} to {high:.4f})")
+    print(f"the page's process used {report.median(shares):.2%} of a core")
     record = report.header(options, configuration.versions_of("mpirun"), *OPTIONS)
-    return record | {"seconds_per_epoch": times, "ratio": ratio}
+    return record | {"seconds_per_epoch": times, "ratio": ratio, "cores": shares}
 
 
 def _train(options, out, has_page):
-    """Train; return the number of websocket frames that the page received."""
+    """Train; return the frames that the page received, and its process's share of a core."""
     words = ["--network", options.network, "--epochs", str(options.epochs + 1), "--out", out]
     words += ["--plots", "none", "--threads", "1", "--test-fraction", "0"]
     words += ["--monitor", *shlex.split(options.also)] if has_page else []
@@ -70,18 +78,25 @@ def _train(options, out, has_page):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    client, lines = Client(), []
-    for line in process.stdout:
-        lines.append(line)
-        if match := re.match(r"Monitor: (\S+)", line):
-            client.start(match[1])
-    if process.wait():
+    client, page, lines = Client(), PageProcessor(out), []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if match := re.match(r"Monitor: (\S+)", line):
+                client.start(match[1])
+                page.start()
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # interrupted
+            process.terminate()
+            process.wait()
+    if code:
         message = turns.last_message("".join(lines))
-        raise Fault(f"mpidl.train ended with exit code {process.returncode}: {message}")
+        raise Fault(f"mpidl.train ended with exit code {code}: {message}")
     client.join()
     if has_page and not client.frames:
         raise Fault("the page received no update")
-    return client.frames
+    return client.frames, page.share()
 
 
 def _seconds(out):
@@ -90,6 +105,50 @@ def _seconds(out):
         records = [json.loads(line) for line in file]
     ends = [record["seconds"] for record in records if record["kind"] == "epoch"]
     return ends[-1] - ends[0]
+
+
+class PageProcessor(threading.Thread):
+    """Reads the processor time of a page's process twice a second, while it exists.
+
+    Parameters
+    ----------
+    out : str
+        The folder of the run that the page shows.
+    """
+
+    def __init__(self, out: str) -> None:
+        super().__init__(daemon=True)
+        self.out = out
+        self.samples: list[tuple[float, float]] = []  # (time, processor seconds)
+
+    def run(self) -> None:
+        process = None
+        while process is None:
+            time.sleep(0.5)
+            process = next(filter(self._is_page, glob.glob("/proc/[0-9]*")), None)
+        with contextlib.suppress(OSError):
+            while True:
+                with open(f"{process}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                ticks = int(fields[11]) + int(fields[12])  # user and system
+                self.samples.append((time.monotonic(), ticks / os.sysconf("SC_CLK_TCK")))
+                time.sleep(0.5)
+
+    def _is_page(self, process):
+        try:
+            with open(f"{process}/cmdline") as file:
+                words = file.read().split("\0")
+        except OSError:
+            return False
+        return "mpidl.report.live.page_process" in words and self.out in words
+
+    def share(self) -> float:
+        """Return the share of a core in the last two thirds, without the start of the page."""
+        kept = self.samples[len(self.samples) // 3 :]
+        if len(kept) < 2:
+            return float("nan")
+        (start, before), (end, after) = kept[0], kept[-1]
+        return (after - before) / (end - start)
 
 
 class Client:

@@ -3,13 +3,16 @@
     python docs/make_pictures.py            all pictures, into docs/pictures
     python docs/make_pictures.py NAME ...   these
 
-Terminal pictures need tmux; the others need `pip install '.[plots]'`. The pictures of the notebooks
-come from docs/run_notebooks.py. Trainings run in a temporary folder and take a few minutes.
+Terminal pictures need tmux, the report needs Chromium, and the others need `pip install
+'.[plots]'`. docs/run_notebooks.py, docs/run_tutorial.py and docs/pictures_monitor.py make the other
+pictures. Trainings run in a temporary folder and take a few minutes. The study `scaling` and the
+times in `bar` and `verify` need a machine that does nothing else.
 """
 
 import functools
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,17 +116,16 @@ def bar():
     environment = os.environ | {"TERM": "xterm-256color", "PS1": "$ "}
     start = [*tmux, "-f", "/dev/null", "new-session", "-d", "-x", "92", "-y", "24", command]
     subprocess.run(start, cwd=work(), env=environment, check=True)
-    screens, deadline = [], time.monotonic() + 120
-    while time.monotonic() < deadline and (not screens or "Epoch: 5" not in screens[-1]):
-        capture = subprocess.run(
-            [*tmux, "capture-pane", "-e", "-p"], capture_output=True, text=True
-        )
-        if capture.returncode:
-            break
-        screens.append(capture.stdout)
-        time.sleep(0.05)  # a picture a frame
-    subprocess.run([*tmux, "kill-server"], check=True)
-    terminal("bar", command, screens[-1].replace(str(work()) + "/", ""))
+    is_there, screen = None, ""
+    while not is_there:
+        time.sleep(0.05)
+        capture = [*tmux, "capture-pane", "-e", "-p"]
+        screen = subprocess.run(capture, capture_output=True, text=True).stdout
+        if not screen:
+            sys.exit(f"bar: {command}: ended without a row of epoch 5")
+        is_there = re.search(r"^ +5 +\d+ ", re.sub(r"\x1b\[[\d;]*m", "", screen), re.M)
+    subprocess.run([*tmux, "kill-server"], capture_output=True)
+    terminal("bar", command, screen.replace(str(work()) + "/", ""))
 
 
 def verify():
@@ -138,9 +140,19 @@ def network():
     terminal("network", " ".join(words), run(*words))
 
 
-def progress():
-    """Copy the curves of a run."""
-    shutil.copy(trained() / "progress.png", PICTURES / "progress.png")
+def scaling():
+    """Copy the figures of a study on one and two ranks, with a prediction."""
+    options = ("--ranks", "1,2", "--repeat", 3, "--predict", "1,2,4,8,16", "--epochs", 4)
+    run("python", "-m", "mpidl.scaling", *options, "--out", "study")
+    shutil.copy(work() / "study" / "scaling.png", PICTURES / "scaling.png")
+
+
+def report():
+    """Draw the top of a report's page about a run, as Chromium shows it."""
+    folder, path = trained(), PICTURES / "report.png"
+    run("python", "-m", "mpidl.report", folder.relative_to(work()), "--html", "report.html")
+    words = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,960")
+    run("chromium", *words, f"--screenshot={path}", (work() / "report.html").as_uri())
 
 
 def digits():
@@ -155,38 +167,6 @@ def digits():
             axes.imshow(images.read([indices[37 * row]])[0, 0], cmap="gray")
             axes.set_axis_off()
     save(figure, "digits")
-
-
-def augmentation():
-    """Draw what a network sees of images that are augmented."""
-    options = ("--rotation", 20, "--translate", 4, "--scale", "0.8,1.2")
-    run(*TRAIN, *options, "--preview", PICTURES / "augmentation.png")
-
-
-def confusion():
-    """Draw what a network confuses that has seen only 20 images of each class."""
-    train, test = dl.data.digits().split(0.9, seed=0)
-    few = train.split(20 / 900, seed=0)[0]
-    net = dl.nn.zoo.digits(few.image_shape, 10, seed=0)
-    options = dl.TrainingOptions(epochs=40, batch_size=32, plots="none", verbose="off")
-    dl.train(net, few, options)
-    dl.evaluate(net, test, confusion=True).confusion.save(PICTURES / "confusion.png")
-
-
-def predictions():
-    """Draw test images with their predicted classes and scores."""
-    _, test = dl.data.digits().split(0.9, seed=0)
-    net = dl.load_model(trained() / "model.h5")[0]
-    indices = np.linspace(0, len(test) - 1, 10).astype(int)
-    pixels = test.read(indices)
-    scores = dl.predict(net, pixels)
-    figure = new_figure(9, 1.5)
-    for i, (image, row) in enumerate(zip(pixels, scores, strict=True)):
-        axes = figure.add_subplot(1, len(indices), i + 1)
-        axes.imshow(image[0], cmap="gray")
-        axes.set_title(f"{test.classes[row.argmax()]}: {100 * row.max():.1f} %", fontsize=9)
-        axes.set_axis_off()
-    save(figure, "predictions")
 
 
 def activations():
@@ -213,11 +193,10 @@ def blocks():
         for block in range(count):
             rank = next(r for r in range(ranks) if block < share_ends(count, ranks)[r])
             width = 10 / 16 if block == count - 1 else 1  # the last block has 10 images
-            place = (block, -row)
-            axes.barh(place[1], 0.94, left=block, height=0.62, color="#e9ecf1")
-            axes.barh(place[1], 0.94 * width, left=block, height=0.62, color=RANK_COLOURS[rank])
-            images = 10 if block == count - 1 else 16
-            axes.text(block + 0.3, -row, f"{images}", color="white", va="center", fontsize=9)
+            axes.barh(-row, 0.94, left=block, height=0.62, color="#e9ecf1")
+            axes.barh(-row, 0.94 * width, left=block, height=0.62, color=RANK_COLOURS[rank])
+            middle, images = block + 0.47 * width, f"{16 * width:.0f}"
+            axes.text(middle, -row, images, color="white", ha="center", va="center", fontsize=9)
         axes.text(-0.15, -row, f"{ranks} rank{'s' * (ranks > 1)}", ha="right", va="center")
     axes.set_title("A mini-batch of 106 images: whole blocks of 16 for each rank", fontsize=10)
     axes.set_axis_off()
@@ -230,33 +209,36 @@ def share_ends(count, ranks):
 
 
 def fold():
-    """Draw the tree that adds up seven blocks, coloured by the rank that combines the nodes."""
-    figure = new_figure(8, 3.6)
+    """Draw the tree that adds up seven blocks, coloured by rank, with a ring around sent nodes."""
+    figure = new_figure(8, 4.2)
     axes = figure.add_subplot()
     ends = share_ends(7, 3)
 
-    def draw(first, stop):
-        """Draw the node of the blocks from first to stop, and return its place and rank."""
+    def draw(first, stop, is_below_gray):
+        """Draw the node of the blocks from first to stop, and return its place."""
         ranks = {int(np.searchsorted(ends, block, side="right")) for block in range(first, stop)}
-        colour = RANK_COLOURS[ranks.pop()] if len(ranks) == 1 else GRAY
+        is_gray = len(ranks) > 1
         if stop - first == 1:
             place = (first, 0)
         else:
             middle = first + 2 ** ((stop - first - 1).bit_length() - 1)
-            places = [draw(first, middle), draw(middle, stop)]
+            places = [draw(first, middle, is_gray), draw(middle, stop, is_gray)]
             place = (np.mean([x for x, _ in places]), max(y for _, y in places) + 1)
             for x, y in places:
                 axes.plot([place[0], x], [place[1], y], color="#b8bec8", zorder=1)
-        axes.scatter(*place, s=620, color=colour, zorder=2)
+        axes.scatter(*place, s=620, color=GRAY if is_gray else RANK_COLOURS[ranks.pop()], zorder=2)
+        if is_below_gray and not is_gray:
+            axes.scatter(*place, s=880, facecolors="none", edgecolors="black", zorder=2)
         name = f"{first}" if stop - first == 1 else f"{first}–{stop - 1}"
         axes.text(*place, name, color="white", ha="center", va="center", fontsize=9)
         return place
 
-    draw(0, 7)
+    draw(0, 7, is_below_gray=False)
     for rank, colour in enumerate(RANK_COLOURS):
         axes.scatter([], [], s=90, color=colour, label=f"rank {rank}")
-    axes.scatter([], [], s=90, color=GRAY, label="several ranks: sent")
-    axes.legend(loc="upper left", frameon=False)
+    axes.scatter([], [], s=90, facecolors="none", edgecolors="black", label="sent to other ranks")
+    axes.scatter([], [], s=90, color=GRAY, label="combined from several ranks")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
     axes.set_title("One tree for any number of ranks: the blocks 0 to 6 on 3 ranks", fontsize=10)
     axes.set_axis_off()
     axes.margins(0.12)
@@ -306,7 +288,8 @@ def promise():
             axes.plot(np.arange(1, iterations + 1), largest, label=label, lw=2, **style)
     axes.set_yscale("symlog", linthresh=1e-8)
     axes.set_yticks([0, 1e-8, 1e-6, 1e-4, 1e-2])
-    axes.set(xlabel="iteration", title="Largest difference of a weight from the run on one rank")
+    axes.set(xlabel="iteration", ylabel="difference")
+    axes.set_title("Largest difference of a weight from the run on one rank")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, "promise")
@@ -315,8 +298,7 @@ def promise():
 MAKERS = {
     maker.__name__: maker
     for maker in (
-        *(bar, verify, network, progress, digits, augmentation, confusion, predictions),
-        *(activations, blocks, fold, promise),
+        *(bar, verify, network, digits, activations, blocks, fold, promise, scaling, report),
     )
 }
 

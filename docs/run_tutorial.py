@@ -3,10 +3,13 @@
     python docs/run_tutorial.py
 
 Each block of commands (`sh`) is followed by a block that holds its output. The commands run in a
-temporary folder, and their times are those of this machine.
+temporary folder, and their times are those of this machine. The pictures that the commands write
+are copied to docs/pictures. This needs `pip install '.[plots]'`.
 """
 
+import csv
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,8 +17,15 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "tutorial.md"
+PICTURES = DOCS / "pictures"
 MACHINE = re.compile(r"^(warning|Iteration): .*\n", re.M)  # lines that only slow machines print
 BLOCKS = re.compile(r"^```sh\n(.*?)^```\n\n```\n(.*?)^```$", re.M | re.S)
+# {picture of the page: file that the commands write}
+WRITTEN = {
+    "progress.png": "runs/first/progress.png",
+    "augmentation.png": "seen.png",
+    "confusion.png": "confusion.png",
+}
 
 
 def outputs(text, folder):
@@ -30,6 +40,23 @@ def outputs(text, folder):
         yield commands, output, MACHINE.sub("", result.stdout)
 
 
+def draw_predictions(folder):
+    """Draw every second of the new images with its predicted class and score."""
+    import make_pictures
+    from PIL import Image
+
+    with open(folder / "scores.csv", newline="") as file:
+        rows = list(csv.DictReader(file))[::2]
+    figure = make_pictures.new_figure(9, 1.5)
+    for i, row in enumerate(rows):
+        axes = figure.add_subplot(1, len(rows), i + 1)
+        axes.imshow(Image.open(folder / row["image"]), cmap="gray")
+        score = 100 * float(row[row["predicted"]])
+        axes.set_title(f"{row['predicted']}: {score:.1f} %", fontsize=9)
+        axes.set_axis_off()
+    make_pictures.save(figure, "predictions")
+
+
 def main():
     text = PAGE.read_text()
     with tempfile.TemporaryDirectory() as folder:
@@ -37,6 +64,9 @@ def main():
             block = f"```sh\n{commands}```\n\n```\n"
             text = text.replace(f"{block}{output}```", f"{block}{printed}```")
             print(commands, printed, sep="\n", flush=True)
+        for picture, file in WRITTEN.items():
+            shutil.copy(Path(folder) / file, PICTURES / picture)
+        draw_predictions(Path(folder))
     PAGE.write_text(text)
 
 

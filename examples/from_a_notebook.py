@@ -1,4 +1,4 @@
-"""Train on several ranks from a notebook, or from a script as this one, without mpirun.
+"""Train on several ranks from a notebook, or from a script such as this one, without mpirun.
 
 python examples/from_a_notebook.py [RANKS] [FOLDER OF IMAGES] [EPOCHS]
 

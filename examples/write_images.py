@@ -1,9 +1,10 @@
 """Write some of the embedded digits as a folder of images, for docs/tutorial.md.
 
-    python examples/write_images.py [FOLDER] [IMAGES PER CLASS]
+    python examples/write_images.py [FOLDER] [IMAGES PER CLASS] [FIRST IMAGE OF EACH CLASS]
 
-FOLDER/images has a sub-folder of PNG files for each class, as `--data` expects it. FOLDER/new has
-20 further images without labels; their names begin with what they show.
+FOLDER/images has a sub-folder of PNG files for each class, as `--data` expects it. The images of a
+class are numbered from 0; by default, the first 200 are written. FOLDER/new has 20 further images
+without labels; their names begin with what they show.
 """
 
 import sys
@@ -15,11 +16,11 @@ from PIL import Image
 import mpidl as dl
 
 
-def main(folder="first-hour", per_class=200):
+def main(folder="first-hour", per_class=200, first=0):
     digits, root = dl.data.digits(), Path(folder)
     for label, name in enumerate(digits.classes):
         (indices,) = np.nonzero(digits.labels == label)
-        labelled, unlabelled = indices[: int(per_class)], indices[-2:]
+        labelled, unlabelled = indices[int(first) :][: int(per_class)], indices[-2:]
         paths = [root / "images" / name / f"{name}-{i:05d}.png" for i in labelled]
         paths += [root / "new" / f"{name}-{i:05d}.png" for i in unlabelled]
         pixels = digits.read([*labelled, *unlabelled])

@@ -28,8 +28,8 @@ NAMES: dict[str, str] = {
     "trainNetwork": _TRAIN,
     "trainnet": "dl.train(net, images, dl.TrainingOptions(loss=...))",
     "trainingOptions": "dl.TrainingOptions(epochs=30, batch_size=128, ...)",
-    "trainingProgressMonitor": "progress.png in the run's folder, or `output_functions=` of "
-    "dl.TrainingOptions",
+    "trainingProgressMonitor": "`python -m mpidl.monitor RUN` in a browser, or "
+    'dl.launch(function, plots="live") in a notebook',
     "experimentManager": "dl.sweep(function, trials)",
     # custom loops
     "dlarray": "not needed: dl.MinibatchQueue delivers values per image, and "
@@ -222,5 +222,6 @@ def explain_arguments(function: Callable[Arguments, Result]) -> Callable[Argumen
 
 def _hint(name, parameters):
     plain = name.replace("_", "").lower()
-    similar = did_you_mean(name, parameters, ARGUMENTS)
-    return f": {REMARKS[plain]}" if plain in REMARKS and not similar else similar
+    if plain in REMARKS and ARGUMENTS.get(plain) not in parameters:
+        return f": {REMARKS[plain]}"
+    return did_you_mean(name, parameters, ARGUMENTS)

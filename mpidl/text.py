@@ -13,10 +13,18 @@ def printable(path: str | bytes | os.PathLike) -> str:
 
     Bytes that are not UTF-8 and unprintable characters are replaced by escapes such as ``\\xNN``.
     """
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    text = os.fsdecode(path)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else _escape(c) for c in text)
+
+
+def _escape(character):
+    """Return the escape of a character, or of a byte that os.fsdecode could not decode."""
+    byte = ord(character) - 0xDC00
+    if 0x80 <= byte <= 0xFF:
+        return f"\\x{byte:02x}"
+    return character.encode("unicode_escape").decode()
 
 
 def name_list(names: Sequence[str]) -> str:

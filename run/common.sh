@@ -177,8 +177,20 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
 }
 
 add_extra() { # add_extra EXTRA: install what an extra of setup.cfg names, unless it is installed
-    local stamp=$venv/mpidl-extra-$1 log=$venv/mpidl-install.log requirements
-    [ ! -r "$stamp" ] || [ "$(<"$stamp")" != "$(installed)" ] || return 0
+    if ! has_extra "$1"; then
+        lock
+        has_extra "$1" || install_extra "$1"
+        unlock
+    fi
+}
+
+has_extra() {
+    local stamp=$venv/mpidl-extra-$1
+    [ -r "$stamp" ] && [ "$(<"$stamp")" = "$(installed)" ]
+}
+
+install_extra() {
+    local log=$venv/mpidl-install.log requirements
     requirements=$(mktemp)
     (cd "$root" && "$venv/bin/python" -c 'import configparser, sys
 config = configparser.ConfigParser()
@@ -187,7 +199,7 @@ print(config["options.extras_require"][sys.argv[1]])' "$1" >"$requirements")
     watched "installing the extra '$1'" "$log" pip_in_root install -r "$requirements" ||
         explain_pip "$log"
     rm -f "$requirements"
-    installed >"$stamp"
+    installed >"$venv/mpidl-extra-$1"
 }
 
 pip_in_root() { # pip_in_root COMMAND [ARGUMENT...]: run pip of the environment in the checkout

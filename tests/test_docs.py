@@ -1,9 +1,10 @@
 """The documents are correct: Python blocks run; commands, options, names and links exist.
 
-The blocks of a document share a namespace. A small data set replaces the digits, and `photos` is a
-small folder of images.
+The blocks of a document share a namespace. A small data set replaces the digits, `photos` is a
+small folder of images, and a training of many epochs ends after an iteration.
 """
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from mpidl.training.options import configuration, sweep_file
 ROOT = documented_commands.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
+MOST_EPOCHS = 5
 # Options of other programs that the documents mention.
 FOREIGN = {
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
@@ -39,6 +41,13 @@ def small_digits(world=None):
     return dl.ArrayDatastore(pixels.astype(np.uint8), np.arange(80) % 10)
 
 
+def short_training(net, images, options=None, *, train=dl.train, **keywords):
+    options = options or dl.TrainingOptions()
+    if options.epochs > MOST_EPOCHS:
+        options = dataclasses.replace(options, max_iterations=1)
+    return train(net, images, options, **keywords)
+
+
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     folder = Path(world.broadcast(str(tmp_path)))  # one folder for all ranks
@@ -47,6 +56,7 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     world.barrier()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(dl.data, "digits", small_digits)
+    monkeypatch.setattr(dl, "train", short_training)
     # Undo what the documents set for object stores.
     monkeypatch.setattr(settings, "_settings", settings.current())
     if world.size > 1:  # ranks cannot start ranks
@@ -90,6 +100,9 @@ def test_commands_exist(path):
         ("python examples/none.py", "no file examples/none.py"),
         ("sbatch --nodes 4 run/train.slurm --dat /a", "unknown option --dat"),
         ("sbatch --array=1-8 run/sweep.slurm a.toml --trails 3", "unknown option --trails"),
+        ("sbatch --wrap 'python -m mpidl.verify --rank 2'", "unknown option --rank"),
+        ("srun --ntasks 4 python -m mpidl.verify --ranks 4", "verify runs without srun"),
+        ("mpirun -n 2 mpidl report runs/a", "report runs without mpirun"),
         ("pip install '.[mpich,none]'", "no extra none"),
     ],
 )

@@ -1,5 +1,6 @@
 """MATLAB's names and arguments raise one line that names a call of mpidl that exists."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -97,3 +98,19 @@ def test_a_function_explains_unknown_arguments():
         assert str(raised.value).endswith(f"load: unknown argument {name}{text}")
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         load()
+
+
+@pytest.mark.parametrize(
+    "function", [dl.ImageFolder, dl.ArrayDatastore, dl.MinibatchQueue, dl.predict]
+)
+def test_arguments_of_matlab_in_the_functions(function):
+    """None of them is taken for an argument that only has a similar name, such as labelled."""
+    parameters = inspect.signature(function).parameters
+    for name in {**matlab_names.ARGUMENTS, **matlab_names.REMARKS}:
+        ours, remark = matlab_names.ARGUMENTS.get(name), matlab_names.REMARKS.get(name)
+        if ours not in parameters and remark is None:
+            continue
+        with pytest.raises(TypeError) as raised:
+            function(**{name: 1})
+        text = f"did you mean {ours}?" if ours in parameters else remark
+        assert str(raised.value).endswith(f"unknown argument {name}: {text}")

@@ -205,7 +205,7 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     """
     if forward is None:
         return functools.partial(op, blocks=blocks)
-    name = forward.__name__
+    name = forward.__name__.removeprefix("_")  # as errors and timelines show it
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **options: Any) -> Any:

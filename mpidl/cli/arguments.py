@@ -18,8 +18,8 @@ from mpidl.training.options import training_options
 
 STOPPED = 75  # exit code of a stopped run; the batch system should run it again
 EXIT_CODES = """\
-exit codes: 0 success; 1 error; 2 invalid options or data; 75 stopped by a signal (USR1, TERM, INT)
-after writing a checkpoint: run again with --resume DIR
+exit codes: 0 success; 1 error; 2 invalid options or data; 75 stopped after writing a checkpoint, by
+a signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run again with --resume
 """
 
 # The ten commonest options of a command, in the order in which --help shows them.

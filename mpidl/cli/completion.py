@@ -13,7 +13,7 @@ from mpidl.cli.parser import DESCRIBE, Parser, ParserReady, typed_command
 from mpidl.comm import failure
 from mpidl.errors import UserError
 
-PATHS = re.compile("FILE|DIR|DATA|SRC|DST")  # placeholders of values that are paths
+PATHS = re.compile("FILE|DIR|DATA|SRC|DST|RUN")  # placeholders of values that are paths
 STARTERS = ("mpirun", "mpiexec", "srun")  # programs that run the command on several ranks
 
 
@@ -32,6 +32,8 @@ class Value(NamedTuple):
         Values to suggest.
     is_path : bool
         Whether the value may be a path.
+    is_repeated : bool
+        Whether several values may follow.
     """
 
     flag: str
@@ -39,6 +41,7 @@ class Value(NamedTuple):
     metavar: str
     choices: Sequence[str]
     is_path: bool
+    is_repeated: bool = False
 
 
 class Command(NamedTuple):
@@ -63,7 +66,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "mpidl.completion",
         "Print a script with which a shell completes the commands and options of mpidl.",
         quiet,
-        epilog="Save the script and open a new shell:\n\n"
+        epilog="Save the script in a folder that exists (mkdir -p), and open a new shell:\n\n"
         f"  {command} bash > ~/.local/share/bash-completion/completions/mpidl\n"
         f"  {command} zsh > DIR/_mpidl (DIR: a folder in $fpath)\n"
         f"  {command} fish > ~/.config/fish/completions/mpidl.fish\n\n"
@@ -103,7 +106,8 @@ def described(name: str, summary: str) -> Command:
             choices = parser.suggestions.get(flag, ())
             flags.append(_value(flag, action.help, metavar, choices))
         for action in parser.operands:
-            operands.append(_value("", action.help, str(action.metavar), action.choices or ()))
+            value = _value("", action.help, str(action.metavar), action.choices or ())
+            operands.append(value._replace(is_repeated=action.nargs == "+"))
     helps = {"--help": "Show the commonest options", "--help-all": "Show all options"}
     flags += [_value(flag, text, "", ()) for flag, text in helps.items()]
     return Command(name, summary, flags, operands)
@@ -160,7 +164,7 @@ _mpidl() {{
     if [[ $word == "=" ]]; then word=""; fi
     if [[ $previous == "=" ]]; then previous=${{COMP_WORDS[COMP_CWORD - 2]}}; fi
     if [[ ${{COMP_WORDS[first]}} == help ]]; then values="{commands}"; fi
-    if [[ $previous == -* ]]; then _mpidl_case "${{COMP_WORDS[first]}}:$previous"; fi
+    if [[ $previous == -* && $word != -* ]]; then _mpidl_case "${{COMP_WORDS[first]}}:$previous"; fi
     if [[ -z $values$flags ]] && ((paths + other == 0)); then
         if [[ $word == -* ]]; then
             _mpidl_case "${{COMP_WORDS[first]}}:"
@@ -204,7 +208,7 @@ def _zsh_spec(value):
     else:
         action = f"({words})" if words else " "
     if not value.flag:
-        return _quote(f":{name}:{action}")
+        return _quote(f"{'*' if value.is_repeated else ''}:{name}:{action}")
     text = re.sub(r"[\[\]]", "", value.help)
     if not value.metavar:
         return _quote(f"{value.flag}[{text}]")

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = address.listen(parsed.host, parsed.port)
     from mpidl.report.live.server import MonitorServer  # imports Bokeh, which takes a second
 
-    server = MonitorServer(runs, [page.listener], page.token, page.hosts())
+    server = MonitorServer(runs, [page.listener], page.token)
     for line in page.lines():
         print(line)
     print("Press Ctrl-C to end the monitor; the runs continue.", flush=True)

@@ -283,11 +283,14 @@ def image_shape(text: str) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def rank_counts(text: str) -> list[int]:
-    """Convert the value N,N,... of --ranks to a list of integers."""
+def rank_counts(text: str, flag: str = "--ranks", most: int | None = None) -> list[int]:
+    """Convert the value N,N,... of an option to a list of integers, at most `most` each."""
     try:
-        return [
-            training_options.check("epochs", part, "--ranks", text=True) for part in text.split(",")
+        counts = [
+            training_options.check("epochs", part, flag, text=True) for part in text.split(",")
         ]
     except UserError:
-        raise UserError(f"--ranks must be numbers of ranks such as 1,2,3, found {text}") from None
+        raise UserError(f"{flag} must be numbers of ranks such as 1,2,3, found {text}") from None
+    if most is not None and max(counts) > most:
+        raise UserError(f"{flag}: expected at most {most} ranks, found {max(counts)}")
+    return counts

@@ -20,7 +20,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "Print the results of runs, and write a page about them: curves, options, confusion\n"
         "matrices and devices. The page is one file, which opens without network.",
         quiet,
-        epilog="exit codes: 0 success; 1 error; 2 invalid options, or a folder that is no run",
+        epilog="exit codes: 0 success; 1 error; 2 invalid options, or a folder without a run",
     )
     parser.add_argument(
         "runs",

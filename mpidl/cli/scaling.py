@@ -6,17 +6,17 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpidl.cli import arguments, scaling_probe, start
-from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts
+from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts, typed_command
 from mpidl.comm import failure
-from mpidl.comm.launcher import environment
 from mpidl.comm.thread_budget import available_cores
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
@@ -27,7 +27,7 @@ from mpidl.training.options import configuration
 
 EXIT_CODES = """\
 exit codes: 0 success; 1 a training failed, or an error; 2 invalid options or data; 75 stopped by a
-signal (USR1, TERM, INT): run the same command again
+signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run the same command again
 """
 # Arguments of mpidl.train that a study sets, or that make no sense in one.
 REFUSED = ("resume", "preview", "upload")
@@ -84,7 +84,7 @@ def _parser(quiet):
         "any number of ranks. All other options, and those after --, are options of mpidl.train.\n"
         "The same command continues a study.",
         quiet,
-        usage="python -m mpidl.scaling [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
+        usage=f"{typed_command('mpidl.scaling')} [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
         epilog=EXIT_CODES,
     )
     parser.text(
@@ -112,8 +112,9 @@ def _parser(quiet):
     parser.text(
         "--predict",
         "N,N,...",
-        "Predict the speed on these numbers of ranks, or on all powers of two up to 1024",
-        type=rank_counts,
+        "Predict the speed on these numbers of ranks; without a value, on all powers of two up to "
+        "1024",
+        type=partial(rank_counts, flag="--predict", most=prediction.MOST_RANKS),
     )
     parser.text(
         "--link",
@@ -200,22 +201,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return scaling_probe.main(parsed.probe, command.typed, float(parsed.probe_seconds))
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
-            "scaling starts the ranks itself: run it without mpirun, as python -m mpidl.scaling"
+            "scaling starts the ranks itself: run it without mpirun, as "
+            f"{typed_command('mpidl.scaling')}"
         )
     options = configuration.resolve(command.typed, config=command.typed.get("config"))
     out = parsed.out or os.path.join("runs", f"scaling-{_title(options.run)}")
     if parsed.table:
         return _table_only(out)
-    threads = _threads(command, options.options)
-    words = [*command.words, "--threads", str(threads)]
+    if parsed.predict and options.options.worker_load is not None:
+        raise UserError(
+            f"--worker-load {options.options.worker_load}: expected none with --predict, which "
+            "assumes equal shares"
+        )
+    earlier = {} if parsed.overwrite else study.earlier_start(out)
+    threads = _threads(command, options.options, earlier)
+    words = [*_words_except(command.words, "--threads"), "--threads", str(threads)]
     is_weak = parsed.weak or options.options.batch_per_rank is not None
+    defaults = {"threads": threads}
     if is_weak and options.options.batch_per_rank is None:
-        words = _words_except(words, "--batch-size")
-        words += ["--batch-per-rank", str(_batch_per_rank(parsed, options.options))]
+        per_rank = _batch_per_rank(parsed, options.options, earlier)
+        words = _words_except(words, "--batch-size") + ["--batch-per-rank", str(per_rank)]
+        defaults |= {"batch_size": options.options.batch_size, "batch_per_rank": per_rank}
     counts = tuple(sorted(set(parsed.ranks or ())))
-    plan = study.Plan(out, counts, tuple(words), parsed.repeat, is_weak, parsed.srun)
+    plan = study.Plan(out, counts, tuple(words), parsed.repeat, is_weak, parsed.srun, defaults)
     with failure.Signals() as signals:
-        return _run(command, study.Study(plan, signals), threads)
+        runs = study.Study(plan, signals, show=partial(print, flush=True))
+        return _run(command, runs, threads)
 
 
 def _title(run):
@@ -227,20 +238,25 @@ def _cores():
     return min(len(cores.allowed), cores.quota or len(cores.allowed))
 
 
-def _threads(command, options):
+def _threads(command, options, earlier):
     """Return the threads of every rank, the same in all runs.
 
-    By default, the threads of the largest run fill the cores of this machine, or of a Slurm task.
+    By default, they are those of an earlier start of the study, or the threads of the largest run
+    fill the cores of this machine, or of a Slurm task.
     """
     if options.threads:
         return options.threads
+    if earlier.get("threads"):
+        return earlier["threads"]
     if command.parsed.srun:
         text = os.environ.get("SLURM_CPUS_PER_TASK", "")
         return int(text) if text.isdigit() else 1
     return max(1, _cores() // max(command.parsed.ranks)) if command.parsed.ranks else 1
 
 
-def _batch_per_rank(parsed, options):
+def _batch_per_rank(parsed, options, earlier):
+    if earlier.get("batch_size") == options.batch_size:
+        return earlier["batch_per_rank"]
     smallest = min(parsed.ranks or [1])
     return max(1, options.batch_size // smallest)
 
@@ -270,26 +286,26 @@ def _run(command, runs, threads):
         if len(due) < len(all_runs):
             print(f"Before: {len(all_runs) - len(due)} of {len(all_runs)} runs; {len(due)} to do")
     print(f"Results: {plan.out}", flush=True)
-    content: dict[str, Any] = {"format": 1, "study": plan.identity() | {"threads": threads}}
-    content |= {"rows": [], "prediction": None, "checks": []}
+    content = _earlier_content(plan.out, parsed.overwrite)
+    content |= {"format": 1, "study": plan.identity()}
     if parsed.predict:
-        try:
-            record = _probe(command, plan, threads)
-        except Fault:
-            if runs.signals.name is None:
-                raise
+        record = _probe(parsed, runs, threads, content["probe"])
+        if record is None:
             print(f"{runs.signals.name}: to continue, run the same command again")
             return arguments.STOPPED
         print("Simulating the exchanges", flush=True)
+        measured = [run.ranks for run in runs.known_runs() if run.ranks <= prediction.MOST_RANKS]
         content["probe"] = record
         content["prediction"] = prediction.predict(
             record,
-            sorted({*parsed.predict, *plan.counts}),
+            sorted({*parsed.predict, *measured}),
             parsed.link,
             parsed.ranks_per_node,
+            _print_sparsely(),
         )
         if record["is_oversubscribed"]:
             print("warning: the probe had more threads than cores, so its prediction is too slow")
+        _write(plan.out, content, runs)
     is_stopped = runs.signals.name is not None
     for run in due:
         if is_stopped:
@@ -306,6 +322,27 @@ def _run(command, runs, threads):
         print(f"{runs.signals.name or 'stopped'}: to continue, run the same command again")
         return arguments.STOPPED
     return 1 if runs.errors else 0
+
+
+def _print_sparsely():
+    """Return a function that prints a line if ten seconds have passed since the last one."""
+    last = time.monotonic()
+
+    def show(line):
+        nonlocal last
+        if time.monotonic() - last >= study.SHOW_SECONDS:
+            print(f"simulation: {line}", flush=True)
+            last = time.monotonic()
+
+    return show
+
+
+def _earlier_content(out, overwrite):
+    """Return the probe and the prediction of an earlier start of the study."""
+    path = os.path.join(out, report.JSON)
+    earlier = {} if overwrite or not os.path.exists(path) else results.read_json(path)
+    kept = {name: earlier.get(name) for name in ("probe", "prediction")}
+    return {"rows": [], "checks": [], **kept}
 
 
 def _end_line(run, state, errors):
@@ -356,32 +393,35 @@ def _table_only(out):
     return 0
 
 
-def _probe(command, plan, threads):
-    """Run the probe on its ranks and return its record."""
-    parsed = command.parsed
-    ranks = parsed.probe_ranks
+def _probe(parsed, runs, threads, earlier):
+    """Run the probe on its ranks and return its record, or None if a signal asked to stop.
+
+    `earlier` is the record of an earlier start of the study, or None.
+    """
+    plan, ranks = runs.plan, parsed.probe_ranks
     if ranks is None and plan.uses_srun:
         text = os.environ.get("SLURM_NTASKS", "")
         ranks = int(text) if text.isdigit() else 2
     ranks = ranks or max(2, _cores() // threads)
+    if earlier and (earlier["ranks"], earlier["seconds"]) == (ranks, parsed.probe_seconds):
+        print(f"Probe: as in {report.JSON}; another number of --probe-seconds measures again")
+        return earlier
     print(f"Probe: {ranks} ranks, about {parsed.probe_seconds} s", flush=True)
+    log_path = os.path.join(plan.out, "probe.log")
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=plan.out) as folder:
         file = os.path.join(folder, "probe.json")
         words = [*study.start_words(ranks, plan.uses_srun), sys.executable, "-m", "mpidl.scaling"]
         words += ["--probe", os.path.abspath(file), "--probe-seconds", str(parsed.probe_seconds)]
-        process = subprocess.run(
-            [*words, "--", *plan.words],
-            env=None if plan.uses_srun else environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        if process.returncode:
-            lines = process.stderr.strip().splitlines() or ["no message"]
-            text = next((line for line in lines if line.startswith("mpidl: ")), lines[-1])
-            if process.returncode == 2:
-                raise UserError(text.removeprefix("mpidl: "))
-            print("\n".join(lines), file=sys.stderr)
-            raise Fault(f"the probe on {ranks} ranks ended with exit code {process.returncode}")
+        with open(log_path, "w") as log:
+            code = runs.execute("probe", [*words, "--", *plan.words], log)
+        if runs.signals.name is not None:
+            return None
+        if code:
+            message = results.last_error(log_path) or "no message"
+            if code == 2:
+                raise UserError(message)
+            raise Fault(
+                f"the probe on {ranks} ranks ended with exit code {code}: {message}; see {log_path}"
+            )
         with open(file) as content:
             return json.load(content)

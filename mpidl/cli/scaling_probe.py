@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from mpidl import data
@@ -43,13 +44,15 @@ def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
     train_set, _ = start.with_test(
         run, train_set, test_set, world, conversion, seed=options.seed, typed=typed
     )
-    train_set, options = validation.held_out(train_set, options)
+    if run["validation_data"] is None:  # else the training images are all of them
+        train_set, options = validation.held_out(train_set, options)
     if source is None:
         shape = input_pipeline.image_shape(options, train_set.image_shape)
         net = start.network(run["network"], shape, start.outputs_of(train_set), options.seed)
     else:
         net, options, _ = pretrained.network(source, resolved, options, train_set)
     input_pipeline.check(net, train_set, options)
-    record = probe.measure(world, net, train_set, options, seconds)
+    show = partial(print, flush=True)
+    record = probe.measure(world, net, train_set, options, seconds, show=show)
     on_rank_0(world, lambda: write_whole(path, json.dumps(record).encode()))
     return 0

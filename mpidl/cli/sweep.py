@@ -28,8 +28,9 @@ from mpidl.training.files.trial_folder import (
 from mpidl.training.options import sweep_file, training_options
 
 EXIT_CODES = """\
-exit codes: 0 success; 1 a trial failed, or an error; 2 invalid options or file; 75 stopped by a
-signal (USR1, TERM, INT) after writing checkpoints: run the same command again
+exit codes: 0 success; 1 a trial failed, or an error; 2 invalid options or file; 75 trials were
+stopped, by a signal (USR1, TERM, INT) or by files, after writing checkpoints: run the same command
+again
 """
 
 
@@ -197,7 +198,9 @@ class Command:
                 )
         if is_stopped and any(state not in (COMPLETE, FAILED) for state in states):
             return arguments.STOPPED
-        return 1 if FAILED in states else 0
+        if FAILED in states:
+            return 1
+        return arguments.STOPPED if STOPPED in states else 0
 
     def _announce(self, group, due):
         states = [folder.state() for folder in self.folders]

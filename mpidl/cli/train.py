@@ -19,7 +19,7 @@ from mpidl.files import call_together, on_rank_0
 from mpidl.report import Console, metrics
 from mpidl.report.live import address, page_process
 from mpidl.report.trackers import tracking
-from mpidl.training import input_pipeline, progress, tracking_hooks, trainer
+from mpidl.training import input_pipeline, progress, status_hooks, tracking_hooks, trainer
 from mpidl.training.files import checkpoint, model_file, run_folder
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
@@ -134,7 +134,9 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
     with (
         console,
         tracking_hooks.abandoned_on_error(trackers),
-        _served(page, out, console),
+        status_hooks.watched(out, world, signals),
+        _served(page, out, console),  # ends after the status, so that it shows the last one
+        status_hooks.StatusHook(out, world) as status_hook,
     ):
         result = trainer.train(
             net,
@@ -145,7 +147,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             console=console,
             resume=resume,
             facts={"run": run, **({"weights_file": weights_file} if source else {})},
-            hooks=trackers,
+            hooks=[*trackers, status_hook],
             signals=signals,
         )
         stopped, test = result.stopped, None
@@ -163,9 +165,11 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
                     )
             stopped = trainer.stopped_by(signals, world)
         if stopped:
-            for tracker in trackers:
-                tracker.conclude(world, None, state=tracking.STOPPED)
+            status_hook.status.stopped = stopped
+            problem = tracking_hooks.concluded(trackers, world, None, state=tracking.STOPPED)
             console.close()
+            if problem is not None:
+                console.line(f"warning: {problem}")
             console.line(
                 f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
                 f"to continue, run again with --resume {out}"
@@ -177,14 +181,15 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             on_rank_0(
                 world, lambda: _write_results(out, net, result, test, world, device, weights_file)
             )
-            for tracker in trackers:
-                tracker.conclude(world, out, test)
+            problem = tracking_hooks.concluded(trackers, world, out, test)
         console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
         if run["upload"] is not None:
             with console.stage("uploading the results"):
                 on_rank_0(world, lambda: remote.upload(out, run["upload"]))
             console.line(f"Uploaded: {run['upload']}")
+        if problem is not None:
+            raise problem
     return 0
 
 

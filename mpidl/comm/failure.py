@@ -198,11 +198,15 @@ class Signals:
         mini-batches.
     agreed : bool
         Whether the ranks have agreed to stop.
+    look : callable or None
+        Function that looks for another request to stop, such as a file. It returns the name of the
+        request, or None.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.agreed = False
+        self.look: Callable[[], str | None] | None = None
         self._previous_handlers = {}
 
     def __enter__(self) -> Signals:
@@ -216,6 +220,14 @@ class Signals:
     def __exit__(self, *_) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+
+    def is_requested(self) -> bool:
+        """Return whether this rank has a request to stop, after a look for one."""
+        if self.name is None and self.look is not None:
+            request = self.look()
+            if request is not None:  # a signal may have set the name meanwhile
+                self.name = request
+        return self.name is not None
 
     def _note(self, number, frame):
         """Record a signal; raise KeyboardInterrupt at a second SIGINT."""

@@ -91,8 +91,7 @@ def launch(
     KeyboardInterrupt. A second interrupt ends all ranks at once.
 
     Each rank runs the calling script again to define its functions, as Python's multiprocessing
-    does.
-    Code that must run only once must be inside `if __name__ == "__main__":`.
+    does. Code that must run only once must be inside `if __name__ == "__main__":`.
 
     Arguments and results are passed in files, in a folder that only this user can read. The folder
     is created in the temporary folder or, on several hosts, in $MPIDL_CACHE (by default

@@ -39,7 +39,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # None: another library handles it, which `signal` could not restore.
+        if is_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
             self._previous = signal.signal(signal.SIGINT, self._add)
         return self
 
@@ -135,7 +136,7 @@ class Job:
         """Pass an interrupt on to rank 0, and call `update`."""
         if self.interrupts.count and not self.is_interrupted:
             self.is_interrupted = True
-            self._show("stderr", INTERRUPTED + "\n")
+            print(INTERRUPTED, file=sys.stderr, flush=True)  # whatever `show` hides
             with open(os.path.join(self.folder, launch_worker.INTERRUPT_FILE), "w"):
                 pass
         if self.update is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpidl import phases
-from mpidl.comm import serial
+from mpidl.comm import serial, thread_budget
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,7 +56,8 @@ class Transport:
     timeout : float
         Longest wait in seconds. It may be changed.
     oversubscribed : bool
-        Whether this host has more ranks than cores. Waits then leave the cores to other ranks.
+        Whether this host has more ranks than cores that they may use together. Waits then leave the
+        cores to other ranks.
     activity : str
         Current activity of this rank, for error messages.
     wait_seconds : float
@@ -71,9 +72,10 @@ class Transport:
         self.control = comm.Dup()
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.hosts: list[str] = comm.allgather(self.MPI.Get_processor_name())
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self.oversubscribed = self.hosts.count(self.hosts[self.rank]) > cores
+        ranks = comm.allgather((self.MPI.Get_processor_name(), thread_budget.available_cores()))
+        self.hosts: list[str] = [host for host, _ in ranks]
+        host_cores = [cores for host, cores in ranks if host == ranks[self.rank][0]]
+        self.oversubscribed = len(host_cores) > thread_budget.usable_cores(host_cores)
         self._is_cancelled = False
         self.wait_seconds = 0.0
         self.has_left = False

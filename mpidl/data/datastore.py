@@ -238,8 +238,8 @@ class Datastore:
             Size of each subset but the last, which receives the remaining images. Floats are
             fractions of each label's images, 0 to 1: ``split(0.8, 0.1)`` gives 80, 10 and 10
             percent. Integers count the images of each label: ``split(100)`` takes 100 images of
-            each label. The number of images of each label is rounded to the nearest integer, and
-            halves are rounded up.
+            each label. Of each label, the sizes of the first part, of the first two parts together
+            and so on are rounded to the nearest integer, and halves are rounded up.
         seed : int
             Seed of the random selection. Equal seeds select the same images, and the first subset
             does not depend on the sizes of the others.
@@ -262,7 +262,8 @@ class Datastore:
         >>> few, rest = images.split(20)
         """
         labels = np.zeros(len(self), np.int64) if self.labels is None else self.labels
-        selections = splitting.select(labels, parts, seed, self.classes, self.describe())
+        classes = None if self.labels is None else self.classes
+        selections = splitting.select(labels, parts, seed, classes, self.describe())
         return tuple(self.subset(indices) for indices in selections)
 
     def class_counts(self) -> dict[str, int]:
@@ -271,7 +272,8 @@ class Datastore:
         Returns
         -------
         dict
-            {class name: number of images} in the order of the labels, also for 0 images.
+            {class name: number of images} in the order of the labels, also for 0 images. Classes of
+            the same name are counted together.
 
         Raises
         ------
@@ -282,7 +284,10 @@ class Datastore:
             raise UserError(f"{self.describe()}: expected images with labels to count, found none")
         counts = np.bincount(self.labels, minlength=len(self.classes))
         names = class_names(self.classes, len(counts))
-        return {name: int(count) for name, count in zip(names, counts, strict=True)}
+        totals = dict.fromkeys(names, 0)
+        for name, count in zip(names, counts, strict=True):
+            totals[name] += int(count)
+        return totals
 
 
 class Derived(Datastore):

@@ -12,8 +12,8 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-# In pixels: minimum length of an image's longer side, gap between images, outer margin.
-CELL, GAP, MARGIN = 96, 6, 12
+# In pixels: minimum and maximum length of an image's longer side, gap between images, outer margin.
+CELL, LARGEST, GAP, MARGIN = 96, 512, 6, 12
 TEXT = 110  # width of the column of class names in pixels
 ROWS, VARIANTS = 10, 7
 
@@ -67,8 +67,9 @@ def gallery(
             augmenter.apply(originals, indices, epoch=epoch, seed=seed)
             for epoch in range(1, variants + 1)
         ]
-    factor = max(1, -(-CELL // max(originals.shape[2:])))  # the same for all images
-    cells = [[_enlarge(Image, image, factor) for image in images] for images in columns]
+    side = max(originals.shape[2:])
+    factor = LARGEST / side if side > LARGEST else -(-CELL // side)  # the same for all images
+    cells = [[_resized(Image, image, factor) for image in images] for images in columns]
     widths = [column[0].width for column in cells]
     heights = max(column[0].height for column in cells)
     size = (
@@ -111,8 +112,8 @@ def select_images(datastore: Datastore, rows: int) -> np.ndarray:
     return np.concatenate(selected)
 
 
-def _enlarge(Image, image, factor):
-    """Convert pixels (C, H, W) to a Pillow image enlarged by `factor`.
+def _resized(Image, image, factor):
+    """Convert pixels (C, H, W) to a Pillow image whose size is multiplied by `factor`.
 
     Float pixels are scaled such that the smallest becomes 0 and the largest 255.
     """
@@ -121,8 +122,8 @@ def _enlarge(Image, image, factor):
         image = ((image - low) / max(high - low, 1e-30) * 255).astype(np.uint8)
     pixels = image[0] if len(image) == 1 else image.transpose(1, 2, 0)
     picture = Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
-    size = (picture.width * factor, picture.height * factor)
-    return picture.resize(size, Image.Resampling.NEAREST)
+    size = tuple(max(1, round(side * factor)) for side in picture.size)
+    return picture.resize(size, Image.Resampling.BOX if factor < 1 else Image.Resampling.NEAREST)
 
 
 def _class_text(datastore, i):

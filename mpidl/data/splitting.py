@@ -16,7 +16,11 @@ SLACK = 1e-9  # rounding error that a sum of fractions may have
 
 
 def select(
-    labels: np.ndarray, parts: Sequence[float], seed: int, classes: Sequence[str], owner: str
+    labels: np.ndarray,
+    parts: Sequence[float],
+    seed: int,
+    classes: Sequence[str] | None,
+    owner: str,
 ) -> list[np.ndarray]:
     """Return the indices of the images of each part of a split.
 
@@ -28,8 +32,8 @@ def select(
         Fractions, or numbers of images of each label, of all parts but the last.
     seed : int
         Seed of the random selection.
-    classes : sequence of str
-        Class names, for messages.
+    classes : sequence of str or None
+        Class names, for messages; None if the images have no labels.
     owner : str
         Description of the set, for messages.
 
@@ -51,10 +55,11 @@ def select(
         if isinstance(sizes[0], Decimal):
             ends = [_rounded(min(end, Decimal(1)) * len(members)) for end in ends]
         elif ends[-1] > len(members):
-            (name,) = class_names(classes, int(label) + 1)[-1:]
+            images = "images"
+            if classes is not None:
+                images += f" of class {class_names(classes, int(label) + 1)[-1]}"
             raise UserError(
-                f"{owner}: split: expected at least {ends[-1]} images of class {name}, found "
-                f"{len(members)}"
+                f"{owner}: split: expected at least {ends[-1]} {images}, found {len(members)}"
             )
         order = keyed.permutation(len(members), seed, f"split {label}")
         for i in range(len(sizes)):

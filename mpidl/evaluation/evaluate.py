@@ -99,8 +99,8 @@ def agreed(
     world : World
         The ranks that share the mini-batches.
     signals : Signals, optional
-        Signals that this process has received. If any rank has received a signal, the generator
-        sets ``signals.agreed`` and ends on all ranks.
+        Requests to stop that this process has received. If any rank has one, the generator sets
+        ``signals.agreed`` and ends on all ranks.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def agreed(
                 ready = [next(batches, None)]
         except (UserError, StorageFault) as error:
             problem = error
-        signalled = signals is not None and signals.name is not None
+        signalled = signals is not None and signals.is_requested()
         with phases.span("agreement to continue"):
             level = world.gop("max", 2 if problem else int(signalled))
         if level == 2:

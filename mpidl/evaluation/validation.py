@@ -102,6 +102,8 @@ class Validation:
         Number of validations since the validation with the lowest loss.
     owed : bool
         Whether a signal interrupted the validation of the current iteration.
+    final : Evaluation or None
+        The evaluation of the resulting network with its confusion matrix, once a hook needed it.
     best : dict
         The best network as {table: {name: array}}. Empty unless the option `output_network` is
         "best-validation".
@@ -119,6 +121,7 @@ class Validation:
         self.accuracy: float | None = None
         self.waited = 0
         self.owed = False
+        self.final: Evaluation | None = None
         self.best: dict[str, dict[str, np.ndarray]] = {}
 
     def due(self, iteration: int) -> bool:

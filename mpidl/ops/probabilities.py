@@ -7,6 +7,7 @@ from typing import TypeVar, overload
 
 import numpy as np
 
+from mpidl import backends
 from mpidl.autodiff.tape import Var, op, refuse_gpu, value_of
 from mpidl.blocks import Blocked, zero_unused
 from mpidl.fold import Partial
@@ -65,7 +66,7 @@ def _indicators(labels, classes):
 
 
 @op
-def _surprise(p, targets):
+def _cross_entropy_of_probabilities(p, targets):
     """Return the sum of -targets * log(p) for each image, float64 (n,)."""
     p = np.maximum(p, np.finfo(p.dtype).tiny)
     axes = tuple(range(1, p.ndim))
@@ -79,17 +80,20 @@ def _surprise(p, targets):
 
 
 @op
-def _surprise_of_scores(x, targets):
-    """Return the sum of -targets * log(softmax(x)) for each image, float64 (n,)."""
+def _cross_entropy_of_scores(x, targets, p):
+    """Return the sum of -targets * log(softmax(x)) for each image, float64 (n,).
+
+    p is softmax(x) of the backend. The gradient uses it because the bytes of NumPy's exp and log
+    depend on the CPU.
+    """
     axes = tuple(range(1, x.ndim))
     shifted = x.astype(np.float64) - x.max(axis=1, keepdims=True)
-    sums = np.exp(shifted).sum(axis=1, keepdims=True)
-    logs = shifted - np.log(sums)
+    logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
     def vjp(dy):
         dy = dy.reshape(-1, *(1,) * (x.ndim - 1))
-        dx = np.exp(logs) * targets.sum(axis=1, dtype=np.float64, keepdims=True) - targets
-        return (dy * dx).astype(x.dtype), (-dy * logs).astype(targets.dtype)
+        dx = p * targets.sum(axis=1, dtype=np.float64, keepdims=True) - targets
+        return (dy * dx).astype(x.dtype), (-dy * logs).astype(targets.dtype), None
 
     return -(targets * logs).sum(axis=axes), vjp
 
@@ -145,13 +149,15 @@ def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Parti
     if not is_soft(targets, p):
         lanes = label_lanes("cross_entropy", value_of(targets), p)
         targets = one_hot(Blocked(lanes, p.batch), p.image_shape[0])
-    return _mean_of_images(_surprise, probabilities, targets)
+    return _mean_of_images(_cross_entropy_of_probabilities(probabilities, targets), p)
 
 
 def of_soft_targets(logits: Blocked | Var, targets: Blocked | Var) -> Partial | Var:
     """Return the mean cross-entropy of scores before softmax, for targets of their shape."""
     refuse_gpu("softmax_cross_entropy", value_of(logits), value_of(targets))
-    return _mean_of_images(_surprise_of_scores, logits, targets)
+    scores: Blocked = value_of(logits)
+    p = scores.like(backends.of(scores).softmax(scores.lanes))
+    return _mean_of_images(_cross_entropy_of_scores(logits, targets, p), scores)
 
 
 def is_soft(targets: object, scores: Blocked) -> bool:
@@ -161,7 +167,6 @@ def is_soft(targets: object, scores: Blocked) -> bool:
     return is_float and value.shape == scores.shape
 
 
-def _mean_of_images(function, scores, targets):
-    """Return the mean of a function over images and pixels."""
-    pixels = math.prod(value_of(scores).image_shape[1:])
-    return mean(function(scores, targets)) * (1.0 / pixels)
+def _mean_of_images(losses, scores):
+    """Return the mean of the images' losses over images and pixels."""
+    return mean(losses) * (1.0 / math.prod(scores.image_shape[1:]))

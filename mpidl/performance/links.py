@@ -16,23 +16,30 @@ if TYPE_CHECKING:
 
 SIZES = (8, 1024, 16384, 131072, 1048576)  # bytes of a message
 BURST = 16  # messages in each direction
+PARTS = 9  # of a measurement, whose median counts
 SLICE_SECONDS = 5e-4  # work between two attempts to advance an exchange
 TAG = 9  # below the tags of exchanges
 COMBINES = {"add": fold.add, "moments": fold.merge_moments}
 
 
 def repeat(function: Callable[[], object], world: World, seconds: float) -> float:
-    """Return the mean seconds of a call, repeated for about so many seconds. Collective."""
+    """Return the seconds of a call, repeated for about so many seconds. Collective.
+
+    The result is the median over parts of the measurement, so that an interruption does not count.
+    """
     world.barrier()
     start = time.perf_counter()
     function()
     first = world.gop("max", time.perf_counter() - start)
     count = int(min(max(seconds / max(first, 1e-7), 3), 2000))
+    part, times = -(-count // PARTS), []
     world.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
-        function()
-    return world.gop("max", (time.perf_counter() - start) / count)
+    while len(times) * part < count:
+        start = time.perf_counter()
+        for _ in range(part):
+            function()
+        times.append((time.perf_counter() - start) / part)
+    return world.gop("max", float(np.median(times)))
 
 
 def pairs(world: World) -> dict[str, tuple[int, int]]:
@@ -112,7 +119,7 @@ def distinct(events: Sequence[Event]) -> list[Event]:
 
 
 def measure_exchange(world: World, event: Event, leaves: int, seconds: float) -> float:
-    """Return the seconds that the ranks take for the exchange of an event. Collective.
+    """Return the seconds that a step spends on an event if the ranks do not wait. Collective.
 
     `leaves` is the number of blocks of 16 images of the mini-batch.
     """
@@ -121,7 +128,10 @@ def measure_exchange(world: World, event: Event, leaves: int, seconds: float) ->
     if event.operation == "gather":
         array = np.zeros(event.width)
         return repeat(lambda: world.gop("sum", array), world, seconds)
-    return repeat(lambda: world.exchange(*_arguments(world, event, leaves)), world, seconds)
+    tree, matrix, combine = _arguments(world, event, leaves)
+    term = fold.Term(tree, list(matrix), combine, matrix.dtype)
+    partial = fold.Partial([term], None, (event.width,), matrix.dtype)
+    return repeat(lambda: world.gplus(partial), world, seconds)
 
 
 def _arguments(world, event, leaves):
@@ -132,9 +142,7 @@ def _arguments(world, event, leaves):
     return tree, matrix, COMBINES[event.operation]
 
 
-def measure_hidden(
-    world: World, event: Event, leaves: int, duration: float, seconds: float
-) -> float:
+def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> float:
     """Return the part of an exchange that other work hides, from 0 to 1. Collective.
 
     The work is a sequence of short computations. As in kernels, the ranks advance the exchange
@@ -146,13 +154,12 @@ def measure_hidden(
         The exchange.
     leaves : int
         Number of blocks of the mini-batch.
-    duration : float
-        Seconds of the exchange without other work.
     seconds : float
-        Duration of each of the two measurements.
+        Duration of each of the three measurements.
     """
+    arguments = _arguments(world, event, leaves)
+    duration = repeat(lambda: world.exchange(*arguments), world, seconds)
     values = np.ones((96, 96), np.float32)
-
     products = world.gop("max", _count_products(values, SLICE_SECONDS))
     slices = int(max(2, 2 * duration / SLICE_SECONDS))
 
@@ -169,7 +176,7 @@ def measure_hidden(
         world.barrier()
 
     def work_and_exchange():
-        work(world.start(*_arguments(world, event, leaves)))
+        work(world.start(*arguments))
         world.barrier()
 
     idle = repeat(work_alone, world, seconds)

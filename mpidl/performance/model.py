@@ -2,20 +2,24 @@
 
 The time of a step has these parts:
 
-- compute: a linear function of the blocks of the rank with most blocks, fitted to the probe, for
-  each number of ranks that compute on a node at the same time;
+- compute: the measured time for as many blocks as the rank with most blocks has, interpolated
+  between the numbers of blocks and of computing ranks per node that the probe measured;
 - stragglers: at each sum that a step waits for, all ranks wait for the slowest, whose expected time
   is that of the largest of N measured ones;
 - exchanges: simulated with the algorithm that `comm.exchange` chooses for the layout, by the costs
   of messages that the probe measured. The part of the gradients' exchange that backward hides is
   measured too.
+
+Ranks that train together are slower than the sum of these parts, because they compute in lockstep
+and lose cores while they wait. The probe measures this factor on its own ranks, and the model
+applies it to every number of ranks above one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +29,9 @@ from mpidl import fold, keyed
 from mpidl.blocks import blocks_of
 from mpidl.performance.network_fit import NetworkFit
 from mpidl.performance.simulation import Link, Network
-from mpidl.performance.trace import BUCKET, FINISH, SUM, Event
+from mpidl.performance.trace import BUCKET, FINISH, Event
 
 RESAMPLES = 100
-NINETY_PERCENT = 1.645  # half-width of the central 90 % of a normal distribution, in deviations
 MANY_RANKS = 64  # above, the buckets of a step are simulated with their mean size
 
 
@@ -48,8 +51,6 @@ class Setting:
         Threads per rank that read images.
     ranks_per_node : int
         Ranks that share a node.
-    has_global_sums : bool
-        Whether the step waits for sums of batch normalization.
     """
 
     batch_size: int
@@ -57,7 +58,6 @@ class Setting:
     threads: int
     workers: int
     ranks_per_node: int
-    has_global_sums: bool = True
 
     def images(self, ranks: int) -> int:
         """Return the images per mini-batch on this number of ranks."""
@@ -157,15 +157,19 @@ class Model:
         return sorted({active for active, _ in self._kinds})
 
     @cached_property
-    def _fits(self):
-        """{active ranks: (coefficients (2, grid), relative residuals)} of the linear fits."""
-        threads, fits = self.record["threads"], {}
+    def _curves(self):
+        """{active ranks: (rounds of blocks (sizes,), seconds (sizes, grid))}."""
+        curves = {}
         for active in self.levels:
             blocks = [b for a, b in self._kinds if a == active]
-            times = np.array([self._slowest[active, b] for b in blocks])
-            rounds = np.array([rounds_of_blocks(b, threads) for b in blocks])
-            fits[active] = _relative_fit(rounds, times)
-        return fits
+            rounds = np.array([rounds_of_blocks(b, self.record["threads"]) for b in blocks])
+            curves[active] = rounds, np.array([self._slowest[active, b] for b in blocks])
+        return curves
+
+    @cached_property
+    def _fits(self):
+        """{active ranks: (coefficients (2, grid), relative residuals)} of linear fits."""
+        return {active: _relative_fit(*curve) for active, curve in self._curves.items()}
 
     def fit(self, active: int) -> tuple[float, float]:
         """Return (seconds per step, seconds per block and thread) with `active` ranks per node."""
@@ -177,25 +181,29 @@ class Model:
         """Root mean square of the relative residuals of the fits."""
         return float(np.sqrt(np.mean([np.mean(r[:, 0] ** 2) for _, r in self._fits.values()])))
 
-    def compute_seconds(self, blocks: int, ranks: int, setting: Setting) -> tuple[float, float]:
-        """Return the seconds of a step without exchanges, of one rank and of the slowest of all.
+    def compute_seconds(
+        self, blocks: int, ranks: int, setting: Setting, peers: int = 1
+    ) -> tuple[float, float]:
+        """Return the seconds of a step without exchanges, of a rank and of the slowest of several.
 
         Parameters
         ----------
         blocks : int
             Blocks of the rank.
         ranks : int
-            Number of ranks, among which the slowest is sought.
+            Number of ranks that compute.
         setting : Setting
             Threads per rank and ranks per node.
+        peers : int
+            Number of ranks with so many blocks, among which the slowest is sought.
         """
         rounds = rounds_of_blocks(blocks, setting.threads) if blocks else 0.0
         active = min(ranks, setting.ranks_per_node)
-        times = np.array([[1, rounds] @ self._fits[level][0] for level in self.levels])
+        times = np.array([_interpolated(rounds, *self._curves[level]) for level in self.levels])
         position = math.log2(min(max(active, 1), self.levels[-1]))
         levels = np.log2(self.levels)
         grid = np.array([np.interp(position, levels, column) for column in times.T])
-        place = min(math.log2(ranks), len(grid) - 1)
+        place = min(math.log2(peers), len(grid) - 1)
         return float(grid[0]), float(np.interp(place, np.arange(len(grid)), grid))
 
     def reading_seconds(self, blocks: int, ranks: int, setting: Setting) -> float:
@@ -232,19 +240,46 @@ class Model:
         images : int, optional
             Images of a smaller mini-batch, whose exchanges count as those of a full one.
         """
+        factor = self.together(ranks, self.coupling)
+        return Step(*(factor * seconds for seconds in astuple(self.parts(ranks, setting, images))))
+
+    def together(self, ranks: int, coupling: float) -> float:
+        """Return the time of a step of ranks that train together, relative to its parts.
+
+        `coupling` is this factor on the ranks of the probe.
+        """
+        reach = math.log2(ranks) / math.log2(self.record["ranks"])
+        return 1 + (coupling - 1) * min(reach, 1.0)
+
+    @cached_property
+    def coupled_seconds(self) -> float | None:
+        """Median seconds of a step of the ranks of the probe together; None if not measured."""
+        seconds = self.record["coupled"]
+        return float(np.median([seconds[n] for n in self.sample])) if seconds else None
+
+    @cached_property
+    def coupling(self) -> float:
+        """Measured time of a step of the ranks of the probe together, relative to its parts."""
+        if self.coupled_seconds is None:
+            return 1.0
+        return self.coupled_seconds / self.parts(self.record["ranks"], self.setting).seconds
+
+    def parts(self, ranks: int, setting: Setting, images: int | None = None) -> Step:
+        """Predict a step from its parts, which were measured one by one; see `step`."""
         full_leaves = blocks_of(setting.images(ranks))
         leaves = full_leaves if images is None else blocks_of(images)
         counts = [stop - start for start, stop in fold.split_blocks(leaves, ranks)]
         by_blocks = {b: self.compute_seconds(b, ranks, setting)[0] for b in set(counts)}
         mean = sum(by_blocks[b] for b in counts) / ranks
-        _, slowest = self.compute_seconds(max(counts), ranks, setting)
-        slowest = max(slowest, by_blocks[max(counts)])
+        most, peers = most_blocks(leaves, ranks)
+        _, slowest = self.compute_seconds(most, ranks, setting, peers)
+        slowest = max(slowest, by_blocks[most])
         speedup = setting.workers / self.setting.workers
-        reading = self.reading_seconds(max(counts), ranks, setting)
+        reading = self.reading_seconds(most, ranks, setting)
         reading = min(reading, 0.9 * mean)
         saved = reading * (1 - 1 / speedup)
         mean, slowest, reading = mean - saved, slowest - saved, reading - saved
-        sums = self._sum_seconds(ranks, full_leaves, max(counts), slowest, setting)
+        sums = self._sum_seconds(ranks, full_leaves, most, slowest, setting)
         return Step(slowest + sums, mean - reading, reading, slowest - mean, sums)
 
     def _sum_seconds(self, ranks, leaves, blocks, compute, setting):
@@ -253,11 +288,6 @@ class Model:
             return 0.0
         network, places = self.network(setting), self._places(blocks, ranks)
         events = self.events
-        if not setting.has_global_sums:
-            last = max(i for i, event in enumerate(events) if event.kind == SUM)
-            is_loss = [i == last or e.kind != SUM for i, e in enumerate(events)]
-            places = [place for place, is_kept in zip(places, is_loss, strict=True) if is_kept]
-            events = [event for event, is_kept in zip(events, is_loss, strict=True) if is_kept]
         if ranks > MANY_RANKS:
             events = _with_mean_buckets(events)
         clock = link_free = previous = 0.0
@@ -267,7 +297,7 @@ class Model:
             if event.kind == FINISH:
                 clock = max(clock, link_free)
                 continue
-            seconds = self.exchanges.simulated(event, ranks, leaves, network)
+            seconds = self.exchanges.seconds(event, ranks, leaves, network)
             if event.kind == BUCKET:
                 # The processor's part of the exchange delays backward; the rest runs beside it.
                 packing = event.width * event.itemsize * self.record["copy_seconds_per_byte"]
@@ -280,17 +310,23 @@ class Model:
 
     def _places(self, blocks, ranks):
         """Return the places of the events in a step, as measured with about as many blocks."""
-        counts = {b for _, b in self._kinds}
-        nearest = min(counts, key=lambda b: abs(math.log2(b) - math.log2(max(blocks, 1))))
         level = min(self.levels, key=lambda a: abs(a - ranks))
+        counts = [b for a, b in self._kinds if a == level]
+        nearest = min(counts, key=lambda b: abs(math.log2(b) - math.log2(max(blocks, 1))))
         return self._all_places[level, nearest]
 
     def epoch_seconds(self, ranks: int, setting: Setting) -> float:
-        """Predict the seconds of one epoch, whose last mini-batch may be smaller."""
+        """Predict the seconds of one epoch, whose last mini-batch may be smaller.
+
+        The first mini-batch is read before the first step.
+        """
         total, batch = self.record["images"], setting.images(ranks)
         seconds = (total // batch) * self.step(ranks, setting).seconds if total >= batch else 0.0
         rest = total % batch
-        return seconds + (self.step(ranks, setting, rest).seconds if rest else 0.0)
+        seconds += self.step(ranks, setting, rest).seconds if rest else 0.0
+        first_blocks, _ = most_blocks(blocks_of(min(batch, total)), ranks)
+        speedup = setting.workers / self.setting.workers
+        return seconds + first_blocks * self.record["reading_seconds_per_block"] / speedup
 
     def images_per_second(self, ranks: int, setting: Setting) -> float:
         """Predict the images per second of a training."""
@@ -308,54 +344,28 @@ class Model:
         return models
 
 
-class Error:
-    """The error of the predictions of a model.
-
-    Exchanges are not simulated again for each resampled model: their times are scaled by the
-    measured times of the rounds.
-    """
-
-    def __init__(self, model: Model) -> None:
-        self.model, self.models = model, model.resampled()
-        total = sum(model.exchanges.fold_seconds.values())
-        self.factors = [sum(m.exchanges.fold_seconds.values()) / total for m in self.models]
-
-    def relative(self, ranks: int, setting: Setting) -> tuple[float, float]:
-        """Return the half-widths of the central 90 % of the speed and of the efficiency.
-
-        Both are relative. The efficiency on one rank is 1 by definition.
-        """
-        model = self.model
-        step = model.step(ranks, setting)
-        systematic = NINETY_PERCENT * np.hypot(
-            model.fit_error, model.exchanges.fold_error * step.sum / step.seconds
-        )
-        times = [
-            self._seconds(m, ranks, setting) + factor * step.sum
-            for m, factor in zip(self.models, self.factors, strict=True)
-        ]
-        one_rank = [self._seconds(m, 1, setting) for m in self.models]
-        speed, efficiency = (
-            float(np.hypot(_half_width(values), systematic))
-            for values in (times, np.divide(times, one_rank))
-        )
-        return speed, 0.0 if ranks == 1 else efficiency
-
-    @staticmethod
-    def _seconds(model, ranks, setting):
-        blocks = -(-blocks_of(setting.images(ranks)) // ranks)
-        return max(model.compute_seconds(blocks, ranks, setting))
-
-
-def _half_width(values):
-    """Return half the range of the central 90 % of values, relative to their median."""
-    low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
-    return (high - low) / 2 / middle
+def most_blocks(leaves: int, ranks: int) -> tuple[int, int]:
+    """Return the most blocks of a rank if `leaves` are shared, and the number of such ranks."""
+    blocks = -(-leaves // ranks)
+    return blocks, leaves - (blocks - 1) * ranks
 
 
 def rounds_of_blocks(blocks: int, threads: int) -> float:
     """Return how many blocks the thread with most work computes; threads share a single block."""
     return blocks / threads if blocks < threads else float(-(-blocks // threads))
+
+
+def _interpolated(x, places, values):
+    """Interpolate the rows of `values` at x; the first and the last slope continue beyond."""
+    if len(places) == 1:
+        return values[0] * x / places[0]
+    right = int(np.clip(np.searchsorted(places, x), 1, len(places) - 1))
+    slope = (values[right] - values[right - 1]) / (places[right] - places[right - 1])
+    if x < places[0]:
+        return np.maximum(values[0] + np.maximum(slope, 0) * (x - places[0]), 0)
+    if x > places[-1]:
+        return values[-1] + np.maximum(slope, 0) * (x - places[-1])
+    return values[right] + slope * (x - places[right])
 
 
 def _relative_fit(rounds, times):
@@ -383,24 +393,3 @@ def _with_mean_buckets(events):
         return events
     width = round(sum(event.width for event in buckets) / len(buckets))
     return [event._replace(width=width) if event.kind == BUCKET else event for event in events]
-
-
-def variants(setting: Setting, has_sums: bool, input_share: float) -> dict[str, Setting]:
-    """Return {options: setting} of the options that may move the point where scaling stops."""
-    changed: dict[str, Setting] = {}
-    if setting.batch_per_rank is None:
-        for factor in (2, 4):
-            size = factor * setting.batch_size
-            changed[f"--batch-size {size}"] = replace(setting, batch_size=size)
-    else:
-        size = 2 * setting.batch_per_rank
-        changed[f"--batch-per-rank {size}"] = replace(setting, batch_per_rank=size)
-    if setting.ranks_per_node > 1:
-        threads, ranks = 2 * setting.threads, max(1, setting.ranks_per_node // 2)
-        changed[f"--threads {threads}"] = replace(setting, threads=threads, ranks_per_node=ranks)
-    if input_share > 0.1:
-        workers = 2 * setting.workers
-        changed[f"--workers {workers}"] = replace(setting, workers=workers)
-    if has_sums:
-        changed["--batchnorm local"] = replace(setting, has_global_sums=False)
-    return changed

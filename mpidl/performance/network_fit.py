@@ -97,9 +97,14 @@ class NetworkFit:
         return _with_speed(network, min(max(factor, 0.1), 1.0))
 
     def _probe_seconds(self, event, network):
-        ranks = self.record["ranks"]
-        leaves = max(blocks_of(self.record["batch_size"]), ranks)
+        ranks, leaves = self._probe_layout
         return self.simulated(event, ranks, leaves, network)
+
+    @property
+    def _probe_layout(self):
+        """(ranks, blocks of the mini-batch) of the measured exchanges."""
+        ranks = self.record["ranks"]
+        return ranks, max(blocks_of(self.record["batch_size"]), ranks)
 
     @property
     def fold_error(self) -> float:
@@ -110,6 +115,13 @@ class NetworkFit:
             if event.kind != AGREE
         ]
         return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0
+
+    def seconds(self, event: Event, ranks: int, leaves: int, network: Network) -> float:
+        """Return the seconds of an exchange: measured on the ranks of the probe, else simulated."""
+        if event in self.fold_seconds and (ranks, leaves) == self._probe_layout:
+            if network == self.network:
+                return self.fold_seconds[event]
+        return self.simulated(event, ranks, leaves, network)
 
     def simulated(self, event: Event, ranks: int, leaves: int, network: Network) -> float:
         """Return the seconds of an exchange, if all ranks start at the same time."""

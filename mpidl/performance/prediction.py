@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mpidl.blocks import blocks_of
-from mpidl.performance.model import Error, Model, Setting, variants
+from mpidl.performance.model import Model, Setting, most_blocks
 from mpidl.performance.simulation import Link
-from mpidl.performance.trace import SUM
 
 HALF = 0.5  # efficiency below which scaling has stopped
 GAIN = 1.02  # factor by which twice the ranks must be faster
 MOST_RANKS = 1024
 MOST_TRIED = 256  # ranks for which other options are tried
+NINETY_PERCENT = 1.645  # half-width of the central 90 % of a normal distribution, in deviations
 
 
 def predict(
@@ -22,6 +24,7 @@ def predict(
     counts: Sequence[int],
     link: Link | None = None,
     ranks_per_node: int | None = None,
+    show: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Predict the speed of a training.
 
@@ -35,6 +38,8 @@ def predict(
         Assumed link between nodes; by default the measured one.
     ranks_per_node : int, optional
         Ranks that share a node; by default as many as in the probe.
+    show : callable, optional
+        Function to call with a line before each computation of a speed.
 
     Returns
     -------
@@ -47,15 +52,16 @@ def predict(
     if ranks_per_node is not None:
         setting = replace(setting, ranks_per_node=ranks_per_node)
     error = Error(model)
-    rates = _Rates(model)
+    rates = Rates(model, show)
     rows = []
     for ranks in counts:
+        speed = rates.speed(ranks, setting)
         step = model.step(ranks, setting)
         speed_error, efficiency_error = error.relative(ranks, setting)
         rows.append(
             {
                 "ranks": ranks,
-                "images_per_second": rates.speed(ranks, setting),
+                "images_per_second": speed,
                 "error": speed_error,
                 "efficiency_error": efficiency_error,
                 "efficiency": rates.efficiency(ranks, setting),
@@ -69,35 +75,100 @@ def predict(
         )
     return {
         "rows": rows,
-        "stop": find_stop(model, setting, max([*counts, MOST_TRIED])),
+        "stop": find_stop(rates, setting, max([*counts, MOST_TRIED])),
         "fit": _fit(model),
         "link": None if link is None else list(link),
         "ranks_per_node": setting.ranks_per_node,
     }
 
 
-class _Rates:
-    """Predicted images per second, each computed once."""
+class Error:
+    """The error of the predictions of a model.
+
+    Exchanges are not simulated again for each resampled model: their times are scaled by the
+    measured times of the rounds.
+    """
 
     def __init__(self, model: Model) -> None:
-        self.model = model
+        self.model, self.models = model, model.resampled()
+        total = sum(model.exchanges.fold_seconds.values())
+        self.factors = [sum(m.exchanges.fold_seconds.values()) / total for m in self.models]
+        self.couplings = [1.0] * len(self.models)
+        if model.coupled_seconds is not None:
+            parts = self._seconds(model.record["ranks"], model.setting)
+            self.couplings = [
+                m.coupled_seconds / s for m, s in zip(self.models, parts, strict=True)
+            ]
+
+    def relative(self, ranks: int, setting: Setting) -> tuple[float, float]:
+        """Return the half-widths of the central 90 % of the speed and of the efficiency.
+
+        Both are relative. The efficiency on one rank is 1 by definition.
+        """
+        model = self.model
+        parts = model.parts(ranks, setting)
+        systematic = NINETY_PERCENT * np.hypot(
+            model.fit_error, model.exchanges.fold_error * parts.sum / parts.seconds
+        )
+        if ranks > model.record["ranks"]:  # the factor may grow with the ranks
+            systematic = np.hypot(systematic, model.coupling - 1)
+        factors = [model.together(ranks, coupling) for coupling in self.couplings]
+        times = np.multiply(factors, self._seconds(ranks, setting))
+        speed, efficiency = (
+            float(np.hypot(_half_width(values), systematic))
+            for values in (times, times / self._seconds(1, setting))
+        )
+        return speed, 0.0 if ranks == 1 else efficiency
+
+    def _seconds(self, ranks, setting):
+        """Return the seconds of the parts of a step by each resampled model."""
+        blocks, peers = most_blocks(blocks_of(setting.images(ranks)), ranks)
+        sums = self.model.parts(ranks, setting).sum
+        return [
+            max(m.compute_seconds(blocks, ranks, setting, peers)) + factor * sums
+            for m, factor in zip(self.models, self.factors, strict=True)
+        ]
+
+
+def _half_width(values):
+    """Return half the range of the central 90 % of values, relative to their median."""
+    low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
+    return (high - low) / 2 / middle
+
+
+class Rates:
+    """Predicted images per second, each computed once.
+
+    Parameters
+    ----------
+    model : Model
+        The model.
+    show : callable, optional
+        Function to call with a line before each computation.
+    """
+
+    def __init__(self, model: Model, show: Callable[[str], object] = lambda line: None) -> None:
+        self.model, self.show = model, show
         self._table: dict[tuple[int, Setting], float] = {}
 
     def speed(self, ranks: int, setting: Setting) -> float:
+        """Return the predicted images per second."""
         key = (ranks, setting)
         if key not in self._table:
+            self.show(f"{ranks} ranks")
             self._table[key] = self.model.images_per_second(ranks, setting)
         return self._table[key]
 
     def efficiency(self, ranks: int, setting: Setting) -> float:
+        """Return the predicted efficiency, which is relative to one rank."""
         return self.speed(ranks, setting) / ranks / self.speed(1, setting)
 
 
-def find_stop(model: Model, setting: Setting, limit: int) -> dict[str, Any]:
+def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
     """Find the number of ranks at which scaling stops, and the options that would move it.
 
-    Scaling stops at the last power of two below which the efficiency is at least one half, and
-    twice the ranks are at least 2 % faster.
+    Scaling stops at N, the smallest power of two for which 2N ranks are less than 2 % faster than
+    N, or less than half as efficient as one rank.
 
     Returns
     -------
@@ -106,17 +177,14 @@ def find_stop(model: Model, setting: Setting, limit: int) -> dict[str, Any]:
         part of a step that grows most beyond; "options": {option: ranks} of options that move the
         point, where None means that scaling does not stop up to MOST_TRIED ranks.
     """
-    rates = _Rates(model)
+    model = rates.model
     ranks = _stop(rates, setting, limit)
     if ranks is None:
         return {"ranks": None, "limit": limit, "reason": None, "options": {}}
     step = model.step(2 * ranks, setting)
     share = step.input / step.seconds
-    has_sums = any(event.kind == SUM for event in model.events[:-1]) and (
-        model.record["batchnorm"] == "global"
-    )
     options: dict[str, int | None] = {}
-    for name, variant in variants(setting, has_sums, share).items():
+    for name, variant in _variants(setting, share).items():
         moved = _stop(rates, variant, MOST_TRIED)
         if moved is None or moved > ranks:
             options[name] = moved
@@ -126,6 +194,25 @@ def find_stop(model: Model, setting: Setting, limit: int) -> dict[str, Any]:
         "reason": _reason(model, ranks, setting),
         "options": options,
     }
+
+
+def _variants(setting, input_share):
+    """Return {options: setting} of the options that may move the point where scaling stops."""
+    changed: dict[str, Setting] = {}
+    if setting.batch_per_rank is None:
+        for factor in (2, 4):
+            size = factor * setting.batch_size
+            changed[f"--batch-size {size}"] = replace(setting, batch_size=size)
+    else:
+        size = 2 * setting.batch_per_rank
+        changed[f"--batch-per-rank {size}"] = replace(setting, batch_per_rank=size)
+    if setting.ranks_per_node > 1:
+        threads, ranks = 2 * setting.threads, max(1, setting.ranks_per_node // 2)
+        changed[f"--threads {threads}"] = replace(setting, threads=threads, ranks_per_node=ranks)
+    if input_share > 0.1:
+        workers = 2 * setting.workers
+        changed[f"--workers {workers}"] = replace(setting, workers=workers)
+    return changed
 
 
 def _stop(rates, setting, limit):
@@ -171,6 +258,7 @@ def _fit(model):
         "per_exchange_seconds": network.per_exchange,
         "per_combined_byte_seconds": network.per_combined_byte,
         "hidden": model.exchanges.hidden,
+        "coupling": model.coupling,
         "fold_error": model.exchanges.fold_error,
         "reading_seconds_per_block": model.record["reading_seconds_per_block"],
     }

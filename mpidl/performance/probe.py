@@ -2,12 +2,16 @@
 
 Every rank trains alone, at the same time as the other ranks of its node, so that the ranks compete
 for cores and memory as in a real run. The training is that of `dl.train`, with mini-batches of
-different numbers of blocks. Then the ranks measure their network together.
+different numbers of blocks. Then all ranks train together, which shows what the parts of a step
+leave out. At last the ranks measure their network.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +21,12 @@ from mpidl.blocks import LANES, blocks_of
 from mpidl.comm.reducer import BUCKET_BYTES
 from mpidl.comm.thread_budget import SHARED_CORES
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.errors import UserError
+from mpidl.errors import Fault, UserError
 from mpidl.performance import links
+from mpidl.performance.model import most_blocks, rounds_of_blocks
 from mpidl.performance.trace import BUCKET, StepClock, TracingWorld
 from mpidl.training import input_pipeline, memory_budget, trainer
+from mpidl.training.progress import OUTPUT_FUNCTION
 
 if TYPE_CHECKING:
     from mpidl.comm import World
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 ROUNDS = 5
+MOST_ROUNDS_OF_BLOCKS = 16  # larger shares of a rank are extrapolated
+TOGETHER = 4  # turns of training alone that last as long as one of training together
 MOST_RANKS = 1024  # of the table of the slowest of N ranks
 LEARNING_RATE = 1e-4  # small, so that the weights stay finite at any batch size
 SUBSET = 2048  # images of a set on disk that the probe reads
@@ -44,6 +52,7 @@ def measure(
     options: TrainingOptions,
     seconds: float = SECONDS,
     rounds: int = ROUNDS,
+    show: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any] | None:
     """Measure training steps, input and network. Collective.
 
@@ -61,6 +70,8 @@ def measure(
         Approximate duration of the probe.
     rounds : int
         Number of repetitions, from which the error of the prediction is estimated.
+    show : callable, optional
+        Function that rank 0 calls with a line about each round.
 
     Returns
     -------
@@ -70,7 +81,9 @@ def measure(
     Raises
     ------
     UserError
-        If the ranks compute on GPUs, or if there is only one rank.
+        If the ranks compute on GPUs, if there is only one rank, or if there are too few images.
+    Fault
+        If a signal stops the probe.
     """
     if job.device is not None:
         raise UserError(
@@ -83,21 +96,36 @@ def measure(
             "fewer --threads, or --probe-ranks 2"
         )
     lines = job.use_threads(max(options.threads, 1))
-    leaves = blocks_of(options.batch_size)
+    threads = max(job.threads)
     store, capacity = _images(job, train_set, options)
+    # An epoch needs two mini-batches, because its first one is not measured.
+    limit = len(store) // (2 * LANES)
+    if not limit:
+        raise UserError(f"--predict: expected at least {2 * LANES} images, found {len(store)}")
     input_pipeline.prepare(net, store, options, job)
+    initial = copy.deepcopy((net.parameters, net.state))
     reading = _reading_seconds(job, net, store, options)
-    sizes = block_counts(min(leaves, blocks_of(len(store))), max(job.threads))
-    levels = active_counts(max(job.hosts.count(host) for host in job.hosts))
-    turn = max(0.7 * seconds, 1.0) / (rounds * len(sizes) * len(levels))
-    steps, events = [], None
+    most_ranks = max(job.hosts.count(host) for host in job.hosts)
+    kinds = [
+        (active, blocks)
+        for active in active_counts(most_ranks)
+        for blocks in block_counts(min(_most_blocks(options, active), limit), threads)
+    ]
+    is_coupled = 2 * options.batch_size <= len(store)
+    turn = max(0.7 * seconds, 1.0) / (rounds * (len(kinds) + (TOGETHER if is_coupled else 0)))
+    steps, coupled, events = [], [], None
     solo = TracingWorld(job.transport.MPI.COMM_SELF)
     solo.threads = [job.threads[job.rank]]
     for number in range(rounds):
-        for active, blocks in _in_turns(levels, sizes, number):
+        if job.rank == 0:
+            show(f"round {number + 1} of {rounds}")
+        for active, blocks in kinds if number % 2 == 0 else kinds[::-1]:
             times = None
             if job.hosts[: job.rank].count(job.host) < active:
-                times = _turn(solo, net, store, options, blocks, turn, seed=options.seed + job.rank)
+                clock = StepClock(LANES * blocks, turn, solo, skip=1, at_least=2)
+                solo.take_events()
+                _train(solo, net, store, options, clock, seed=options.seed + job.rank)
+                times = clock.times()
             _meet(job)
             record = _gathered(job, times)
             if record is not None:
@@ -105,46 +133,67 @@ def measure(
                 steps.append(record)
             if events is None and times is not None:
                 events = times.events
+        if is_coupled:
+            net.parameters, net.state = copy.deepcopy(initial)  # the same on all ranks
+            clock = StepClock(options.batch_size, TOGETHER * turn, skip=1, at_least=2)
+            _train(job, net, store, options, clock, seed=options.seed)
+            coupled.append(clock.mean_seconds())
     events = job.broadcast(events)
-    network = _network(job, events, max(leaves, job.size), 0.3 * seconds / rounds, rounds)
+    if job.rank == 0:
+        show("messages and sums")
+    leaves = max(blocks_of(options.batch_size), job.size)
+    network = _network(job, events, leaves, 0.3 * seconds / rounds, rounds)
     if job.rank:
         return None
     return {
         "ranks": job.size,
         "hosts": len(set(job.hosts)),
-        "ranks_per_host": max(levels),
-        "threads": max(job.threads),
+        "ranks_per_host": most_ranks,
+        "threads": threads,
         "is_oversubscribed": any(SHARED_CORES in line for line in lines),
         "images": len(train_set),
         "batch_size": options.batch_size,
         "batch_per_rank": options.batch_per_rank,
-        "batchnorm": options.batchnorm,
         "workers": options.workers,
         "cached_images": capacity,
         "copy_seconds_per_byte": _copy_seconds(),
         "reading_seconds_per_block": reading,
+        "seconds": seconds,
         "rounds": rounds,
         "events": [list(event) for event in events],
         "steps": steps,
+        "coupled": coupled,
         "network": network,
     }
 
 
-def block_counts(leaves: int, threads: int) -> list[int]:
-    """Return the numbers of blocks for which a step is timed: 1, T, 2T, 4T, 8T and no more."""
-    counts = {1, *(threads * factor for factor in (1, 2, 4, 8))}
-    return sorted({count for count in counts if count <= leaves} | {min(leaves, 8 * threads)})
+def _most_blocks(options, ranks):
+    """Return the most blocks of a rank if this number of ranks train."""
+    if options.batch_per_rank is not None:
+        return blocks_of(options.batch_per_rank)
+    return most_blocks(blocks_of(options.batch_size), ranks)[0]
+
+
+def block_counts(most: int, threads: int) -> list[int]:
+    """Return the numbers of blocks for which a step is timed: 1, T, 2T, 4T, ..., and `most`.
+
+    Parameters
+    ----------
+    most : int
+        The most blocks of a rank.
+    threads : int
+        The number T of threads of a rank.
+    """
+    most = min(most, MOST_ROUNDS_OF_BLOCKS * threads)
+    powers = [threads << k for k in range(most.bit_length())]
+    counts = [count for count in (1, *powers) if count < most] + [most]
+    # as many blocks per thread take as long
+    return sorted({rounds_of_blocks(count, threads): count for count in counts}.values())
 
 
 def active_counts(ranks: int) -> list[int]:
     """Return the numbers of ranks per node that compute at the same time: 1, 2, 4, ..., all."""
     return sorted({1, ranks, *(1 << k for k in range(ranks.bit_length()) if 1 << k <= ranks)})
-
-
-def _in_turns(levels, sizes, number):
-    """Return the (active ranks, blocks) of a round; every other round reverses the order."""
-    turns = [(active, blocks) for active in levels for blocks in sizes]
-    return turns if number % 2 == 0 else turns[::-1]
 
 
 def _images(job, train_set, options):
@@ -192,14 +241,13 @@ def _copy_seconds():
     return float(np.median(times))
 
 
-def _turn(solo, net, store, options, blocks, seconds, seed):
-    """Train alone for some seconds, and return the times of the steps."""
-    clock = StepClock(solo, LANES * blocks, seconds)
-    solo.events = []
+def _train(world, net, store, options, clock, seed):
+    """Train until the clock has measured its steps."""
     turn_options = replace(
         options,
-        batch_size=LANES * blocks,
+        batch_size=clock.batch_size,
         batch_per_rank=None,
+        partial_minibatch="return",
         epochs=1_000_000,
         max_iterations=None,
         learning_rate=LEARNING_RATE,
@@ -209,6 +257,7 @@ def _turn(solo, net, store, options, blocks, seconds, seed):
         scale_rate=None,
         validation=None,
         validation_fraction=0.0,
+        validation_patience=math.inf,
         output_network="last-iteration",
         batchnorm_statistics="moving",
         checkpoint_every=0,
@@ -219,17 +268,19 @@ def _turn(solo, net, store, options, blocks, seconds, seed):
         seed=seed,
         verbose="off",
         plots="none",
+        timeline=0,
+        tensorboard="off",
         output_functions=(),
     )
-    trainer.train(net, store, turn_options, world=solo, hooks=[clock])
-    return clock.times()
+    result = trainer.train(net, store, turn_options, world=world, hooks=[clock])
+    if result.stopped != OUTPUT_FUNCTION:
+        raise Fault(f"{result.stopped}: the probe was stopped")
 
 
 def _meet(job):
     """Wait for all ranks, asleep: waiting ranks that poll would slow the ranks that compute."""
     request = job.transport.comm.Ibarrier()
-    while not request.Test():
-        time.sleep(SLEEP_SECONDS)
+    job.transport.wait_until(request.Test, "a turn of the probe", lambda: time.sleep(SLEEP_SECONDS))
     job.barrier()
 
 
@@ -240,28 +291,35 @@ def _gathered(job, times):
         return None
     measured = [times for times in everyone if times is not None]
     return {
-        "slowest": slowest_of(np.concatenate([times.segments for times in measured])),
+        "slowest": slowest_of([times.segments for times in measured]),
         "input": float(np.mean([times.input for times in measured])),
         "places": np.mean([times.places for times in measured], axis=0).tolist(),
     }
 
 
-def slowest_of(segments: np.ndarray) -> list[float]:
+def slowest_of(segments: Sequence[np.ndarray]) -> list[float]:
     """Return the expected seconds of a step of 1, 2, 4, ..., MOST_RANKS ranks.
 
     At the end of each segment, all ranks wait for the slowest. Its expected time is that of the
-    largest of N values drawn from the measured ones.
+    largest of N values, of which each measured rank gives the same number.
 
     Parameters
     ----------
-    segments : ndarray, shape (steps, segments)
-        Seconds of each segment of each measured step.
+    segments : sequence of ndarray, shape (steps, segments)
+        Seconds of each segment of each step of each measured rank.
     """
-    ordered = np.sort(segments, axis=0)
-    edges = np.arange(len(ordered) + 1)[:, None] / len(ordered)
-    seconds, ranks = [], 1
+    ordered = np.sort(np.concatenate(segments), axis=0)
+    log_parts = np.zeros(ordered.shape)  # logarithm of the product of the ranks' distributions
+    with np.errstate(divide="ignore"):
+        for steps in segments:
+            for column, values in enumerate(np.sort(steps, axis=0).T):
+                below = np.searchsorted(values, ordered[:, column], side="right")
+                log_parts[:, column] += np.log(below / len(values))
+    seconds, ranks = [float(ordered.mean(axis=0).sum())], 2
     while ranks <= MOST_RANKS:
-        seconds.append(float((np.diff(edges**ranks, axis=0) * ordered).sum()))
+        largest = np.exp(log_parts * (ranks / len(segments)))
+        weights = np.diff(largest, axis=0, prepend=0.0)
+        seconds.append(float((weights * ordered).sum()))
         ranks *= 2
     return seconds
 
@@ -269,7 +327,7 @@ def slowest_of(segments: np.ndarray) -> list[float]:
 def _network(job, events, leaves, seconds, rounds):
     """Measure messages and exchanges in each round. Collective."""
     pairs, exchanges = links.pairs(job), links.distinct(events)
-    slot = seconds / (6 * len(pairs) + len(exchanges) + 4)
+    slot = seconds / (6 * len(pairs) + len(exchanges) + 6)
     largest = max((e for e in exchanges if e.kind == BUCKET), key=lambda e: e.width, default=None)
     records = []
     for _ in range(rounds):
@@ -280,7 +338,6 @@ def _network(job, events, leaves, seconds, rounds):
         record["folds"] = [[list(e), t] for e, t in zip(exchanges, times, strict=True)]
         record["hidden"] = 0.0
         if largest is not None:
-            duration = times[exchanges.index(largest)]
-            record["hidden"] = links.measure_hidden(job, largest, leaves, duration, 2 * slot)
+            record["hidden"] = links.measure_hidden(job, largest, leaves, 2 * slot)
         records.append(record)
     return records

@@ -18,8 +18,8 @@ JSON, CSV = "scaling.json", "scaling.csv"
 COLUMNS = (
     *("ranks", "state", "runs", "threads", "device", "is_oversubscribed", "images_per_second"),
     *("lowest", "highest", "speedup", "efficiency", "train_seconds", "accuracy", "loss"),
-    *(*PHASES, "predicted_images_per_second", "prediction_error", "weights_sha256"),
-    "error",
+    *(*PHASES, "predicted_images_per_second", "prediction_error", "predicted_efficiency"),
+    *("predicted_epoch_seconds", "weights_sha256", "error"),
 )
 
 
@@ -55,6 +55,7 @@ def merged(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         target["predicted_images_per_second"] = row["images_per_second"]
         target["prediction_error"] = row["error"]
         target["predicted_efficiency"] = row["efficiency"]
+        target["predicted_epoch_seconds"] = row["epoch_seconds"]
     return [rows[ranks] for ranks in sorted(rows)]
 
 
@@ -70,7 +71,7 @@ def table_lines(content: Mapping[str, Any]) -> list[str]:
     head += ["accuracy"] if has_accuracy else []
     phases = [name for name in PHASES if name != "other"] if has_phases else []
     head += phases
-    head += ["predicted", "±", "efficiency"] if has_prediction else []
+    head += ["predicted", "±", "efficiency", "s/epoch"] if has_prediction else []
     lines = [head]
     for row in rows:
         cells = [f"{row['ranks']}{'*' if row.get('is_oversubscribed') else ''}"]
@@ -88,6 +89,8 @@ def table_lines(content: Mapping[str, Any]) -> list[str]:
             cells.append(_number(row.get("predicted_images_per_second"), ",.0f"))
             cells.append(_number(row.get("prediction_error"), ".0%"))
             cells.append(_number(row.get("predicted_efficiency"), ".0%"))
+            seconds = row.get("predicted_epoch_seconds")
+            cells.append(_number(seconds, ",.0f" if (seconds or 0) >= 100 else ".3g"))
         lines.append(cells)
     return aligned(lines, left=0)
 
@@ -143,6 +146,7 @@ def fit_lines(fit: Mapping[str, Any], link: Sequence[float] | None) -> list[str]
         f"Exchange: {_duration(fit['per_exchange_seconds'])} + messages, "
         f"{fit['hidden']:.0%} of the gradients' exchange is hidden behind backward"
     )
+    lines.append(f"Ranks that train together: {fit['coupling']:.2f} x the time of these parts")
     lines.append(
         f"Residuals: {fit['fit_error']:.1%} of the steps, {fit['fold_error']:.1%} of the exchanges"
     )
@@ -165,7 +169,7 @@ def option_lines(stop: Mapping[str, Any]) -> list[str]:
     for option, ranks in stop["options"].items():
         point = "beyond 256" if ranks is None else f"at {ranks}"
         text = f"  with {option} it would stop {point} ranks"
-        changes = option.startswith(("--batch", "--batchnorm"))
+        changes = option.startswith("--batch")
         lines.append(text + (" (other weights)" if changes else ""))
     return lines
 
@@ -181,9 +185,14 @@ def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
                 "one rank)" if check["ranks"] == 1 else "more threads than cores)"
             )
         lines.append(text)
-    counted = [abs(check["difference"]) for check in checks if check["is_counted"]]
-    if counted:
-        lines.append(f"Largest difference of prediction and measurement: {max(counted):.1%}")
+    counted = [check for check in checks if check["is_counted"]]
+    differences = [
+        f"{max(map(abs, values)):.1%} of the {title}"
+        for title, name in (("speed", "difference"), ("efficiency", "efficiency_difference"))
+        if (values := [check[name] for check in counted if check[name] is not None])
+    ]
+    if differences:
+        lines.append(f"Largest difference of prediction and measurement: {', '.join(differences)}")
     return lines
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 COMPLETE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
 PHASES = ("compute", "wait", "sum", "input", "other")
+TAIL_BYTES = 4096
 
 
 def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def read_run(run: Run) -> dict[str, Any]:
         **{name: summary.get(name) for name in ("accuracy", "loss", "threads", "device")},
         "weights_sha256": summary.get("weights_sha256"),
         "train_seconds": summary.get("train_seconds"),
-        "images_per_second": speed_of(records) or summary.get("images_per_second"),
+        "images_per_second": speed_of(records, summary) or summary.get("images_per_second"),
         "is_oversubscribed": any(SHARED_CORES in line for line in log_lines(run.log)),
         "curve": curve,
         "curve_kind": kind,
@@ -78,17 +79,29 @@ def read_run(run: Run) -> dict[str, Any]:
     }
 
 
-def speed_of(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the median images per second of the epochs, or of the iterations without an epoch.
+def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> float | None:
+    """Return the images per second of a run, without validations.
 
-    The first epoch is left out if there are at least three, because it fills caches.
+    The result is the median over the epochs. The first epoch is left out if there are at least
+    three, because it fills caches. Without a complete epoch, it is the mean over the iterations
+    after the first one. It is None if there are fewer than two.
     """
-    for kind in ("epoch", "iteration"):
-        speeds = [r.get("images_per_second") for r in records if r.get("kind") == kind]
-        speeds = [speed for speed in speeds if speed]
-        if speeds:
-            return float(np.median(speeds[1:] if len(speeds) > 2 else speeds))
-    return None
+    speeds = [r.get("images_per_second") for r in records if r.get("kind") == "epoch"]
+    speeds = [speed for speed in speeds if speed]
+    if speeds:
+        return float(np.median(speeds[1:] if len(speeds) > 2 else speeds))
+    intervals, previous = [], None
+    for record in records:
+        if record.get("kind") == "iteration":
+            if previous is not None:
+                intervals.append(record["seconds"] - previous)
+            previous = record["seconds"]
+        elif record.get("kind") == "validation":
+            previous = None  # the next interval contains it
+    if not intervals:
+        return None
+    all_images = summary["images_per_second"] * summary["train_seconds"]
+    return float(all_images / summary["iterations"] / np.mean(intervals))
 
 
 def curve_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float]]]:
@@ -146,6 +159,15 @@ def log_lines(path: str) -> list[str]:
         return [line.strip() for line in file if line.strip()]
 
 
+def last_line(path: str) -> str:
+    """Return the last line of a log that is not empty, from its last few thousand bytes."""
+    with open(path, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
 def read_json(path: str) -> dict[str, Any]:
     """Read a JSON file; raise UserError if it is damaged."""
     try:
@@ -161,16 +183,18 @@ def read_json(path: str) -> dict[str, Any]:
 def check_predictions(
     rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Compare measured with predicted images per second.
+    """Compare measured with predicted speed and efficiency.
 
     Returns
     -------
     list of dict
-        For each number of ranks that was measured and predicted: ranks, measured, predicted,
-        difference (relative), error (predicted half-width), is_counted (False if the run was
-        oversubscribed, or on one rank).
+        For each number of ranks that was measured and predicted: ranks; measured and predicted
+        images per second; difference (relative); efficiency_difference (the same of the
+        efficiency, or None without a run on one rank); error (predicted half-width of the speed);
+        is_counted (False if the run was oversubscribed, or on one rank).
     """
     by_ranks = {row["ranks"]: row for row in predictions}
+    has_base = any(row["ranks"] == 1 and row["images_per_second"] for row in rows)
     checks = []
     for row in rows:
         prediction = by_ranks.get(row["ranks"])
@@ -185,6 +209,9 @@ def check_predictions(
                 "measured": measured,
                 "predicted": predicted,
                 "difference": predicted / measured - 1,
+                "efficiency_difference": prediction["efficiency"] / row["efficiency"] - 1
+                if has_base
+                else None,
                 "error": prediction["error"],
                 "is_counted": row["ranks"] > 1 and not row["is_oversubscribed"],
             }

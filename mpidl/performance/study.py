@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import UserError
-from mpidl.files import reason
+from mpidl.files import reason, write_whole
 from mpidl.performance.results import (
     COMPLETE,
     FAILED,
     STOPPED,
     add_efficiency,
     last_error,
+    last_line,
     read_json,
     row_of,
 )
+from mpidl.report.progress.rows import clock
 from mpidl.training.files import checkpoint
 
 if TYPE_CHECKING:
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
 
 STOPPED_CODE = 75
 POLL_SECONDS = 0.2
+SHOW_SECONDS = 10.0  # between two lines about a process
+FILE = "study.json"
+RUN_NAME = re.compile(r"ranks-(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Plan:
         Whether the mini-batch grows with the ranks.
     uses_srun : bool
         Whether srun starts the runs instead of mpirun.
+    defaults : mapping
+        What the study chose for options that were not given. A later start uses it again.
     """
 
     out: str
@@ -58,14 +68,15 @@ class Plan:
     repeat: int = 1
     is_weak: bool = False
     uses_srun: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def runs(self) -> list[Run]:
         """Return the runs in order: all counts, then all counts again."""
         return [Run(self, n, turn) for turn in range(1, self.repeat + 1) for n in self.counts]
 
     def identity(self) -> dict[str, Any]:
-        """Return what another start of the same study must repeat."""
-        return {"train": list(self.words), "weak": self.is_weak}
+        """Return the content of study.json."""
+        return {"train": list(self.words), "weak": self.is_weak, **self.defaults}
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,12 @@ def slurm_ranks_per_node() -> int:
     return -(-int(tasks) // int(nodes)) if tasks.isdigit() and nodes.isdigit() else 0
 
 
+def earlier_start(out: str) -> dict[str, Any]:
+    """Return the content of study.json in a folder; an empty dict if there is none."""
+    path = os.path.join(out, FILE)
+    return read_json(path) if os.path.exists(path) else {}
+
+
 @dataclass
 class Study:
     """A study in progress.
@@ -150,16 +167,16 @@ class Study:
         The runs.
     signals : Signals
         Requests to stop.
-
-    Attributes
-    ----------
-    errors : dict
+    errors : dict, optional
         {name of a run: message} of the runs that failed.
+    show : callable, optional
+        Function to call with a line about a process, at least every ten seconds.
     """
 
     plan: Plan
     signals: Signals
     errors: dict[str, str] = field(default_factory=dict)
+    show: Callable[[str], object] = lambda line: None
 
     def start(self, overwrite: bool = False) -> None:
         """Make the folder, or continue an earlier study in it.
@@ -169,12 +186,12 @@ class Study:
         UserError
             If the folder holds a study with other arguments, or cannot be made.
         """
-        out, path = self.plan.out, os.path.join(self.plan.out, "study.json")
-        identity = self.plan.identity()
-        if os.path.exists(path) and not overwrite:
-            earlier = read_json(path)
-            changes = [name for name in identity if earlier.get(name) != identity[name]]
-            if changes:
+        out, identity = self.plan.out, self.plan.identity()
+        path = os.path.join(out, FILE)
+        is_study = os.path.exists(path)
+        if is_study and not overwrite:
+            earlier = earlier_start(out)
+            if any(earlier.get(name) != identity[name] for name in ("train", "weak")):
                 before = " ".join(map(str, earlier.get("train", [])))
                 raise UserError(
                     f"--out {out}: it holds a study of other runs (mpidl.train {before}"
@@ -183,15 +200,15 @@ class Study:
                 )
         try:
             os.makedirs(out, exist_ok=True)
-            if overwrite:
+            if overwrite and is_study:
                 for name in sorted(os.listdir(out)):
-                    if name.startswith("ranks-"):
+                    if RUN_NAME.fullmatch(name.removesuffix(".log")):
                         target = os.path.join(out, name)
                         shutil.rmtree(target) if os.path.isdir(target) else os.unlink(target)
-            with open(path, "w") as file:
-                json.dump(identity, file, indent=1)
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written: {reason(error)}") from error
+        if overwrite or not is_study:
+            write_whole(path, (json.dumps(identity, indent=1) + "\n").encode())
 
     def run(self, run: Run) -> str:
         """Run or resume a training, and return its state.
@@ -199,39 +216,56 @@ class Study:
         Raises
         ------
         UserError
-            If the training refuses its options or data.
+            If the training refuses its options or data, and no run of the study has finished.
         """
         with open(run.log, "a") as log:
-            process = subprocess.Popen(
-                run.command(),
-                env=None if self.plan.uses_srun else environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that a signal of the terminal comes only from here
-            )
-            try:
-                code = self._wait(process)
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
+            code = self.execute(run.name, run.command(), log)
         if code == STOPPED_CODE:
             return STOPPED
         if code == 0 and run.is_done():
             self.errors.pop(run.name, None)
             return COMPLETE
         message = last_error(run.log) or f"exit code {code}"
-        if code == 2:
+        if code == 2 and not any(other.is_done() for other in self.known_runs()):
             raise UserError(message)
         if self.signals.name:
             return STOPPED
         self.errors[run.name] = message
         return FAILED
 
-    def _wait(self, process):
-        """Wait for a process, and pass on the first request to stop as USR1."""
-        is_asked = False
+    def execute(self, name: str, words: Sequence[str], log: IO[str]) -> int:
+        """Run a command that starts ranks to its end, and return its exit code.
+
+        The first request to stop is passed on as USR1.
+
+        Parameters
+        ----------
+        name : str
+            Name of the process, for the lines about it.
+        words : sequence of str
+            The command line.
+        log : file
+            Where the output goes. Its last line is shown from time to time.
+        """
+        process = subprocess.Popen(
+            words,
+            env=None if self.plan.uses_srun else environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that a signal of the terminal comes only from here
+        )
+        try:
+            return self._wait(process, name, log.name)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+    def _wait(self, process, name, log):
+        """Wait for a process, pass on the first request to stop, and show what the log says."""
+        start = shown = time.monotonic()
+        is_asked, previous = False, last_line(log)
         while True:
             try:
                 return process.wait(POLL_SECONDS)
@@ -239,11 +273,26 @@ class Study:
                 if self.signals.name and not is_asked:
                     is_asked = True
                     process.send_signal(signal.SIGUSR1)
+            now = time.monotonic()
+            if now - shown >= SHOW_SECONDS:
+                line, shown = last_line(log), now
+                running = f"running for {clock(now - start)}"
+                self.show(f"{name}: {running if line == previous else line}")
+                previous = line
+
+    def known_runs(self) -> list[Run]:
+        """Return the runs of the plan, and those of earlier starts whose folders exist."""
+        names = [(run.turn, run.ranks) for run in self.plan.runs()]
+        for name in os.listdir(self.plan.out):
+            match = RUN_NAME.fullmatch(name)
+            if match and os.path.isdir(os.path.join(self.plan.out, name)):
+                names.append((int(match[2] or 1), int(match[1])))
+        return [Run(self.plan, ranks, turn) for turn, ranks in sorted(set(names))]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the result of each number of ranks; see `results.row_of`."""
         by_count: dict[int, list[Run]] = {}
-        for run in self.plan.runs():
+        for run in self.known_runs():
             by_count.setdefault(run.ranks, []).append(run)
         rows = [row_of(ranks, runs, self.errors) for ranks, runs in sorted(by_count.items())]
         add_efficiency(rows)

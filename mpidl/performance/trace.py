@@ -66,6 +66,11 @@ class TracingWorld(World):
         """Record an event that happens now."""
         self.events.append((time.perf_counter(), event))
 
+    def take_events(self) -> list[tuple[float, Event]]:
+        """Return the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
     def gplus(self, value: Any) -> Any:
         if self._is_nested:
             return super().gplus(value)
@@ -158,8 +163,8 @@ class StepTimes(NamedTuple):
     Attributes
     ----------
     segments : ndarray, shape (steps, segments)
-        Seconds between consecutive points at which a rank of several would wait for the others:
-        from the start of the step to the first, and so on, to the end of the step.
+        Seconds of work between consecutive points at which a rank of several would wait for the
+        others. The first segment is the end of a step and the start of the next one.
     events : list of Event
         The events of a step.
     places : ndarray, shape (events,)
@@ -179,12 +184,13 @@ class StepClock:
 
     Parameters
     ----------
-    world : TracingWorld
-        The world of the run.
     batch_size : int
         Images per mini-batch; smaller ones at the end of an epoch are left out.
     seconds : float
         Duration of the measurement.
+    world : TracingWorld, optional
+        The world of the run, whose events belong to the times. By default none, for a run whose
+        ranks train together.
     skip : int
         Number of steps before the measurement.
     at_least : int
@@ -192,7 +198,12 @@ class StepClock:
     """
 
     def __init__(
-        self, world: TracingWorld, batch_size: int, seconds: float, skip: int = 2, at_least: int = 3
+        self,
+        batch_size: int,
+        seconds: float,
+        world: TracingWorld | None = None,
+        skip: int = 2,
+        at_least: int = 3,
     ) -> None:
         self.world, self.batch_size, self.seconds = world, batch_size, seconds
         self.steps_to_skip, self.at_least = skip, at_least
@@ -209,8 +220,8 @@ class StepClock:
 
     def step(self, trainer: Trainer) -> None:
         """Note the times of the step that has ended."""
-        now, events = time.perf_counter(), self.world.events
-        self.world.events, input_total = [], phases.seconds().input
+        now, input_total = time.perf_counter(), phases.seconds().input
+        events = [] if self.world is None else self.world.take_events()
         if self.steps_to_skip:
             self.steps_to_skip -= 1
         elif self.images == self.batch_size:
@@ -224,6 +235,10 @@ class StepClock:
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         """Leave out the next step, which waits until the first mini-batch has been read."""
         self.steps_to_skip = max(self.steps_to_skip, 1)
+
+    def mean_seconds(self) -> float:
+        """Return the mean seconds of a step."""
+        return float(np.mean([end - start for start, end, _ in self.steps]))
 
     def times(self) -> StepTimes:
         """Return the times of the steps.
@@ -242,7 +257,8 @@ class StepClock:
                     "step to step"
                 )
             points = [moment for moment, event in timed_events if event.kind in BLOCKING]
-            rows.append(np.diff([start, *points, end]))
+            # No rank waits between the last sum of a step and the agreement of the next one.
+            rows.append([points[0] - start + end - points[-1], *np.diff(points)])
             places.append([(moment - start) / (end - start) for moment, _ in timed_events])
         input_seconds = float(np.mean(self.input_seconds))
         return StepTimes(np.array(rows), events, np.median(places, axis=0), input_seconds)

@@ -148,7 +148,10 @@ def _is_position(value):
 
 
 def _number(value):
-    return float(value) if isinstance(value, int | float) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # a whole number of more than 300 digits
+        return math.nan
 
 
 def history(run: str | os.PathLike[str]) -> History:

@@ -6,6 +6,7 @@ import csv
 import glob
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,17 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.files import read_toml, unreadable
 from mpidl.report.history import FILE, History, read_records
+from mpidl.report.status import FAILED, FINISHED, Status, parse
+from mpidl.report.status import NAME as STATUS
 
 OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
 TIMES = ("input", "compute", "wait", "sum", "other")  # of a record "ranks", in seconds per rank
+# What a report needs of the results.
+NUMBERS = (
+    *("accuracy", "loss", "validation_accuracy", "validation_loss"),
+    *("images_per_second", "train_seconds", "epochs", "iterations", "ranks", "threads"),
+)
+TEXTS = ("device", "stopped", "weights_sha256")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +57,14 @@ class RunFiles:
         Options and inputs of the run, where each value comes from, and versions of the software;
         empty if the folder has no options.toml, as that of `dl.train`.
     summary : dict
-        The results; empty if the run has not finished.
+        The NUMBERS and TEXTS of its results; empty if the run has not finished.
     confusion : ConfusionTable or None
         The confusion matrix of the test set.
     ranks : list of dict
         A dict per rank with its device, its memory in bytes and its seconds per phase of the run;
         empty if the run did not measure them.
+    status : Status or None
+        The content of status.json; None if the folder has none.
     written : float
         When metrics.jsonl was last written, in seconds since 1970.
     """
@@ -66,20 +77,25 @@ class RunFiles:
     summary: dict[str, Any]
     confusion: ConfusionTable | None
     ranks: list[dict[str, Any]]
+    status: Status | None
     written: float
 
     @property
     def state(self) -> str:
-        """State of the run: "in training" for a minute after a record, unless it has finished."""
+        """State of the run: "in training" for a minute after a record, unless it has ended."""
+        if self.status is not None and self.status.state == FAILED:
+            return f"failed: {self.status.error}"
         if self.summary:
             stopped = self.summary.get("stopped")
             return f"finished early: {stopped}" if stopped else "finished"
+        if self.status is not None and self.status.state == FINISHED:
+            return f"stopped: {self.status.stopped}" if self.status.stopped else "finished"
         age = time.time() - self.written
         return "in training" if age < 60 else "not finished"
 
 
 def read(folder: str) -> RunFiles:
-    """Read the folder of a run.
+    """Read the folder of a run, which may also be given by the path of its metrics.jsonl.
 
     Raises
     ------
@@ -88,11 +104,11 @@ def read(folder: str) -> RunFiles:
         metrics.jsonl is left out.
     """
     records = read_records(folder)
+    folder = folder if os.path.isdir(folder) else os.path.dirname(folder) or os.curdir
     history = History.from_records(records)
     summary = _read_summary(os.path.join(folder, SUMMARY))
     confusion = _read_confusion(os.path.join(folder, CONFUSION))
-    last_iteration = max(history.iteration.iteration, default=0)
-    if _whole_number(summary.get("iterations"), last_iteration) < last_iteration:
+    if not is_current(summary, max(history.iteration.iteration, default=0)):
         summary, confusion = {}, None  # results from before the run was resumed
     tables = _read_options(os.path.join(folder, OPTIONS))
     return RunFiles(
@@ -104,6 +120,7 @@ def read(folder: str) -> RunFiles:
         summary=summary,
         confusion=confusion,
         ranks=_sum_ranks([record for record in records if record.get("kind") == "ranks"]),
+        status=_read_status(os.path.join(folder, STATUS)),
         written=os.path.getmtime(os.path.join(folder, FILE)),
     )
 
@@ -118,8 +135,18 @@ def folders(paths: Sequence[str]) -> list[str]:
     return runs
 
 
-def _whole_number(value, default):
-    return value if isinstance(value, int) else default
+def is_current(summary: Mapping[str, Any], last_iteration: int) -> bool:
+    """Return whether a summary is not from before the run was resumed.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of summary.json.
+    last_iteration : int
+        The last iteration in metrics.jsonl.
+    """
+    iterations = summary.get("iterations")
+    return not isinstance(iterations, int) or iterations >= last_iteration
 
 
 def _read_options(path):
@@ -141,7 +168,19 @@ def _read_summary(path):
         raise UserError(f"{path}: expected JSON, found {error}") from error
     if not isinstance(summary, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(summary).__name__}")
-    return summary
+    numbers = {name: summary.get(name) for name in NUMBERS if _is_number(summary.get(name))}
+    texts = {name: summary[name] for name in TEXTS if isinstance(summary.get(name), str)}
+    return {**numbers, **texts}
+
+
+def _read_status(path):
+    try:
+        with open(path, "rb") as file:
+            return parse(file.read())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _read_confusion(path):
@@ -189,4 +228,10 @@ def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _is_row(row, length):
     is_list = isinstance(row, list) and len(row) == length
-    return is_list and all(isinstance(value, int | float) for value in row)
+    return is_list and all(map(_is_number, row))
+
+
+def _is_number(value):
+    """Return whether a value from JSON is a finite number, which fits into a float."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from mpidl.files import write_whole
 
 NAME = "status.json"
-RUNNING, FINISHED = "running", "finished"
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+MAX_NUMBER = 2**53  # larger numbers in a file are those of another program
 
 
 @dataclass
@@ -16,16 +17,19 @@ class Status:
 
     Attributes
     ----------
-    state : {"running", "finished"}
+    state : {"running", "finished", "failed"}
         A run that was killed stays "running".
     stopped : str or None
         The reason for an early end, as in `Result`.
+    error : str or None
+        The error of a run that failed, in one line.
     ranks : int
         Number of ranks.
     host : str
         Host of rank 0.
     epochs : int
-        Number of epochs of the whole run.
+        Number of epochs of the whole run. This number and the others below are 0 until the training
+        starts.
     iterations_per_epoch : int
         Number of mini-batches per epoch.
     iterations : int
@@ -34,6 +38,7 @@ class Status:
 
     state: str = RUNNING
     stopped: str | None = None
+    error: str | None = None
     ranks: int = 0
     host: str = ""
     epochs: int = 0
@@ -42,7 +47,7 @@ class Status:
 
 
 TYPES = {
-    f.name: (str, type(None)) if f.name == "stopped" else type(f.default) for f in fields(Status)
+    f.name: (str, type(None)) if f.default is None else type(f.default) for f in fields(Status)
 }
 
 
@@ -61,6 +66,13 @@ def parse(content: bytes | None) -> Status | None:
     if not isinstance(values, dict):
         return None
     values = {name: values[name] for name in TYPES if name in values}
-    if not all(isinstance(values[name], TYPES[name]) for name in values):
+    if not all(isinstance(x, TYPES[name]) and _is_valid(x) for name, x in values.items()):
         return None
     return Status(**values)
+
+
+def _is_valid(value):
+    """Return whether a number is not too large, and a string can be encoded."""
+    if isinstance(value, str):
+        return not any("\ud800" <= c <= "\udfff" for c in value)
+    return value is None or 0 <= value <= MAX_NUMBER

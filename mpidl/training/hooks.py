@@ -19,8 +19,6 @@ it calls in reverse order.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +26,11 @@ import numpy as np
 
 from mpidl import phases
 from mpidl.errors import UserError
-from mpidl.files import call_together
-from mpidl.report import status, stop_file
 from mpidl.report.progress import notebook
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import EpochSummary, Progress
 from mpidl.training.rank_times import RankTimesHook
+from mpidl.training.status_hooks import StopFileHook
 from mpidl.training.timeline import TimelineHook
 
 if TYPE_CHECKING:
@@ -253,66 +250,6 @@ class CheckpointHook:
             trainer.save()
 
 
-class StopFileHook:
-    """Stops the run if its folder contains a stop file; see `stop_file`.
-
-    Only rank 0 looks for the file. The ranks agree on the stop before the next mini-batch, as after
-    a signal. A request for the end of the epoch stays in the folder until then.
-    """
-
-    def __init__(self) -> None:
-        self.look_time = -math.inf
-
-    def start(self, trainer: Trainer) -> None:
-        if trainer.world.rank == 0 and trainer.writer.out is not None:
-            stop_file.remove(trainer.writer.out)  # the request was for an earlier job
-
-    def step(self, trainer: Trainer) -> None:
-        # `epoch` looks after the last mini-batch, when the validation of the epoch is complete.
-        is_due = time.monotonic() - self.look_time >= stop_file.SECONDS
-        if is_due and not trainer.at_epoch_end:
-            self._look(trainer, (stop_file.NOW,))
-
-    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        self._look(trainer, (stop_file.NOW, stop_file.EPOCH))
-
-    def _look(self, trainer, moments):
-        out, signals = trainer.writer.out, trainer.signals
-        if trainer.world.rank or out is None or trainer.is_over:
-            return
-        self.look_time = time.monotonic()
-        if stop_file.read(out) in moments:
-            stop_file.remove(out)
-            signals.name = signals.name or stop_file.REASON
-
-
-class StatusHook:
-    """Writes status.json at the start and at the end."""
-
-    status: status.Status
-
-    def start(self, trainer: Trainer) -> None:
-        self.status = status.Status(
-            ranks=trainer.world.size,
-            host=trainer.world.host,
-            epochs=trainer.options.epochs,
-            iterations_per_epoch=len(trainer.queue),
-            iterations=int(trainer.total_iterations),
-        )
-        self._write(trainer)
-
-    def end(self, trainer: Trainer) -> None:
-        self.status.state, self.status.stopped = status.FINISHED, trainer.stopped
-        self._write(trainer)
-
-    def _write(self, trainer):
-        def write():
-            status.write(trainer.writer.out, self.status)
-
-        if trainer.writer.out is not None:
-            call_together(trainer.world, write if trainer.world.rank == 0 else lambda: None)
-
-
 class PlotHook:
     """Draws progress.png after epochs and at the end."""
 
@@ -345,4 +282,4 @@ def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -
     hooks += [RankTimesHook(), CheckpointHook(), StopFileHook()]
     hooks += [PlotHook()] if options.plots != "none" else []
     hooks += [TimelineHook(options)] if options.timeline else []
-    return Hooks([StatusHook(), *hooks])
+    return Hooks(hooks)

@@ -69,7 +69,7 @@ class Position:
         learning_rate : float
             Learning rate of the last iteration.
         images_per_second : float
-            Images of the epoch divided by its seconds.
+            Images of the epoch divided by its seconds without validations and checkpoints.
 
         Returns
         -------
@@ -144,7 +144,8 @@ class EpochSummary(NamedTuple):
     learning_rate : float
         Learning rate of the last iteration.
     images_per_second : float
-        Images of the epoch divided by its seconds, on all ranks together.
+        Images of the epoch divided by its seconds without validations and checkpoints, on all ranks
+        together.
     """
 
     epoch: int

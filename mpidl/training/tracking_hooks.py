@@ -3,7 +3,7 @@
 They pass on each record of metrics.jsonl, the options, a gallery of the augmented images,
 histograms of the learnables and their gradients after each epoch, and the confusion matrix at the
 end. All ranks call the hooks, and only rank 0 imports the libraries and writes. An error of rank 0
-ends the run on all ranks at the next epoch.
+ends the run on all ranks at the end of the epoch, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ class TrackingHook:
             The run to record.
         """
         self._error = None
-        call_together(
-            trainer.world, lambda: self._start(trainer) if not trainer.world.rank else None
-        )
+        with trainer.console.stage(f"start of {type(self).__name__}"):  # which imports a library
+            call_together(
+                trainer.world, lambda: self._start(trainer) if not trainer.world.rank else None
+            )
 
     def _start(self, trainer):
         position = trainer.position.iteration
         self._trainer, self._step, self._tracker = trainer, position, self.open(trainer)
         trainer.writer.listeners.append(self._record)
+        trainer.writer.before_checkpoint.append(self._flush)
         trainer.step.observe_gradients(self._gradients)
         self._tracker.parameters(_parameters(trainer))
         if not position:
@@ -106,16 +108,23 @@ class TrackingHook:
             The run.
         summary : EpochSummary
             The epoch.
+
+        Raises
+        ------
+        UserError
+            On all ranks, after a checkpoint, if rank 0 could not write a record.
         """
 
         def write():
             if self._tracker is not None:
                 with self._deferred():
                     self._histograms("weights", trainer.net.parameters, summary.iteration)
-                    self._tracker.flush()
             self._raise()
 
-        call_together(trainer.world, write)
+        try:
+            call_together(trainer.world, write)
+        except UserError as error:
+            raise trainer.after_checkpoint(error) from None
 
     def end(self, trainer: Trainer) -> None:
         """Record the end of the training. Collective.
@@ -125,15 +134,15 @@ class TrackingHook:
         trainer : Trainer
             The run.
         """
-        validated = self._validation(trainer)
         state = tracking.STOPPED if trainer.signals.agreed else tracking.FINISHED
+        validated = self._validation(trainer)
 
         def write():
             if self._tracker is not None and validated is not None:
-                self._draw_confusion("validation", validated)
+                with self._deferred():
+                    self._draw_confusion("validation", validated)
             if self.ends_with_training:
-                self._close(trainer.writer.out, state)
-            self._raise()
+                self._finish(trainer.writer.out, state)
 
         call_together(trainer.world, write)
 
@@ -158,15 +167,21 @@ class TrackingHook:
             The evaluation on the test set.
         state : {"finished", "stopped"}
             Whether the run ended as planned or was stopped.
+
+        Raises
+        ------
+        UserError
+            On all ranks, if rank 0 could not write a record since the last epoch.
         """
 
         def write():
             if self._tracker is not None and test is not None:
                 numbers = {"test/loss": test.loss, "test/accuracy": test.accuracy}
                 finite = {name: v for name, v in numbers.items() if v is not None}
-                self._tracker.scalars(self._step, finite)
-                self._draw_confusion("test", test)
-            self._close(folder, state)
+                with self._deferred():
+                    self._tracker.scalars(self._step, finite)
+                    self._draw_confusion("test", test)
+            self._finish(folder, state)
 
         call_together(world, write)
 
@@ -177,9 +192,16 @@ class TrackingHook:
 
     def _record(self, record):
         """Pass on a record; `epoch` and `end` raise the error."""
-        self._step = record["iteration"]
-        with self._deferred():
-            self._tracker.scalars(self._step, tracking.scalars(record))
+        if self._tracker is not None:
+            self._step = record["iteration"]
+            with self._deferred():
+                self._tracker.scalars(self._step, tracking.scalars(record))
+
+    def _flush(self):
+        """Write the records before a checkpoint: a resumed run continues behind them."""
+        if self._tracker is not None:
+            with self._deferred():
+                self._tracker.flush()
 
     def _gradients(self, gradients: Mapping[str, np.ndarray]) -> None:
         if self._tracker is not None and self._trainer is not None and self._trainer.at_epoch_end:
@@ -192,14 +214,31 @@ class TrackingHook:
             self._tracker.histogram(f"{group}/{name}", step, histogram)
 
     def _validation(self, trainer):
-        """Return the evaluation to draw as a confusion matrix, or None. Collective."""
-        store, loss = trainer.validation.store, trainer.options.loss
-        is_possible = store is not None and loss == "crossentropy" and not trainer.signals.agreed
-        can_draw = self._tracker is not None and _can_draw(len(trainer.net.classes))
-        if not is_possible or not trainer.world.broadcast(can_draw):
+        """Return the evaluation to draw as a confusion matrix, or None. Collective.
+
+        All trackers of a run share it. A signal ends it, and there is none then.
+        """
+        validation, signals, loss = trainer.validation, trainer.signals, trainer.options.loss
+        if validation.store is None or loss != "crossentropy" or signals.agreed:
             return None
-        options = {"world": trainer.world, "prefetch": trainer.options.prefetch}
-        return evaluate(trainer.net, store, confusion=True, loss=loss, **options)
+        can_draw = self._tracker is not None and _can_draw(trainer.net.output_shape[0])
+        if not trainer.world.broadcast(can_draw):
+            return None
+        if validation.final is None:
+            count = len(validation.store)
+            with trainer.console.stage("confusion on the validation set", count) as advance:
+                evaluation = evaluate(
+                    *(trainer.net, validation.store),
+                    world=trainer.world,
+                    prefetch=trainer.options.prefetch,
+                    signals=signals,
+                    loss=loss,
+                    confusion=True,
+                    progress=advance,
+                )
+            if not signals.agreed:
+                validation.final = evaluation
+        return validation.final
 
     def _draw_confusion(self, name, evaluation):
         table = evaluation.confusion
@@ -208,14 +247,22 @@ class TrackingHook:
                 png = confusion.draw(table.counts, table.classes, table.accuracy)
                 self._tracker.picture(f"confusion/{name}", self._step, png)
 
+    def _finish(self, folder, state):
+        """End the record, and raise the first error of all records."""
+        with self._deferred():
+            self._close(folder, state)
+        self._raise()
+
     def _close(self, folder, state):
         tracker, self._tracker, self._trainer = self._tracker, None, None
         if tracker is None:
             return
-        for name in FILES if folder is not None and state == tracking.FINISHED else ():
-            if os.path.isfile(path := os.path.join(folder, name)):
-                tracker.file(os.path.abspath(path))
-        tracker.close(state)
+        try:
+            for name in FILES if folder is not None and state == tracking.FINISHED else ():
+                if os.path.isfile(path := os.path.join(folder, name)):
+                    tracker.file(os.path.abspath(path))
+        finally:
+            tracker.close(state)
 
     @contextlib.contextmanager
     def _deferred(self):
@@ -359,6 +406,26 @@ def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHoo
     for hook in hooks:
         hook.ends_with_training = False
     return hooks
+
+
+def concluded(
+    hooks: Iterable[TrackingHook],
+    world: World,
+    folder: str | None,
+    test: Evaluation | None = None,
+    state: str = tracking.FINISHED,
+) -> UserError | None:
+    """Conclude the records of all hooks, and return the first error. Collective.
+
+    The arguments are those of `TrackingHook.conclude`.
+    """
+    first_error = None
+    for hook in hooks:
+        try:
+            hook.conclude(world, folder, test, state)
+        except UserError as error:
+            first_error = first_error or error
+    return first_error
 
 
 def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object) -> list[Any]:

@@ -26,7 +26,7 @@ from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.report.history import History
 from mpidl.training import hooks as hook_classes
-from mpidl.training import input_pipeline, memory_budget, tracking_hooks
+from mpidl.training import input_pipeline, memory_budget, status_hooks, tracking_hooks
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
@@ -126,6 +126,8 @@ def train(
     input_pipeline.check(net, datastore, options)
     folder = RunFolder(out, resume, overwrite, world)
     hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
+    status_hook = status_hooks.of_run(hooks, folder.out, world)
+    hooks = [*hooks, status_hook] if status_hook else hooks
     backends.configure(winograd=options.winograd, precision=options.precision)
     _use_device(world, options)
     if console is None:
@@ -139,16 +141,18 @@ def train(
             optimizer = of_options(options, **net.factors)
         rate = optimizer.learning_rate
         with (
-            contextlib.nullcontext(signals) if signals else Signals() as watched,
+            contextlib.nullcontext(signals) if signals else Signals() as requests,
+            status_hooks.watched(folder.out, world, requests),
             tracking_hooks.abandoned_on_error(hooks),
         ):
             try:
                 trainer = Trainer(
                     *(net, datastore, options, world, folder, opened_console, optimizer, spec),
-                    *(hooks, watched),
+                    *(hooks, requests),
                 )
                 trainer.facts = dict(facts or {})
-                return trainer.run()
+                with status_hook or contextlib.nullcontext():
+                    return trainer.run()
             finally:
                 optimizer.learning_rate = rate  # undo the changes of the schedule
 
@@ -220,6 +224,7 @@ class Trainer:
         self.console, self.optimizer = console, optimizer
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
+        self._seconds_apart = 0.0  # of validations and checkpoints, which the speed leaves out
         self.optimizer_spec = spec
         self._results: collections.deque[StepResult] = collections.deque()
         load = options.load(world.size)
@@ -351,7 +356,7 @@ class Trainer:
     def _run_epoch(self):
         position = self.position
         batches = self.queue.epoch(position.epoch, start=position.batch)
-        start_time, images_before = time.monotonic(), position.images
+        start_time, images_before = time.monotonic() - self._seconds_apart, position.images
         with contextlib.closing(batches):
             for images, targets in self._agreed(batches):
                 with phases.span("learning rate"):
@@ -363,7 +368,8 @@ class Trainer:
                     break
         self.wait()
         if self.at_epoch_end:
-            speed = (position.images - images_before) / (time.monotonic() - start_time)
+            seconds = time.monotonic() - self._seconds_apart - start_time
+            speed = (position.images - images_before) / seconds
             summary = position.end_epoch(self.optimizer.learning_rate, speed)
             self.hooks.epoch(self, summary)
 
@@ -372,13 +378,27 @@ class Trainer:
         try:
             yield from agreed(batches, self.world, self.signals)
         except (StorageFault, UserError) as error:
-            if self.writer.out is None or self.position.iteration == 0:
-                raise
-            self.save()
-            raise type(error)(
-                f"{error}; checkpoint written; to continue, run again with --resume "
-                f"{self.writer.out}"
-            ) from None
+            raise self.after_checkpoint(error) from None
+
+    def after_checkpoint(self, error: StorageFault | UserError) -> StorageFault | UserError:
+        """Write a checkpoint if the run has a folder and has begun. Collective.
+
+        Parameters
+        ----------
+        error : StorageFault or UserError
+            The error that will end the run.
+
+        Returns
+        -------
+        StorageFault or UserError
+            The error to raise; after a checkpoint, its message says how to continue.
+        """
+        if self.writer.out is None or self.position.iteration == 0:
+            return error
+        self.save()
+        return type(error)(
+            f"{error}; checkpoint written; to continue, run again with --resume {self.writer.out}"
+        )
 
     def _next_step(self, images):
         position, start_time = self.position, time.monotonic()
@@ -440,7 +460,7 @@ class Trainer:
         position, stop_requested = self.position, self.signals.name == OUTPUT_FUNCTION
         if stop_requested and signals is not None:
             signals.name = None
-        with self.console.stage("validation", len(self.validation.store)) as progress:
+        with self._apart("validation", len(self.validation.store)) as progress:
             evaluation = self.validation.run(self.net, position.iteration, signals, progress)
         if stop_requested:
             self.stop()
@@ -452,6 +472,14 @@ class Trainer:
         self.writer.record("validation", epoch, position.iteration, *numbers)
         if announce:
             self.console.validation(position.iteration, evaluation)
+
+    @contextlib.contextmanager
+    def _apart(self, *stage):
+        """Enter a stage of the console whose time is no part of the speed of an epoch."""
+        start_time = time.monotonic()
+        with self.console.stage(*stage) as progress:
+            yield progress
+        self._seconds_apart += time.monotonic() - start_time
 
     def _finish(self):
         """Finalize the network. Return the reason why the run ended early, or None.
@@ -500,6 +528,6 @@ class Trainer:
         if self.writer.out is None:
             return
         self.wait()
-        with self.console.stage("checkpoint"):
+        with self._apart("checkpoint"):
             tables, facts = run_state.collect(self)
             self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)

@@ -184,7 +184,7 @@ def assert_shares(case, backend):
 
 
 @needs_kernels
-@on_cases("cpu", limit=1)
+@on_cases("cpu", limit=1, each_function_once=True)
 def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
     assert_shares(case, CPU)
 
@@ -246,7 +246,7 @@ def assert_separate(case, backend):
 
 
 @needs_kernels
-@on_cases("cpu", DEFERRED)
+@on_cases("cpu", DEFERRED, each_function_once=True)
 def test_fused_calls_have_the_bytes_of_separate_functions_on_a_cpu(case, values):
     on_all_builds(lambda: assert_separate(case, CPU))
 

@@ -1,5 +1,8 @@
 """The printed scripts complete commands, options and values in the shells themselves."""
 
+import contextlib
+import os
+import pty
 import shutil
 import subprocess
 
@@ -42,6 +45,9 @@ def need(shell):
         ("mpidl train --loss m", "mse mae"),
         ("mpidl train --data d", "digits documents"),
         ("mpidl pack d", "documents"),
+        ("mpidl report d", "documents"),
+        ("mpidl monitor documents d", "documents"),
+        ("mpidl train --monitor --overw", "--overwrite"),  # the value of --monitor is optional
         ("mpidl train --epochs 1", ""),
         ("mpidl convert --names t", "torchvision timm transformers"),
         ("mpirun -n 4 /opt/bin/mpidl train --overw", "--overwrite"),
@@ -57,6 +63,30 @@ def test_bash_completes(words, expected, scripts, tmp_path):
     assert (result.stdout.split(), result.stderr) == (expected.split(), "")
 
 
+@pytest.mark.parametrize("word", ["my\\ d", '"my d', "'my d"])
+def test_bash_quotes_the_names_of_files(word, scripts, tmp_path):
+    """In an interactive bash, whose command prints the arguments that it gets."""
+    need("bash")
+    (tmp_path / "my data.npz").touch()
+    ours, terminal = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    environment = os.environ | {"TERM": "dumb", "INPUTRC": os.devnull, "PS1": "> "}
+    command = ["bash", "--norc", "--noprofile", "-i"]
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    shell = subprocess.Popen(command, **options, **streams)
+    os.close(terminal)
+    lines = [f"source {scripts['bash']}", "mpidl() { printf '<%s>' \"$@\"; }"]
+    lines += [f"mpidl train --data {word}\t", "exit", "\x04\x04"]
+    os.write(ours, "\n".join(lines).encode())
+    output = b""
+    with contextlib.suppress(OSError):  # the shell has ended
+        while text := os.read(ours, 4096):
+            output += text
+    shell.wait()
+    os.close(ours)
+    assert b"<train><--data><my data.npz>" in output, output.decode()
+
+
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_shells_accept_the_scripts(shell, scripts):
     need(shell)
@@ -65,6 +95,12 @@ def test_shells_accept_the_scripts(shell, scripts):
     text = scripts[shell].read_text()
     for name in ("train", "sweep", "learn-rate-schedule", "rescale-zero-one"):
         assert name in text
+
+
+def test_zsh_and_fish_complete_several_runs(scripts):
+    assert scripts["zsh"].read_text().count("'*:RUN:_files'") == 2  # report and monitor
+    for command in ("report", "monitor"):
+        assert f"__fish_seen_subcommand_from {command}' -F\n" in scripts["fish"].read_text()
 
 
 def test_fish_completes(scripts):

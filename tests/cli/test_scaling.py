@@ -4,7 +4,9 @@ import pytest
 
 import mpidl as dl
 from mpidl.cli import scaling
-from mpidl.performance import prediction
+from mpidl.comm import failure
+from mpidl.errors import Fault
+from mpidl.performance import prediction, study
 from mpidl.performance.simulation import Link
 
 
@@ -42,6 +44,8 @@ def test_without_a_count_the_cores_are_filled():
     [
         ("--ranks 1,x", "--ranks must be numbers of ranks such as 1,2,3, found 1,x"),
         ("--ranks 0", "--ranks must be numbers of ranks"),
+        ("--predict 1,x", "--predict must be numbers of ranks such as 1,2,3, found 1,x"),
+        ("--predict 8,2048", "--predict: expected at most 1024 ranks, found 2048"),
         ("--epoch 3", "unknown option --epoch: did you mean --epochs"),
         ("--repeat 0", "--repeat must be at least 1"),
         ("--ranks", "--ranks: expected one argument"),
@@ -105,4 +109,81 @@ def test_all_runs_have_the_same_threads(monkeypatch, cores, words, threads):
     monkeypatch.setattr(scaling, "_cores", lambda: cores)
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "5")
     command = scaling.parse(words.split())
-    assert scaling._threads(command, dl.TrainingOptions(**command.typed)) == threads
+    options = dl.TrainingOptions(**command.typed)
+    assert scaling._threads(command, options, {}) == threads
+    earlier = {"threads": 7}  # which later starts use again
+    assert scaling._threads(command, options, earlier) == (options.threads or 7)
+
+
+def test_later_starts_keep_the_images_per_rank():
+    parsed = scaling.parse("--weak --ranks 2,4".split()).parsed
+    options = dl.TrainingOptions(batch_size=128)
+    assert scaling._batch_per_rank(parsed, options, {}) == 64
+    earlier = {"batch_size": 128, "batch_per_rank": 128}
+    assert scaling._batch_per_rank(parsed, options, earlier) == 128
+    assert scaling._batch_per_rank(parsed, options, earlier | {"batch_size": 256}) == 64
+
+
+def test_a_prediction_of_unequal_shares_is_refused(tmp_path):
+    words = ["--predict", "--worker-load", "1,2", "--out", str(tmp_path / "study")]
+    with pytest.raises(dl.UserError, match="--worker-load 1,2: expected none with --predict"):
+        scaling.main(words)
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_probe_is_not_repeated(tmp_path):
+    """The same ranks and seconds: the record of an earlier start counts, and nothing starts."""
+    plan = study.Plan(str(tmp_path), (), ())
+    runs = study.Study(plan, failure.Signals())
+    parsed = scaling.parse("--predict --probe-ranks 2 --probe-seconds 7".split()).parsed
+    record = {"ranks": 2, "seconds": 7.0}
+    assert scaling._probe(parsed, runs, 1, record) is record
+
+
+def test_a_probe_that_fails(tmp_path, monkeypatch):
+    def fail(self, name, words, log):
+        log.write("mpidl: no memory\n")
+        return code
+
+    monkeypatch.setattr(study.Study, "execute", fail)
+    runs = study.Study(study.Plan(str(tmp_path), (), ()), failure.Signals())
+    parsed = scaling.parse("--predict --probe-ranks 2".split()).parsed
+    code = 2
+    with pytest.raises(dl.UserError, match="^no memory$"):
+        scaling._probe(parsed, runs, 1, {"ranks": 3, "seconds": 60.0})
+    code = 1
+    with pytest.raises(
+        Fault, match="probe on 2 ranks ended with exit code 1: no memory; see .*log"
+    ):
+        scaling._probe(parsed, runs, 1, None)
+    runs.signals.name = "SIGUSR1"
+    assert scaling._probe(parsed, runs, 1, None) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ("--ranks 1,2", "--ranks 1,2,4", "--threads 4"),
+        ("--ranks 1,2", "--ranks 1,2,4 --overwrite", "--threads 2"),
+        ("--ranks 1,2", "--ranks 1,2,4 --threads 2", None),
+        ("--weak --ranks 2,4", "--weak --ranks 1,2", "--threads 2 --batch-per-rank 64"),
+    ],
+)
+def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, first, then, words):
+    """On 8 cores, with the recipe's mini-batch of 128; None: the study is refused."""
+    plans = []
+
+    def run(command, runs, threads):
+        runs.start(command.parsed.overwrite)
+        plans.append(runs.plan)
+        return 0
+
+    monkeypatch.setattr(scaling, "_cores", lambda: 8)
+    monkeypatch.setattr(scaling, "_run", run)
+    scaling.main([*first.split(), "--out", str(tmp_path)])
+    if words is None:
+        with pytest.raises(dl.UserError, match="it holds a study of other runs"):
+            scaling.main([*then.split(), "--out", str(tmp_path)])
+    else:
+        scaling.main([*then.split(), "--out", str(tmp_path)])
+        assert plans[-1].words == tuple(words.split())

@@ -1,6 +1,7 @@
 """World: reductions, messages and shared memory of the ranks of this session."""
 
 import functools
+import os
 import time
 
 import numpy as np
@@ -9,6 +10,8 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl.comm import World
+from mpidl.comm.thread_budget import available_cores
+from mpidl.comm.transport import Transport
 from mpidl.fold import replicated
 
 
@@ -20,6 +23,20 @@ def test_ranks_are_numbered_once(world):
     assert world.host == world.hosts[world.rank]
     changes = sum(a != b for a, b in zip(world.hosts[:-1], world.hosts[1:], strict=True))
     assert len(set(world.hosts)) == 1 + changes  # neighbours share a host
+
+
+def test_ranks_bound_to_cores_of_their_own_share_none(world):
+    """Each rank may use one core; they are too many only if some ranks use the same core."""
+    allowed = os.sched_getaffinity(0)
+    core = sorted(allowed)[world.rank % len(allowed)]
+    os.sched_setaffinity(0, {core})
+    try:
+        transport = Transport(world.transport.comm, timeout=60)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    transport.close()
+    quota = available_cores().quota or world.size
+    assert transport.oversubscribed == (world.size > min(len(allowed), quota))
 
 
 BY_NUMPY = {

@@ -83,6 +83,8 @@ def test_a_split_by_counts():
     assert [len(part) for part in unlabelled.split(np.int64(4), 2)] == [4, 2, 3]
     text = "arrays: 60 images of 1x1x1 in 3 classes: split: expected at least 4 images of class "
     assert refusal(store.split, 4) == text + "cow, found 3"
+    text = "arrays: 9 images of 1x1x1: split: expected at least 10 images, found 9"
+    assert refusal(unlabelled.split, 6, 4) == text
     assert "at least 0, found -1" in refusal(store.split, -1)
     for sizes in ((0.9, "randomized"), (0.9, 1), (True,), ()):
         text = refusal(store.split, *sizes)
@@ -90,6 +92,8 @@ def test_a_split_by_counts():
     for sizes in (0.7, 0.4), (float("nan"),), (-0.1, 0.5), (np.inf,):
         assert "which add up to at most 1" in refusal(store.split, *sizes)
     assert "expected images with labels to count" in refusal(unlabelled.class_counts)
+    same = ArrayDatastore(np.zeros((6, 1, 1), np.uint8), [0, 1, 1, 2, 2, 2], ["ape", "bee", "ape"])
+    assert same.class_counts() == {"ape": 4, "bee": 2}
 
 
 def test_unknown_arguments_are_explained(tmp_path):

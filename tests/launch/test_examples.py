@@ -83,6 +83,7 @@ def test_custom_op_gives_one_hash(folder):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow("jobs")
 def test_from_a_notebook(folder):
     """The example starts the ranks itself and gives the weights of the training loop."""
     text, loop = run("from_a_notebook.py", None, 2, folder, 2), run("custom_loop.py", 1, folder, 2)
@@ -99,6 +100,7 @@ def test_denoise_removes_noise_and_gives_one_hash(folder):
     assert float(denoised) < 0.95 * float(noisy), text
 
 
+@pytest.mark.slow("jobs")
 def test_transfer_learns_other_classes(tmp_path):
     """Four classes differ in the position of a bright row; two of them are for the pretraining."""
     labels = np.arange(400) % 4

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import uuid
 
 import launched
@@ -157,6 +158,22 @@ def test_an_interrupt_stops_a_training_with_its_result(monkeypatch, capsys, tmp_
     loaded.parameters, loaded.state = arrays["learnables"], arrays["state"]
     assert dl.weights_sha256(loaded) == sha256
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_is_answered_whatever_is_shown(tmp_path, capsys):
+    job = object.__new__(launch_job.Job)
+    job.interrupts, job.is_interrupted = types.SimpleNamespace(count=1), False
+    job.folder, job.show, job.update = str(tmp_path), "none", None
+    job._serve()
+    assert capsys.readouterr().err == launch_job.INTERRUPTED + "\n"
+    assert (tmp_path / launch_worker.INTERRUPT_FILE).exists()
+
+
+def test_a_handler_that_python_does_not_know_stays(monkeypatch):
+    handler_of = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with launch_job.Interrupts():
+        assert handler_of(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

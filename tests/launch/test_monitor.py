@@ -1,9 +1,12 @@
 """The live page in a real browser, beside jobs of several ranks, and what the command refuses."""
 
+import contextlib
+import json
 import os
 import re
 import signal
 import socket
+import threading
 import time
 
 import browser
@@ -168,6 +171,65 @@ def test_the_command_shows_several_runs(pictures, tmp_path):
         assert driver.execute_script(width) <= 800
         job.send_signal(signal.SIGINT)
         assert finish(job).returncode == 0
+
+
+@contextlib.contextmanager
+def forwarded(port, target):
+    """Forward connections from a port to another one; the end of the block closes them.
+
+    Yield the port and a list of the paths that are requested.
+    """
+    sockets, paths = [socket.create_server(("127.0.0.1", port))], []
+
+    def copy(source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if data.startswith(b"GET "):
+                    paths.append(data.split()[1].decode())
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                ends = [sockets[0].accept()[0], socket.create_connection(("127.0.0.1", target))]
+                sockets.extend(ends)
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield sockets[0].getsockname()[1], paths
+    finally:
+        for end in sockets:
+            with contextlib.suppress(OSError):  # the other side has closed it
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+@PAGES
+@pytest.mark.timeout(120)
+def test_a_page_continues_after_a_lost_connection(pictures, tmp_path):
+    out, next_iteration = tmp_path / "run", jobs.ITERATIONS + 1
+    jobs.train(1, pictures, out, "--epochs", 1)
+    is_connected = "const lost = document.getElementById('lost'); return lost && lost.hidden"
+    with launcher.start(None, "-m", "mpidl.monitor", out) as job, browser.chromium() as driver:
+        url = re.match(r"Monitor: (\S+)", job.stdout.readline())[1]
+        port = re.search(r":(\d+)/", url)[1]
+        with forwarded(0, int(port)) as (way, _):
+            browser.open_page(driver, url.replace(port, str(way)))
+        wait_until(lambda: driver.execute_script(is_connected) is False)
+        with open(out / "metrics.jsonl", "a") as file:
+            record = {"kind": "iteration", "epoch": 2, "iteration": next_iteration, "loss": 0.5}
+            file.write(json.dumps(record) + "\n")
+        with forwarded(way, int(port)) as (_, paths):
+            # The driver would wait for a script that the loading of the page interrupts.
+            wait_until(lambda: any(path.startswith("/ws?") for path in paths))
+            wait_until(lambda: driver.execute_script(is_connected))
+            browser.wait_for_page(driver)
+            wait_until(lambda: len(browser.columns(driver, "curves-0", "x")[0]) == next_iteration)
+        job.send_signal(signal.SIGINT)
+        finish(job)
 
 
 @PAGES

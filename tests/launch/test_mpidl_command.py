@@ -4,6 +4,7 @@ import configparser
 import os
 import re
 import signal
+import sys
 
 import jobs
 import launcher
@@ -59,6 +60,16 @@ def test_an_unknown_word_is_one_line(script):
         mpidl_command._refuse("--vers")
     with pytest.raises(UserError, match=r"^unknown command x \(mpidl lists the commands\)$"):
         mpidl_command._refuse("x")
+
+
+def test_a_working_directory_that_was_removed(monkeypatch):
+    def getcwd():
+        raise FileNotFoundError("No such file or directory")
+
+    monkeypatch.setattr(mpidl_command.os, "getcwd", getcwd)
+    monkeypatch.setattr(sys, "path", ["script's folder", *sys.path])
+    mpidl_command._import_from_the_working_directory()
+    assert sys.path[0] == ""
 
 
 def words_of_a_training(script, pictures, folder, *options):

@@ -41,6 +41,7 @@ def expected_hash(pictures, tmp_path_factory):
     return jobs.trained_hash(1, pictures, tmp_path_factory.mktemp("folder"), *ITERATIONS)
 
 
+@pytest.mark.slow("jobs")
 def test_training_on_the_packed_file_gives_the_weights_of_the_folder(
     packed, expected_hash, tmp_path
 ):

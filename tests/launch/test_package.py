@@ -96,6 +96,7 @@ def test_the_wheel_holds_every_file(wheel):
     assert (python, abi) == ("py3", "none") and platform.startswith("linux_")
 
 
+@pytest.mark.slow("package")
 def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_compiler):
     # after `wheel`, whose kernels this build must not use
     assert names_in(wheel_without_compiler) == expected_names()

@@ -5,6 +5,7 @@ import signal
 
 import jobs
 import launcher
+import numpy as np
 import pytest
 from launcher import finish
 from limits import wait_until
@@ -45,15 +46,26 @@ def test_the_runs_are_trainings_by_hand(pictures, tmp_path):
 @SLOW
 @pytest.mark.timeout(180)
 def test_a_study_grows(pictures, tmp_path):
-    """The same command repeats no run; another number of ranks is added."""
+    """The same command repeats no run; another number of ranks is added, with the same threads."""
     out = tmp_path / "study"
-    study(pictures, out, "--ranks", 1, "--epochs", 1)
+    options = ("--epochs", 1, "--plots", "none", "--batch-size", 50)
+
+    def start(*ranks):
+        words = jobs.command(
+            "scaling", *ranks, *options, network=jobs.network("small"), data=pictures, out=out
+        )
+        return launcher.mpirun(None, *words, env=jobs.without_plots(), check=0)
+
+    start("--ranks", 1)
     times = {path: path.stat().st_mtime_ns for path in out.glob("ranks-*/summary.json")}
-    result = study(pictures, out, "--ranks", "1,2", "--epochs", 1)
+    result = start("--ranks", "1,2")
     assert "Before: 1 of 2 runs; 1 to do" in result.stdout
     assert len(times) == 1
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert [row["state"] for row in content(out)["rows"]] == ["done", "done"]
+    start("--ranks", "2")
+    rows = content(out)["rows"]
+    assert [(row["ranks"], row["state"]) for row in rows] == [(1, "done"), (2, "done")]
+    assert rows[0]["threads"] == rows[1]["threads"]
 
 
 @SLOW
@@ -110,11 +122,20 @@ def test_weak_scaling(pictures, tmp_path):
 
 @SLOW
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("network", ["small", "varied"])
-def test_a_prediction(pictures, tmp_path, network):
+@pytest.mark.parametrize(
+    ("network", "more"),
+    [
+        ("small", ("--timeline", 5, "--validation-fraction", 0.1, "--validation-patience", 2)),
+        ("varied", ("--partial-minibatch", "discard", "--output-network", "best-validation")),
+        ("small", ("--batch-size", 150)),  # an epoch has only one full mini-batch
+    ],
+)
+def test_a_prediction(pictures, tmp_path, network, more):
     """A short probe of 2 ranks predicts finite times; with --table they are printed again."""
     out = tmp_path / "study"
-    options = ("--probe-ranks", 2, "--probe-seconds", 1)
+    options = ("--probe-ranks", 2, "--probe-seconds", 1, *more)
+    if "best-validation" in more:
+        options += ("--validation-data", pictures)
     result = study(pictures, out, "--predict", "1,2,5", *options, network=network)
     prediction = content(out)["prediction"]
     assert [row["ranks"] for row in prediction["rows"]] == [1, 2, 5]
@@ -122,12 +143,36 @@ def test_a_prediction(pictures, tmp_path, network):
         parts = [row[name] for name in ("compute", "wait", "sum", "input")]
         assert sum(parts) == pytest.approx(row["step_seconds"]) and min(parts) >= -1e-12
         assert row["images_per_second"] > 0 and row["error"] > 0
-    assert content(out)["probe"]["images"] == 189
+    record = content(out)["probe"]
+    assert record["images"] == (171 if "--timeline" in more else 189)
+    assert bool(record["coupled"]) == (150 not in more)
+    predicted = prediction["rows"][1]["step_seconds"]
+    if record["coupled"]:  # the ranks of the probe need no model
+        assert predicted == pytest.approx(np.median(record["coupled"]))
     assert "Network inside a node: alpha" in result.stdout
     second = launcher.mpirun(
         None, "-m", "mpidl.scaling", "--table", "--out", out, env=jobs.without_plots(), check=0
     )
     assert second.stdout.splitlines()[0] == result.stdout.partition("\n\n")[2].splitlines()[0]
+    again = study(pictures, out, "--predict", "1,8", *options, network=network)
+    assert "Probe: as in scaling.json" in again.stdout
+    assert content(out)["probe"] == record
+
+
+@SLOW
+@pytest.mark.timeout(240)
+def test_a_stopped_probe(pictures, tmp_path):
+    """USR1 ends the probe, whatever it measures, and the same command starts it again."""
+    out = tmp_path / "study"
+    options = ("--predict", "1,2", "--probe-ranks", 2, "--probe-seconds", 600)
+    with launcher.start(None, *words_of(pictures, out, *options), env=jobs.without_plots()) as job:
+        log = out / "probe.log"
+        wait_until(lambda: log.exists() and "round 1" in log.read_text())
+        job.send_signal(signal.SIGUSR1)
+        result = finish(job)
+    assert result.returncode == jobs.STOPPED, result.stderr
+    assert "SIGUSR1: to continue, run the same command again" in result.stdout
+    assert "Traceback" not in result.stderr + log.read_text()
 
 
 @SLOW

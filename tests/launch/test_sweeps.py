@@ -14,6 +14,8 @@ import tomli_w
 from launcher import finish, mpirun
 from limits import wait_until
 
+from mpidl.report import stop_file
+
 SLOW = pytest.mark.slow("jobs")
 RATES, SEEDS = [0.01, 0.1], [0, 1]
 LIMITS = {"batch_size": 50, "max_iterations": 6, "epochs": 2}
@@ -232,6 +234,22 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     expected = jobs.trained_hash(None, pictures, tmp_path / "single", *options)
     assert jobs.weights_hash(out / "trial-002") == expected
     assert jobs.iterations(out / "trial-002") == list(range(1, end + 1))
+
+
+@SLOW
+def test_a_stop_file_stops_one_trial(write, tmp_path):
+    """The sweep is incomplete, so its exit code is not that of a complete one."""
+    out = tmp_path / "out"
+    file = write({"epochs": 10**6, "max_iterations": "none", "timeout": 50}, grid={"seed": [0]})
+    words = ["-m", "mpidl.sweep", file, "--out", out]
+    metrics = out / "trial-001" / "metrics.jsonl"
+    with launcher.start(1, *words, env=jobs.without_plots()) as job:
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 2000)
+        stop_file.request(out / "trial-001", stop_file.NOW)
+        result = finish(job)
+    assert result.returncode == jobs.STOPPED, result.stderr
+    assert states(out) == ["stopped"]
+    assert result.stdout.splitlines()[-1].startswith("stop file: 1 trial(s) stopped with a ")
 
 
 @pytest.mark.slow("jobs")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
 import sys
 
@@ -87,6 +88,8 @@ def test_weights_and_biases_reads_a_resumed_run(pictures, tmp_path):
     resume(1, out, "--max-iterations", 7)
     files = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and files[0].name == files[1].name  # two parts of one run
+    run_id = json.loads((out / "tracking.json").read_text())["wandb"]["run_id"]
+    assert all(file.parent.name.endswith(f"-{run_id}") for file in files)  # --overwrite finds them
     steps, losses = collections.Counter(), {}
     for file in files:
         for record in records_of(file):
@@ -144,3 +147,101 @@ def test_no_socket_leaves_loopback(pictures, tmp_path):
     remote = {a for a in addresses(tmp_path, *words) if not a.startswith("127.") and a != "::1"}
     assert remote == set()
     assert (tmp_path / "run" / "model.h5").exists() and os.listdir(tmp_path / "mlruns")
+
+
+RACE = """
+import sys
+import time
+
+from mlflow.tracking import MlflowClient
+from mpidl.comm import World
+from mpidl.report.trackers.mlflow_store import MLflowRun
+
+create, world = MlflowClient.create_experiment, World()
+
+def create_slowly(*arguments):
+    time.sleep(0.5)
+    return create(*arguments)
+
+MlflowClient.create_experiment = create_slowly
+world.barrier()
+MLflowRun(sys.argv[1], "mpidl", f"trial {world.rank}", None, False).close()
+"""
+
+
+@needs("mlflow")
+def test_runs_that_start_together_share_an_experiment(tmp_path, monkeypatch):
+    from mpidl.report.trackers import mlflow_store
+
+    environment = jobs.without_plots() | mlflow_store.SETTINGS
+    launcher.mpirun(3, "-c", RACE, tmp_path / "mlruns", env=environment, check=0)
+    for name, value in mlflow_store.SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (experiment,) = client.search_experiments()
+    assert len(client.search_runs([experiment.experiment_id])) == 3
+
+
+@needs("mlflow")
+def test_a_deleted_record_is_replaced(tmp_path, monkeypatch):
+    from mpidl.report.trackers import mlflow_store
+
+    for name, value in mlflow_store.SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    arguments = str(tmp_path / "mlruns"), "mpidl", "run", str(tmp_path)
+    first = mlflow_store.MLflowRun(*arguments, is_resumed=False)
+    first.close()
+    again = mlflow_store.MLflowRun(*arguments, is_resumed=True)
+    assert not again.is_new and again.run_id == first.run_id
+    again._client.delete_run(first.run_id)
+    replaced = mlflow_store.MLflowRun(*arguments, is_resumed=True)
+    assert replaced.is_new and replaced.run_id != first.run_id
+
+
+# `python -m mpidl.train` with a tracker whose disk is full at the end.
+FULL = """
+import sys
+
+from mpidl.cli.train import main
+from mpidl.comm import failure
+from mpidl.errors import UserError
+from mpidl.report.trackers.tracking import Tracker
+from mpidl.training import tracking_hooks
+
+class FullDisk(Tracker):
+    def close(self, state="finished"):
+        raise UserError("store: cannot be written: No space left on device")
+
+class FullDiskHook(tracking_hooks.TrackingHook):
+    def __init__(self):
+        super().__init__()
+        self.ends_with_training = False
+
+    def open(self, trainer):
+        return FullDisk()
+
+tracking_hooks.of_run = lambda options, run: [FullDiskHook()]
+failure.run(lambda: main(sys.argv[1:]))
+"""
+
+
+def test_a_tracker_that_fails_at_the_end_costs_no_result(pictures, tmp_path):
+    words = jobs.command("train", "--max-iterations", 2, data=pictures, out=tmp_path / "run")[2:]
+    result = launcher.mpirun(2, "-c", FULL, *words, env=jobs.without_plots(), check=2)
+    assert jobs.refusal(result) == "store: cannot be written: No space left on device"
+    assert (tmp_path / "run" / "model.h5").exists()
+    assert result.stdout.splitlines()[-1].startswith("weights_sha256: ")
+
+
+def test_a_tracker_that_fails_after_a_signal_keeps_the_exit_code(pictures, tmp_path):
+    words = jobs.command("train", *jobs.ENDLESS, data=pictures, out=tmp_path / "run")[2:]
+    with launcher.start(2, "-c", FULL, *words, env=jobs.without_plots()) as job:
+        next(line for line in job.stdout if line.startswith("Epoch: 2,"))
+        os.kill(job.rank_pids()[1], signal.SIGUSR1)
+        result = launcher.finish(job)
+    assert result.returncode == jobs.STOPPED, result.stderr
+    *_, warning, last = result.stdout.splitlines()
+    assert warning == "warning: store: cannot be written: No space left on device"
+    assert last.startswith("SIGUSR1: stopped at iteration ")

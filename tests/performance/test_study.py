@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def content(plan):
         {
             **{"ranks": n, "images_per_second": 1000.0 * n**0.8, "error": 0.1},
             **{"efficiency_error": 0.05, "efficiency": n**-0.2, "step_seconds": 1.0, **PARTS},
+            "epoch_seconds": 1000 / n,
         }
         for n in (1, 2, 4, 8)
     ]
@@ -59,6 +61,7 @@ def content(plan):
         **{"per_step_seconds": {"1": 1e-3}, "per_block_seconds": {"1": 2e-3}},
         **{"alpha_seconds": {"inside": 3e-6}, "beta_seconds_per_byte": {"inside": 1e-10}},
         **{"per_exchange_seconds": 5e-5, "hidden": 0.4, "fit_error": 0.01, "fold_error": 0.02},
+        "coupling": 1.06,
     }
     stop = {"ranks": 4, "limit": 256, "reason": "the exchange of sums"}
     stop["options"] = {"--batch-size 256": 8, "--workers 2": None}
@@ -108,18 +111,20 @@ def test_failed_and_missing_runs(plan):
 
 
 @pytest.mark.parametrize(
-    ("records", "speed"),
-    [
-        ([("epoch", 5.0)], 5.0),
-        ([("epoch", 1.0), ("epoch", 3.0)], 2.0),
-        ([("epoch", 1.0), ("epoch", 3.0), ("epoch", 5.0)], 4.0),
-        ([("iteration", 2.0), ("validation", None)], 2.0),
-        ([("validation", None)], None),
-    ],
+    ("speeds", "speed"), [([5.0], 5.0), ([1.0, 3.0], 2.0), ([1.0, 3.0, 5.0], 4.0)]
 )
-def test_speed_of_a_run(records, speed):
-    lines = [{"kind": kind, "images_per_second": rate} for kind, rate in records]
-    assert results.speed_of(lines) == speed
+def test_speed_of_a_run(speeds, speed):
+    lines = [{"kind": "epoch", "images_per_second": rate} for rate in speeds]
+    assert results.speed_of([{"kind": "iteration", "seconds": 1.0}, *lines], {}) == speed
+
+
+def test_speed_of_a_run_without_an_epoch():
+    """Iterations of 2 s, and one validation of 10 s that does not count."""
+    times = [("iteration", 5), ("iteration", 7), ("validation", 7), ("iteration", 19)]
+    records = [{"kind": kind, "seconds": s} for kind, s in [*times, ("iteration", 21)]]
+    summary = {"images_per_second": 400 / 21, "train_seconds": 21, "iterations": 4}
+    assert results.speed_of(records, summary) == pytest.approx(100 / 2)
+    assert results.speed_of(records[:1], summary) is None
 
 
 def test_a_run_without_times_of_ranks(plan):
@@ -133,7 +138,13 @@ def test_checks_leave_out_shared_cores_and_one_rank(content):
     assert [n for n, check in checks.items() if check["is_counted"]] == [2]
     assert checks[2]["difference"] == pytest.approx(1000 * 2**0.8 / (1800 * 1.05 + 2.5) - 1)
     lines = report.check_lines(content["checks"])
-    assert lines[-1] == "Largest difference of prediction and measurement: 8.0%"
+    assert lines[-1] == (
+        "Largest difference of prediction and measurement: 8.0% of the speed, "
+        "3.2% of the efficiency"
+    )
+    del content["rows"][0]  # without a run on one rank, the efficiencies have other bases
+    checks = results.check_predictions(content["rows"], content["prediction"]["rows"])
+    assert report.check_lines(checks)[-1].endswith("measurement: 8.0% of the speed")
     assert lines[0].endswith("(not counted: one rank)")
     assert lines[2].endswith("(not counted: more threads than cores)")
 
@@ -144,14 +155,16 @@ def test_table_and_notes(content):
         lines[0].split()
         == (
             "ranks images/s speed-up efficiency time accuracy compute wait sum input predicted ± "
-            "efficiency"
+            "efficiency s/epoch"
         ).split()
     )
     assert [line.split()[0] for line in lines[1:]] == ["1", "2", "4*", "8"]
+    assert [line.split()[-1] for line in lines[1:]] == ["1,000", "500", "250", "125"]
     assert len({len(line) for line in lines}) == 1
     notes = report.notes(content)
     assert "The same weights on 1, 2, 4 ranks" in notes
     assert "Network inside a node: alpha 3 µs, beta 10 GB/s" in notes
+    assert "Ranks that train together: 1.06 x the time of these parts" in notes
     point = notes.index(
         "Scaling stops at 4 rank(s): twice as many would lose most to the exchange of sums"
     )
@@ -175,6 +188,8 @@ def test_files(content, tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["ranks"] for row in rows] == ["1", "2", "4", "8"]
     assert float(rows[1]["predicted_images_per_second"]) == pytest.approx(1000 * 2**0.8)
+    assert float(rows[1]["predicted_epoch_seconds"]) == 500
+    assert float(rows[1]["predicted_efficiency"]) == pytest.approx(2**-0.2)
 
 
 @pytest.mark.slow("jobs")
@@ -210,6 +225,68 @@ def test_another_study_is_not_replaced(plan):
     assert plan.runs()[0].is_done()
     study.Study(other, Signals()).start(overwrite=True)
     assert not plan.runs()[0].is_done()
+
+
+def test_only_folders_of_a_study_are_deleted(plan):
+    """--overwrite deletes nothing in a folder without a study, and only runs in one with it."""
+    results_of_others = plan.out / "ranks-2024-results"
+    results_of_others.mkdir(parents=True)
+    write_run(plan.runs()[0], 1000.0)
+    study.Study(plan, Signals()).start(overwrite=True)
+    assert plan.runs()[0].is_done()
+    study.Study(plan, Signals()).start(overwrite=True)
+    assert not plan.runs()[0].is_done() and not (plan.out / "ranks-1.log").exists()
+    assert results_of_others.exists()
+
+
+def test_runs_of_earlier_starts_stay_in_the_table(plan):
+    """A later start with other numbers of ranks keeps the rows and the base of the efficiency."""
+    for run in plan.runs()[:3]:
+        write_run(run, RATES[run.ranks])
+    later = study.Study(study.Plan(plan.out, (8,), plan.words), Signals())
+    write_run(later.plan.runs()[0], 4000.0)
+    rows = later.rows()
+    assert [(row["ranks"], row["state"]) for row in rows] == [(n, "done") for n in (1, 2, 4, 8)]
+    assert rows[-1]["efficiency"] == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_continued_study_does_not_write_its_file_again(plan):
+    """A full disk at a later start would leave an empty file."""
+    study.Study(plan, Signals()).start()
+    path = plan.out / study.FILE
+    before = path.stat()
+    study.Study(plan, Signals()).start()
+    after = path.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_options_that_one_number_of_ranks_refuses(plan, monkeypatch):
+    """Exit code 2 ends the study only if no run has finished."""
+
+    def refuse(self, name, words, log):
+        log.write("mpidl: --gpus: expected 4 GPUs\n")
+        return 2
+
+    monkeypatch.setattr(study.Study, "execute", refuse)
+    runs, (first, second, *_) = study.Study(plan, Signals()), plan.runs()
+    runs.start()
+    with pytest.raises(dl.UserError, match="expected 4 GPUs"):
+        runs.run(first)
+    write_run(first, 1000.0)
+    assert runs.run(second) == results.FAILED
+    assert runs.errors == {"ranks-2": "--gpus: expected 4 GPUs"}
+
+
+def test_a_long_run_is_not_silent(plan, monkeypatch):
+    monkeypatch.setattr(study, "SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(study, "POLL_SECONDS", 0.05)
+    lines = []
+    runs = study.Study(plan, Signals(), show=lines.append)
+    runs.start()
+    code = "import time; print('Epoch: 1', flush=True); time.sleep(0.5)"
+    with open(plan.out / "a.log", "w") as log:
+        assert runs.execute("ranks-1", [sys.executable, "-c", code], log) == 0
+    assert "ranks-1: Epoch: 1" in lines and lines[-1] == "ranks-1: running for 0:00:00"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])

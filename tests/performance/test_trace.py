@@ -24,7 +24,7 @@ OPTIONS = {"batch_size": 32, "verbose": "off", "plots": "none", "learning_rate":
 
 def trace(world, net, images, epochs=4):
     solo = TracingWorld(world.transport.MPI.COMM_SELF)
-    clock = StepClock(solo, 32, seconds=0, skip=1, at_least=2)
+    clock = StepClock(32, 0, solo, skip=1, at_least=2)
     clock.epoch = lambda *_: None  # every step is the first of its epoch
     options = dl.TrainingOptions(epochs=epochs, device="cpu", **OPTIONS)
     trainer.train(net, images, options, world=solo, hooks=[clock])
@@ -33,7 +33,8 @@ def trace(world, net, images, epochs=4):
 
 def test_the_digits_network_sends_what_the_document_lists(world, subject):
     """docs/communication.md: three batch normalizations of 20 channels, all gradients, the loss."""
-    times = trace(world, *subject).times()
+    clock = trace(world, *subject)
+    times = clock.times()
     sums = [event[1:] for event in times.events if event.kind == SUM]
     assert sums == [(41, 8, "moments")] * 3 + [(40, 8, "add")] * 3 + [(2, 8, "add")]
     buckets = [event for event in times.events if event.kind == BUCKET]
@@ -42,7 +43,9 @@ def test_the_digits_network_sends_what_the_document_lists(world, subject):
     assert all(event.itemsize == 4 for event in buckets) and len(buckets) == 2
     assert len(times.places) == len(times.events)
     assert (np.diff(times.places) >= 0).all() and 0 < times.places[0] < times.places[-1] < 1
-    assert times.segments.shape == (len(times.segments), 9)  # the agreement, and 7 sums
+    assert times.segments.shape == (len(times.segments), 8)  # between agreement and 7 sums
+    step_seconds = [end - start for start, end, _ in clock.steps]
+    assert times.segments.sum(axis=1) == pytest.approx(step_seconds)
     assert (times.segments > 0).all() and times.input >= 0
 
 

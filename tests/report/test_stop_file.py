@@ -41,6 +41,15 @@ def test_links_pipes_and_folders_request_nothing(tmp_path):
     assert stop_file.read(tmp_path) is None
 
 
+def test_the_run_of_a_colleague_can_read_the_file(tmp_path):
+    before = os.umask(0o077)
+    try:
+        stop_file.request(tmp_path, stop_file.NOW)
+    finally:
+        os.umask(before)
+    assert os.stat(tmp_path / "stop").st_mode & 0o777 == 0o644
+
+
 def test_a_request_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(FileNotFoundError):
         stop_file.request(tmp_path / "none", stop_file.NOW)

@@ -63,6 +63,11 @@ def chromium(width=1280, height=1400):
 def open_page(driver, url):
     """Open a page of Bokeh and wait until it is drawn."""
     driver.get(url)
+    wait_for_page(driver)
+
+
+def wait_for_page(driver):
+    """Wait until a page of Bokeh is drawn."""
     script = "return window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle"
     wait_until(lambda: driver.execute_script(script))
 

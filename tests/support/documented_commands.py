@@ -25,6 +25,8 @@ PARSERS = {
     "benchmarks": bench_arguments.parse,
 }
 STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command
+# Commands of one process, which refuse to run on several ranks.
+SINGLE = {"verify", "scaling", "monitor", "report", "pack", "convert", "completion"}
 # Programs of other projects, which are not checked.
 EXTERNAL = {"apt-get", "source", "module", "ruff", "mypy", "git", "cd", "sudo", "docker"}
 EXTERNAL |= {"export", "squeue", "cat", "head", "ls", "tensorboard", "mlflow", "wandb"}
@@ -78,7 +80,11 @@ def _problem(words):
     first, *rest = words
     if first in STARTERS:
         while rest and not (rest[0] in ("python", "mpidl") or PROGRAM.fullmatch(rest[0])):
-            rest.pop(0)
+            if rest.pop(0) == "--wrap":
+                return _problem(shlex.split(rest[0]))
+        command = re.match(r"(?:python -m mpidl\.|mpidl )(\w+)", " ".join(rest))
+        if first != "sbatch" and command and command[1] in SINGLE:
+            return f"{command[1]} runs without {first}"
         return _problem(rest)
     if PROGRAM.fullmatch(first):
         if not (ROOT / first).is_file():

@@ -7,6 +7,7 @@ import pytest
 from short_training import pictures, small
 
 import mpidl as dl
+from mpidl.data.datastore import Datastore
 from mpidl.report import status, stop_file
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -40,12 +41,10 @@ class Request:
             stop_file.request(self.folder, self.moment)
 
 
-def train(world, out, hooks=(), *, resume=None, epochs=3, **options):
-    net = small()
+def train(world, out, hooks=(), *, resume=None, epochs=3, store=None, **options):
+    net, store = small(), store or pictures(100)
     options = dl.TrainingOptions(**{"epochs": epochs, "batch_size": 40, "verbose": "off"} | options)
-    result = dl.train(
-        net, pictures(100), options, world=world, out=str(out), hooks=hooks, resume=resume
-    )
+    result = dl.train(net, store, options, world=world, out=str(out), hooks=hooks, resume=resume)
     return dl.weights_sha256(net), result
 
 
@@ -78,20 +77,85 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(world, folder, moment, itera
     assert sizes == (3, PER_EPOCH, 3 * PER_EPOCH)
 
 
-def test_the_validation_of_the_epoch_is_completed_first(world, folder):
-    out, options = folder / "run", {"validation_fraction": 0.2, "validation_frequency": 0}
-    _, result = train(world, out, [Request(out, stop_file.NOW, 2)], epochs=2, **options)
-    assert result.iterations == 2  # 80 images are two mini-batches, so this is the end of the epoch
+def validations(world, out):
+    """Return the iterations of the validations in the metrics."""
     world.barrier()
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [r["iteration"] for r in records if r["kind"] == "validation"] == [2]
+    world.barrier()
+    return [r["iteration"] for r in records if r["kind"] == "validation"]
+
+
+@pytest.mark.parametrize(("moment", "complete"), [(stop_file.NOW, []), (stop_file.EPOCH, [2])])
+def test_a_request_during_the_validation_of_an_epoch(world, folder, moment, complete):
+    """As after a signal, the resumed run repeats the validation that was interrupted."""
+    out, options = folder / "run", {"validation_fraction": 0.2, "validation_frequency": 0}
+    _, result = train(world, out, [Request(out, moment, 2)], epochs=2, **options)
+    # 80 images are two mini-batches, so this is the end of the epoch
+    assert (result.stopped, result.iterations) == ("stop file", 2)
+    assert validations(world, out) == complete
+    sha256, _ = train(world, out, resume=str(out), epochs=2, **options)
+    assert validations(world, out) == [2, 4]
+    assert sha256 == train(world, folder / "reference", epochs=2, **options)[0]
+
+
+class RequestAtTheEnd:
+    """A hook that writes a stop file after the last mini-batch of the training."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def finish(self, trainer):
+        if trainer.world.rank == 0:
+            stop_file.request(self.folder, stop_file.NOW)
+
+
+@pytest.mark.parametrize(("statistics", "reason"), [("population", "stop file"), ("moving", None)])
+def test_a_request_during_the_statistics(world, folder, statistics, reason):
+    out, options = folder / "run", {"batchnorm_statistics": statistics}
+    _, result = train(world, out, [RequestAtTheEnd(out)], **options)
+    assert (result.stopped, result.iterations) == (reason, 3 * PER_EPOCH)
+    assert read_status(world, out).stopped == reason and not (out / "stop").exists()
+    sha256, result = train(world, out, resume=str(out), **options)
+    assert result.stopped is None
+    assert sha256 == train(world, folder / "reference", **options)[0]
+
+
+class RequestAtFirstRead(Datastore):
+    """A set that writes a stop file when rank 0 first reads it, for the normalization."""
+
+    def __init__(self, store, folder, world):
+        self.store, self.folder, self.is_due = store, folder, world.rank == 0
+        self.image_shape, self.classes, self.labels = store.image_shape, store.classes, store.labels
+
+    def fingerprint(self):
+        return self.store.fingerprint()
+
+    def read(self, indices):
+        if self.is_due:
+            self.is_due = False
+            stop_file.request(self.folder, stop_file.NOW)
+        return self.store.read(indices)
+
+
+def test_a_request_before_the_first_iteration(world, folder):
+    out, options = folder / "run", {"normalization": "zscore"}
+    if world.rank == 0:
+        out.mkdir()
+    world.barrier()
+    store = RequestAtFirstRead(pictures(100), out, world)
+    _, result = train(world, out, store=store, **options)
+    assert (result.stopped, result.iterations) == ("stop file", 0)
+    sha256, result = train(world, out, resume=str(out), **options)
+    assert result.iterations == 3 * PER_EPOCH
+    assert sha256 == train(world, folder / "reference", **options)[0]
 
 
 @pytest.mark.parametrize("moment", [stop_file.NOW, stop_file.EPOCH])
 def test_a_request_at_the_end_of_the_last_epoch_changes_nothing(world, folder, moment):
     out = folder / "run"
-    _, result = train(world, out, [Request(out, moment, epoch=3)])
+    _, result = train(world, out, [Request(out, moment, epoch=3)], batchnorm_statistics="moving")
     assert result.stopped is None and result.iterations == 3 * PER_EPOCH
+    assert read_status(world, out).stopped is None and not (out / "stop").exists()
 
 
 def test_a_request_to_an_earlier_job_is_dropped(world, folder):
@@ -112,11 +176,28 @@ def test_without_a_look_the_file_has_no_effect(world, folder, monkeypatch):
     assert result.stopped is None and result.iterations == 3 * PER_EPOCH
 
 
+class Fails:
+    def step(self, trainer):
+        if trainer.position.iteration == 2:
+            raise dl.UserError("a.png: not an image\nits second line")
+
+
+def test_the_status_names_the_error_of_a_run(world, folder):
+    out = folder / "run"
+    with pytest.raises(dl.UserError, match="not an image"):
+        train(world, out, [Fails()])
+    content = read_status(world, out)
+    assert (content.state, content.error) == (status.FAILED, "a.png: not an image")
+    assert content.iterations == 3 * PER_EPOCH
+    train(world, out)
+    content = read_status(world, out)
+    assert (content.state, content.error) == (status.FINISHED, None)
+
+
 def test_a_new_run_removes_the_files_of_an_earlier_one(world, folder):
     out = folder / "run"
-    train(world, out, [Request(out, stop_file.EPOCH, epoch=3)])
+    train(world, out)
     if world.rank == 0:
-        assert (out / "stop").exists()  # after the last look
         dl.training.files.run_folder.make_folder(str(out))
         assert list(out.iterdir()) == []
     world.barrier()

@@ -1,6 +1,9 @@
 """Hooks that record a run: what a tracker receives, and TensorBoard's event files."""
 
+import contextlib
 import os
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from short_training import pictures, small, trained
 
 import mpidl as dl
 from mpidl.errors import UserError
+from mpidl.report import Console
 from mpidl.report.trackers import tracking
 from mpidl.training import tracking_hooks
 from mpidl.training.files.run_folder import make_folder
@@ -35,6 +39,9 @@ class Calls(tracking.Tracker):
 
     def histogram(self, name, step, values):
         self.calls.append(("histogram", name, step, values))
+
+    def flush(self):
+        self.calls.append(("flush",))
 
     def close(self, state=tracking.FINISHED):
         self.calls.append(("close", state))
@@ -102,10 +109,63 @@ def test_a_tracker_receives_the_run(world, monkeypatch):
 
 def test_an_error_of_rank_0_ends_the_run_on_all_ranks(world):
     hook = CallsHook(fails_at=2)
-    with pytest.raises(UserError, match="store: cannot be written: No space left"):
+    with pytest.raises(UserError, match="store: cannot be written: No space left on device$"):
         train(world, [hook])
     if world.rank == 0:
         assert hook.calls.calls[-1] == ("close", "failed")
+
+
+def test_an_error_leaves_a_checkpoint_of_the_epoch(world, tmp_path):
+    out = world.broadcast(str(tmp_path / "run"))
+    text = f"No space left on device; checkpoint written; to continue, .* --resume {out}$"
+    with pytest.raises(UserError, match=text):
+        train(world, [CallsHook(fails_at=2)], out=out)
+    net, result = train(world, resume=out)
+    assert list(result.history.epoch.iteration) == [3, 6]
+    assert dl.weights_sha256(net) == dl.weights_sha256(trained(world)[0])
+    world.barrier()
+
+
+def test_an_error_after_the_last_epoch_leaves_the_result(world):
+    """The caller of `conclude` gets the error, after the records of all hooks have ended."""
+    hooks = [CallsHook(fails_at=5), CallsHook()]
+    for hook in hooks:
+        hook.ends_with_training = False
+    _, result = train(world, hooks, options={"max_iterations": 5})
+    assert result.iterations == 5
+    error = tracking_hooks.concluded(hooks, world, None)
+    assert str(error) == "store: cannot be written: No space left on device"
+    if world.rank == 0:
+        assert [hook.calls.calls[-1] for hook in hooks] == 2 * [("close", "finished")]
+
+
+class Stages(Console):
+    """A console that keeps the numbers of images that each stage reports."""
+
+    def __init__(self, rank):
+        super().__init__(rank, progress=False)
+        self.processed = {}
+
+    @contextlib.contextmanager
+    def stage(self, name, images=0):
+        self.processed[name] = []
+        yield self.processed[name].append
+
+
+class Signalled:
+    """A hook whose `end` comes before that of the tracker."""
+
+    def end(self, trainer):
+        trainer.signals.name = "SIGUSR1"
+
+
+def test_the_confusion_matrix_is_a_stage_that_a_signal_ends(world, monkeypatch):
+    monkeypatch.setattr(tracking_hooks, "_can_draw", lambda classes: True)
+    monkeypatch.setattr(tracking_hooks.TrackingHook, "_draw_confusion", lambda *arguments: None)
+    for hooks, expected in (([CallsHook()], [20]), ([CallsHook(), Signalled()], [])):
+        stages = Stages(world.rank)
+        train(world, hooks, console=stages)
+        assert stages.processed["confusion on the validation set"] == expected
 
 
 class Stops:
@@ -115,6 +175,99 @@ class Stops:
     def step(self, trainer):
         if trainer.position.iteration == self.iteration_to_stop:
             trainer.stop()
+
+
+def own_loss(net, images, labels):
+    return dl.softmax_cross_entropy(net(images), labels)
+
+
+def nameless(count, name="pictures"):
+    """Images whose targets are labels of classes without names."""
+    labelled = pictures(count, name)
+    return dl.data.combined(dl.ArrayDatastore(labelled.images), labelled.labels)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Replace the drawing of confusion matrices; return the class names of each."""
+    names = []
+
+    def draw(counts, classes, accuracy):
+        names.append(classes)
+        return b"matrix"
+
+    monkeypatch.setattr(tracking_hooks, "_can_draw", lambda classes: classes == 3)
+    monkeypatch.setattr(tracking_hooks.confusion, "draw", draw)
+    return names
+
+
+@pytest.mark.parametrize("stop", [[], [Stops(4)]])
+@pytest.mark.parametrize("loss", ["crossentropy", own_loss])
+def test_a_network_without_class_names(world, drawn, loss, stop):
+    hook, net = CallsHook(), small()
+    options = dl.TrainingOptions(**OPTIONS, validation=nameless(20, "validation"), loss=loss)
+    result = dl.train(net, nameless(100), options, world=world, hooks=[hook, *stop])
+    assert net.classes is None and (result.stopped is not None) == bool(stop)
+    if world.rank == 0:
+        assert hook.calls.calls[-1] == ("close", "stopped" if stop else "finished")
+        assert drawn == ([("0", "1", "2")] if loss == "crossentropy" and not stop else [])
+
+
+def confusions(hook):
+    return [call[1:] for call in hook.calls.calls if call[0] == "picture" and call[1] != "gallery"]
+
+
+def test_trackers_share_one_confusion_matrix(world, drawn, monkeypatch):
+    counts, evaluate = [], tracking_hooks.evaluate
+    monkeypatch.setattr(
+        tracking_hooks, "evaluate", lambda *a, **b: counts.append(1) or evaluate(*a, **b)
+    )
+    hooks = [CallsHook(), CallsHook()]
+    train(world, hooks)
+    assert counts == [1]
+    if world.rank == 0:
+        expected = [("confusion/validation", 6, b"matrix")]
+        assert [confusions(hook) for hook in hooks] == [expected, expected]
+
+
+def test_a_signal_ends_the_pass_for_the_confusion_matrix(world, drawn, monkeypatch):
+    evaluate, results = tracking_hooks.evaluate, []
+
+    def interrupted(*arguments, signals, **options):
+        if world.rank == world.size - 1:
+            signals.name = "SIGTERM"
+        results.append(evaluate(*arguments, signals=signals, **options))
+        return results[-1]
+
+    monkeypatch.setattr(tracking_hooks, "evaluate", interrupted)
+    hook = CallsHook()
+    train(world, [hook])
+    assert [result.images for result in results] == [0]
+    if world.rank == 0:
+        assert confusions(hook) == [] and hook.calls.calls[-1] == ("close", "finished")
+
+
+def test_records_are_written_before_each_checkpoint(world, tmp_path):
+    hook = CallsHook()
+    out = world.broadcast(str(tmp_path / "run"))
+    train(world, [hook], out=out, options={"checkpoint_every": 2})
+    steps, flushed = [0], []
+    for call in hook.calls.calls:
+        steps += [call[1]] if call[0] == "scalars" else []
+        flushed += [steps[-1]] if call[0] == "flush" else []
+    assert flushed == ([2, 3, 4, 6] if world.rank == 0 else [])
+    world.barrier()
+
+
+def test_records_after_the_end_are_left_out(world):
+    class RecordsLate:
+        def end(self, trainer):
+            trainer.writer.record("validation", 2, 6, 1.0, 0.1, None, 1.0, 0.5)
+
+    hook = CallsHook()
+    train(world, [RecordsLate(), hook])
+    if world.rank == 0:
+        assert hook.calls.calls[-1] == ("close", "finished")
 
 
 def events(folder):
@@ -162,12 +315,18 @@ def test_tensorboard_reads_a_resumed_run(world, tmp_path):
     world.barrier()
 
 
-def test_a_new_run_removes_the_events_of_the_old_one(tmp_path):
+def test_a_new_run_removes_the_records_of_the_old_one(tmp_path):
     old = tmp_path / "tensorboard" / "events.out.tfevents.1"
     old.parent.mkdir()
     old.touch()
+    parts = [tmp_path / "wandb" / f"offline-run-20260101_000000-{name}" for name in ("abc", "def")]
+    for part in parts:
+        part.mkdir(parents=True)
+    tracking.remember(str(tmp_path), "wandb", {"run_id": "abc"})
+    (tmp_path / "metrics.jsonl").touch()
     make_folder(str(tmp_path))
     assert not old.parent.exists()
+    assert [part.exists() for part in parts] == [False, True]  # another run's part stays
 
 
 def test_tensorboard_without_a_folder_is_refused(world):
@@ -218,10 +377,12 @@ def test_histograms_of_unusual_arrays(values):
         assert (histogram.edges[0], histogram.edges[-1]) == (finite.min(), finite.max())
 
 
-def test_an_empty_folder_has_no_identity(tmp_path):
+def test_an_empty_folder_has_no_identity(tmp_path, monkeypatch):
     tracking.remember(str(tmp_path), "mlflow", {"run_id": "a"})
     tracking.remember(str(tmp_path), "wandb", {"run_id": "b"})
     assert tracking.identity(str(tmp_path), "mlflow") == {"run_id": "a"}
+    monkeypatch.chdir(tmp_path)
+    assert tracking.identity(None, "mlflow") == {}
     (tmp_path / tracking.IDENTITIES).write_text("[")
     assert tracking.identity(str(tmp_path), "wandb") == tracking.identity(None, "wandb") == {}
 
@@ -237,3 +398,40 @@ def test_an_event_file_on_a_full_disk_is_one_line(tmp_path):
     file._writer._py_recordio_writer._writer = open("/dev/full", "wb", buffering=0)
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
         file.scalars(1, {"train/loss": 1.0})
+
+
+def test_a_flush_of_an_event_file_reaches_the_disk(tmp_path):
+    pytest.importorskip("tensorboardX", reason="pip install '.[tensorboard]'")
+    from mpidl.report.trackers.tensorboard_files import EventFile
+
+    file = EventFile(str(tmp_path))
+    file.scalars(1, {"train/loss": 1.0})
+    (path,) = tmp_path.iterdir()
+    size = path.stat().st_size
+    file.flush()
+    assert path.stat().st_size > size
+
+
+def test_a_killed_run_continues_its_record_for_wandb(tmp_path, monkeypatch):
+    """It repeats what followed the checkpoint, and adds an owed validation of its iteration."""
+    from mpidl.report.trackers import wandb_run
+
+    logged = []
+    library = types.ModuleType("wandb")
+    library.Error, library.Settings = RuntimeError, dict
+    library.init = lambda **_: types.SimpleNamespace(
+        log=lambda values, step: logged.append((step, *values))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.setattr(wandb_run, "SETTINGS", {})
+    folder = str(tmp_path)
+    first = wandb_run.WandbRun(folder, "project", "name", folder, is_resumed=False)
+    for step in (1, 2):
+        first.scalars(step, {"train/loss": 1.0})
+    first.flush()
+    first.scalars(3, {"train/loss": 1.0})
+    second = wandb_run.WandbRun(folder, "project", "name", folder, is_resumed=True)
+    for step in (2, 3):
+        second.scalars(step, {"train/loss": 1.0, "validation/loss": 1.0})
+    assert second.run_id == first.run_id
+    assert logged[3:] == [(2, "validation/loss"), (3, "train/loss", "validation/loss")]

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import time
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from mpidl.blocks import LANES
 from mpidl.data import partition
 from mpidl.data.datastore import Derived
 from mpidl.errors import UserError
+from mpidl.evaluation.validation import Validation
 from mpidl.report import Console, metrics
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
+from mpidl.training.files.run_folder import RunWriter
 from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.options import configuration
 
@@ -60,6 +63,37 @@ def test_scale_rate_scales_the_rate_to_the_batch_size(world):
     scaled, _ = trained(world, learning_rate=0.1, scale_rate=80)
     plain, _ = trained(world, learning_rate=0.05)
     assert weights_sha256(scaled) == weights_sha256(plain)
+
+
+# ---- the speed of an epoch ----
+
+
+def test_the_speed_leaves_out_validations_and_checkpoints(world, tmp_path, monkeypatch):
+    slept = []
+
+    def slow(function):
+        def call(*arguments):
+            time.sleep(0.05)
+            slept.append(0.05)
+            return function(*arguments)
+
+        return call
+
+    class Clock:
+        def start(self, trainer):
+            self.begin = time.monotonic()
+
+        def epoch(self, trainer, summary):
+            self.duration = time.monotonic() - self.begin - sum(slept)
+            self.seconds = 100 / summary.images_per_second
+
+    monkeypatch.setattr(Validation, "run", slow(Validation.run))
+    monkeypatch.setattr(RunWriter, "save", slow(RunWriter.save))
+    options = {"validation": pictures(16), "validation_frequency": 1, "checkpoint_every": 1}
+    options = dl.TrainingOptions(epochs=1, batch_size=40, **options)
+    out, clock = world.broadcast(str(tmp_path)), Clock()
+    dl.train(small(), pictures(100), options, world=world, out=out, hooks=[clock])
+    assert len(slept) >= 5 and clock.seconds <= clock.duration
 
 
 # ---- images that cannot be read ----

@@ -53,31 +53,36 @@ class BucketUrls:
     ----------
     client : botocore client
         Asynchronous client of S3.
-    session : botocore session
-        The session of the client, which has its credentials.
     bucket : str
         Name of the bucket.
     """
 
-    def __init__(self, client: Any, session: Any, bucket: str):
-        self._client, self._session, self._bucket = client, session, bucket
+    def __init__(self, client: Any, bucket: str):
+        self._client, self._bucket = client, bucket
         self._template: Template | None = None
-        self._renewal = -float("inf")  # time of `time.monotonic`
+        self._signing_time = 0.0  # in seconds since 1970: other clocks stop in a suspended machine
         client.meta.events.register_first("choose-signer.s3.GetObject", _choose_version)
 
     async def url(self, key: str) -> str:
         """Return a URL that reads an object for `VALID_SECONDS`."""
-        if time.monotonic() < self._renewal and self._template is not None:
+        now = time.time()
+        if self._template is not None and abs(now - self._signing_time) < RENEW_SECONDS:
             return self._template.sign(key)
         place = {"Bucket": self._bucket, "Key": key}
         url = await self._client.generate_presigned_url("get_object", place, VALID_SECONDS)
-        self._template = None
-        if SIGNATURE in url:
-            credentials = await self._session.get_credentials()
-            secret = (await credentials.get_frozen_credentials()).secret_key
-            self._template = make_template(url, key, secret)
-            self._renewal = time.monotonic() + RENEW_SECONDS
+        self._template, self._signing_time = await self._template_of(url, key), now
         return url
+
+    async def _template_of(self, url, key):
+        """Return the Template of a URL that the client has signed, or None if there is none."""
+        # The client's session may have other credentials, or none: fsspec passes keys of its own
+        # settings to the client alone.
+        signer = getattr(self._client, "_request_signer", None)
+        credentials = getattr(signer, "_credentials", None)
+        if credentials is None or SIGNATURE not in url:
+            return None
+        secret = (await credentials.get_frozen_credentials()).secret_key
+        return make_template(url, key, secret)
 
 
 def _choose_version(signature_version, **_):

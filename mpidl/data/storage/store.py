@@ -205,7 +205,7 @@ class Store:
         if bucket not in self._urls:  # `get_s3` may ask for the bucket's region
             await self.fs.set_session()
             client = await self.fs.get_s3(bucket)
-            self._urls[bucket] = BucketUrls(client, self.fs.session, bucket)
+            self._urls[bucket] = BucketUrls(client, bucket)
         return await self._urls[bucket].url(key)
 
     async def _get(self, url, span):

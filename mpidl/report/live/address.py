@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import importlib.metadata
 import importlib.util
 import ipaddress
 import os
@@ -15,6 +16,7 @@ from mpidl.errors import UserError
 LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 16
 BACKLOG = 128
+OLDEST_BOKEH = (3, 8)  # the first with DocumentConfig.reconnect_session
 
 
 class Address(NamedTuple):
@@ -45,21 +47,14 @@ class Address(NamedTuple):
         host = self.listener.getsockname()[0]
         if ipaddress.ip_address(host).is_unspecified:
             host = socket.getfqdn()
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}/?token={self.token}"
-
-    def hosts(self) -> list[str]:
-        """Return the names of this host that browsers may use, besides those of loopback."""
-        if self.is_local:
-            return []
-        names = socket.gethostname(), socket.getfqdn(), self.listener.getsockname()[0]
-        return list(dict.fromkeys(name.lower() for name in names))
+        return f"http://{_bracketed(host)}:{self.port}/?token={self.token}"
 
     def lines(self) -> list[str]:
         """Return the lines that tell the user how to open the page."""
         lines = [f"Monitor: {self.url()}"]
         if self.is_local:
-            lines.append(f"From another computer, first: {tunnel(self.port)}")
+            way = tunnel(*self.listener.getsockname()[:2])
+            lines.append(f"From another computer, first: {way}")
         return lines
 
 
@@ -77,10 +72,9 @@ def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Addre
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = infos[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except socket.gaierror as error:
-        raise UserError(
-            f"--host {host}: expected an address of this machine: {error.strerror}"
-        ) from None
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: of the name's encoding
+        cause = getattr(error, "strerror", None) or "not the name of a host"
+        raise UserError(f"--host {host}: expected an address of this machine: {cause}") from None
     except OSError as error:
         text = f"{option} {port}" if host == LOOPBACK else f"--host {host}, {option} {port}"
         cause = os.strerror(error.errno) if error.errno else str(error)
@@ -89,8 +83,8 @@ def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Addre
     return Address(listener, secrets.token_urlsafe(TOKEN_BYTES))
 
 
-def tunnel(port: int) -> str:
-    """Return the ssh command that forwards a port of this host's loopback interface.
+def tunnel(address: str, port: int) -> str:
+    """Return the ssh command that forwards a port of this host, so that its URL is the same there.
 
     In a job of Slurm, the connection goes through the host from which the job was submitted.
     """
@@ -100,10 +94,22 @@ def tunnel(port: int) -> str:
         user = f"{getpass.getuser()}@"
     except (OSError, KeyError):  # the user has no name on this host
         user = ""
-    return f"ssh -N {jump}-L {port}:{LOOPBACK}:{port} {user}{host}"
+    end = f"{_bracketed(address)}:{port}"
+    start = port if address == LOOPBACK else end
+    return f"ssh -N {jump}-L {start}:{end} {user}{host}"
+
+
+def _bracketed(address):
+    """Return an address as URLs and ssh write it."""
+    return f"[{address}]" if ":" in address else address
 
 
 def need_bokeh(option: str) -> None:
-    """Raise UserError if Bokeh is not installed; `option` is what needs it."""
+    """Raise UserError if Bokeh is not installed or too old; `option` is what needs it."""
+    way = "pip install 'mpidl[monitor]'"
     if importlib.util.find_spec("bokeh") is None:
-        raise UserError(f"{option}: expected the package bokeh: pip install 'mpidl[monitor]'")
+        raise UserError(f"{option}: expected the package bokeh: {way}")
+    version = importlib.metadata.version("bokeh")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_BOKEH:
+        oldest = ".".join(map(str, OLDEST_BOKEH))
+        raise UserError(f"{option}: expected bokeh {oldest} or newer, found {version}: {way}")

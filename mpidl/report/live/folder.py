@@ -1,5 +1,6 @@
 """Access to the files of one folder, which never leads out of it."""
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from mpidl.report import stop_file
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20  # of a small file
+NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO  # of a link, of a socket
 
 
 class Folder:
@@ -27,8 +29,8 @@ class Folder:
     def read(self, name: str, use: Callable[[int, os.stat_result], T]) -> T | None:
         """Open a file and return `use(descriptor, status)`.
 
-        Return None if there is no such file, if it is not a regular file, such as a symbolic link,
-        or if it cannot be read.
+        Return None if there is no such file, or if it is not a regular file, such as a symbolic
+        link. Raise OSError if the file cannot be read now.
         """
         flags = os.O_RDONLY | os.O_CLOEXEC
         descriptors = []
@@ -39,14 +41,16 @@ class Folder:
             descriptors.append(os.open(name, inner, dir_fd=descriptors[0]))
             status = os.fstat(descriptors[1])
             return use(descriptors[1], status) if stat.S_ISREG(status.st_mode) else None
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in NO_FILE:
+                return None
+            raise
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
     def content(self, name: str) -> bytes | None:
-        """Return the first MAX_BYTES of a file, or None if it cannot be read."""
+        """Return the first MAX_BYTES of a file; otherwise like `read`."""
         return self.read(name, lambda descriptor, status: os.read(descriptor, MAX_BYTES))
 
     def why_no_stop(self) -> str | None:

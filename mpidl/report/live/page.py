@@ -34,6 +34,13 @@ UPDATE_MILLISECONDS = 1000
 AXES = {"iteration": "iteration", "epoch": "epoch", "time (s)": "seconds"}
 SMOOTHED = ("loss", "accuracy", "images_per_second")
 LOG_RATIO = 20  # of the largest to the smallest loss, from which the scale is logarithmic
+# Show that the connection is lost, and load the page again once the server answers.
+LOST = """
+document.getElementById("lost").hidden = false;
+const reload = (answer) => answer.ok ? location.reload() : retry();
+const retry = () => setTimeout(() => fetch(location.href).then(reload, retry), 3000);
+retry();
+"""
 ROW_STYLE = """
 .run { display: flex; align-items: center; gap: 10px; flex-wrap: wrap; font: 14px/1.4 system-ui,
        sans-serif; color: #222; }
@@ -81,9 +88,9 @@ class Page:
         document.template = _template()
         count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
         document.template_variables.update(count=count, legend=_legend(len(runs)))
-        lost = "document.getElementById('lost').hidden = {}"
-        document.js_on_event("connection_lost", CustomJS(code=lost.format("false")))
-        document.js_on_event("client_reconnected", CustomJS(code=lost.format("true")))
+        # Bokeh restores a connection only for minutes, and not the arrays of the figures.
+        document.config.reconnect_session = False
+        document.js_on_event("connection_lost", CustomJS(code=LOST))
         self.update()
         document.add_periodic_callback(self.update, UPDATE_MILLISECONDS)
 
@@ -238,8 +245,8 @@ def _facts(run: LiveRun) -> list[str]:
     rows, status = run.iterations, run.status
     if not len(rows):
         return []
-    epochs = f"/{status.epochs}" if status else ""
-    iterations = f"/{status.iterations}" if status else ""
+    epochs = f"/{status.epochs}" if status and status.epochs else ""
+    iterations = f"/{status.iterations}" if status and status.iterations else ""
     facts = [f"epoch {rows.last('epoch'):.0f}{epochs}"]
     facts.append(f"iteration {rows.last('iteration'):.0f}{iterations}")
     facts.append(f"{clock(_finite(rows.last('seconds')))} elapsed")

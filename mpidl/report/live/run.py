@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.errors import UserError
-from mpidl.report import status, stop_file
+from mpidl.report import run_files, status, stop_file
 from mpidl.report.live.curves import Columns, number
 from mpidl.report.live.folder import Folder
 from mpidl.report.live.tail import FILE, Tail
@@ -24,6 +25,7 @@ COLUMNS = (
     "seconds",
 )
 RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
+RUN_FILES += ("trial.json",)  # of a sweep
 
 
 class LiveRun:
@@ -44,10 +46,10 @@ class LiveRun:
         The last record of kind "ranks".
     status : Status or None
         The content of status.json.
-    test_accuracy : float
-        Accuracy on the test set; NaN until the run has one.
+    summary : dict or None
+        The content of summary.json; None until the run has ended with these results.
     request : str or None
-        The stop that was requested and that the run has not taken up yet.
+        The stop that was requested. The request stays until the end of the run.
     version : int
         Number that increases when the records change.
     """
@@ -57,7 +59,7 @@ class LiveRun:
         self.tail = Tail(self.folder)
         self.version, self.poll_time, self.news_time = 0, -math.inf, -math.inf
         self.status: status.Status | None = None
-        self.test_accuracy = math.nan
+        self.summary: dict[str, Any] | None = None
         self.request: str | None = None
         self._clear()
 
@@ -71,6 +73,10 @@ class LiveRun:
         if now - self.poll_time < POLL_SECONDS and not at_once:
             return
         self.poll_time = now
+        with contextlib.suppress(OSError):  # a file system that does not answer may do so later
+            self._read(now)
+
+    def _read(self, now):
         was_complete = self.tail.is_complete
         records, has_restarted = self.tail.read()
         if has_restarted:
@@ -81,7 +87,7 @@ class LiveRun:
             self.version += 1
             self.news_time = now if was_complete else now - self._age()
         self.status = status.parse(self.folder.content(status.NAME))
-        self.test_accuracy = _accuracy(self.folder.content("summary.json"))
+        self.summary = self._current_summary()
         self.request = stop_file.read(self.folder.path)
 
     def _age(self):
@@ -98,9 +104,21 @@ class LiveRun:
         elif kind == "ranks":
             self.ranks = record
 
+    def _current_summary(self):
+        """Return the content of summary.json, if it is that of this end of the run."""
+        try:
+            summary = json.loads(self.folder.content("summary.json") or b"")
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(summary, dict) or self.status is None:
+            return None
+        last = self.iterations.last("iteration")
+        is_current = run_files.is_current(summary, 0 if math.isnan(last) else int(last))
+        return summary if is_current and summary.get("stopped") == self.status.stopped else None
+
     @property
     def has_ended(self) -> bool:
-        return self.status is not None and self.status.state == status.FINISHED
+        return self.status is not None and self.status.state in (status.FINISHED, status.FAILED)
 
     @property
     def is_silent(self) -> bool:
@@ -117,7 +135,10 @@ class LiveRun:
     def progress(self) -> float:
         """Return the completed fraction of the run; NaN if it is unknown."""
         total = self.status.iterations if self.status else 0
-        return min(1.0, self.iterations.last("iteration") / total) if total else math.nan
+        if not total:
+            return math.nan
+        last = self.iterations.last("iteration")
+        return 0.0 if math.isnan(last) else min(1.0, last / total)
 
     def seconds_left(self) -> float:
         """Return the estimated time to the end of the run; NaN if it is unknown."""
@@ -127,38 +148,39 @@ class LiveRun:
 
     def describe(self) -> str:
         """Return the state of the run, such as "stopped: SIGUSR1"."""
-        if not len(self.iterations) and self.status is None:
-            return f"waiting for {printable(self.folder.path)}"
         if self.has_ended:
-            if self.status.stopped:
-                return f"stopped: {printable(self.status.stopped)}"
-            if math.isfinite(self.test_accuracy):
-                return f"done, test accuracy {self.test_accuracy:.4f}"
-            return "done"
-        if self.request == stop_file.NOW:
-            return "stop requested"
+            return self._describe_end()
+        if not len(self.iterations) and self.status is None:
+            text = f"waiting for {printable(self.folder.path)}"
+        else:
+            text = self._describe_progress()
+        requests = {stop_file.NOW: "; stop requested", stop_file.EPOCH: "; stops after this epoch"}
+        return text + requests.get(self.request or "", "")
+
+    def _describe_progress(self):
         text = "running"
         if self.status is not None:
             ranks = self.status.ranks
             text += f" on {ranks} rank{'' if ranks == 1 else 's'}, {printable(self.status.host)}"
         if self.is_silent and math.isfinite(self.news_time):
             text = f"no record for {clock(time.monotonic() - self.news_time)}, was {text}"
-        return f"{text}; stops after this epoch" if self.request == stop_file.EPOCH else text
+        return text
+
+    def _describe_end(self):
+        if self.status.state == status.FAILED:
+            return f"failed: {printable(self.status.error or 'unknown error')}"
+        reason = printable(self.status.stopped or "")
+        if reason and self.summary is None:
+            return f"stopped: {reason}"
+        text = f"done ({reason})" if reason else "done"
+        accuracy = number((self.summary or {}).get("accuracy"))
+        return f"{text}, test accuracy {accuracy:.4f}" if math.isfinite(accuracy) else text
 
     def why_no_stop(self) -> str | None:
         """Return the reason why the page cannot stop the run, or None if it can."""
         if self.has_ended:
             return "the run has ended"
         return self.folder.why_no_stop()
-
-
-def _accuracy(content):
-    """Return the accuracy in a summary.json; NaN if there is none."""
-    try:
-        summary = json.loads(content or b"")
-    except (ValueError, RecursionError):
-        return math.nan
-    return number(summary.get("accuracy")) if isinstance(summary, dict) else math.nan
 
 
 def runs_of(paths: Sequence[str]) -> list[LiveRun]:

@@ -27,7 +27,12 @@ from mpidl.report.live.run import LiveRun
 LAST_SECONDS = 0.3  # for the last update of open pages at the end
 REFUSAL = "mpidl: wrong or missing token: open the URL that the command printed\n"
 COMPONENTS = ("bokeh", "bokeh-widgets")
-LOCAL = ("localhost", "127.0.0.1")
+# Limits for those who have no token. The page sends no bodies but messages of its websocket.
+LIMITS: dict[str, Any] = {
+    "max_body_size": 1 << 16,
+    "body_timeout": 10,
+    "idle_connection_timeout": 60,
+}
 
 
 class Refusal(RequestHandler):
@@ -53,16 +58,15 @@ class GuardedApplication(BokehTornado):
     application : Application
         The application that makes the page of a session.
     token : str
-        The token that the URL of the page contains.
-    origins : sequence of str
-        Hosts, with ports, whose pages may connect.
+        The token that the URL of the page contains. Pages of other servers do not know it, so the
+        websocket accepts any origin: a browser may reach the page by any name of the host.
     """
 
-    def __init__(self, application: Application, token: str, origins: Sequence[str]) -> None:
+    def __init__(self, application: Application, token: str) -> None:
         self.token = token.encode()
         super().__init__(
             {"/": application},
-            extra_websocket_origins=origins,
+            extra_websocket_origins=["*"],
             include_headers=["Host"],
             include_cookies=["mpidl"],
             compress_response=True,
@@ -100,27 +104,18 @@ class MonitorServer:
         Listening sockets.
     token : str
         The token.
-    hosts : sequence of str
-        Names of this host, besides those of the loopback interface, under which browsers may reach
-        the page.
     """
 
     def __init__(
-        self,
-        runs: Sequence[LiveRun],
-        sockets: Sequence[socket.socket],
-        token: str,
-        hosts: Sequence[str] = (),
+        self, runs: Sequence[LiveRun], sockets: Sequence[socket.socket], token: str
     ) -> None:
         logging.getLogger("bokeh").setLevel(logging.CRITICAL)
         logging.getLogger("tornado").setLevel(logging.CRITICAL)
         self.pages: list[Page] = []
-        # Through a tunnel, the browser may use another port than the server.
-        origins = [f"{host}:*" for host in (*LOCAL, *hosts)]
         handler = FunctionHandler(lambda document: self._open(document, runs))
         self.loop = IOLoop.current()
-        application = GuardedApplication(Application(handler), token, origins)
-        http_server = HTTPServer(application)
+        application = GuardedApplication(Application(handler), token)
+        http_server = HTTPServer(application, **LIMITS)
         for listener in sockets:
             listener.setblocking(False)
         http_server.add_sockets(sockets)

@@ -45,6 +45,11 @@ class Tail:
         has_restarted : bool
             Whether the records are the first of the file, because the file is new or because a
             resumed run has removed the end of the old one.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read now. The next call continues.
         """
         answer = self.folder.read(FILE, self._read)
         if answer is None:
@@ -57,10 +62,11 @@ class Tail:
         identity = status.st_dev, status.st_ino
         overlap = os.pread(descriptor, len(self.before), self.position - len(self.before))
         has_restarted = self.identity != identity or overlap != self.before
+        # After an error of a read, nothing has changed.
+        piece = os.pread(descriptor, PIECE, 0 if has_restarted else self.position)
         if has_restarted:
             self._restart()
             self.identity = identity
-        piece = os.pread(descriptor, PIECE, self.position)
         self.position += len(piece)
         self.before = (self.before + piece)[-OVERLAP:]
         self.is_complete = self.position >= status.st_size or not piece

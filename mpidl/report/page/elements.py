@@ -15,11 +15,14 @@ Content: TypeAlias = Element | str | None
 def element(tag: str, *children: Content, **attributes: str) -> Element:
     """Return an element with these children; strings become text, and None is left out.
 
+    Characters that cannot be printed are escaped, in texts and attributes.
+
     An underscore at the end of an attribute's name is removed, and others become dashes: `class_`,
     `text_anchor`.
     """
-    names = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
-    node = Element(tag, names)
+    node = Element(tag)
+    for name, value in attributes.items():
+        node.set(name.rstrip("_").replace("_", "-"), printable(value))
     for child in children:
         if child is None:
             continue

@@ -141,7 +141,7 @@ def _results(runs, names):
         for row, value in zip(cells, values, strict=True):
             if value == best:
                 row[place] = element("td", row[place], class_="best")
-    hashes = [str(run.summary.get("weights_sha256", "")) for run in runs]
+    hashes = [run.summary.get("weights_sha256", "") for run in runs]
     if any(hashes):
         head = [*head, "weights_sha256"]
         for row, text in zip(cells, hashes, strict=True):
@@ -156,8 +156,7 @@ def _results(runs, names):
 def _result(run: RunFiles, name: str) -> Any:
     """Return a result of the summary; for a run without one, what the history has instead."""
     if run.summary:
-        value = run.summary.get(name)
-        return value if isinstance(value, int | float | str) else None
+        return run.summary.get(name)
     validation, epochs = run.history.validation, run.history.epoch
     latest = {
         "validation_accuracy": _last(validation.accuracy),

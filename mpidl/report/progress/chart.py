@@ -1,13 +1,48 @@
 """Draw small line charts as SVG, without a plotting library."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 WIDTH, HEIGHT = 430, 230  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 28, 34  # pixels around the axes
-MAX_POINTS = 400  # points of a line; more would not be visible
+MAX_POINTS = 600  # points of a line, a multiple of 4; more would not be visible
 LOG_RATIO = 20  # ratio of the largest to the smallest value from which the axis is logarithmic
+
+Point: TypeAlias = tuple[float, float]
+
+
+class Curve:
+    """The points of a line that grows, at most MAX_POINTS, which keep its extremes.
+
+    A long line is divided into parts of equal length. Each has its lowest and its highest point.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Point, Point]] = []  # the lowest and the highest of each part
+        self._count, self._size = 0, 1  # points so far, and points per part
+
+    def add(self, x: float, y: float) -> None:
+        """Append a point."""
+        part = (x, y), (x, y)
+        if self._count % self._size:
+            self._parts[-1] = _merged(self._parts[-1], part)
+        else:
+            if len(self._parts) == MAX_POINTS // 2:
+                pairs = zip(self._parts[::2], self._parts[1::2], strict=True)
+                self._parts, self._size = [_merged(*pair) for pair in pairs], 2 * self._size
+            self._parts.append(part)
+        self._count += 1
+
+    def __iter__(self) -> Iterator[Point]:
+        for part in self._parts:
+            yield from sorted(set(part))
+
+
+def _merged(part, following):
+    """Return the lowest and the highest point of two parts."""
+    points = *part, *following
+    return min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
 
 
 class Line(NamedTuple):
@@ -15,7 +50,7 @@ class Line(NamedTuple):
 
     label: str
     colour: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
     width: float = 1.8
     has_markers: bool = False
 
@@ -35,7 +70,7 @@ def chart(title: str, lines: Sequence[Line], x_end: float, y_end: float | None =
         End of the y axis, which then starts at 0. By default the values determine the axis, which
         is logarithmic if they are positive and differ by more than a factor of 20.
     """
-    lines = [line._replace(points=_thinned(line.points)) for line in lines]
+    lines = [line._replace(points=_finite(line.points)) for line in lines]
     axis = _Axis([y for line in lines for _, y in line.points], y_end)
     x_ticks = _ticks(0.0, max(x_end, 1.0), 8)
 
@@ -105,14 +140,8 @@ def _ticks(low, high, count):
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _thinned(points):
-    """Return the finite points; of many, the means over at most MAX_POINTS equal parts."""
-    points = [point for point in points if math.isfinite(point[1])]
-    size = -(-len(points) // MAX_POINTS)
-    if size < 2:
-        return points
-    parts = (points[i : i + size] for i in range(0, len(points), size))
-    return [tuple(sum(values) / len(part) for values in zip(*part, strict=True)) for part in parts]
+def _finite(points):
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def _text(x, y, text, anchor="end", size=10, colour="#777"):

@@ -316,7 +316,9 @@ class Console:
         elif self.verbose_every and self.last is not self.last_printed:
             self.last_iteration()
         elif self.verbose_every and self.last is not None:
-            self.line(f"Iteration: {self.last[1] + 1} ({now - self.iteration_time:.0f} s)")
+            is_over = self.last[1] >= self.iterations
+            text = "End of the training" if is_over else f"Iteration: {self.last[1] + 1}"
+            self.line(f"{text} ({now - self.iteration_time:.0f} s)")
 
     def _stage(self):
         """Return the current stage, which is the first iteration until that has ended."""

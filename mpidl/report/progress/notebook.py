@@ -61,7 +61,7 @@ class Run:
         self.start_time, self.end_time = time.monotonic(), 0.0
         self.epochs = self.iterations = self.first = 0.0
         self.last: dict[str, Any] = {}  # the last iteration
-        self.points: dict[str, list[tuple[float, float]]] = {}  # {series: [(iteration, value)]}
+        self.curves: dict[str, chart.Curve] = {}  # {series: points (iteration, value)}
         self.validation: dict[str, Any] = {}
         self.epoch_start = 0.0
         self.state = "starting"
@@ -92,7 +92,8 @@ class Run:
                 x, self.epoch_start = (self.epoch_start + x) / 2, x
             for name in ("loss", "accuracy"):
                 if record[name] is not None:
-                    self.points.setdefault(f"{kind} {name}", []).append((x, record[name]))
+                    curve = self.curves.setdefault(f"{kind} {name}", chart.Curve())
+                    curve.add(x, record[name])
 
     def end(self) -> None:
         """Stop the clock, and read no more."""
@@ -133,20 +134,23 @@ class Run:
         charts = [
             chart.chart(name, self._lines(name), x_end, y_end)
             for name, y_end in (("loss", None), ("accuracy", 1.0))
-            if f"iteration {name}" in self.points
+            if f"iteration {name}" in self.curves
         ]
         style = "font-family:sans-serif;font-size:13px;margin:4px 0"
         return f'<div><div style="{style}">{" · ".join(self.facts())}</div>{"".join(charts)}</div>'
 
     def _lines(self, name):
         return [
-            chart.Line("mini-batch", plots.FAINT, self.points.get(f"iteration {name}", []), 0.8),
-            chart.Line("epoch", plots.TRAINING, self.points.get(f"epoch {name}", []), 1.8, True),
+            chart.Line("mini-batch", plots.FAINT, self._points(f"iteration {name}"), 0.8),
+            chart.Line("epoch", plots.TRAINING, self._points(f"epoch {name}"), 1.8, True),
             chart.Line(
-                *("validation", plots.VALIDATION, self.points.get(f"validation {name}", [])),
+                *("validation", plots.VALIDATION, self._points(f"validation {name}")),
                 *(1.8, True),
             ),
         ]
+
+    def _points(self, series):
+        return list(self.curves.get(series, ()))
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/html": self.html(), "text/plain": ", ".join(self.facts())}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import tempfile
 import time
@@ -25,6 +27,7 @@ STATES = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 FLUSH_SECONDS = 10.0  # shortest time between two writes during an epoch
 METRICS, PARAMETERS = 1000, 100  # largest numbers that MLflow accepts at a time
 MAX_TEXT = 500  # longest value of a parameter, in characters
+LOCK = ".mpidl-lock"  # file in the store
 SETTINGS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow 3 otherwise refuses folders
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -75,9 +78,16 @@ class MLflowRun(Tracker):
         remember(folder, "mlflow", {"store": self.store, "run_id": self.run_id})
 
     def _experiment(self, name):
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            return self._client.create_experiment(name)
+        """Return the ID of an experiment, which is created if it does not exist."""
+        with _locked(self.store):  # MLflow itself lets two runs create an experiment twice
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
+                try:
+                    return self._client.create_experiment(name)
+                except self._error:  # another host has created it, on a file system without locks
+                    experiment = self._client.get_experiment_by_name(name)
+                    if experiment is None:
+                        raise
         if experiment.lifecycle_stage != "active":
             raise UserError(f"{self.store}: the experiment {name} is deleted: name another one")
         return experiment.experiment_id
@@ -90,6 +100,8 @@ class MLflowRun(Tracker):
         try:
             run = self._client.get_run(facts["run_id"])
         except (self._error, KeyError):
+            return None
+        if run.info.lifecycle_stage != "active":  # deleted in the user interface
             return None
         self._client.update_run(run.info.run_id, status="RUNNING")
         for name in run.data.metrics:
@@ -133,11 +145,11 @@ class MLflowRun(Tracker):
 
     def flush(self) -> None:
         """Write all metrics."""
-        metrics, self._metrics = self._metrics, []
-        with self._writing():
-            for first in range(0, len(metrics), METRICS):
-                self._client.log_batch(self.run_id, metrics=metrics[first : first + METRICS])
         self._flush_time = time.monotonic()
+        with self._writing():
+            while self._metrics:
+                self._client.log_batch(self.run_id, metrics=self._metrics[:METRICS])
+                del self._metrics[:METRICS]
 
     def close(self, state: str = FINISHED) -> None:
         """Write all metrics, and end the run with MLflow's status."""
@@ -147,3 +159,17 @@ class MLflowRun(Tracker):
 
     def _writing(self):
         return writing(self.store, self._error)
+
+
+@contextlib.contextmanager
+def _locked(folder):
+    """Let one process at a time run the block, if the file system has locks."""
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from mpidl.report.trackers.tracking import FINISHED, Histogram, Tracker, writing
 from mpidl.text import printable
 
-FLUSH_SECONDS = 5.0  # shortest time between two flushes, because a flush waits for the disk
+FLUSH_SECONDS = 5.0  # shortest time between two flushes, except before a checkpoint
 
 
 class EventFile(Tracker):
@@ -37,7 +36,7 @@ class EventFile(Tracker):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self.folder, self.step, self.flush_time = folder, step, -math.inf
+        self.folder, self.step, self.flush_time = folder, step, time.monotonic()
         self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
         self._histogram = summary.histogram_raw
         with writing(folder):
@@ -59,7 +58,8 @@ class EventFile(Tracker):
         """Write numbers of an iteration as one event."""
         numbers = [self._summary.Value(tag=name, simple_value=v) for name, v in values.items()]
         self._write(step, summary=self._summary(value=numbers))
-        self.flush()
+        if time.monotonic() - self.flush_time > FLUSH_SECONDS:  # a flush waits for the disk
+            self.flush()
 
     def picture(self, name: str, step: int, png: bytes) -> None:
         """Write a picture."""
@@ -79,11 +79,10 @@ class EventFile(Tracker):
         self._write(step, summary=summary)
 
     def flush(self) -> None:
-        """Write all events to the disk, at most once per FLUSH_SECONDS."""
-        if time.monotonic() - self.flush_time > FLUSH_SECONDS:
-            with writing(self.folder):
-                self._writer.flush()
-            self.flush_time = time.monotonic()
+        """Write all events to the disk."""
+        with writing(self.folder):
+            self._writer.flush()
+        self.flush_time = time.monotonic()
 
     def close(self, state: str = FINISHED) -> None:
         """Write all events and close the file."""

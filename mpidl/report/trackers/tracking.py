@@ -83,7 +83,7 @@ class Tracker:
         """Record a file of the run."""
 
     def flush(self) -> None:
-        """Write the records so far; the hook calls this method after each epoch."""
+        """Write the records so far; the hook calls this method before each checkpoint."""
 
     def close(self, state: str = FINISHED) -> None:
         """Write all records, and end the run in the state `FINISHED`, `STOPPED` or `FAILED`."""
@@ -124,7 +124,8 @@ def writing(place: str, *errors: type[Exception]) -> Iterator[None]:
 
 def identity(folder: str | None, tracker: str) -> dict[str, Any]:
     """Return what `remember` stored for a tracker in the folder of a run, or {}."""
-    return _identities(folder).get(tracker, {})
+    facts = _identities(folder).get(tracker)
+    return facts if isinstance(facts, dict) else {}
 
 
 def remember(folder: str | None, tracker: str, facts: Mapping[str, Any]) -> None:
@@ -136,8 +137,10 @@ def remember(folder: str | None, tracker: str, facts: Mapping[str, Any]) -> None
 
 
 def _identities(folder):
+    if folder is None:
+        return {}
     try:
-        with open(os.path.join(folder or "", IDENTITIES), "rb") as file:
+        with open(os.path.join(folder, IDENTITIES), "rb") as file:
             table = json.load(file)
     except (OSError, ValueError):
         return {}

@@ -45,8 +45,8 @@ class WandbRun(Tracker):
         self.folder, self.run_folder, self._wandb = folder, run_folder, wandb
         facts = identity(run_folder, "wandb") if is_resumed else {}
         self.run_id: str = facts.get("run_id") or uuid.uuid4().hex[:8]
-        self.first_step: int = facts.get("iteration", -1) + 1
-        self.last_step = self.first_step - 1
+        # The last recorded iteration of each name; a resumed run leaves out what it repeats.
+        self._steps: dict[str, int] = dict(facts.get("steps", {}))
         with self._writing():
             os.makedirs(os.path.join(folder, "wandb"), exist_ok=True)
             self._run = wandb.init(
@@ -94,7 +94,7 @@ class WandbRun(Tracker):
             self._run.save(path, base_path=os.path.dirname(path), policy="now")
 
     def flush(self) -> None:
-        """Note the last iteration, from which a resumed run continues."""
+        """Note the last iterations, from which a resumed run continues."""
         self._remember()
 
     def close(self, state: str = FINISHED) -> None:
@@ -104,13 +104,14 @@ class WandbRun(Tracker):
             self._run.finish(exit_code=int(state != FINISHED))
 
     def _log(self, step, values):
-        if step >= self.first_step:
+        values = {name: v for name, v in values.items() if step > self._steps.get(name, -1)}
+        if values:
             with self._writing():
                 self._run.log(values, step=step)
-            self.last_step = step
+            self._steps |= dict.fromkeys(values, step)
 
     def _remember(self):
-        facts = {"run_id": self.run_id, "iteration": self.last_step}
+        facts = {"run_id": self.run_id, "steps": self._steps}
         remember(self.run_folder, "wandb", facts)
 
     def _writing(self):

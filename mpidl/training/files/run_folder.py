@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
+import glob
 import hashlib
 import math
 import os
@@ -17,12 +20,17 @@ import numpy as np
 from mpidl.comm import World
 from mpidl.errors import Fault, UserError
 from mpidl.files import call_together, on_rank_0, reason
-from mpidl.report import Metrics, history, metrics, plots, status, stop_file
+from mpidl.report import Metrics, history, metrics, plots, status
+from mpidl.report.trackers import tracking
+from mpidl.training import timeline
 from mpidl.training.files import checkpoint
 from mpidl.training.progress import Position
 
 CONFUSION, TENSORBOARD = "confusion.csv", "tensorboard"
-# Files and folders that a new run in the same folder removes.
+EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
+# A folder with one of these files is that of a run.
+MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
+# Files that a new run in the folder of another one removes, besides the event files.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -32,10 +40,9 @@ RESULTS = (
     "options.toml",
     "progress.png",
     status.NAME,
-    stop_file.NAME,
     "summary.json",
-    TENSORBOARD,
-    "tracking.json",
+    timeline.FILE,
+    tracking.IDENTITIES,
 )
 COPIED = (history.FILE, TENSORBOARD)  # into the folder of a run that resumes another one
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
@@ -76,22 +83,45 @@ def make_folder(out: str, resumed: str | None = None) -> None:
     """Create the folder for a run's files, and remove the files of an earlier run.
 
     If `out` is the folder of the resumed run, nothing is removed. If a run is resumed in another
-    folder, its metrics.jsonl and its event files for TensorBoard are copied there. Raises OSError.
+    folder, its metrics.jsonl and its event files for TensorBoard are copied there. Files that no
+    run has written are kept. Raises OSError.
     """
     os.makedirs(out, exist_ok=True)
     if _is_same_folder(out, resumed):
         return
-    for path in (os.path.join(out, name) for name in RESULTS):
+    paths = [os.path.join(out, name) for name in RESULTS]
+    for path in paths:
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
+            raise IsADirectoryError(errno.EISDIR, f"{path}: expected a file, found a folder")
+    if any(os.path.lexists(os.path.join(out, name)) for name in MARKS):
+        _remove_run(out, paths)
     for name in COPIED if resumed is not None else ():
         source, target = os.path.join(resumed, name), os.path.join(out, name)
         if os.path.isdir(source):
-            shutil.copytree(source, target)
+            shutil.copytree(source, target, dirs_exist_ok=True)
         elif os.path.exists(source):
             shutil.copyfile(source, target)
+
+
+def _wandb_parts(out):
+    """Return the folders that the run recorded for Weights & Biases; others stay."""
+    run_id = str(tracking.identity(out, "wandb").get("run_id", ""))
+    pattern = os.path.join(glob.escape(os.fspath(out)), "wandb", f"offline-run-*-{run_id}")
+    return glob.glob(pattern) if run_id.isalnum() else []
+
+
+def _remove_run(out, paths):
+    """Remove files of a run, and those for TensorBoard. A folder with other files is kept."""
+    events = os.path.join(out, TENSORBOARD)
+    if not os.path.islink(events):
+        paths = [*paths, *glob.glob(os.path.join(glob.escape(events), EVENT_FILES))]
+    for folder in _wandb_parts(out):
+        shutil.rmtree(folder)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    with contextlib.suppress(OSError):  # there is no such folder, or it holds other files
+        os.rmdir(events)
 
 
 def _is_same_folder(out, resumed):
@@ -183,6 +213,8 @@ class RunWriter:
         before the checkpoint.
     listeners : list of functions
         Functions that receive each new record, as a dict with the keys of metrics.jsonl.
+    before_checkpoint : list of functions
+        Functions without arguments that rank 0 calls before it writes a checkpoint.
     """
 
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
@@ -192,6 +224,7 @@ class RunWriter:
         self.plot_time = -math.inf
         self.recorder = history.HistoryRecorder()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.before_checkpoint: list[Callable[[], None]] = []
         if folder.out is not None:
             self._on_rank_0(folder.make)
             path = os.path.join(self.out, history.FILE)
@@ -266,6 +299,8 @@ class RunWriter:
             if self.record_error is not None:
                 raise self.record_error
             self.metrics.flush()
+            for function in self.before_checkpoint:
+                function()
             checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
 
         self._on_rank_0(write)

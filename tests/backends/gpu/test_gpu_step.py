@@ -137,6 +137,7 @@ def test_float_pixels_are_not_divided(world):
     assert weights_sha256(floats) == weights_sha256(expected)
 
 
+@pytest.mark.slow("gpu")
 def test_more_epochs_allocate_no_more_memory(world, device):
     sizes, totals, allocate = [], [], device.allocate
     device.allocate = lambda nbytes: sizes.append(nbytes) or allocate(nbytes)

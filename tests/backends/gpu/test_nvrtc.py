@@ -61,6 +61,7 @@ def must_not_compile():
     raise AssertionError("the cubin should be in the cache")
 
 
+@pytest.mark.slow("gpu")
 def test_concurrent_processes_compile_once(tmp_path, folder):
     counter = tmp_path / "counter"
     processes = [start(counter, 0.5) for _ in range(4)]
@@ -70,6 +71,7 @@ def test_concurrent_processes_compile_once(tmp_path, folder):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow("gpu")
 def test_other_processes_go_on_after_a_compiler_is_killed(tmp_path):
     counter = tmp_path / "counter"
     first = start(counter, 100)

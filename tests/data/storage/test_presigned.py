@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import object_store
 import pytest
 
 from mpidl.data.storage import presigned
@@ -13,15 +14,15 @@ KEYS = ["a.jpg", "a b/ü~+&=?#%41.jpg", "./x//../y", "/", "'()*!,:@$;[]"]
 
 
 class Client:
-    """A client of S3, and its session, with the asynchronous methods of aiobotocore."""
+    """A client of S3, and its credentials, with the asynchronous methods of aiobotocore."""
 
     def __init__(self, **place):
         session = sessions.get_session()
         session.set_credentials("ID", "secret/key")
         self.client = session.create_client("s3", **place)
         self.credentials, self.count = session.get_credentials(), 0
-        self.meta = self.client.meta
-        presigned.BucketUrls(self, self, "bucket")  # which chooses the version of signatures
+        self.meta, self._request_signer = self.client.meta, SimpleNamespace(_credentials=self)
+        presigned.BucketUrls(self, "bucket")  # which chooses the version of signatures
 
     def sign(self, bucket, key):
         place = {"Bucket": bucket, "Key": key}
@@ -30,9 +31,6 @@ class Client:
     async def generate_presigned_url(self, method, place, seconds):
         self.count += 1
         return self.client.generate_presigned_url(method, place, seconds)
-
-    async def get_credentials(self):
-        return self
 
     async def get_frozen_credentials(self):
         return self.credentials.get_frozen_credentials()
@@ -67,11 +65,12 @@ def test_the_urls_are_those_of_botocore(client):
 
 
 def test_the_client_signs_again_with_its_current_credentials(client, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(presigned, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    urls, before = presigned.BucketUrls(client, client, "bucket"), client.count
-    for seconds, count in ((0, 1), (presigned.RENEW_SECONDS - 1, 1), (presigned.RENEW_SECONDS, 2)):
-        now[0] = seconds
+    """After a minute, or if the clock has been set back."""
+    now, renew = [1e9], presigned.RENEW_SECONDS
+    monkeypatch.setattr(presigned, "time", SimpleNamespace(time=lambda: now[0]))
+    urls, before = presigned.BucketUrls(client, "bucket"), client.count
+    for seconds, count in ((0, 1), (renew - 1, 1), (renew, 2), (1, 2), (0, 3)):
+        now[0] = 1e9 + seconds
         for key in KEYS:
             asyncio.run(urls.url(key))
         assert client.count == before + count
@@ -81,7 +80,32 @@ def test_the_client_signs_again_with_its_current_credentials(client, monkeypatch
         url = asyncio.run(urls.url(key))
         assert presigned.make_template(url, key, "another").sign(key) == url
         assert presigned.make_template(url, key, "secret/key") is None
-    assert client.count == before + 3
+    assert client.count == before + 4
+
+
+@pytest.mark.parametrize("session_keys", [(), ("OTHER", "another")])
+def test_keys_that_only_the_client_has(session_keys, monkeypatch):
+    """fsspec passes the keys of its settings to the client and not to the session."""
+    library = pytest.importorskip("aiobotocore.session", reason=REASON)
+    for name, value in object_store.credentials("http://store.example:9000").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+
+    async def signed_urls():
+        session = library.get_session()
+        if session_keys:
+            session.set_credentials(*session_keys)
+        keys = {"aws_access_key_id": "ID", "aws_secret_access_key": "secret/key"}
+        async with session.create_client("s3", region_name="x", **keys) as client:
+            urls = presigned.BucketUrls(client, "bucket")
+            first = await urls.url("a")
+            client.generate_presigned_url = None  # the other URLs need no client
+            return first, [await urls.url(key) for key in KEYS]
+
+    first, others = asyncio.run(signed_urls())
+    template = presigned.make_template(first, "a", "secret/key")
+    assert others == [template.sign(key) for key in KEYS]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +118,7 @@ def test_urls_of_another_kind_are_left_to_the_client(query):
         def __init__(self):
             events = SimpleNamespace(register_first=lambda event, handler: None)
             self.meta = SimpleNamespace(events=events)
+            self._request_signer = SimpleNamespace(_credentials=self)
             self.credentials = SimpleNamespace(
                 get_frozen_credentials=lambda: SimpleNamespace(secret_key="secret/key")
             )
@@ -101,6 +126,6 @@ def test_urls_of_another_kind_are_left_to_the_client(query):
         async def generate_presigned_url(self, method, place, seconds):
             return f"https://{place['Bucket']}.store/{place['Key']}{query}"
 
-    urls = presigned.BucketUrls(Other(), Other(), "bucket")
+    urls = presigned.BucketUrls(Other(), "bucket")
     for key in ("a", "b"):
         assert asyncio.run(urls.url(key)) == f"https://bucket.store/{key}{query}"

@@ -1,5 +1,6 @@
 """What the page tells about a run, from the files of its folder."""
 
+import errno
 import json
 import math
 import os
@@ -28,6 +29,12 @@ def write_run(folder, iterations=range(1, 11), *, epochs=2, per_epoch=10, **valu
             record |= {"loss": 1 / i, "images_per_second": 100.0, "seconds": i / 2, **values}
             file.write(json.dumps(record) + "\n")
     return content
+
+
+def age(folder, seconds):
+    """Let the last record be so old."""
+    written = time.time() - seconds
+    os.utime(folder / "metrics.jsonl", (written, written))
 
 
 def polled(folder):
@@ -66,11 +73,56 @@ def test_the_end_of_a_run(tmp_path):
         status.write(tmp_path, content)
         run.poll(at_once=True)
         assert run.describe() == text and run.why_no_stop() == "the run has ended"
-    content.stopped = None
+    summary = {"accuracy": 0.98765, "iterations": 10, "stopped": None}
+    for reason, text in (
+        (None, "done, test accuracy 0.9877"),
+        ("validation_patience", "done (validation_patience), test accuracy 0.9877"),
+    ):
+        content.stopped = summary["stopped"] = reason
+        status.write(tmp_path, content)
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        run.poll(at_once=True)
+        assert run.describe() == text
+    content.stopped = "SIGUSR1"  # the run was resumed and stopped: the results are older
     status.write(tmp_path, content)
-    (tmp_path / "summary.json").write_text('{"accuracy": 0.98765}')
     run.poll(at_once=True)
-    assert run.describe() == "done, test accuracy 0.9877"
+    assert run.describe() == "stopped: SIGUSR1"
+    content.stopped = summary["stopped"] = None
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"iterations": 9}))
+    status.write(tmp_path, content)
+    run.poll(at_once=True)
+    assert run.describe() == "done"
+
+
+def test_a_run_that_failed(tmp_path):
+    content = write_run(tmp_path)
+    content.state, content.error = status.FAILED, "a.png: not an\x1bimage"
+    status.write(tmp_path, content)
+    run = polled(tmp_path)
+    assert run.describe() == "failed: a.png: not an\\x1bimage"
+    assert run.why_no_stop() == "the run has ended"
+
+
+def test_a_run_without_records_has_no_progress(tmp_path):
+    write_run(tmp_path, [])
+    run = polled(tmp_path)
+    assert run.progress() == 0.0 and run.describe() == "running on 2 ranks, n1"
+
+
+def test_a_file_system_that_does_not_answer_changes_nothing(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    run, fstat = polled(tmp_path), os.fstat
+
+    def stale(descriptor):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "fstat", stale)
+    run.poll(at_once=True)
+    assert len(run.iterations) == 10 and run.status is not None and run.version == 1
+    monkeypatch.setattr(os, "fstat", fstat)
+    write_run(tmp_path, [11])
+    run.poll(at_once=True)
+    assert len(run.iterations) == 11 and run.version == 2
 
 
 def test_requests_to_stop(tmp_path):
@@ -78,11 +130,17 @@ def test_requests_to_stop(tmp_path):
     run = polled(tmp_path)
     for moment, text in (
         (stop_file.EPOCH, "running on 2 ranks, n1; stops after this epoch"),
-        (stop_file.NOW, "stop requested"),
+        (stop_file.NOW, "running on 2 ranks, n1; stop requested"),
     ):
         assert run.folder.request_stop(moment) is None
         run.poll(at_once=True)
         assert run.describe() == text
+    age(tmp_path, 130)
+    text = polled(tmp_path).describe()
+    assert re.fullmatch(r"no record for 0:02:1\d, was running .*; stop requested", text)
+    for path in tmp_path.glob("*.json*"):
+        path.unlink()
+    assert polled(tmp_path).describe() == f"waiting for {tmp_path}; stop requested"
     (tmp_path / "stop").unlink()
     (tmp_path / "stop").mkdir()
     assert "cannot be written" in run.folder.request_stop(stop_file.NOW)
@@ -98,8 +156,7 @@ def test_a_folder_without_permission_cannot_be_stopped(tmp_path, monkeypatch):
 
 def test_a_run_that_writes_nothing_is_named(tmp_path, monkeypatch):
     write_run(tmp_path)
-    minutes_ago = time.time() - 130
-    os.utime(tmp_path / "metrics.jsonl", (minutes_ago, minutes_ago))
+    age(tmp_path, 130)
     text = polled(tmp_path).describe()
     assert re.fullmatch(r"no record for 0:02:1\d, was running on 2 ranks, n1", text)
 
@@ -112,7 +169,11 @@ def test_a_run_of_an_older_version_has_no_status(tmp_path):
     assert run.iterations_per_epoch == 10
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"state": 3}', '{"epochs": "2"}', "[" * 10**5])
+DAMAGED = ["", "[]", "{", '{"state": 3}', '{"epochs": "2"}', "[" * 10**5]
+DAMAGED += ['{"iterations": 1' + "0" * 400 + "}", '{"host": "\\ud800"}', '{"epochs": -1}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_status_is_ignored(tmp_path, content):
     write_run(tmp_path)
     (tmp_path / "status.json").write_text(content)
@@ -141,6 +202,9 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     paths = [str(tmp_path / name) for name in ("run", "empty", "later")]
     assert [run.name for run in runs_of([*paths, paths[0] + "/"])] == ["run", "empty", "later"]
+    (tmp_path / "trial-001").mkdir()
+    (tmp_path / "trial-001" / "trial.json").touch()
+    assert len(runs_of([str(tmp_path / "trial-001")])) == 1  # a trial that reads its data
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("")
     text = refusal(runs_of, [str(tmp_path / "other")])

@@ -10,7 +10,7 @@ from image_sets import refusal
 
 import mpidl as dl
 from mpidl.cli import report
-from mpidl.report import Metrics
+from mpidl.report import Metrics, run_files
 from mpidl.report.page import svg_charts
 
 EVIL = '<script>alert("1")</script>'
@@ -176,6 +176,48 @@ def test_a_damaged_run_is_one_line(tmp_path, file, content, text):
     assert text in message and message.startswith(str(run)) and "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("summary", "shown"),
+    [
+        ({"train_seconds": "x"}, ["training time", "0:00:04"]),
+        ({"accuracy": "n/a", "loss": True}, None),
+        ({"accuracy": 10**400, "loss": float("nan")}, None),
+        ({"device": "\ud800", "weights_sha256": "\ud800"}, ["weights_sha256", "\\ud800"]),
+        ({"stopped": ["SIGTERM"], "ranks": {}}, ["state", "finished"]),
+    ],
+)
+def test_results_of_a_wrong_type_are_left_out(tmp_path, summary, shown):
+    """Each is beside a run with all results, in a table that names the best."""
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    results = json.loads((runs[0] / "summary.json").read_text())
+    (runs[0] / "summary.json").write_text(json.dumps(results | summary))
+    page_of(tmp_path / "both.html", *runs)
+    page = page_of(tmp_path / "one.html", runs[0])
+    if shown is None:
+        assert not {"accuracy", "loss"} & {row[0] for row in page.rows}
+    else:
+        assert page.row(shown[0]) == shown[1:]
+
+
+def test_records_with_unusual_numbers(tmp_path):
+    large, nan = 10**400, float("nan")
+    ranks = {"kind": "ranks", "epoch": 2, "iteration": 8, "device": ["\ud800"]}
+    ranks |= {name: [0.5] for name in run_files.TIMES} | {"memory": [large]}
+    broken = [ranks | {"wait": [value]} for value in (large, nan, True)]
+    iteration = {"kind": "iteration", "epoch": 2, "iteration": 8, "loss": large, "seconds": large}
+    run = write_run(tmp_path / "run", ranks=[ranks, *broken, iteration])
+    page = page_of(tmp_path / "run.html", run)
+    assert page.row("0") == ["\\ud800", "", *["20.0%"] * 5]
+
+
+def test_the_path_of_the_metrics_stands_for_their_run(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    page = page_of(tmp_path / "a.html", run / "metrics.jsonl")
+    assert page.row("accuracy") == ["0.7500"] and "Run run" in page.texts
+    monkeypatch.chdir(run)
+    assert page_of(tmp_path / "b.html", "metrics.jsonl").row("accuracy") == ["0.7500"]
+
+
 def test_wrong_arguments_are_one_line(tmp_path):
     run = str(write_run(tmp_path / "run"))
     for words, text in (
@@ -201,3 +243,18 @@ def test_long_lines_keep_their_extremes():
     points = svg_charts.chart("Loss", [line]).find("svg/polyline").get("points").split()
     assert len(points) <= svg_charts.MAX_POINTS
     assert min(float(point.split(",")[1]) for point in points) == svg_charts.TOP
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ({"state": "finished"}, "finished"),
+        ({"state": "finished", "stopped": "SIGUSR1"}, "stopped: SIGUSR1"),
+        ({"state": "failed", "error": "a.png: not an image"}, "failed: a.png: not an image"),
+        ({"state": "running"}, "in training"),
+    ],
+)
+def test_the_state_of_a_run_without_results(tmp_path, end, state):
+    run = write_run(tmp_path / "run", finished=False)
+    (run / "status.json").write_text(json.dumps(end))
+    assert run_files.read(str(run)).state == state

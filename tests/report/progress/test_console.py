@@ -175,11 +175,15 @@ def test_a_log_is_never_silent(at_once):
         c.iteration(1, 1, 0.25, 100.0)
         wait_for(r"^Iteration: 1, Epoch: 1, Loss: 0.2500, ")
         wait_for(r"^Iteration: 2 \(0 s\)$")
+        c.iteration(1, 3, 0.25, 100.0)
+        wait_for(r"^Iteration: 3, Epoch: 1, ")
+        wait_for(r"^End of the training \(0 s\)$")
         with c.stage("validation", 900) as advance:
             advance(256)
             wait_for(r"^Validation: 256 of 900 images$")
             with c.stage("checkpoint"):
                 wait_for(r"^Checkpoint$")
+    assert "Iteration: 4 " not in stream.getvalue()
     assert not ticking()
 
 

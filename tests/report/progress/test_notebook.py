@@ -64,9 +64,9 @@ def test_the_display_of_a_training(recorded, displays, world):
     assert len(updates) == 1 and updates[0].startswith("epoch 2 of 2, iteration 6 of 6, loss ")
     assert f"validation loss {result.validation_loss:.4f}" in updates[0]
     assert updates[0].endswith("elapsed, finished")
-    assert [x for x, _ in run.points["epoch loss"]] == [1.5, 4.5]
-    assert [x for x, _ in run.points["validation accuracy"]] == [3, 6]
-    assert len(run.points["iteration loss"]) == 6
+    assert [x for x, _ in run.curves["epoch loss"]] == [1.5, 4.5]
+    assert [x for x, _ in run.curves["validation accuracy"]] == [3, 6]
+    assert len(list(run.curves["iteration loss"])) == 6
     html = run._repr_mimebundle_()["text/html"]
     assert len(elements(html, "svg")) == 2 and len(elements(html, "polyline")) == 6
     assert "script" not in html
@@ -126,16 +126,16 @@ def test_a_stopped_training_says_so(recorded, displays, world):
 
 def test_a_chart():
     lines = [
-        chart.Line("mini-batch", "#abc", [(i, 1 / i) for i in range(1, 2001)]),
+        chart.Line("mini-batch", "#abc", [(i, 1 / i) for i in range(1, 401)]),
         chart.Line("epoch", "#123", [(5, 0.5), (6, math.nan), (9, 0.25)], has_markers=True),
         chart.Line("validation", "#f00", []),
     ]
-    svg = chart.chart("loss", lines, 2000)
+    svg = chart.chart("loss", lines, 400)
     long_line, short_line = elements(svg, "polyline")
-    assert len(long_line.get("points").split()) == chart.MAX_POINTS
+    assert len(long_line.get("points").split()) == 400
     assert len(short_line.get("points").split()) == len(elements(svg, "circle")) == 2
     texts = [element.text for element in elements(svg, "text")]
-    assert {"loss", "epoch", "mini-batch", "iteration", "0.1", "0.01", "2000"} <= set(texts)
+    assert {"loss", "epoch", "mini-batch", "iteration", "0.1", "0.01", "400"} <= set(texts)
     assert "validation" not in texts
     points = [tuple(map(float, pair.split(","))) for pair in long_line.get("points").split()]
     assert all(0 <= x <= chart.WIDTH and 0 <= y <= chart.HEIGHT for x, y in points)
@@ -147,3 +147,20 @@ def test_a_chart_of_unusual_values(values):
     svg = chart.chart("loss", [chart.Line("a", "#000", list(enumerate(values)))], 0)
     assert "nan" not in svg and elements(svg, "text")
     assert elements(chart.chart("accuracy", [], 10, 1.0), "path")
+
+
+@pytest.mark.parametrize("count", [1, chart.MAX_POINTS // 2, 2 * chart.MAX_POINTS + 3, 100_001])
+def test_a_curve_keeps_its_extremes(count):
+    """However long it is, it has the same few points in every part, in their order."""
+    curve, spikes = chart.Curve(), {count // 3: -1.0, count // 2: 2.0}
+    for i in range(count):
+        curve.add(i, spikes.get(i, (i % 7) / 7))
+    points = list(curve)
+    assert points == sorted(points)
+    assert set(spikes.items()) <= set(points) or count == 1
+    if count <= chart.MAX_POINTS // 2:
+        assert [x for x, _ in points] == list(range(count))
+    else:
+        assert chart.MAX_POINTS // 4 < len(points) <= chart.MAX_POINTS
+        gaps = [after - before for (before, _), (after, _) in zip(points, points[1:], strict=False)]
+        assert max(gaps) <= 12 * count / chart.MAX_POINTS

@@ -162,3 +162,40 @@ def test_a_stopped_run_draws_its_picture(world, folder, drawn):
     assert result.stopped == "output_function"
     if world.rank == 0:
         assert drawn[-1][-1]["iteration"] == 5
+
+
+def names(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
+
+
+def test_a_new_run_keeps_files_of_others(tmp_path):
+    """The folder for TensorBoard may be that of another program, with the same kind of files."""
+    foreign = ["tensorboard/events.out.tfevents.1", "tensorboard/a/notes.txt"]
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    run_folder.make_folder(str(tmp_path))
+    assert names(tmp_path) == sorted(foreign)
+    (tmp_path / "metrics.jsonl").touch()  # now it is the folder of a run
+    (tmp_path / "timeline.json.gz").touch()
+    run_folder.make_folder(str(tmp_path))
+    assert names(tmp_path) == ["tensorboard/a/notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["model.h5", "options.toml"])
+def test_a_folder_in_the_place_of_a_result_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(OSError, match=f"{name}: expected a file, found a folder"):
+        run_folder.make_folder(str(tmp_path))
+    assert names(tmp_path) == sorted([name, f"{name}/notes.txt", "metrics.jsonl"])
+
+
+def test_the_events_of_a_resumed_run_come_beside_those_of_others(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, name in ((first, "events.out.tfevents.1"), (second, "notes.txt")):
+        (folder / "tensorboard").mkdir(parents=True)
+        (folder / "tensorboard" / name).touch()
+    run_folder.make_folder(str(second), str(first))
+    assert names(second) == ["tensorboard/events.out.tfevents.1", "tensorboard/notes.txt"]

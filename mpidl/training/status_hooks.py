@@ -1,0 +1,152 @@
+"""The files by which a run and those who watch it communicate: status.json and the file `stop`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mpidl.comm import World
+from mpidl.comm.failure import Signals
+from mpidl.comm.groups import describe
+from mpidl.errors import UserError
+from mpidl.files import call_together
+from mpidl.report import status, stop_file
+from mpidl.training.progress import EpochSummary
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
+
+
+@contextlib.contextmanager
+def watched(
+    folder: str | os.PathLike[str] | None, world: World, signals: Signals
+) -> Iterator[None]:
+    """Let the file `stop` request a stop of the run in the block, as a signal does.
+
+    Only rank 0 looks for the file. The file of an earlier job is removed at the start, and that of
+    this one at the end. If the caller's block already watches for the same signals, nothing
+    changes.
+
+    Parameters
+    ----------
+    folder : path or None
+        Folder of the run.
+    world : World
+        The ranks of the run.
+    signals : Signals
+        Requests to stop the run.
+    """
+    if folder is None or world.rank or signals.look is not None:
+        yield
+        return
+    stop_file.remove(folder)
+    signals.look = StopFile(folder).look
+    try:
+        yield
+    finally:
+        signals.look = None
+        stop_file.remove(folder)
+
+
+class StopFile:
+    """The file `stop` in the folder of a run.
+
+    Parameters
+    ----------
+    folder : path
+        Folder of the run.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder, self.look_time = folder, -math.inf
+
+    def look(self) -> str | None:
+        """Return the reason to stop now, or None. Read at most once per `stop_file.SECONDS`."""
+        now = time.monotonic()
+        if now - self.look_time < stop_file.SECONDS:
+            return None
+        self.look_time = now
+        return stop_file.REASON if stop_file.read(self.folder) == stop_file.NOW else None
+
+
+class StopFileHook:
+    """Stops the run after an epoch, if the file `stop` requests that."""
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        out, signals = trainer.writer.out, trainer.signals
+        if trainer.world.rank or out is None or trainer.is_over:
+            return
+        if stop_file.read(out) == stop_file.EPOCH:
+            signals.name = signals.name or stop_file.REASON
+
+
+class StatusHook:
+    """Writes status.json when a run begins, when it ends, and if it fails.
+
+    The `with` block of the hook is the run; that of the command includes the test. The methods are
+    collective, except for the end by an exception.
+
+    Parameters
+    ----------
+    folder : path
+        Folder of the run.
+    world : World
+        The ranks of the run.
+
+    Attributes
+    ----------
+    status : Status
+        The content of the file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], world: World) -> None:
+        self.folder, self.world = folder, world
+        self.status = status.Status(ranks=world.size, host=world.host)
+
+    def __enter__(self) -> StatusHook:
+        self._write()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.status.state = status.FINISHED
+            self._write()
+        elif self.world.rank == 0:
+            text = describe(error).encode("utf-8", "backslashreplace").decode()
+            self.status.state, self.status.error = status.FAILED, text
+            with contextlib.suppress(UserError):  # the error of the run is the one to show
+                status.write(self.folder, self.status)
+
+    def start(self, trainer: Trainer) -> None:
+        self.status.epochs = trainer.options.epochs
+        self.status.iterations_per_epoch = len(trainer.queue)
+        self.status.iterations = int(trainer.total_iterations)
+        self._write()
+
+    def end(self, trainer: Trainer) -> None:
+        self.status.stopped = trainer.stopped
+
+    def _write(self):
+        def write():
+            status.write(self.folder, self.status)
+
+        call_together(self.world, write if self.world.rank == 0 else lambda: None)
+
+
+def of_run(
+    hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World
+) -> StatusHook | None:
+    """Return a StatusHook; None if the run has no folder, or if `hooks` contains such a hook."""
+    if folder is None or any(isinstance(hook, StatusHook) for hook in hooks):
+        return None
+    return StatusHook(folder, world)
