@@ -156,7 +156,7 @@ def main():
     if world.rank == 1:
         {"exit": sys.exit,
          "exit 3": lambda: sys.exit(3),
-         "die": lambda: os._exit(0),
+         "die": lambda: os._exit(4),
          "kill": lambda: os.kill(os.getpid(), signal.SIGKILL)}[sys.argv[1]]()
     world.gop("max", 1.0)
     print("done")
