@@ -133,11 +133,13 @@ print("done")
     ["exit 3", *(pytest.param(name, marks=SLOW) for name in ("exit", "die", "kill", "raise"))],
 )
 def test_a_rank_that_ends_before_it_starts_mpi(fault):
+    if not IS_MPICH and fault not in ("exit", "die"):
+        pytest.skip("prterun 5.0.11 notices it itself, but may hang after it has ended all ranks")
     start_time = time.monotonic()
     result = launcher.mpirun(2, "-c", BEFORE_MPI, fault)
     assert not exceeded(start_time, 8)  # 5 s, and the start of Python
     assert result.returncode != 0 and "done" not in result.stdout
-    if fault == "exit" or (IS_MPICH and fault != "kill"):  # mpirun notices the other faults itself
+    if fault != "kill":  # which mpirun notices itself
         assert jobs.error_lines(result)[-1] == (
             f"mpidl: rank 0 on host {HOST}: MPI did not start because another rank on this host "
             "has ended before it started MPI"
