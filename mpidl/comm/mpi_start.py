@@ -23,7 +23,8 @@ from mpidl.errors import UserError
 LOOK_SECONDS = 0.5  # between two looks of the watching thread
 WATCHING_RANKS = 4  # of a host look whether another has ended
 GONE_SECONDS = 1.0  # until a rank of this host that has ended ends the job
-PROXY = "hydra_pmi_proxy"  # the process of MPICH's mpirun that starts the ranks of a host
+# Processes of MPICH's and Open MPI's mpirun that start the ranks of a host.
+PROXIES = {"hydra_pmi_proxy", "prted", "prterun"}
 
 
 def initialize(mpi: ModuleType, timeout: float) -> None:
@@ -105,9 +106,9 @@ def _end_all_hosts(error):
 class Watch:
     """Context manager that ends this process if its block takes longer than a time-out.
 
-    The time in which this process itself was stopped does not count. Under MPICH's mpirun, the
-    process also ends if another rank of this host has ended: MPI_Init would wait for it, and mpirun
-    does not notice a rank that ends before it has called MPI_Init.
+    The time in which this process itself was stopped does not count. Under mpirun, the process also
+    ends if another rank of this host has ended. MPI_Init would wait for it, and mpirun does not
+    notice each rank that ends before it has called MPI_Init.
 
     Parameters
     ----------
@@ -160,7 +161,7 @@ def _watched_ranks():
     """Return the number of ranks of this host that this process watches, or 0."""
     rank, count = shared_segments.local_ranks()
     with contextlib.suppress(OSError):
-        if rank < WATCHING_RANKS and _read(f"/proc/{os.getppid()}/comm").strip() == PROXY:
+        if rank < WATCHING_RANKS and _read(f"/proc/{os.getppid()}/comm").strip() in PROXIES:
             return count
     return 0
 

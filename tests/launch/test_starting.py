@@ -133,11 +133,13 @@ print("done")
     ["exit 3", *(pytest.param(name, marks=SLOW) for name in ("exit", "die", "kill", "raise"))],
 )
 def test_a_rank_that_ends_before_it_starts_mpi(fault):
+    if not IS_MPICH and fault not in ("exit", "die"):
+        pytest.skip("prterun 5.0.11 notices it itself, but may hang after it has ended all ranks")
     start_time = time.monotonic()
     result = launcher.mpirun(2, "-c", BEFORE_MPI, fault)
     assert not exceeded(start_time, 8)  # 5 s, and the start of Python
     assert result.returncode != 0 and "done" not in result.stdout
-    if IS_MPICH and fault != "kill":  # mpirun notices the death itself
+    if fault != "kill":  # which mpirun notices itself
         assert jobs.error_lines(result)[-1] == (
             f"mpidl: rank 0 on host {HOST}: MPI did not start because another rank on this host "
             "has ended before it started MPI"
@@ -156,7 +158,7 @@ def main():
     if world.rank == 1:
         {"exit": sys.exit,
          "exit 3": lambda: sys.exit(3),
-         "die": lambda: os._exit(0),
+         "die": lambda: os._exit(4),
          "kill": lambda: os.kill(os.getpid(), signal.SIGKILL)}[sys.argv[1]]()
     world.gop("max", 1.0)
     print("done")
