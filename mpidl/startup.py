@@ -18,15 +18,17 @@ import signal
 import sys
 from typing import Any
 
-STOPPABLE = ("train", "sweep", "scaling", "pack")  # the commands that use `failure.Signals`
+STOPPABLE = ("train", "sweep", "scaling", "pack", "launch")  # the commands that use `failure.Signals`
 NUMBERS = (signal.SIGUSR1, signal.SIGTERM)
 
 # The user's value of OMP_NUM_THREADS, which the package replaces when it is imported.
 omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
 early_signal: str | None = None  # name of the last signal that `note` received
 
-_importer: Any = sys.modules["_frozen_importlib_external"]
-_usual = _importer._path_stat, _importer.FileLoader.get_data
+# Private parts of CPython, at least 3.10 to 3.14; without them, imports stay as they are.
+_importer: Any = sys.modules.get("_frozen_importlib_external")
+_has_parts = hasattr(_importer, "_path_stat") and hasattr(_importer, "FileLoader")
+_usual = (_importer._path_stat, _importer.FileLoader.get_data) if _has_parts else None
 
 
 def command() -> str | None:
@@ -59,13 +61,15 @@ def begin() -> None:
             signal.siginterrupt(number, False)  # MPI_Init restarts its system calls
     if name is not None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+    if name is not None and _usual is not None:
         _importer._path_stat = _remembering(_importer._path_stat)
         _importer.FileLoader.get_data = _read_file
 
 
 def end_imports() -> None:
     """Import later modules as usual, because files may change from now on."""
-    _importer._path_stat, _importer.FileLoader.get_data = _usual
+    if _usual is not None:
+        _importer._path_stat, _importer.FileLoader.get_data = _usual
 
 
 def note(number: int, frame: object) -> None:
