@@ -144,10 +144,10 @@ class PageProcessor(threading.Thread):
 
     def share(self) -> float:
         """Return the share of a core in the last two thirds, without the start of the page."""
-        kept = self.samples[len(self.samples) // 3 :]
-        if len(kept) < 2:
+        later_samples = self.samples[len(self.samples) // 3 :]
+        if len(later_samples) < 2:
             return float("nan")
-        (start, before), (end, after) = kept[0], kept[-1]
+        (start, before), (end, after) = later_samples[0], later_samples[-1]
         return (after - before) / (end - start)
 
 

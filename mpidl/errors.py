@@ -23,13 +23,13 @@ class NotFinite(Fault):
 
     Attributes
     ----------
-    what : str
+    description : str
         What is not finite, and at which iteration. The message adds advice.
     """
 
-    def __init__(self, what: str, advice: str):
-        super().__init__(f"{what}; {advice}")
-        self.what = what
+    def __init__(self, description: str, advice: str):
+        super().__init__(f"{description}; {advice}")
+        self.description = description
 
 
 class StorageFault(Fault):

@@ -18,7 +18,8 @@ import signal
 import sys
 from typing import Any
 
-STOPPABLE = ("train", "sweep", "scaling", "pack", "launch")  # the commands that use `failure.Signals`
+# The commands that use `failure.Signals`.
+STOPPABLE = ("train", "sweep", "scaling", "pack", "launch")
 NUMBERS = (signal.SIGUSR1, signal.SIGTERM)
 
 # The user's value of OMP_NUM_THREADS, which the package replaces when it is imported.

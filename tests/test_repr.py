@@ -40,7 +40,7 @@ def test_var():
     assert repr(weight) == "Var('dense1.weight', ndarray of shape (4, 3), dtype=float32)"
     loss = dl.total(weight * weight)
     backward(loss, np.ones((), "f4"))
-    assert repr(loss) == "Var('_total', played back)"
+    assert repr(loss) == "Var('total', played back)"
 
 
 def test_network():

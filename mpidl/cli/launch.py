@@ -44,7 +44,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "or a node is lost, or hangs. Put the words before -- in front of any command line that\n"
         "starts a training under mpirun or srun.",
         quiet,
-        usage=f"{command} [--restarts N] -- mpirun -n 4 python -m mpidl.train [OPTION VALUE] ...",
+        usage=f"{command} [--restarts N] -- mpirun -n 4 python\n"
+        "           -m mpidl.train [OPTION VALUE] ...",
         epilog="Without --out, the results are in a new folder in runs, as those of mpidl.train.\n"
         f"{LOG} in the folder has the causes. A restart leaves out hosts on which the launcher "
         "cannot start a program.\n\n"

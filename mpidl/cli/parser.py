@@ -283,7 +283,7 @@ def image_shape(text: str) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def rank_counts(text: str, flag: str = "--ranks", most: int | None = None) -> list[int]:
+def rank_counts(text: str, flag: str = "--ranks", limit: int | None = None) -> list[int]:
     """Convert the value N,N,... of an option to a list of integers, at most `most` each."""
     try:
         counts = [
@@ -291,6 +291,6 @@ def rank_counts(text: str, flag: str = "--ranks", most: int | None = None) -> li
         ]
     except UserError:
         raise UserError(f"{flag} must be numbers of ranks such as 1,2,3, found {text}") from None
-    if most is not None and max(counts) > most:
-        raise UserError(f"{flag}: expected at most {most} ranks, found {max(counts)}")
+    if limit is not None and max(counts) > limit:
+        raise UserError(f"{flag}: expected at most {limit} ranks, found {max(counts)}")
     return counts

@@ -114,7 +114,7 @@ def _parser(quiet):
         "N,N,...",
         "Predict the speed on these numbers of ranks; without a value, on all powers of two up to "
         "1024",
-        type=partial(rank_counts, flag="--predict", most=prediction.MOST_RANKS),
+        type=partial(rank_counts, flag="--predict", limit=prediction.MOST_RANKS),
     )
     parser.text(
         "--link",
@@ -341,8 +341,8 @@ def _earlier_content(out, overwrite):
     """Return the probe and the prediction of an earlier start of the study."""
     path = os.path.join(out, report.JSON)
     earlier = {} if overwrite or not os.path.exists(path) else results.read_json(path)
-    kept = {name: earlier.get(name) for name in ("probe", "prediction")}
-    return {"rows": [], "checks": [], **kept}
+    kept_results = {name: earlier.get(name) for name in ("probe", "prediction")}
+    return {"rows": [], "checks": [], **kept_results}
 
 
 def _end_line(run, state, errors):

@@ -33,7 +33,7 @@ class Departure:
         self.transport = transport
         self._look_time = time.monotonic() + LOOK_SECONDS
         self._left: set[int] = {transport.rank}
-        self._asked: set[int] = set()  # ranks that have not answered yet
+        self._unanswered: set[int] = set()  # ranks that have not answered yet
         self._answers: dict[int, str] = {}  # {rank: its last answer}
         self._all_asked = False
 
@@ -43,21 +43,21 @@ class Departure:
             return
         self._look_time = time.monotonic() + LOOK_SECONDS
         is_waiting = self._read_answers()
-        others = set(range(self.transport.size)) - self._left
-        if self._all_asked and others and not self._asked:
+        remaining = set(range(self.transport.size)) - self._left
+        if self._all_asked and remaining and not self._unanswered:
             self._end_the_job()
         self._all_asked = is_waiting
-        for rank in sorted(others) if is_waiting else sorted(others)[:1]:
-            if rank not in self._asked:
+        for rank in sorted(remaining) if is_waiting else sorted(remaining)[:1]:
+            if rank not in self._unanswered:
                 self.transport.ask(rank)
-                self._asked.add(rank)
+                self._unanswered.add(rank)
 
     def _read_answers(self):
         """Read the answers that have arrived; return whether a rank gave the same one as before."""
         is_waiting = False
         while (answer := self.transport.take_answer()) is not None:
             rank, text = answer
-            self._asked.discard(rank)
+            self._unanswered.discard(rank)
             if text.startswith(f"{LEAVING}:"):
                 self._left.add(rank)
             else:

@@ -37,17 +37,17 @@ def refuse(vendor: str) -> None:
         return
     variable, tasks = started
     launcher = _launcher()
-    found = f"the launcher started {tasks} tasks ({variable}={tasks})"
+    summary = f"the launcher started {tasks} tasks ({variable}={tasks})"
     if (vendor, launcher) in ((OPEN_MPI, MPICH), (MPICH, OPEN_MPI)):
         raise UserError(
-            f"{found}: mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
+            f"{summary}: mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
             f"{right_mpirun(vendor)}"
         )
     if launcher == "srun" and _is_from_pip(vendor):
         if not any(name in os.environ for name in INTERFACES[vendor]):
             # Only rank 0 prints the advice, for which srun runs.
             advice = srun.advice(vendor) if failure.launched_rank() == 0 else "another --mpi"
-            raise UserError(f"{found}: an srun that cannot start {vendor}; expected {advice}")
+            raise UserError(f"{summary}: an srun that cannot start {vendor}; expected {advice}")
 
 
 def right_mpirun(vendor: str) -> str:

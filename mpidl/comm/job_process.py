@@ -116,8 +116,8 @@ class JobProcess:
             self._process.kill()
             self._process.wait()
         deadline = time.monotonic() + END_SECONDS
-        while (others := self._others()) and time.monotonic() < deadline:
-            for pid in others:
+        while (orphans := self._orphans()) and time.monotonic() < deadline:
+            for pid in orphans:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
@@ -137,7 +137,7 @@ class JobProcess:
                     return True
         return False
 
-    def _others(self):
+    def _orphans(self):
         """Return the processes of the job on this host, without the launcher."""
         pids = []
         for name in os.listdir("/proc"):
@@ -183,13 +183,13 @@ def _cause_of_launcher(tail):
     pattern = r"PID (\d+) RUNNING AT (\S+)(?:.*?EXIT STRING: ([^\n]*?) \(signal)?"
     mpich = re.search(pattern, text, re.S)
     if mpich is not None:
-        pid, host, how = mpich.groups()
-        return f"process {pid} on host {host} has ended{f': {how}' if how else ''}"
+        pid, host, outcome = mpich.groups()
+        return f"process {pid} on host {host} has ended{f': {outcome}' if outcome else ''}"
     pattern = r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+([^\n]*)"
     openmpi = re.search(pattern, text)
     if openmpi is not None:
-        rank, pid, host, how = openmpi.groups()
-        return f"rank {rank} (process {pid}) on host {host} has ended: {how.rstrip('.')}"
+        rank, pid, host, outcome = openmpi.groups()
+        return f"rank {rank} (process {pid}) on host {host} has ended: {outcome.rstrip('.')}"
     return ""
 
 

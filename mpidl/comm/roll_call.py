@@ -92,11 +92,11 @@ class RollCall:
             What is wrong with it.
         """
         transport = self.transport
-        others = [rank for rank in range(transport.size) if rank != transport.rank]
-        for rank in others:
+        other_ranks = [rank for rank in range(transport.size) if rank != transport.rank]
+        for rank in other_ranks:
             self._send("", rank, PING)
         answers: dict[int, str] = {}
-        rivals = self._collect(operation, PONG, answers, ANSWER_SECONDS, len(others))
+        rivals = self._collect(operation, PONG, answers, ANSWER_SECONDS, len(other_ranks))
         if any(rank < transport.rank for rank in rivals):
             return
         answers[transport.rank] = self._own_act(operation)
@@ -117,10 +117,11 @@ class RollCall:
         limit : float
             The time that it may take, in seconds.
         """
-        transport, own = self.transport, self.transport.rank
-        ranks = [rank for rank in self._ranks_of_host(transport.hosts[own]) if rank != own]
+        transport, own_rank = self.transport, self.transport.rank
+        ranks = self._ranks_of_host(transport.hosts[own_rank])
+        ranks = [rank for rank in ranks if rank != own_rank]
         sightings = self._look_at(ranks, stacks=False)
-        answers = {own: f"{transport.activity}: MPI does not return from {operation}"}
+        answers = {own_rank: f"{transport.activity}: MPI does not return from {operation}"}
         for rank, sighting in sightings.items():
             is_stopped = sighting.state in (*acts.STOPPED, *acts.ENDED)
             if not is_stopped and f"waits for {operation}" in sighting.act:
@@ -132,10 +133,10 @@ class RollCall:
 
     def _next_rank_of_host(self):
         """Return the rank after this one on the same host, or the first one after the last."""
-        own = self.transport.rank
-        ranks = self._ranks_of_host(self.transport.hosts[own])
-        following = ranks[(ranks.index(own) + 1) % len(ranks)]
-        return None if following == own else following
+        own_rank = self.transport.rank
+        ranks = self._ranks_of_host(self.transport.hosts[own_rank])
+        following = ranks[(ranks.index(own_rank) + 1) % len(ranks)]
+        return None if following == own_rank else following
 
     def _ranks_of_host(self, host):
         return [rank for rank, name in enumerate(self.transport.hosts) if name == host]

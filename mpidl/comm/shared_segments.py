@@ -45,13 +45,13 @@ def make_room(vendor: str, folder: str = FOLDER) -> None:
         status = os.statvfs(folder)
     except OSError:
         return  # no such folder: MPI uses other memory
-    needed = BYTES_PER_RANK.get(vendor, 0) * ranks
+    required = BYTES_PER_RANK.get(vendor, 0) * ranks
     room = status.f_bavail * status.f_frsize
-    if room < needed:
+    if room < required:
         room += _bytes_since(_start_time(), folder)  # another rank of this host was faster
-    if room < needed:
+    if room < required:
         raise UserError(
-            f"{folder} on host {platform.node()}: expected {needed / 2**20:.1f} MB free for the "
+            f"{folder} on host {platform.node()}: expected {required / 2**20:.1f} MB free for the "
             f"messages between {ranks} rank(s), found {room / 2**20:.1f}; enlarge it (docker run "
             "--shm-size=2g), or remove files from it"
         )

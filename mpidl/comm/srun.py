@@ -44,8 +44,8 @@ def advice(library: str) -> str:
     """
     offered = offered_types()
     listing = f" (srun --mpi=list: {', '.join(offered)})" if offered else ""
-    wanted = next((types for name, types in TYPES.items() if library.startswith(name)), ())
-    for kind in wanted:
+    suitable_types = next((types for name, types in TYPES.items() if library.startswith(name)), ())
+    for kind in suitable_types:
         if kind in offered or not offered:
             return f"srun --mpi={kind}{listing}"
     return f"srun with the --mpi that works with {library}{listing}, or its mpirun"

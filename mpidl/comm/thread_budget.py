@@ -152,12 +152,12 @@ def ignored_variable(threads: int) -> list[str]:
     threads : int
         Number of threads of this rank, which no option has set.
     """
-    wanted = startup.omp_num_threads
-    if not wanted.isdigit() or int(wanted) in (0, 1, threads):
+    typed = startup.omp_num_threads
+    if not typed.isdigit() or int(typed) in (0, 1, threads):
         return []
     return [
-        f"note: OMP_NUM_THREADS={wanted} has no effect, each rank computes on {threads} thread(s): "
-        f"use --threads {wanted} (in Python: dl.World(threads={wanted}))"
+        f"note: OMP_NUM_THREADS={typed} has no effect, each rank computes on {threads} thread(s): "
+        f"use --threads {typed} (in Python: dl.World(threads={typed}))"
     ]
 
 

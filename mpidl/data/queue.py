@@ -243,7 +243,7 @@ class MinibatchQueue:
         batches = prefetch_items(jobs, prefetch, self.workers) if prefetch else make_items(jobs)
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
-    def _found(self):
+    def _unreadable_images(self):
         """Return the `found` of a new builder."""
         return None if self.bad_images is None else {}
 
@@ -280,10 +280,10 @@ class MinibatchQueue:
         fetches = self.datastore.read_ahead(batch.indices) if self.prefetch else None
         if self.device is not None:
             feed = FeedBuilder(self.pipeline, batch, batch.indices)
-            feed.fetches, feed.found = fetches, self._found()
+            feed.fetches, feed.unreadable_images = fetches, self._unreadable_images()
             return feed.job(self.workers)
         builder = _BatchBuilder(batch, self.pipeline, self.arena)
-        builder.fetches, builder.found = fetches, self._found()
+        builder.fetches, builder.unreadable_images = fetches, self._unreadable_images()
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
 
 
@@ -302,7 +302,7 @@ class _BatchBuilder:
     def __init__(self, batch, pipeline, arena):
         self.batch, self.pipeline = batch, pipeline
         self.fetches: object = None  # the result of `Datastore.read_ahead`
-        self.found: dict[int, str] | None = None  # see `Pipeline.read_or_find`
+        self.unreadable_images: dict[int, str] | None = None  # see `Pipeline.read_or_find`
         p, blocks = pipeline, batch.blocks
         self.lanes = arenas.empty((blocks, *p.image_shape, LANES), arena=arena)
         self.labels = None
@@ -313,7 +313,7 @@ class _BatchBuilder:
         """Read and prepare blocks first..stop-1 of this rank's share."""
         p, batch = self.pipeline, self.batch
         indices = batch.indices[first * LANES : stop * LANES]
-        data = p.read_or_find(indices, batch.epoch, batch.seed, self.found)
+        data = p.read_or_find(indices, batch.epoch, batch.seed, self.unreadable_images)
         if data is None:
             return
         pixels, labels = data
@@ -328,7 +328,7 @@ class _BatchBuilder:
 
     def result(self):
         """Return the prepared images and labels as Blocked values, or Unreadable."""
-        if self.found:
-            return Unreadable(self.found)
+        if self.unreadable_images:
+            return Unreadable(self.unreadable_images)
         labels = None if self.labels is None else Blocked(self.labels, self.batch)
         return Blocked(self.lanes, self.batch), labels

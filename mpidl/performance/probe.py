@@ -174,7 +174,7 @@ def _most_blocks(options, ranks):
     return most_blocks(blocks_of(options.batch_size), ranks)[0]
 
 
-def block_counts(most: int, threads: int) -> list[int]:
+def block_counts(largest: int, threads: int) -> list[int]:
     """Return the numbers of blocks for which a step is timed: 1, T, 2T, 4T, ..., and `most`.
 
     Parameters
@@ -184,9 +184,9 @@ def block_counts(most: int, threads: int) -> list[int]:
     threads : int
         The number T of threads of a rank.
     """
-    most = min(most, MOST_ROUNDS_OF_BLOCKS * threads)
-    powers = [threads << k for k in range(most.bit_length())]
-    counts = [count for count in (1, *powers) if count < most] + [most]
+    largest = min(largest, MOST_ROUNDS_OF_BLOCKS * threads)
+    powers = [threads << k for k in range(largest.bit_length())]
+    counts = [count for count in (1, *powers) if count < largest] + [largest]
     # as many blocks per thread take as long
     return sorted({rounds_of_blocks(count, threads): count for count in counts}.values())
 

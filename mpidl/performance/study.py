@@ -264,7 +264,7 @@ class Study:
 
     def _wait(self, process, name, log):
         """Wait for a process, pass on the first request to stop, and show what the log says."""
-        start = shown = time.monotonic()
+        start = shown_time = time.monotonic()
         is_asked, previous = False, last_line(log)
         while True:
             try:
@@ -274,8 +274,8 @@ class Study:
                     is_asked = True
                     process.send_signal(signal.SIGUSR1)
             now = time.monotonic()
-            if now - shown >= SHOW_SECONDS:
-                line, shown = last_line(log), now
+            if now - shown_time >= SHOW_SECONDS:
+                line, shown_time = last_line(log), now
                 running = f"running for {clock(now - start)}"
                 self.show(f"{name}: {running if line == previous else line}")
                 previous = line

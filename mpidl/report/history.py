@@ -134,9 +134,9 @@ class HistoryRecorder:
     def cut(self, iteration: int) -> None:
         """Remove the records of iterations after `iteration`."""
         for columns in self._columns.values():
-            kept = bisect.bisect_right(columns["iteration"], iteration)
+            row_count = bisect.bisect_right(columns["iteration"], iteration)
             for column in columns.values():
-                del column[kept:]
+                del column[row_count:]
 
     def history(self) -> History:
         """Return the records so far; later records do not change the result."""

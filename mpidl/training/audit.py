@@ -73,23 +73,24 @@ def difference(ranks: Sequence[Mapping[str, bytes]], hosts: Sequence[str]) -> st
         Such as "rank 2 on host n3 differs from the other 3 ranks in conv1.weight".
     """
     keys = [tuple(sorted(digests.items())) for digests in ranks]
-    (most, count), *_ = collections.Counter(keys).most_common(1)
+    (majority, count), *_ = collections.Counter(keys).most_common(1)
     if 2 * count <= len(ranks):
-        names = _some(sorted({n for d in ranks for n in d if d[n] != ranks[0].get(n)}))
-        all_ranks = _some([f"rank {rank} on host {host}" for rank, host in enumerate(hosts)])
+        names = _first_names(sorted({n for d in ranks for n in d if d[n] != ranks[0].get(n)}))
+        all_ranks = _first_names([f"rank {rank} on host {host}" for rank, host in enumerate(hosts)])
         return f"{all_ranks} disagree in {names}, and no majority shows which of them is wrong"
-    right = dict(most)
-    wrong = [rank for rank, key in enumerate(keys) if key != most]
-    names = _some(sorted({n for rank in wrong for n in right if ranks[rank].get(n) != right[n]}))
-    places = _some([f"rank {rank} on host {hosts[rank]}" for rank in wrong])
-    verb = "differs" if len(wrong) == 1 else "differ"
+    right = dict(majority)
+    differing = [rank for rank, key in enumerate(keys) if key != majority]
+    changed = {n for rank in differing for n in right if ranks[rank].get(n) != right[n]}
+    names = _first_names(sorted(changed))
+    places = _first_names([f"rank {rank} on host {hosts[rank]}" for rank in differing])
+    verb = "differs" if len(differing) == 1 else "differ"
     return f"{places} {verb} from the other {count} ranks in {names}"
 
 
-def _some(names):
+def _first_names(names):
     """Join the first names, and say how many more there are."""
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    rest = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class AuditHook:

@@ -30,7 +30,7 @@ class LateRanks:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = hosts
-        self.named: tuple[int, ...] = ()  # the ranks in the last message
+        self.named_ranks: tuple[int, ...] = ()  # the ranks in the last message
         self._clear()
 
     def _clear(self):
@@ -71,8 +71,8 @@ class LateRanks:
             return None
         late = np.flatnonzero(self.late_seconds >= ALWAYS * self.seconds)
         seconds, waits = self.seconds, np.delete(self.waits, late)
-        is_news = len(late) > 0 and tuple(late) != self.named
-        self.named = tuple(late)
+        is_news = len(late) > 0 and tuple(late) != self.named_ranks
+        self.named_ranks = tuple(late)
         self._clear()
         if not is_news:
             return None

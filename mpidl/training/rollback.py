@@ -82,7 +82,8 @@ class Rollback:
             trainer.position.rollbacks = count
         trainer.writer.rewind(trainer.position.iteration)
         trainer.console.line(
-            f"warning: {problem.what}: rolled back to iteration {trainer.position.iteration}; "
+            f"warning: {problem.description}: rolled back to iteration "
+            f"{trainer.position.iteration}; "
             f"learning rates are now multiplied by {trainer.position.rate_factor:g} (rollback "
             f"{count} of at most {LIMIT})"
         )

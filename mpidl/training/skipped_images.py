@@ -57,8 +57,8 @@ def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
 
 def facts(trainer: Trainer) -> dict[str, Any]:
     """Return {"bad_images": {name of a set: {index: reason}}} for a checkpoint, or {}."""
-    found = {name: bad.reasons for name, (_, bad) in sets_of(trainer).items() if len(bad)}
-    return {"bad_images": found} if found else {}
+    reasons = {name: bad.reasons for name, (_, bad) in sets_of(trainer).items() if len(bad)}
+    return {"bad_images": reasons} if reasons else {}
 
 
 def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ class SkippedImagesHook:
     """Prints messages about the first skipped images, counts them, and lists all in a file."""
 
     def __init__(self) -> None:
-        self.told: set[tuple[str, int]] = set()
+        self.reported: set[tuple[str, int]] = set()
         self.listed = 0
 
     def start(self, trainer: Trainer) -> None:
@@ -96,16 +96,16 @@ class SkippedImagesHook:
         """Print messages about new images."""
         for name, (_, bad_images) in sets_of(trainer).items():
             for i, reason in bad_images.reasons.items():
-                if (name, i) not in self.told:
-                    self.told.add((name, i))
-                    if len(self.told) <= MOST_LINES:
+                if (name, i) not in self.reported:
+                    self.reported.add((name, i))
+                    if len(self.reported) <= MOST_LINES:
                         trainer.console.line(f"warning: skipped an image: {reason}")
 
     def _list(self, trainer):
         """Write the file if there are new images. Collective."""
-        if trainer.writer.out is None or self.listed == len(self.told):
+        if trainer.writer.out is None or self.listed == len(self.reported):
             return
-        self.listed = len(self.told)
+        self.listed = len(self.reported)
 
         def write():
             write_list(trainer.writer.out, sets_of(trainer))

@@ -278,5 +278,5 @@ def _result(info, loss, correct, labels_per_image):
 
 
 def _not_finite(loss, info, place, advice: Callable[[float], str]):
-    what = f"the loss is {loss} at epoch {info.epoch}, iteration {info.iteration}{place}"
-    return NotFinite(what, advice(info.learning_rate))
+    problem = f"the loss is {loss} at epoch {info.epoch}, iteration {info.iteration}{place}"
+    return NotFinite(problem, advice(info.learning_rate))

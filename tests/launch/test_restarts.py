@@ -70,11 +70,11 @@ def test_a_job_that_dies_is_started_again(pictures, tmp_path, expected, victim, 
     assert result.returncode == 0, result.stderr
     assert jobs.weights_hash(out) == expected
     assert jobs.iterations(out) == list(range(1, ITERATIONS + 1))
-    ended, pause, again = log(out)
-    assert ended.startswith("start 1 ended after ") and pause == "next start in 2 s"
-    assert again.startswith("start 2: from the checkpoint of ")
+    end, pause, second_start = log(out)
+    assert end.startswith("start 1 ended after ") and pause == "next start in 2 s"
+    assert second_start.startswith("start 2: from the checkpoint of ")
     if number == signal.SIGSTOP:
-        assert f"(process {pid}) does not answer: its process is stopped (SIGSTOP)" in ended
+        assert f"(process {pid}) does not answer: its process is stopped (SIGSTOP)" in end
     launcher.assert_gone(processes["ranks"])
 
 

@@ -130,11 +130,11 @@ def test_weak_scaling(pictures, tmp_path):
         ("small", ("--batch-size", 150)),  # an epoch has only one full mini-batch
     ],
 )
-def test_a_prediction(pictures, tmp_path, network, more):
+def test_a_prediction(pictures, tmp_path, network, extra):
     """A short probe of 2 ranks predicts finite times; with --table they are printed again."""
     out = tmp_path / "study"
-    options = ("--probe-ranks", 2, "--probe-seconds", 1, *more)
-    if "best-validation" in more:
+    options = ("--probe-ranks", 2, "--probe-seconds", 1, *extra)
+    if "best-validation" in extra:
         options += ("--validation-data", pictures)
     result = study(pictures, out, "--predict", "1,2,5", *options, network=network)
     prediction = content(out)["prediction"]
@@ -144,8 +144,8 @@ def test_a_prediction(pictures, tmp_path, network, more):
         assert sum(parts) == pytest.approx(row["step_seconds"]) and min(parts) >= -1e-12
         assert row["images_per_second"] > 0 and row["error"] > 0
     record = content(out)["probe"]
-    assert record["images"] == (171 if "--timeline" in more else 189)
-    assert bool(record["coupled"]) == (150 not in more)
+    assert record["images"] == (171 if "--timeline" in extra else 189)
+    assert bool(record["coupled"]) == (150 not in extra)
     predicted = prediction["rows"][1]["step_seconds"]
     if record["coupled"]:  # the ranks of the probe need no model
         assert predicted == pytest.approx(np.median(record["coupled"]))
@@ -154,8 +154,8 @@ def test_a_prediction(pictures, tmp_path, network, more):
         None, "-m", "mpidl.scaling", "--table", "--out", out, env=jobs.without_plots(), check=0
     )
     assert second.stdout.splitlines()[0] == result.stdout.partition("\n\n")[2].splitlines()[0]
-    again = study(pictures, out, "--predict", "1,8", *options, network=network)
-    assert "Probe: as in scaling.json" in again.stdout
+    later_study = study(pictures, out, "--predict", "1,8", *options, network=network)
+    assert "Probe: as in scaling.json" in later_study.stdout
     assert content(out)["probe"] == record
 
 

@@ -72,8 +72,8 @@ def test_scancel(submit, expected_hash, nodes, tasks):
     """The job ends with a checkpoint and does not come back; another job resumes the run."""
     training = submit(nodes=nodes, tasks=tasks)
     assert check_scancel(training) >= 3
-    again = submit(words=["--resume", training.out], nodes=2, tasks=1)
-    assert again.finish() == expected_hash
+    resumed = submit(words=["--resume", training.out], nodes=2, tasks=1)
+    assert resumed.finish() == expected_hash
 
 
 def test_scancel_without_its_check(submit, tmp_path):
@@ -148,8 +148,8 @@ def test_stop_file(submit, expected_hash):
     training.job.wait("FAILED")
     assert training.job.facts()["ExitCode"] == f"{jobs.STOPPED}:0"
     assert "stopped by a person: not requeued" in training.job.log()
-    again = submit(words=["--resume", training.out])
-    assert again.finish() == expected_hash
+    resumed = submit(words=["--resume", training.out])
+    assert resumed.finish() == expected_hash
 
 
 def test_two_jobs_in_one_folder(submit, expected_hash):

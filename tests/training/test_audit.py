@@ -66,12 +66,12 @@ def test_a_flipped_bit_is_found(world):
 class Flip:
     """A hook that flips a bit on one rank after an iteration, in a weight or in a sum."""
 
-    def __init__(self, rank, where):
-        self.rank, self.where = rank, where
+    def __init__(self, rank, place):
+        self.rank, self.place = rank, place
 
     def start(self, trainer):
         self.trainer = trainer
-        if self.where == "sum":
+        if self.place == "sum":
             trainer.step.observe_gradients(self.observe)
 
     def is_due(self):
@@ -84,24 +84,24 @@ class Flip:
             gradient[...] = flip_bit(gradient, bit=22)
 
     def step(self, trainer):
-        if self.where == "weight" and self.is_due():
+        if self.place == "weight" and self.is_due():
             name = "conv1.weight"
             trainer.net.parameters[name] = flip_bit(trainer.net.parameters[name])
 
 
-@pytest.mark.parametrize("where", ["weight", "sum"])
-def test_a_run_ends_at_the_next_audit(world, where):
+@pytest.mark.parametrize("place", ["weight", "sum"])
+def test_a_run_ends_at_the_next_audit(world, place):
     if world.size == 1:
         pytest.skip("one rank has nothing to compare with")
     options = dl.TrainingOptions(epochs=4, batch_size=40, audit_every=5, verbose="off")
-    hook = Flip(world.size - 1, where)
+    hook = Flip(world.size - 1, place)
     with pytest.raises(Fault, match="the ranks' weights differ at iteration 5: ") as caught:
         dl.train(small(), pictures(100), options, world=world, hooks=[hook])
     assert ("differs from the other" in str(caught.value)) == (world.size > 2)
-    assert ("conv1.weight" if where == "weight" else "dense1.bias") in str(caught.value)
+    assert ("conv1.weight" if place == "weight" else "dense1.bias") in str(caught.value)
     # without audits, nobody notices
     options = dl.TrainingOptions(epochs=4, batch_size=40, verbose="off")
-    dl.train(small(), pictures(100), options, world=world, hooks=[Flip(world.size - 1, where)])
+    dl.train(small(), pictures(100), options, world=world, hooks=[Flip(world.size - 1, place)])
 
 
 def test_a_weight_that_is_nan_on_one_rank_is_no_reason_to_roll_back(world):

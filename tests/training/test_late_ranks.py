@@ -31,8 +31,8 @@ def test_a_slow_rank_is_named():
 
 def test_reading_counts():
     slow = Seconds(other=0, input=1.5, compute=0.5, wait=0, sum=0)
-    others = Seconds(other=0, input=0, compute=0.5, wait=1.5, sum=0)
-    assert "rank 0 on host n1;" in judge(*[[slow, others, others]] * 6)
+    other_ranks = Seconds(other=0, input=0, compute=0.5, wait=1.5, sum=0)
+    assert "rank 0 on host n1;" in judge(*[[slow, other_ranks, other_ranks]] * 6)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_intervals_of_short_epochs_add_up_and_a_line_is_not_repeated():
         slow = 1 if epoch < 18 else 3
         late.add(interval(*(1.9 if r == slow else 1.0 for r in range(4))), [16] * 4)
         texts.append(late.message())
-    named = [(epoch, text.partition(";")[0]) for epoch, text in enumerate(texts) if text]
+    named_ranks = [(epoch, text.partition(";")[0]) for epoch, text in enumerate(texts) if text]
     first, second = "always late: rank 1 on host n1", "always late: rank 3 on host n2"
-    assert named[0] == (4, f"warning: {first}") and len(named) == 2
-    assert named[1][1] == f"warning: {second}"
+    assert named_ranks[0] == (4, f"warning: {first}") and len(named_ranks) == 2
+    assert named_ranks[1][1] == f"warning: {second}"
 
 
 def test_many_late_ranks():

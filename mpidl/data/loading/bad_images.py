@@ -95,14 +95,14 @@ class BadImages:
         """
         if not self.reasons:
             return indices
-        kept = indices[~np.isin(indices, list(self.reasons))]
-        if len(indices) and not len(kept):
+        readable_indices = indices[~np.isin(indices, list(self.reasons))]
+        if len(indices) and not len(readable_indices):
             reason = self.reasons[int(indices[0])]
             raise UserError(
                 f"{datastore.describe()}: expected a mini-batch with images, but none of its "
                 f"{len(indices)} images can be read; the first: {reason}"
             )
-        return kept
+        return readable_indices
 
     def usable(self, datastore: Datastore) -> Datastore:
         """Return the images of a set that can be read.
@@ -141,13 +141,13 @@ class BadImages:
                 read_targets(datastore, indices)
 
         def read_share():
-            found: dict[int, str] = {}
+            reasons_by_index: dict[int, str] = {}
             for start in range(first, stop, CHUNK):
-                found |= unreadable(read, np.arange(start, min(start + CHUNK, stop)))
-            return found
+                reasons_by_index |= unreadable(read, np.arange(start, min(start + CHUNK, stop)))
+            return reasons_by_index
 
-        found = read_share() if world is None else call_together(world, read_share)
-        self.merge([found] if world is None else world.allgather(found))
+        reasons_by_index = read_share() if world is None else call_together(world, read_share)
+        self.merge([reasons_by_index] if world is None else world.allgather(reasons_by_index))
 
 
 def unreadable(read: Callable[[np.ndarray], object], indices: np.ndarray) -> dict[int, str]:

@@ -76,7 +76,7 @@ class DeviceQueue(MinibatchQueue):
         first, stop = self._shares(len(indices))[self.world.rank]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
         builder = FeedBuilder(self.pipeline, batch, indices[first:stop], read=not self.resident)
-        builder.found = self._found()
+        builder.unreadable_images = self._unreadable_images()
         return builder.job(self.workers)
 
     def reader(self) -> Reader:

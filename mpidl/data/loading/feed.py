@@ -60,7 +60,7 @@ class FeedBuilder:
         self.pipeline, self.batch, self.indices = pipeline, batch, indices
         self.pixels = self.labels = None
         self.fetches: object = None  # the result of `Datastore.read_ahead`
-        self.found: dict[int, str] | None = None  # see `Pipeline.read_or_find`
+        self.unreadable_images: dict[int, str] | None = None  # see `Pipeline.read_or_find`
         self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each `_read`
         self.moves: dict = {}
         self.blocks = blocks_of(len(indices)) if read else 0
@@ -84,7 +84,7 @@ class FeedBuilder:
         """Read the pixels and labels of the 16-image blocks first..stop-1."""
         batch, run = self.batch, slice(first * LANES, stop * LANES)
         indices = self.indices[run]
-        data = self.pipeline.read_or_find(indices, batch.epoch, batch.seed, self.found)
+        data = self.pipeline.read_or_find(indices, batch.epoch, batch.seed, self.unreadable_images)
         if data is None:
             return
         pixels, labels = data
@@ -94,8 +94,8 @@ class FeedBuilder:
             self.run_bounds.append(label_bounds(labels))
 
     def _result(self):
-        if self.found:
-            return Unreadable(self.found)
+        if self.unreadable_images:
+            return Unreadable(self.unreadable_images)
         runs = [pair for pair in self.run_bounds if pair is not None]
         bounds = (min(a for a, _ in runs), max(b for _, b in runs)) if runs else None
         return Feed(self.batch, self.indices, self.pixels, self.labels, bounds, self.moves), None

@@ -195,7 +195,7 @@ class Pipeline:
         return pixels, labels
 
     def read_or_find(
-        self, indices: np.ndarray, epoch: int, seed: int, found: dict[int, str] | None
+        self, indices: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
         """Call `read`; if it fails and `found` is a dict, find the images that fail alone.
 
@@ -204,11 +204,11 @@ class Pipeline:
         tuple or None
             The result of `read`. None if `found` has received {index: error message} of images.
         """
-        if found is None:
+        if unreadable_images is None:
             return self.read(indices, epoch, seed)
         data = []
         reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), indices)
-        found.update(reasons)
+        unreadable_images.update(reasons)
         return None if reasons else data[-1]  # the last call read all of them
 
     def _read(self, indices, epoch, seed):

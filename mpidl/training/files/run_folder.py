@@ -338,5 +338,5 @@ class RunWriter:
         for arrays in tables.values():
             for name, array in arrays.items():
                 if not np.isfinite(array).all():
-                    what = f"{name} is not finite after iteration {iteration}, on all ranks"
-                    raise NotFinite(what, self.folder.advice(learning_rate))
+                    problem = f"{name} is not finite after iteration {iteration}, on all ranks"
+                    raise NotFinite(problem, self.folder.advice(learning_rate))

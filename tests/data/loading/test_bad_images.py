@@ -46,26 +46,27 @@ def batches(world, store, bad_images, epochs=(1,), **options):
 def test_a_mini_batch_without_its_bad_images(world, prefetch, workers):
     """All others are delivered once per epoch, in the usual order, with their own labels."""
     bad, store = [0, 7, 51, 99], pictures(100)
-    found = BadImages()
-    got = batches(world, Damaged(store, *bad), found, (1, 2), prefetch=prefetch, workers=workers)
-    assert sorted(found.reasons) == bad
-    assert found.reasons[51] == "image 51: damaged"
+    bad_images = BadImages()
+    options = {"prefetch": prefetch, "workers": workers}
+    got = batches(world, Damaged(store, *bad), bad_images, (1, 2), **options)
+    assert sorted(bad_images.reasons) == bad
+    assert bad_images.reasons[51] == "image 51: damaged"
     expected = batches(world, store, None, (1, 2))
     assert len(got) == len(expected) == 6
     for (indices, pixels, labels), (all_indices, all_pixels, all_labels) in zip(
         got, expected, strict=True
     ):
-        kept = ~np.isin(all_indices, bad)
-        assert np.array_equal(indices, all_indices[kept])
-        assert np.array_equal(pixels, all_pixels[kept])
-        assert np.array_equal(labels, all_labels[kept])
+        is_readable = ~np.isin(all_indices, bad)
+        assert np.array_equal(indices, all_indices[is_readable])
+        assert np.array_equal(pixels, all_pixels[is_readable])
+        assert np.array_equal(labels, all_labels[is_readable])
 
 
 def test_known_images_are_not_read_again(world):
-    store, found = Damaged(pictures(100), 3, 60), BadImages()
-    batches(world, store, found)
+    store, bad_images = Damaged(pictures(100), 3, 60), BadImages()
+    batches(world, store, bad_images)
     store.reads = 0
-    batches(world, store, found, (2,))
+    batches(world, store, bad_images, (2,))
     assert world.gop("sum", store.reads) == 98
 
 
@@ -112,21 +113,21 @@ def test_an_error_that_passes_costs_no_image():
 
 
 def test_functions_of_the_user_see_only_images_that_can_be_read(world):
-    seen = []
+    indices_read = []
 
     def function(images, labels, keys):
-        seen.extend(keys.indices)
+        indices_read.extend(keys.indices)
         return images
 
     batches(world, Damaged(pictures(100), 20), BadImages(), function=function)
-    assert 20 not in seen
+    assert 20 not in indices_read
 
 
 def test_search_reads_each_image_once(world):
-    store, found = Damaged(pictures(150), 5, 149), BadImages()
-    found.search(store, world)
-    assert sorted(found.reasons) == [5, 149]
-    usable = found.usable(store)
+    store, bad_images = Damaged(pictures(150), 5, 149), BadImages()
+    bad_images.search(store, world)
+    assert sorted(bad_images.reasons) == [5, 149]
+    usable = bad_images.usable(store)
     assert len(usable) == 148 and usable.name(5) == "image 6"
     assert BadImages().usable(store) is store
 
@@ -134,10 +135,10 @@ def test_search_reads_each_image_once(world):
 def test_evaluation_covers_the_other_images(world):
     store = pictures(40)
     net = dl.Network([dl.Dense(3)], (1, 4, 5), seed=1)
-    found = BadImages()
+    bad_images = BadImages()
     bad = [1, 17, 39]
-    got = dl.evaluate(net, Damaged(store, *bad), world=world, bad_images=found, confusion=True)
+    got = dl.evaluate(net, Damaged(store, *bad), world=world, bad_images=bad_images, confusion=True)
     usable = store.subset(np.setdiff1d(np.arange(40), bad))
     expected = dl.evaluate(net, usable, world=world, confusion=True)
-    assert got[:3] == expected[:3] and got.images == 37 and sorted(found.reasons) == bad
+    assert got[:3] == expected[:3] and got.images == 37 and sorted(bad_images.reasons) == bad
     assert np.array_equal(got.confusion.counts, expected.confusion.counts)
