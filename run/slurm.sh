@@ -61,8 +61,12 @@ run_ranks() { # run_ranks MODULE ARGUMENT...: run it on all tasks; once more if 
     # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one fails. Each
     # rank that fails waits for the others, whose exit codes -K would replace.
     local task='trap : USR1 TERM; "$@"; code=$?; [ $code = 0 ] || sleep 2; exit $code' before
+    local python=(python)
+    # A signal that arrives before Python runs stays pending until mpidl takes it (coreutils 8.31).
+    ! env --block-signal=USR1,TERM true 2>/dev/null ||
+        python=(env --block-signal=USR1,TERM python)
     local ranks=(srun -K ${srun_mpi:+--mpi="$srun_mpi"}
-        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c "$task" rank python -m)
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c "$task" rank "${python[@]}" -m)
     before=$(list_results)
     run "${ranks[@]}" "$@"
     case $code in 0 | 2 | 75) return ;; esac
