@@ -79,10 +79,11 @@ def test_the_weights_have_the_same_bytes_with_and_without(world, out):
 
 
 def coverage_of_digits(world, out):
-    """Train the digits network; return the coverage of each rank on rank 0."""
-    images = numbers("timeline", 80, 1, 28, 28, low=0, high=200).astype(np.uint8)
-    store, options = dl.ArrayDatastore(images, np.arange(80) % 10), {"verbose_every": 0}
-    options = dl.TrainingOptions(epochs=1, batch_size=40, timeline=2, **options)
+    """Train the digits network on 128 images per rank; return the coverages on rank 0."""
+    size = 128 * world.size
+    images = numbers("timeline", 3 * size, 1, 28, 28, low=0, high=200).astype(np.uint8)
+    store, options = dl.ArrayDatastore(images, np.arange(3 * size) % 10), {"verbose_every": 0}
+    options = dl.TrainingOptions(epochs=1, batch_size=size, timeline=3, **options)
     dl.train(zoo.digits(), store, options, world=world, out=out)
     return timeline_of(out)["otherData"]["coverage"] if world.rank == 0 else [1.0]
 
