@@ -123,7 +123,7 @@ def test_weak_scaling(pictures, tmp_path):
 @SLOW
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("network", "more"),
+    ("network", "extra"),
     [
         ("small", ("--timeline", 5, "--validation-fraction", 0.1, "--validation-patience", 2)),
         ("varied", ("--partial-minibatch", "discard", "--output-network", "best-validation")),
