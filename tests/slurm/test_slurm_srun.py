@@ -58,7 +58,7 @@ def test_the_wrong_type(cluster, shapes, tmp_path):
     result = cluster.finish(*words_of(shapes, tmp_path / "run", mpi="none"))
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("mpidl: ")]
-    assert "MPI sees one rank: expected srun --mpi=pmi2 (srun --mpi=list: " in line
+    assert "expected srun --mpi=pmi2 (srun --mpi=list: " in line
 
 
 def test_the_types_are_listed(cluster):

@@ -52,8 +52,9 @@ def test_stop_file_of_a_trial(start):
     training.wait_for_steps()
     (training.out / "stop").write_text("now\n")
     training.release()
-    training.job.wait("COMPLETED")
-    assert "1 trial(s) stopped with a checkpoint" in training.job.log()
+    training.job.wait("FAILED")
+    assert training.job.facts()["ExitCode"] == f"{jobs.STOPPED}:0"
+    assert "stopped by a person: not requeued" in training.job.log()
     assert (training.out.parent / "trial-002" / "summary.json").exists()
     assert not (training.out / "summary.json").exists()
 
