@@ -301,7 +301,7 @@ def slowest_of(segments: Sequence[np.ndarray]) -> list[float]:
     """Return the expected seconds of a step of 1, 2, 4, ..., MOST_RANKS ranks.
 
     At the end of each segment, all ranks wait for the slowest. Its expected time is that of the
-    largest of N values, of which each measured rank gives the same number.
+    largest of N random times, equally many of them drawn from each measured rank.
 
     Parameters
     ----------

@@ -9,8 +9,8 @@ from mpidl.comm import failure
 from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 
-# Each start writes its options to a file. It ends with the next exit code, of which "c1" also
-# writes a checkpoint, and 2 comes with a message.
+# Each start writes its options to a file and ends with the next exit code in the file `codes`. The
+# code "c1" stands for 1 after a checkpoint, and 2 comes with a message.
 MPIRUN = """#!/bin/sh
 shift 3
 echo "$*" >> {folder}/starts

@@ -5,7 +5,6 @@ import time
 import jobs
 import pytest
 import trainings
-from cluster import FINAL
 from limits import exceeded, wait_until
 
 from mpidl.training.files import checkpoint
@@ -150,19 +149,6 @@ def test_stop_file(submit, expected_hash):
     assert "stopped by a person: not requeued" in training.job.log()
     resumed = submit(words=["--resume", training.out])
     assert resumed.finish() == expected_hash
-
-
-def test_two_jobs_in_one_folder(submit, expected_hash):
-    """The second job is refused, and the first one is not disturbed."""
-    training = submit(nodes=1)
-    training.wait_for_steps()
-    second = submit(nodes=1, words=["--overwrite"])
-    wait_until(lambda: second.job.state() in FINAL or "Results: " in second.job.log(), 0.2)
-    if "Results: " in second.job.log():
-        pytest.skip("mpidl.train takes no lock on the folder of a run")
-    second.job.wait("FAILED")
-    assert second.job.facts()["ExitCode"] == "2:0"
-    assert training.finish() == expected_hash
 
 
 def test_job_array(submit, shapes, tmp_path):
