@@ -113,7 +113,26 @@ def declarations():
     return " ".join(text.split())
 
 
+def calls():
+    """Return a case for each function of mpidl.h that play.c can call, numbered by position."""
+    functions = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", declarations())
+    cases = []
+    for number, (_, name, parameters) in enumerate(functions):
+        if name == "play" or parameters == "void" or "(" in parameters:
+            continue  # only functions of numbers and addresses are recorded
+        values = []
+        for i, parameter in enumerate(parameters.split(",")):
+            kind = re.fullmatch(r"\s*(?:const )?(\w+) ?(\*?)\w*\s*", parameter)
+            formats = {"int64_t": "arguments[{}]", "float": "as_float(arguments[{}])"}
+            formats["double"] = "as_double(arguments[{}])"
+            values.append(("POINTER({})" if kind[2] else formats[kind[1]]).format(i))
+        cases.append(f"case {number}: mpidl_{name}({', '.join(values)}); break;")
+    return " ".join(cases)
+
+
 def _defines(name):
+    if name == "play.c":
+        return [f"-DCALLS={calls()}"]
     if name != "about.c":
         return []
     return [

@@ -1,4 +1,6 @@
 /* Passes of batch normalization and ReLU that are not fused with a convolution. */
+#include <math.h>
+
 #include "activation.h"
 #include "fold.h"
 #include "mpidl.h"
@@ -110,6 +112,47 @@ void mpidl_batchnorm_dx(const float *dy, const float *x, const float *mean, cons
     struct job job = {
         .x = {.x = x, .mean = mean}, .dy = dy, .a = a, .b = b, .c = c, .out = dx, .counts = counts};
     each_channel(dx_tile, job, blocks, channels, 1, pixels);
+}
+
+/* The arithmetic between the passes is in double precision and rounded to float at its end. */
+void mpidl_statistics(const double *moments, const float *gamma, double epsilon, double *rstd,
+                      double *variance, float *shift, float *scale, int64_t channels) {
+    double count = moments[0] > 1 ? moments[0] : 1;
+    const double *mean = moments + 1, *m2 = mean + channels;
+    for (int64_t c = 0; c < channels; c++) {
+        variance[c] = m2[c] / count;
+        rstd[c] = 1 / sqrt(variance[c] + epsilon);
+        shift[c] = (float)mean[c];
+        scale[c] = (float)(gamma[c] * rstd[c]);
+    }
+}
+
+/* sums (2 * channels): of dy and of dy * (x - mean), see backends/reference/batchnorm.py */
+void mpidl_batchnorm_factors(const double *sums, const float *gamma, const double *count,
+                             const double *rstd, float *a, float *b, float *c, float *dgamma,
+                             float *dbeta, int64_t channels) {
+    double n = *count > 1 ? *count : 1;
+    const double *products = sums + channels;
+    for (int64_t i = 0; i < channels; i++) {
+        double factor = gamma[i] * rstd[i];
+        a[i] = (float)factor;
+        b[i] = (float)(-factor * rstd[i] * rstd[i] * products[i] / n);
+        c[i] = (float)(-factor * sums[i] / n);
+        dgamma[i] = (float)(products[i] * rstd[i]);
+        dbeta[i] = (float)sums[i];
+    }
+}
+
+void mpidl_running(const float *old, const double *value, double decay, float *updated,
+                   int64_t channels) {
+    for (int64_t c = 0; c < channels; c++)
+        updated[c] = (float)(old[c] + decay * (value[c] - old[c]));
+}
+
+void mpidl_predict_scale(const float *gamma, const float *variance, double epsilon, float *scale,
+                         int64_t channels) {
+    for (int64_t c = 0; c < channels; c++)
+        scale[c] = (float)(gamma[c] / sqrt(variance[c] + epsilon));
 }
 
 /* ReLU uses the same tiles; one channel of one block of x is a run of floats. */

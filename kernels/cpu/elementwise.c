@@ -342,3 +342,12 @@ void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const 
     if (!a_mean && !b_mean) job.channels = 1, job.pixels = blocks * channels * pixels;
     each_row(add_tile, job, blocks * channels * pixels);
 }
+
+void mpidl_copy(const float *from, float *to, int64_t floats) {
+    int64_t i = 0;
+    for (; i + 4 * WIDTH <= floats; i += 4 * WIDTH)
+        UNROLL for (int j = 0; j < 4; j++) store(to + i + j * WIDTH, load(from + i + j * WIDTH));
+    for (; i < floats; i++) to[i] = from[i];
+}
+
+void mpidl_zero(float *to, int64_t floats) { memset(to, 0, (size_t)floats * sizeof(float)); }

@@ -28,11 +28,15 @@ extern int64_t mpidl_missing_bytes;
 /* Make the calling thread run `function` about every millisecond of a pass; NULL stops this. */
 void mpidl_set_hook(void (*function)(void));
 
+/* play.c: calls functions of this file, one after the other, until one lacks scratch memory. Returns
+ * the number of calls made. Each call is stored as the position of the function in this file, the
+ * number of its arguments, and the arguments: integers, addresses, or the bits of a number. */
+int64_t mpidl_play(const int64_t *calls, int64_t count);
+
 /* peak.c */
 /* Adds products in registers, `iterations` times; returns the number of operations, two per
  * product. result: 32 floats; the first 16 hold the factor and the last 16 the term. */
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
-void mpidl_copy(const float *from, float *to, int64_t floats);
 
 /* batchnorm.c: x and y (blocks, channels, pixels, 16) */
 void mpidl_channel_sums(const float *x, float *sums, int64_t blocks, int64_t channels,
@@ -48,11 +52,23 @@ void mpidl_batchnorm_sums(const float *dy, const float *x, const float *mean, co
 void mpidl_batchnorm_dx(const float *dy, const float *x, const float *mean, const float *a,
                         const float *b, const float *c, float *dx, const int32_t *counts,
                         int64_t blocks, int64_t channels, int64_t pixels);
+/* moments (1 + 2 * channels): count, means, M2; see backends/interface.py */
+void mpidl_statistics(const double *moments, const float *gamma, double epsilon, double *rstd,
+                      double *variance, float *shift, float *scale, int64_t channels);
+void mpidl_batchnorm_factors(const double *sums, const float *gamma, const double *count,
+                             const double *rstd, float *a, float *b, float *c, float *dgamma,
+                             float *dbeta, int64_t channels);
+void mpidl_running(const float *old, const double *value, double decay, float *updated,
+                   int64_t channels);
+void mpidl_predict_scale(const float *gamma, const float *variance, double epsilon, float *scale,
+                         int64_t channels);
 void mpidl_relu(const float *x, float *y, int64_t blocks, int64_t channels, int64_t pixels);
 void mpidl_relu_dx(const float *dy, const float *y, float *dx, int64_t blocks, int64_t channels,
                    int64_t pixels);
 
 /* elementwise.c: rows of 16 numbers */
+void mpidl_copy(const float *from, float *to, int64_t floats);
+void mpidl_zero(float *to, int64_t floats);
 void mpidl_leaky_relu(const float *x, float *y, float scale, int64_t rows);
 void mpidl_leaky_relu_dx(const float *dy, const float *y, float *dx, float scale, int64_t rows);
 void mpidl_tanh(const float *x, float *y, int64_t rows);

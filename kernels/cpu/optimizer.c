@@ -105,7 +105,8 @@ INLINE void step(const float *numbers, int formula, int past, float decay, float
 INLINE void steps(const struct job *job, int formula, float decay, float rate, struct arrays a,
                   int64_t count) {
     int64_t i = 0;
-    int past = job->past && (intptr_t)a.stepped % 64 == 0; /* whole lines at once */
+    /* whole lines at once; lines that were read are in the cache already */
+    int past = job->past && a.stepped != a.weight && (intptr_t)a.stepped % 64 == 0;
     for (; i + WIDTH <= count; i += WIDTH)
         step(job->numbers, formula, past, decay, rate, a, i);
     size_t left = (size_t)(count - i) * sizeof(float);

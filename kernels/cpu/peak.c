@@ -1,5 +1,4 @@
-/* Measure peak rates of a core: multiply-adds and copied bytes. Only the benchmarks use this file.
- * */
+/* Measure the peak rate of multiply-adds of a core. Only the benchmarks use this file. */
 #include "lanes.h"
 #include "mpidl.h"
 
@@ -19,11 +18,4 @@ int64_t mpidl_fma_peak(int64_t iterations, float *result) {
     UNROLL for (int i = 1; i < SUMS; i++) sum[0] = sum[0] + sum[i];
     store(result, sum[0]);
     return iterations * SUMS * WIDTH * 2;
-}
-
-void mpidl_copy(const float *from, float *to, int64_t floats) {
-    int64_t i = 0;
-    for (; i + 4 * WIDTH <= floats; i += 4 * WIDTH)
-        UNROLL for (int j = 0; j < 4; j++) store(to + i + j * WIDTH, load(from + i + j * WIDTH));
-    for (; i < floats; i++) to[i] = from[i];
 }

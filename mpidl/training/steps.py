@@ -9,18 +9,25 @@ submits up to `STEPS_AHEAD` steps ahead.
 from __future__ import annotations
 
 import collections
+import hashlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidl import losses, phases
 from mpidl.autodiff import value_and_grad
+from mpidl.backends.cpu import arenas, builds
 from mpidl.data import MinibatchQueue
 from mpidl.errors import NotFinite, UserError
+from mpidl.training.cpu_step import StepProgram
 from mpidl.training.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wait for
 
@@ -101,8 +108,9 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
     labels_per_image = losses.labels_per_image(datastore)
     if world.device is None:
+        step_class = ReplayedStep if is_recordable(net, optimizer, options) else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
-        return queue, EagerStep(
+        return queue, step_class(
             net, optimizer, options.loss, world, labels_per_image, balancer, advice
         )
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
@@ -155,18 +163,24 @@ class EagerStep:
     def _compute(self, images, targets, info):
         if self.balancer:
             self.balancer.start(info.start)
-        value, gradients, state = self.gradient(self.net, images, targets)
+        value, gradients, state = self._gradient(images, targets)
         loss, *correct = map(float, value)
         if not math.isfinite(loss):
             self._raise_fault(images, targets, loss, info)
         for observer in self.observers:
             observer(gradients)
         with phases.span("update"):
-            self.net.state = state
-            self.net.parameters = checked_step(self.optimizer, self.net.parameters, gradients)
+            self._update(gradients, state)
         if self.balancer:
             self.balancer.stop(time.monotonic(), images.batch.blocks)
         return loss, correct
+
+    def _gradient(self, images, targets):
+        return self.gradient(self.net, images, targets)
+
+    def _update(self, gradients, state):
+        self.net.state = state
+        self.net.parameters = checked_step(self.optimizer, self.net.parameters, gradients)
 
     def drain(self) -> list[StepResult]:
         return []
@@ -187,18 +201,99 @@ class EagerStep:
         raise _not_finite(loss, info, place, self.advice)
 
 
+class ReplayedStep(EagerStep):
+    """A training step on the host that is recorded while it runs, and then replayed.
+
+    The first mini-batch is recorded. The second one is computed both ways: the step stays eager
+    unless both gradients have the same bytes on all ranks. Mini-batches of other sizes, and steps
+    whose spans are stored, run eagerly. Eager and replayed steps exchange the same messages.
+
+    Replays update the arrays of the network and of the optimizer in place. The arguments are those
+    of `EagerStep`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.program: StepProgram | None = None
+        self._is_checked, self._is_off = False, False
+        self._finish: Callable[[Any, Any], None] = super()._update
+
+    def close(self) -> None:
+        self.program, self._is_checked = None, False
+
+    def _gradient(self, images, targets):
+        if self.program is not None and not self.program.is_current():
+            self.close()
+        if self._is_off or targets is None:
+            self._finish = super()._update
+            return super()._gradient(images, targets)
+        if self.program is None or images.batch.count > self.program.batch.count:
+            return self._record(images, targets)
+        if self.program.fits(images, targets):
+            if not self._is_checked:
+                self._check(images, targets)
+                return self._gradient(images, targets)
+            if phases.spans() is None:
+                self._finish = self._replay_update
+                return self.program.gradient(images, targets)
+        self._finish = self._update_in_place
+        with arenas.through(self.program.arena):
+            return super()._gradient(images, targets)
+
+    def _update(self, gradients, state):
+        self._finish(gradients, state)
+
+    def _record(self, images, targets):
+        self.close()
+        self.program = StepProgram(self.net, self.optimizer, self.world, images, targets)
+        self._finish = self._record_update
+        return self.program.record_gradient(self.objective, images, targets)
+
+    def _record_update(self, gradients, state):
+        problem = self.program.record_update(gradients, state)
+        if not self.world.gop("and", problem is None):
+            self.close()
+            self._is_off = True
+
+    def _check(self, images, targets):
+        """Compare the bytes of an eager and a replayed gradient; stay eager if they differ."""
+        with arenas.through(self.program.arena):
+            expected = _digest(*super()._gradient(images, targets))
+        value, gradients, _ = self.program.gradient(images, targets)
+        is_equal = expected == _digest(value, gradients, self.program.state)
+        self._is_checked = self.world.gop("and", is_equal)
+        if not self._is_checked:
+            self.close()
+            self._is_off = True
+            if self.world.rank == 0:
+                text = "warning: a replayed training step differs from the eager one; please report"
+                print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
+
+    def _update_in_place(self, gradients, state):
+        with arenas.through(self.program.arena):
+            parameters = self.optimizer(self.net.parameters, gradients)
+            for news, olds in ((parameters, self.net.parameters), (state, self.net.state)):
+                for name, old in olds.items():
+                    if news[name] is not old:
+                        np.copyto(old, news[name])
+
+    def _replay_update(self, gradients, state):
+        self.program.update()
+
+
 class RecordedStep:
     """A training step on a GPU, recorded once as a program and replayed for every mini-batch."""
 
     def __init__(self, net, optimizer, loss, world, labels_per_image, reader, advice, graphs: bool):
-        from mpidl.training.gpu_step import StepProgram
+        from mpidl.training import gpu_step
 
         self.net, self.labels_per_image, self.advice = net, labels_per_image, advice
         self.pending: collections.deque = collections.deque()  # (handle, StepInfo)
         gradient = value_and_grad(losses.loss_function(loss), reduce=world)
         net.to(world.device)
         try:
-            self.program: Any = StepProgram(net, optimizer, gradient, reader, world.counts, graphs)
+            arguments = net, optimizer, gradient, reader, world.counts, graphs
+            self.program: Any = gpu_step.StepProgram(*arguments)
         except BaseException:
             net.to(None)  # so that the caller can retry, for example with smaller mini-batches
             raise
@@ -242,6 +337,33 @@ class RecordedStep:
             if not math.isfinite(loss):
                 raise _not_finite(loss, info, "", self.advice)
             yield _result(info, loss, correct, self.labels_per_image)
+
+
+def is_recordable(net: Network, optimizer: Any, options: Any) -> bool:
+    """Return whether the step may be recorded: whether the Python code of all its parts is ours.
+
+    A custom layer, loss, optimizer or transform may do something else in the next step, so that
+    such a step stays eager.
+    """
+    parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
+    return (
+        options.graphs != "off"
+        and options.worker_load != "measured"
+        and options.batchnorm == "global"
+        and isinstance(options.loss, str)
+        and isinstance(optimizer, Optimizer)
+        and all(type(part).__module__.startswith("mpidl.") for part in parts)
+        and builds.kernels() is not None
+    )
+
+
+def _digest(value, gradients, state):
+    """Return a hash of the results of a gradient computation."""
+    digest = hashlib.sha256(repr(tuple(map(float, value))).encode())
+    for table in gradients, state:
+        for name, array in sorted(table.items()):
+            digest.update(name.encode() + np.ascontiguousarray(array).tobytes())
+    return digest.digest()
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:

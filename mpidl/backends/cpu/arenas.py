@@ -9,6 +9,7 @@ its arena when the last reference to the array is gone.
 
 import bisect
 import collections
+import contextlib
 import mmap
 import os
 import threading
@@ -34,10 +35,12 @@ class Arena:
     region : callable, optional
         region(nbytes) allocates a region and returns (owner, first address, size in bytes). By
         default, regions come from the system.
+    smallest : int
+        Size in bytes of the smallest array that `empty` allocates in this arena.
     """
 
-    def __init__(self, region=None):
-        self.region = region or _of_the_system
+    def __init__(self, region=None, smallest=SMALL):
+        self.region, self.smallest = region or _of_the_system, smallest
         self.regions, self.free = [], []  # free: sorted [(address, bytes)]
         self.lock = threading.Lock()
         # Finalizers of arrays only append to this queue: the same thread may hold the lock.
@@ -100,12 +103,13 @@ def _of_the_system(size):
     return region, address + -address % HUGE, size
 
 
-_arena, _reading = Arena(), Arena()
+_activations, _reading = Arena(), Arena()
+_current = _activations  # the arena of arrays that name no other one
 
 
 def _forked():
     """Replace the locks in a forked child: a thread of the parent may have held them."""
-    for arena in _arena, _reading:
+    for arena in _activations, _reading, _current:
         arena.lock = threading.Lock()
 
 
@@ -133,19 +137,30 @@ class _Place:
         self.arena.returned.append((self.address, self.size))
 
 
-def empty(shape, dtype=np.float32, arena=_arena):
+@contextlib.contextmanager
+def through(arena):
+    """Allocate activations in another arena within the `with` block."""
+    global _current
+    before, _current = _current, arena
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def empty(shape, dtype=np.float32, arena=None):
     """Return an uninitialized array, aligned to 64 bytes.
 
     The memory returns to the arena when the last reference to the array is gone. NumPy allocates
-    arrays of less than SMALL bytes.
+    arrays that are too small for the arena.
     """
-    dtype = np.dtype(dtype)
+    dtype, arena = np.dtype(dtype), arena or _current
     size = dtype.itemsize
     for n in shape:
         size *= n
-    if size < SMALL:
+    if size < arena.smallest:
         return np.empty(shape, dtype)
-    size = -(-size // LINE) * LINE
+    size = max(-(-size // LINE), 1) * LINE
     shape = tuple(int(n) for n in shape)
     return np.asarray(_Place(shape, dtype, arena, arena.take(size), size))
 
@@ -161,4 +176,4 @@ def to_read(shape, dtype):
 
 def reserved():
     """Return the size of the activations' arena in bytes, including free memory."""
-    return _arena.bytes
+    return _activations.bytes

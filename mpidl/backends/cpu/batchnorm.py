@@ -6,6 +6,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, per_channel, source_of, tree_of
 from mpidl.blocks import LANES
+from mpidl.deferred import DeferredInput
 from mpidl.fold import Counter, merge_moments
 
 
@@ -27,7 +28,7 @@ def channel_sums(x, tree):
 
 def moments(x, counts, tree):
     blocks, channels, pixels = sizes(x)
-    rows = np.empty((blocks, 1 + 2 * channels))
+    rows = arenas.empty((blocks, 1 + 2 * channels), np.float64)
     geometry = blocks, channels, pixels, tree_of(tree)
     kernels().moments(np.ascontiguousarray(x), rows, counts, *geometry)
     return partial_of_rows(rows, tree, merge_moments)
@@ -58,7 +59,7 @@ def activation_sums(dy, source, tree):
 
 def _sums(dy, x, mean, scale, beta, tree):
     blocks, channels, pixels = sizes(x)
-    rows = np.empty((blocks, 2 * channels))
+    rows = arenas.empty((blocks, 2 * channels), np.float64)
     geometry = blocks, channels, pixels, tree_of(tree)
     kernels().batchnorm_sums(np.ascontiguousarray(dy), x, mean, scale, beta, rows, *geometry)
     return partial_of_rows(rows, tree)
@@ -70,3 +71,41 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().batchnorm_dx(dy, x, *vectors, dx, counts, *sizes(x))
     return dx
+
+
+def _vectors(channels, *dtypes):
+    return [arenas.empty((channels,), dtype) for dtype in dtypes]
+
+
+def statistics(moments, gamma, epsilon):
+    # count (1,), mean, rstd and variance are float64; shift and scale are float32
+    channels = len(gamma)
+    rstd, variance, shift, scale = _vectors(channels, "f8", "f8", "f4", "f4")
+    arguments = epsilon, rstd, variance, shift, scale, channels
+    kernels().statistics(moments, per_channel(gamma), *arguments)
+    return moments[:1], moments[1 : 1 + channels], rstd, variance, shift, scale
+
+
+def batchnorm_factors(sums, gamma, statistics):
+    # the kernel computes in float64 and writes float32
+    channels, (count, _, rstd, *_) = len(gamma), statistics
+    vectors = _vectors(channels, *5 * ("f4",))
+    kernels().batchnorm_factors(sums, per_channel(gamma), count, rstd, *vectors, channels)
+    return tuple(vectors)
+
+
+def running(olds, values, decay):
+    news = _vectors(len(olds[0]), *len(olds) * ("f4",))
+    for old, value, new in zip(olds, values, news, strict=True):
+        kernels().running(per_channel(old), np.ascontiguousarray(value), decay, new, len(new))
+    return news
+
+
+def predict_scale(gamma, variance, epsilon):
+    (scale,) = _vectors(len(gamma), "f4")
+    kernels().predict_scale(per_channel(gamma), per_channel(variance), epsilon, scale, len(scale))
+    return scale
+
+
+def source(y, mean, scale, beta):
+    return DeferredInput(y, *map(per_channel, (mean, scale, beta)))

@@ -104,8 +104,14 @@ def texts(header):
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
 
 
-def _one_at_a_time(function, missing_bytes):
+on_call = (
+    None  # called as on_call(name, arguments) after each kernel call, while a step is recorded
+)
+
+
+def _one_at_a_time(name, function, missing_bytes):
     """Return a function that calls a kernel, alone; it raises MemoryError if scratch is missing."""
+    is_recorded = ctypes.c_void_p not in function.argtypes  # all but those that get a hook
 
     def call(*arguments):
         global _in_pass
@@ -121,6 +127,8 @@ def _one_at_a_time(function, missing_bytes):
             if missing_bytes.value:
                 nbytes, missing_bytes.value = missing_bytes.value, 0
                 raise MemoryError(f"cannot allocate {nbytes >> 20} MiB of scratch for a kernel")
+            if on_call is not None and is_recorded:
+                on_call(name, arguments)
             return result
 
     return call
@@ -156,12 +164,21 @@ class Library:
         else:
             declared.restype = ctypes.c_char_p
             self._has = texts(declared().decode())
+        self._positions = {name: i for i, name in enumerate(self._has)}
 
     @property
     def provenance(self):
         """Return the name of this build, its compiler, and the hash of its sources, as a dict."""
         sources = self.sources().decode().removeprefix("mpidl sources ")
         return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
+
+    def argument_types(self, name):
+        """Return the ctypes of a function's arguments; those of arrays have `const`."""
+        return self._declared[name][1]
+
+    def position(self, name):
+        """Return the position of a function in the header, by which `play` calls it."""
+        return self._positions[name]
 
     def __getattr__(self, name):
         if name.startswith("_") or name not in self._declared:
@@ -175,7 +192,7 @@ class Library:
             )
         function.restype, function.argtypes = self._declared[name]
         if name not in ANY_THREAD:
-            function = _one_at_a_time(function, self._missing_bytes)
+            function = _one_at_a_time(name, function, self._missing_bytes)
         setattr(self, name, function)
         return function
 

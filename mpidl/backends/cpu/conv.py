@@ -106,7 +106,7 @@ def _forward(x, weight, bias, conv_args, counts=None, tree=None):
     blocks = len(source[0])
     shape, output, (m, _, _) = plan(source[0], weight, *conv_args)
     y = arenas.empty((blocks, *output, source[0].shape[-1]))
-    rows = None if tree is None else np.empty((blocks, 1 + 2 * len(weight)))
+    rows = None if tree is None else arenas.empty((blocks, 1 + 2 * len(weight)), np.float64)
     weight, bias = per_channel(weight), per_channel(bias)
     geometry = counts, blocks, shape, tree and tree_of(tree), m
     kernels().conv2d(*source, weight, bias, y, rows, *geometry)
@@ -139,7 +139,7 @@ def conv2d_backward(
     if needs[0]:
         dx = dy if overwrite and dy.size == source[0].size else arenas.empty(source[0].shape)
         dx = dx.reshape(source[0].shape)
-    rows = np.empty((blocks, 2 * source[0].shape[1])) if sums else None
+    rows = arenas.empty((blocks, 2 * source[0].shape[1]), np.float64) if sums else None
     nodes = None
     if needs[1] or needs[2]:
         nodes = arenas.empty((nodes_of(tree), weight.size + len(weight)))

@@ -44,7 +44,7 @@ def dense_dweight(dy, x, tree):
 
 def _dense_dbias(dy, tree):
     """Return the gradient of the bias, the sums of dy over the images, as a Partial."""
-    nodes = np.empty((nodes_of(tree), dy.shape[1]), np.float32)
+    nodes = arenas.empty((nodes_of(tree), dy.shape[1]))
     kernels().dense_dbias(dy, nodes, tree_of(tree), dy.shape[1])
     return partial_of_rows(nodes, tree)
 
@@ -57,7 +57,7 @@ def dense_backward(dy, x, weight, tree, needs):
     dx = rows = nodes = None
     if needs[0]:
         dx = arenas.empty((len(dy), features, LANES))
-        rows = None if source[1] is None else np.empty((len(dy), 2 * channels))
+        rows = None if source[1] is None else arenas.empty((len(dy), 2 * channels), "f8")
     if needs[1]:
         nodes = arenas.empty((nodes_of(tree), *weight.shape))
     if needs[0] and needs[1] and len(weight) <= FEW:

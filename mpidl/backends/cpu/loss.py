@@ -42,14 +42,14 @@ def correct_count(logits, labels, counts, tree):
 
 
 def _summed(function, logits, labels, counts, tree):
-    rows = np.empty(len(logits))
+    rows = arenas.empty((len(logits),), np.float64)
     logits = np.ascontiguousarray(logits)
     function(logits, _labels(labels), counts, rows, *sizes(logits), tree_of(tree))
     return partial_of_rows(rows, tree)
 
 
 def errors(y, target, power, counts, tree):
-    rows = np.empty(len(y))
+    rows = arenas.empty((len(y),), np.float64)
     kernels().errors(*_pair(y, target), power, counts, rows, *_elements(y), tree_of(tree))
     return partial_of_rows(rows, tree)
 

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu import arenas, recording
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.reference.optimizer import CHUNK, METHODS
 
@@ -17,9 +17,16 @@ def _address(array):
     return array.ctypes.data
 
 
+def step_number(name, value):
+    return recording.scalar(name, value)
+
+
 def zeros_like(x):
     zeros = arenas.empty(np.shape(x), x.dtype)
-    zeros[...] = 0
+    if zeros.dtype == np.float32:
+        kernels().zero(zeros, zeros.size)
+    else:
+        zeros[...] = 0
     return zeros
 
 
@@ -27,19 +34,23 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
         raise TypeError(f"{formula}: expected writable C-ordered arrays as state")
     factors = [1.0] * len(weights) if factors is None else factors
-    weights, gradients, stepped = _arrays(weights, gradients)
+    weights, gradients = _contiguous(weights, gradients)
+    # a recorded step updates the learnables in place
+    stepped = weights if recording.owns(weights) else _results(weights)
     parameters = np.zeros((len(weights), COLUMNS), np.int64)
     rows = zip(weights, gradients, stepped, *state, strict=True)
     for row, arrays in zip(parameters, rows, strict=True):
         row[0] = arrays[0].size
         row[1 : 1 + len(arrays)] = [_address(array) for array in arrays]
+    kept = [array for arrays in state for array in arrays]
+    recording.addresses(parameters, [*weights, *gradients, *kept], [*stepped, *kept])
     fits = kernels().optimizer_step(
         formula.encode(),
         parameters,
-        np.array(decays, np.float32),
-        np.array(factors, np.float32),
+        recording.numbers(decays),
+        recording.numbers(factors),
         len(parameters),
-        np.array(numbers, np.float32),
+        recording.numbers(numbers),
         len(numbers),
         len(state),
     )
@@ -51,24 +62,30 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     return stepped
 
 
-def _arrays(weights, gradients):
-    """Return C-ordered weights, C-ordered float32 gradients, and new arrays for the results."""
-    results = [arenas.empty(np.shape(w)) for w in weights]
+def _contiguous(weights, gradients):
+    """Return C-ordered weights and C-ordered float32 gradients."""
     weights = [np.ascontiguousarray(w) for w in weights]
-    return weights, [np.ascontiguousarray(g, np.float32) for g in gradients], results
+    return weights, [np.ascontiguousarray(g, np.float32) for g in gradients]
+
+
+def _results(weights):
+    return [arenas.empty(np.shape(w)) for w in weights]
 
 
 def clip(weights, gradients, decays, method, threshold):
-    weights, gradients, clipped = _arrays(weights, gradients)
+    weights, gradients = _contiguous(weights, gradients)
+    clipped = _results(weights)
     parameters = [
         (_address(w), _address(g), _address(new), new.size)
         for w, g, new in zip(weights, gradients, clipped, strict=True)
     ]
+    table = np.array(parameters, np.int64)
+    recording.addresses(table, [*weights, *gradients], clipped)
     kernels().clip(
-        np.array(parameters, np.int64),
-        np.array(decays, np.float32),
-        np.empty(sum(-(-new.size // CHUNK) for new in clipped)),
-        np.empty(len(clipped)),
+        table,
+        recording.numbers(decays),
+        arenas.empty((sum(-(-new.size // CHUNK) for new in clipped),), np.float64),
+        arenas.empty((len(clipped),), np.float64),
         len(clipped),
         METHODS.index(method),
         threshold,

@@ -34,7 +34,7 @@ def _backward(dy, argmax, x, windows, tree):
     blocks, *image, _ = source[0].shape
     shape, _ = _geometry(tuple(image), *windows)
     dx = arenas.empty(source[0].shape)
-    rows = None if source[1] is None else np.empty((blocks, 2 * image[0]))
+    rows = None if source[1] is None else arenas.empty((blocks, 2 * image[0]), np.float64)
     dy = np.ascontiguousarray(dy)
     kernels().pool2d_dx(dy, argmax, *source, dx, rows, blocks, shape, tree_of(tree))
     return dx, None if rows is None else partial_of_rows(rows, tree)

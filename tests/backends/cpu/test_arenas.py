@@ -112,7 +112,7 @@ FORK = """
 import os
 from mpidl.backends.cpu import arenas
 
-with arenas._reading.lock, arenas._arena.lock:  # as if other threads held them
+with arenas._reading.lock, arenas._activations.lock:  # as if other threads held them
     child = os.fork()
     if not child:
         arenas.to_read((1 << 20,), "u1")

@@ -1,0 +1,36 @@
+/* Call a recorded sequence of functions. build.py defines CALLS from mpidl.h: a case for each function
+ * with the casts of its arguments. */
+#include "mpidl.h"
+
+#include <string.h>
+
+#ifndef CALLS
+#define CALLS
+#endif
+
+#define POINTER(i) ((void *)(intptr_t)arguments[i])
+
+static inline float as_float(int64_t bits) {
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+static inline double as_double(int64_t bits) {
+    double number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+int64_t mpidl_play(const int64_t *calls, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t function = calls[0], *arguments = calls + 2;
+        switch (function) {
+            CALLS
+            default: return i; /* a string or a hook is not an argument of a recorded call */
+        }
+        if (mpidl_missing_bytes) return i;
+        calls = arguments + calls[1];
+    }
+    return count;
+}

@@ -1,0 +1,273 @@
+"""Record the kernel calls of a training step on a CPU while it runs; see `program` for the replay.
+
+A Recorder notes each call of the library with the addresses and numbers of its arguments. Kernels
+may read only memory whose contents the recorder knows: arrays that an earlier recorded call wrote,
+inputs and learnables, and constants. If a step computes an array in another way, for example with
+NumPy, a kernel that reads it makes the step unrecordable: `Recorder.problem` says why, and the step
+itself goes on undisturbed.
+
+Temporary arrays come from an arena of the recorder. A replay writes to the same addresses.
+"""
+
+import bisect
+import contextlib
+
+import numpy as np
+
+from mpidl.backends.cpu import arenas, builds
+from mpidl.backends.cpu.program import Calls, Inputs, Program
+
+_recorder = None  # the Recorder in use
+
+
+class _NamedFloat(float):
+    name: str
+
+
+class _NamedInt(int):
+    name: str
+
+
+def scalar(name, value):
+    """Return a number that may change between steps; each replay can set it under this name."""
+    if _recorder is None:
+        return value
+    named = (_NamedFloat if isinstance(value, float) else _NamedInt)(value)
+    named.name = name
+    return named
+
+
+def numbers(values, dtype=np.float32):
+    """Return an array for a kernel to read. Some numbers may be results of `scalar`."""
+    array = np.array(values, dtype)
+    if _recorder is not None:
+        _recorder.constant(array)
+        for i, value in enumerate(values):
+            if isinstance(value, (_NamedFloat, _NamedInt)):
+                _recorder.inputs.add_number(value.name, array, i)
+    return array
+
+
+def addresses(table, reads, writes):
+    """Return an int64 table of addresses for a kernel that reads and writes the given arrays."""
+    if _recorder is not None:
+        _recorder.table(table, reads, writes)
+    return table
+
+
+def owns(arrays):
+    """Return whether all arrays are learnables that the recorded step may update in place."""
+    return _recorder is not None and all(map(_recorder.owns, arrays))
+
+
+def address_of(array):
+    """Return the address of an array's first element."""
+    return array.__array_interface__["data"][0]
+
+
+class _Place:
+    """Memory that belongs to another object, for NumPy."""
+
+    __slots__ = ("__array_interface__",)
+
+
+def fixed(array):
+    """Return an array at the same address that does not keep the memory from being reused."""
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    place = _Place()
+    place.__array_interface__ = {**array.__array_interface__, "strides": None}
+    return np.asarray(place)
+
+
+class _Range:
+    """A range of memory whose contents the recorder may know.
+
+    `name` is the name of an input, else None.
+    """
+
+    def __init__(self, start, nbytes, is_written=True, name=None, is_owned=False):
+        self.start, self.stop = start, start + nbytes
+        self.is_written, self.name, self.is_owned = is_written, name, is_owned
+
+
+class _Arena(arenas.Arena):
+    """The arena of a recorder, which says what it allocates."""
+
+    def __init__(self):
+        super().__init__(smallest=0)
+        self.on_take = lambda address, size: None
+
+    def take(self, size):
+        address = super().take(size)
+        self.on_take(address, size)
+        return address
+
+
+class Recorder:
+    """Records a training step that runs on the host.
+
+    Parameters
+    ----------
+    owned : list of ndarray
+        Learnables, state and optimizer arrays. They keep their addresses, and the step may write
+        to them.
+
+    Attributes
+    ----------
+    problem : str or None
+        Why the step cannot be recorded.
+    arena : Arena
+        The arena of the step's arrays. The Program keeps it.
+    """
+
+    def __init__(self, owned):
+        self.problem, self.arena, self.inputs = None, _Arena(), Inputs()
+        self.arena.on_take = self._allocated
+        self._starts, self._ranges = [], {}
+        self._kept, self._parts = [owned], [[]]
+        for array in owned:
+            if not array.flags.c_contiguous or not array.flags.writeable:
+                self.refuse("an array of the network or the optimizer is not contiguous")
+            self._add(_Range(address_of(array), array.nbytes, is_owned=True))
+
+    @contextlib.contextmanager
+    def recording(self):
+        """Record what the library does within the `with` block."""
+        global _recorder
+        _recorder, builds.on_call = self, self._called
+        try:
+            with arenas.through(self.arena):
+                yield
+        finally:
+            _recorder = builds.on_call = None
+
+    def refuse(self, problem):
+        """Note why the step cannot be recorded."""
+        self.problem = self.problem or problem
+
+    def input(self, name, array):
+        """Declare an array that each replay may replace by another one of the same shape."""
+        if not array.flags.c_contiguous:
+            self.refuse(f"the input {name} is not contiguous")
+        self._kept.append(array)
+        self._add(_Range(address_of(array), array.nbytes, name=name))
+
+    def constant(self, array):
+        """Declare an array whose contents stay the same, or are changed by replays."""
+        self._kept.append(array)
+        self._add(_Range(address_of(array), array.nbytes))
+        return array
+
+    def call_python(self, function, writes=()):
+        """Let replays call a function without arguments at this point of the step."""
+        self._parts[-1].append(function)
+        for array in writes:
+            self._write(array)
+
+    def next_part(self):
+        """End a part of the step. The caller of the Program runs the parts one by one."""
+        self._parts.append([])
+
+    def fix(self, array):
+        """Return `fixed(array)` of an array that the step has computed."""
+        self._read(array, "an exchange")
+        return fixed(array)
+
+    def finish(self):
+        """Return the Program."""
+        self.arena.on_take = lambda address, size: None
+        for part in self._parts:
+            for step in part:
+                if isinstance(step, Calls):
+                    step.finish()
+        return Program(self._parts, self.inputs, (self._kept, self.arena))
+
+    def owns(self, array):
+        """Return whether the array is one of the arrays that the step may update in place."""
+        memory = self._range(array)
+        return memory is not None and memory.is_owned
+
+    # ---- memory ----
+
+    def _allocated(self, address, size):
+        self._add(_Range(address, size, is_written=False))
+
+    def _add(self, memory):
+        """Add a range; ranges of freed memory that it overlaps are forgotten."""
+        i = bisect.bisect_left(self._starts, memory.start)
+        if i and self._ranges[self._starts[i - 1]].stop > memory.start:
+            i -= 1
+        while i < len(self._starts) and self._starts[i] < memory.stop:
+            del self._ranges[self._starts.pop(i)]
+        if memory.stop > memory.start:
+            self._starts.insert(i, memory.start)
+            self._ranges[memory.start] = memory
+
+    def _range(self, array):
+        """Return the known range that contains an array, or None."""
+        start = address_of(array)
+        i = bisect.bisect_right(self._starts, start) - 1
+        memory = self._ranges[self._starts[i]] if i >= 0 else None
+        return memory if memory is not None and start + array.nbytes <= memory.stop else None
+
+    def _read(self, array, reader):
+        memory = self._range(array)
+        if array.size and (memory is None or not memory.is_written):
+            self.refuse(f"{reader} reads an array that no kernel computed")
+        return memory
+
+    def _write(self, array):
+        memory = self._range(array)
+        if memory is not None and memory.name is None:
+            memory.is_written = True
+        elif array.size:
+            self.refuse("a kernel writes to an array of unknown origin")
+
+    # ---- calls ----
+
+    def table(self, table, reads, writes):
+        """Note the arrays whose addresses a table contains."""
+        self.constant(table)
+        flat = table.reshape(-1)
+        for array in reads:
+            memory = self._read(array, "the update")
+            if memory is not None and memory.name is not None:
+                address = address_of(array)
+                for i in np.flatnonzero(flat == address):
+                    self.inputs.add_address(memory.name, flat, i, address - memory.start)
+        for array in writes:
+            self._write(array)
+
+    def _called(self, name, arguments):
+        """Note a call of the library, which has just returned."""
+        steps = self._parts[-1]
+        if not (steps and isinstance(steps[-1], Calls)):
+            steps.append(Calls(builds.kernels()))
+        calls, written = steps[-1], []
+        types = builds.kernels().argument_types(name)
+        calls.begin(name, len(arguments))
+        for kind, argument in zip(types, arguments, strict=True):
+            if isinstance(argument, np.ndarray):
+                self._array(calls, name, argument, kind.const)
+                written += [] if kind.const else [argument]
+            elif isinstance(argument, bytes):
+                self._kept.append(text := np.frombuffer(argument + b"\0", np.uint8))
+                calls.add(address_of(text))
+            elif isinstance(argument, (_NamedFloat, _NamedInt)):
+                self.inputs.add_number(argument.name, *calls.add_number(argument, kind))
+            else:
+                calls.add_number(0 if argument is None else argument, kind)
+        for array in written:
+            self._write(array)
+
+    def _array(self, calls, name, array, is_read):
+        memory = self._range(array)
+        if is_read and memory is None and array.dtype.kind == "i":
+            array = self.constant(array.copy())  # the geometry of a layer
+        elif is_read:
+            memory = self._read(array, name)
+        position = calls.add(address_of(array))
+        if memory is not None and memory.name is not None:
+            offset = address_of(array) - memory.start
+            self.inputs.add_address(memory.name, calls, position, offset)

@@ -1,0 +1,177 @@
+"""The training step on a CPU, recorded once and replayed for every full mini-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.autodiff import value_and_grad
+from mpidl.backends import settings
+from mpidl.backends.cpu import arenas, builds, recording
+from mpidl.blocks import LANES, Batch, Blocked
+from mpidl.comm.recorded_world import RecordedWorld
+
+if TYPE_CHECKING:
+    from mpidl.comm.world import World
+    from mpidl.nn import Network
+
+GRADIENT, UPDATE = range(2)  # the parts of a recorded step
+
+
+class StepProgram:
+    """A training step on the host as a program that replays its kernel calls.
+
+    The network gets copies of its learnables and its state. The program updates these copies and
+    the arrays of the optimizer in place.
+
+    Parameters
+    ----------
+    net : Network
+        The network, in host memory.
+    optimizer : Optimizer
+        The optimizer.
+    world : World
+        The ranks.
+    images, targets : Blocked
+        The mini-batch to record.
+
+    Attributes
+    ----------
+    batch : Batch
+        The recorded mini-batch.
+    state : dict
+        {name: array}, the new state of the network that the last `gradient` computed.
+    """
+
+    def __init__(
+        self, net: Network, optimizer: Any, world: World, images: Blocked, targets: Blocked
+    ) -> None:
+        self._net, self._optimizer, self.batch = net, optimizer, images.batch
+        net.parameters = {name: _copied(array) for name, array in net.parameters.items()}
+        net.state = {name: _copied(array) for name, array in net.state.items()}
+        optimizer.prepare(net.parameters)
+        self._arrays, self._settings = _arrays(net, optimizer), _settings(net, optimizer)
+        self._recorder = recording.Recorder(self._arrays)
+        self.arena = self._recorder.arena
+        self._world = RecordedWorld(world, self._recorder)
+        self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
+        self._lanes = images.lanes, targets.lanes
+        self.state: dict[str, np.ndarray] = {}
+        self._gradients: dict[str, np.ndarray] = {}
+        self._program: Any = None
+
+    def record_gradient(
+        self, objective: Callable[..., Any], images: Blocked, targets: Blocked
+    ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Compute and record the value, the gradients and the new state of a mini-batch."""
+        self._set_samples(images.batch)
+        self._recorder.input("images", images.lanes)
+        self._recorder.input("targets", targets.lanes)
+        batch = dataclasses.replace(images.batch, world=self._world, device=self)
+        recorded = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
+        with self._recorder.recording():
+            gradient = value_and_grad(objective, reduce=self._world)
+            value, gradients, state = gradient(self._net, *recorded)
+            fix = self._recorder.fix
+            self.state = {
+                name: array if array is self._net.state[name] else fix(array)
+                for name, array in state.items()
+            }
+            if self._world.size == 1:
+                self._gradients = {name: fix(array) for name, array in gradients.items()}
+            self._recorder.next_part()
+        return value, gradients, state
+
+    def record_update(self, gradients: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+        """Update and record the update; return why the step cannot be recorded, or None."""
+        net, recorder = self._net, self._recorder
+        with recorder.recording():
+            stepped = self._optimizer.apply(net.parameters, gradients, self._optimizer.advance())
+            for news, olds in ((stepped, net.parameters), (state, net.state)):
+                for name, old in olds.items():
+                    if news[name] is not old:
+                        builds.kernels().copy(news[name], old, old.size)
+            self._program = recorder.finish()
+        return recorder.problem
+
+    def is_current(self) -> bool:
+        """Return whether the network and the optimizer still have the same arrays and settings."""
+        arrays = _arrays(self._net, self._optimizer)
+        same = len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
+        return same and _settings(self._net, self._optimizer) == self._settings
+
+    def fits(self, images: Blocked, targets: Blocked) -> bool:
+        """Return whether the program can compute the step of a mini-batch."""
+        batch, lanes = images.batch, (images.lanes, targets.lanes)
+        return (batch.count, batch.tree, batch.seed) == (
+            self.batch.count,
+            self.batch.tree,
+            self.batch.seed,
+        ) and all(
+            (a.shape, a.dtype, a.flags.c_contiguous) == (b.shape, b.dtype, True)
+            for a, b in zip(lanes, self._lanes, strict=True)
+        )
+
+    def gradient(
+        self, images: Blocked, targets: Blocked
+    ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Replay the computation of the value, the gradients and the new state."""
+        self._set_samples(images.batch)
+        inputs = self._program.inputs
+        inputs.set_number("epoch", images.batch.epoch)
+        inputs.set_address("images", recording.address_of(images.lanes))
+        inputs.set_address("targets", recording.address_of(targets.lanes))
+        self._lanes = images.lanes, targets.lanes
+        self._program.run(GRADIENT)
+        value = self._world.world.gplus(self._world.outputs)
+        return tuple(value.values()), self._world.gradients or self._gradients, self.state
+
+    def update(self) -> None:
+        """Replay the update of the learnables, the state and the optimizer."""
+        for name, value in self._optimizer.advance().items():
+            self._program.inputs.set_number(name, value)
+        self._program.run(UPDATE)
+
+    # what the recorded mini-batch asks its device for, see `blocks.Batch`
+
+    def valid(self, batch: Batch) -> np.ndarray:
+        """Return the number of images in each block, (blocks,) int32."""
+        return self.batch.counts()
+
+    def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
+        """Return the epoch and the sample numbers, which replays set anew."""
+        return recording.scalar("epoch", batch.epoch), self._samples
+
+    def per_image(self, batch: Batch) -> float:
+        """Return 1 / the number of images."""
+        return self.batch.per_image
+
+    def _set_samples(self, batch):
+        self._samples[: len(batch.indices)] = batch.indices
+
+
+def _copied(array):
+    result = arenas.empty(array.shape, array.dtype)
+    result[...] = array
+    return result
+
+
+def _arrays(net, optimizer):
+    """Return the arrays that a training step updates."""
+    tables = optimizer.state_arrays.values()
+    return [
+        *net.parameters.values(),
+        *net.state.values(),
+        *(array for table in tables for array in table.values()),
+    ]
+
+
+def _settings(net, optimizer):
+    """Return all settings on which the kernel calls of a step depend."""
+    parts = [*net.layers, *optimizer.transforms]
+    options = net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
+    return options, [dict(vars(part)) for part in parts]
