@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.recording import Recorder, address_of, fixed
+from mpidl.blocks import OneRank
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ class RecordedWorld:
         total[...] = self.world.gplus(value)
         self.recorder.call_python(exchange, [total])
         return total
+
+    def results(self) -> dict[Any, Any]:
+        """Return the sums of the step's results in a replay, {key: array}."""
+        world = OneRank() if self.size == 1 else self.world
+        return world.gplus(self.outputs)
 
     def reducer(self) -> Any:
         """Return an object that sums gradients and notes the sums."""

@@ -101,8 +101,11 @@ class StepProgram:
     def is_current(self) -> bool:
         """Return whether the network and the optimizer still have the same arrays and settings."""
         arrays = _arrays(self._net, self._optimizer)
-        same = len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
-        return same and _settings(self._net, self._optimizer) == self._settings
+        return (
+            len(arrays) == len(self._arrays)
+            and all(map(operator.is_, arrays, self._arrays))
+            and _settings(self._net, self._optimizer) == self._settings
+        )
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
         """Return whether the program can compute the step of a mini-batch."""
@@ -127,8 +130,8 @@ class StepProgram:
         inputs.set_address("targets", recording.address_of(targets.lanes))
         self._lanes = images.lanes, targets.lanes
         self._program.run(GRADIENT)
-        value = self._world.world.gplus(self._world.outputs)
-        return tuple(value.values()), self._world.gradients or self._gradients, self.state
+        value = tuple(self._world.results().values())
+        return value, self._world.gradients or self._gradients, self.state
 
     def update(self) -> None:
         """Replay the update of the learnables, the state and the optimizer."""

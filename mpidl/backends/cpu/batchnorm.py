@@ -95,9 +95,9 @@ def batchnorm_factors(sums, gamma, statistics):
 
 
 def running(olds, values, decay):
-    news = _vectors(len(olds[0]), *len(olds) * ("f4",))
-    for old, value, new in zip(olds, values, news, strict=True):
-        kernels().running(per_channel(old), np.ascontiguousarray(value), decay, new, len(new))
+    news = [arenas.empty(old.shape) for old in olds]
+    for old, value, new in zip(map(per_channel, olds), values, news, strict=True):
+        kernels().running(old, np.ascontiguousarray(value, np.float64), decay, new, len(new))
     return news
 
 

@@ -42,8 +42,10 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     for row, arrays in zip(parameters, rows, strict=True):
         row[0] = arrays[0].size
         row[1 : 1 + len(arrays)] = [_address(array) for array in arrays]
-    kept = [array for arrays in state for array in arrays]
-    recording.addresses(parameters, [*weights, *gradients, *kept], [*stepped, *kept])
+    state_arrays = [array for arrays in state for array in arrays]
+    recording.addresses(
+        parameters, [*weights, *gradients, *state_arrays], [*stepped, *state_arrays]
+    )
     fits = kernels().optimizer_step(
         formula.encode(),
         parameters,

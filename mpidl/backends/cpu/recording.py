@@ -125,7 +125,7 @@ class Recorder:
         self.problem, self.arena, self.inputs = None, _Arena(), Inputs()
         self.arena.on_take = self._allocated
         self._starts, self._ranges = [], {}
-        self._kept, self._parts = [owned], [[]]
+        self._alive, self._parts = [owned], [[]]
         for array in owned:
             if not array.flags.c_contiguous or not array.flags.writeable:
                 self.refuse("an array of the network or the optimizer is not contiguous")
@@ -150,12 +150,12 @@ class Recorder:
         """Declare an array that each replay may replace by another one of the same shape."""
         if not array.flags.c_contiguous:
             self.refuse(f"the input {name} is not contiguous")
-        self._kept.append(array)
+        self._alive.append(array)
         self._add(_Range(address_of(array), array.nbytes, name=name))
 
     def constant(self, array):
         """Declare an array whose contents stay the same, or are changed by replays."""
-        self._kept.append(array)
+        self._alive.append(array)
         self._add(_Range(address_of(array), array.nbytes))
         return array
 
@@ -181,7 +181,7 @@ class Recorder:
             for step in part:
                 if isinstance(step, Calls):
                     step.finish()
-        return Program(self._parts, self.inputs, (self._kept, self.arena))
+        return Program(self._parts, self.inputs, (self._alive, self.arena))
 
     def owns(self, array):
         """Return whether the array is one of the arrays that the step may update in place."""
@@ -252,7 +252,7 @@ class Recorder:
                 self._array(calls, name, argument, kind.const)
                 written += [] if kind.const else [argument]
             elif isinstance(argument, bytes):
-                self._kept.append(text := np.frombuffer(argument + b"\0", np.uint8))
+                self._alive.append(text := np.frombuffer(argument + b"\0", np.uint8))
                 calls.add(address_of(text))
             elif isinstance(argument, (_NamedFloat, _NamedInt)):
                 self.inputs.add_number(argument.name, *calls.add_number(argument, kind))

@@ -1,0 +1,257 @@
+"""Recorded training steps on CPUs: the same bytes as eager ones, or eager steps."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from short_training import SIDE, pictures, small, trained
+from single_rank import numbers
+
+import mpidl as dl
+from mpidl import phases
+from mpidl.backends.cpu import builds
+from mpidl.backends.cpu.program import Inputs
+from mpidl.data import MinibatchQueue
+from mpidl.training import steps
+from mpidl.training.files.model_file import weights_sha256
+from mpidl.training.steps import EagerStep, ReplayedStep, StepInfo
+
+pytestmark = pytest.mark.skipif(builds.kernels() is None, reason="no compiled kernels")
+
+
+def residual():
+    def layers():
+        yield dl.Conv2D(3, 16, padding=1, name="in")
+        yield dl.BatchNorm()
+        yield dl.ReLU(name="trunk")
+        yield dl.Conv2D(3, 16, padding=1)
+        yield dl.BatchNorm(name="branch")
+        yield dl.Add(inputs=["trunk", "branch"])
+        yield dl.ReLU(name="sum")
+        yield dl.Concat(inputs=["sum", "trunk"])
+        yield dl.MaxPool2D(2)
+        yield dl.AveragePool2D(2, stride=1)
+        yield dl.Dropout(0.3)
+        yield dl.Dense(20)
+        yield dl.Tanh()
+        yield dl.Dense(3)
+
+    return dl.Network(layers(), (1, SIDE, SIDE), seed=1)
+
+
+def frozen():
+    return small().freeze(*small().layer_names[:2])
+
+
+NETWORKS = {"small": small, "residual": residual, "frozen": frozen}
+SOLVERS = {
+    "sgdm": lambda **factors: dl.SGDM(0.1, 0.9, **factors),
+    "decay and clipping": lambda **factors: dl.SGDM(
+        0.1, l2=0.01, gradient_threshold=0.5, nesterov=True, **factors
+    ),
+    "adam": lambda **factors: dl.Adam(0.01, **factors),
+    "adamw": lambda **factors: dl.AdamW(0.01, **factors),
+    "rmsprop": lambda **factors: dl.RMSProp(0.01, **factors),
+}
+
+
+def run(
+    world,
+    step_class,
+    net,
+    optimizer,
+    change=lambda step, iteration: None,
+    store=None,
+    batch=40,
+    epochs=3,
+):
+    """Train, and return the step and the losses.
+
+    By default, an epoch has two full mini-batches and one of 20 images.
+    """
+    queue = MinibatchQueue(pictures(100) if store is None else store, batch, 0, world)
+    step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
+    losses = []
+    for epoch in range(1, epochs + 1):
+        for images, labels in queue.epoch(epoch):
+            iteration = len(losses) + 1
+            optimizer.learning_rate = 0.1 / iteration
+            info = StepInfo(epoch, iteration, images.batch.count, 0.1, 0.0)
+            losses += [result.loss for result in step.submit(images, labels, info)]
+            change(step, iteration)
+    return step, losses
+
+
+def results(net, optimizer):
+    return net.parameters | net.state | optimizer.state()
+
+
+def assert_equal(net, solver, world, **arguments):
+    """Assert that eager and replayed steps have the same bytes; return the replayed step."""
+    nets = net(), net()
+    optimizers = [solver(**net.factors) for net in nets]
+    _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
+    step, losses = run(world, ReplayedStep, nets[1], optimizers[1], **arguments)
+    assert losses == expected
+    arrays = [results(*pair) for pair in zip(nets, optimizers, strict=True)]
+    assert {k: v.tobytes() for k, v in arrays[0].items()} == {
+        k: v.tobytes() for k, v in arrays[1].items()
+    }
+    return step
+
+
+@pytest.mark.parametrize("net", NETWORKS)
+def test_replays_have_the_bytes_of_eager_steps(net, world):
+    assert assert_equal(NETWORKS[net], SOLVERS["sgdm"], world).program is not None
+
+
+@pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "sgdm"])
+def test_all_solvers_are_recorded(solver, world):
+    assert assert_equal(small, SOLVERS[solver], world).program is not None
+
+
+@pytest.mark.parametrize("net", ["alexnet", "mobilenet_v2", "resnet18", "vgg11_bn"])
+@pytest.mark.slow("trainings")
+def test_networks_of_the_zoo_are_recorded(net, world):
+    shape, classes = (3, 67, 67), 3
+    images = numbers("zoo", 24, *shape, low=0, high=200).astype(np.uint8)
+    store = dl.ArrayDatastore(images, np.arange(24) % classes)
+    create = functools.partial(getattr(dl.zoo, net), shape, classes)
+    arguments = {"store": store, "batch": 20, "epochs": 3}
+    assert assert_equal(create, SOLVERS["sgdm"], world, **arguments).program is not None
+
+
+def test_a_program_that_misses_an_input_is_not_used(world, monkeypatch, capfd):
+    set_address = Inputs.set_address
+
+    def stale(self, name, address):
+        if name != "images":
+            set_address(self, name, address)
+
+    monkeypatch.setattr(Inputs, "set_address", stale)
+    assert assert_equal(small, SOLVERS["sgdm"], world).program is None
+    text = capfd.readouterr().err
+    assert ("differs from the eager one" in text) == (world.rank == 0)
+
+
+def test_the_check_compares_the_bytes(world, monkeypatch):
+    """Negative control: without the check, the faulty program of the last test is used."""
+    set_address = Inputs.set_address
+    monkeypatch.setattr(Inputs, "set_address", lambda self, name, address: None)
+    monkeypatch.setattr(steps, "_digest", lambda *results: b"")
+    if world.size > 1:  # sums of gradients have new addresses in each step
+        monkeypatch.setattr(
+            Inputs,
+            "set_address",
+            lambda self, name, address: (
+                None if name == "images" else set_address(self, name, address)
+            ),
+        )
+    with pytest.raises(AssertionError):
+        assert_equal(small, SOLVERS["sgdm"], world)
+
+
+def test_ranks_that_replay_work_with_ranks_that_do_not(world):
+    if world.rank == 0:
+        phases.store_spans(10_000)  # steps whose spans are stored run eagerly
+    try:
+        assert assert_equal(small, SOLVERS["sgdm"], world).program is not None
+    finally:
+        phases.take_spans()
+
+
+def test_changes_between_steps_are_noticed(world):
+    def change(step, iteration):
+        if iteration == 4:
+            step.net.parameters = {k: v * 0.5 for k, v in step.net.parameters.items()}
+        if iteration == 6:
+            step.net.layers[1].decay = 0.5
+        if iteration == 7:
+            step.optimizer.transforms[-1].momentum = 0.5
+
+    assert assert_equal(small, SOLVERS["sgdm"], world, change=change).program is not None
+
+
+def test_observers_get_the_gradients(world):
+    gradients = {EagerStep: [], ReplayedStep: []}
+    for step_class, copies in gradients.items():
+
+        def observe(step, iteration, copies=copies):
+            if iteration == 1:
+                step.observe_gradients(
+                    lambda g: copies.append({k: v.tobytes() for k, v in g.items()})
+                )
+
+        run(world, step_class, small(), dl.SGDM(0.1), observe)
+    assert len(gradients[EagerStep]) == 8
+    assert gradients[EagerStep] == gradients[ReplayedStep]
+
+
+def test_arrays_that_others_hold_do_not_change(world):
+    net = small()
+    arrays = net.parameters
+    before = {name: array.tobytes() for name, array in arrays.items()}
+    run(world, ReplayedStep, net, dl.SGDM(0.1))
+    assert {name: array.tobytes() for name, array in arrays.items()} == before
+
+
+def test_trainings_replay_steps(world, monkeypatch):
+    counts = []
+    monkeypatch.setattr(
+        steps.StepProgram,
+        "update",
+        lambda self, update=steps.StepProgram.update: (
+            counts.append(1),
+            update(self),
+        ),
+    )
+    recorded, _ = trained(world)
+    assert len(counts) == 3  # 6 mini-batches: one is recorded, and two are smaller
+    eager, _ = trained(world, graphs="off")
+    assert len(counts) == 3
+    assert weights_sha256(recorded) == weights_sha256(eager)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
+    net, error = small(), None
+
+    def explode(step, iteration):
+        if iteration == 5:
+            step.net.parameters["dense1.weight"][...] = np.inf
+        explode.before = {k: v.tobytes() for k, v in results(net, step.optimizer).items()}
+        explode.optimizer = step.optimizer
+
+    try:
+        with np.errstate(all="ignore"):
+            run(world, ReplayedStep, net, dl.SGDM(0.1), explode)
+    except dl.errors.NotFinite as fault:
+        error = fault
+    assert "iteration 6" in error.description
+    after = {k: v.tobytes() for k, v in results(net, explode.optimizer).items()}
+    assert after == explode.before
+
+
+@dataclasses.dataclass
+class Doubled(dl.ReLU):
+    """A layer of a user, whose Python code runs in each step."""
+
+    def forward(self, x, context):
+        return super().forward(x, context) * 2.0
+
+
+def test_custom_parts_stay_eager(world):
+    options = dl.TrainingOptions()
+    net = small()
+    assert steps.is_recordable(net, dl.SGDM(0.1), options)
+    for other in ({"loss": lambda *a: 0}, {"graphs": "off"}, {"batchnorm": "local"}):
+        assert not steps.is_recordable(net, dl.SGDM(0.1), dataclasses.replace(options, **other))
+    assert not steps.is_recordable(net, lambda p, g: p, options)
+    assert not steps.is_recordable(small(Doubled()), dl.SGDM(0.1), options)
+
+
+def test_what_numpy_computes_stays_eager(world):
+    def net():
+        return small(dl.PReLU())  # NumPy folds the gradient of its slopes
+
+    assert assert_equal(net, SOLVERS["sgdm"], world).program is None
