@@ -9,11 +9,13 @@ import numpy as np
 from benchmarks import subject
 from mpidl import backends, losses, ops
 from mpidl.autodiff import value_and_grad
+from mpidl.backends.cpu import builds
 from mpidl.blocks import from_images, share
 from mpidl.comm import World
 from mpidl.comm.reducer import Reducer
 from mpidl.data import ArrayDatastore
 from mpidl.nn import Network
+from mpidl.training import steps
 from mpidl.training.optimizers import SGDM
 
 
@@ -129,6 +131,24 @@ class EagerStep:
         self.times.backward.append(backward_end - forward_end)
         self.times.update.append(time.perf_counter() - backward_end)
         return float(loss)
+
+
+class TrainStep(EagerStep):
+    """The step of `dl.train` on a CPU, recorded once and replayed. It has no `times`."""
+
+    def reset(self, batchnorm: str = "global") -> None:
+        """Restore the initial weights, and record the step anew."""
+        super().reset(batchnorm)
+        step_class = steps.EagerStep if builds.kernels() is None else steps.ReplayedStep
+        loss_of_labels = "crossentropy", self.world, 1
+        self.step = step_class(self.net, self.sgdm, *loss_of_labels, None, lambda rate: "")
+
+    def __call__(self, *batch) -> float:
+        """Run one step and return the loss."""
+        images, labels = batch or self.batch
+        info = steps.StepInfo(1, 1, images.batch.count, subject.RATE, time.monotonic())
+        (result,) = self.step.submit(images, labels, info)
+        return result.loss
 
 
 class RecordedStep:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks import machine, subject, turns
-from benchmarks.mpidl_step import EagerStep
+from benchmarks.mpidl_step import TrainStep
 from mpidl.comm import World, failure
 from mpidl.comm.launcher import environment, launcher
 from mpidl.training.options import configuration
@@ -23,7 +23,7 @@ def main(argv=None):
     subject.configure(job)
     world = World(timeout=job.timeout, plain=job.plain)
     net, *arrays = subject.prepare(job)
-    step = EagerStep(net, arrays, world, job.batchnorm)
+    step = TrainStep(net, arrays, world, job.batchnorm)
 
     def describe():
         versions = configuration.versions_of(world.transport.MPI.Get_library_version())

@@ -1,12 +1,14 @@
 """`python -m benchmarks step`: time the parts of our training step, and its scaling over ranks."""
 
 import argparse
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from benchmarks import machine, ours, report, subject, turns
-from benchmarks.mpidl_step import EagerStep
+from benchmarks.mpidl_step import EagerStep, TrainStep
 from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.errors import UserError
@@ -27,20 +29,33 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
     net = subject.network(options.network, options.image, options.seed)
     batch = subject.mini_batch(net.input_shape, options.batch_size, options.seed)
     step = EagerStep(net, batch, world)
+    replayed = TrainStep(
+        subject.network(options.network, options.image, options.seed), batch, world
+    )
+    for _ in range(2):
+        replayed()  # recorded, then checked
     peak_mib = world.gop("max", machine.peak_of_steps(step, 3) / 2**20)
     times, part_times = [], {name: [] for name in vars(step.times)}
+    replayed_times = []
     for _ in range(options.rounds):
         world.barrier()
         step.times.clear()
         times.append(np.mean(turns.timed_steps(step, options.iterations, world.barrier)))
         for name, seconds in vars(step.times).items():
             part_times[name].append(np.mean(seconds[1:]))
+        seconds = turns.timed_steps(replayed, options.iterations, world.barrier)
+        replayed_times.append(np.mean(seconds))
     kernels = profile(step, options.iterations)
+    outside = {
+        "eager": outside_kernels(step, options.iterations),
+        "replayed": outside_kernels(replayed, options.iterations),
+    }
     slowest = world.gop("max", np.array(times))
     if world.rank:
         return None
     ms = {"step": report.summary(slowest, 1e3)}
     ms |= {name: report.summary(seconds, 1e3) for name, seconds in part_times.items()}
+    ms["replayed step of dl.train"] = report.summary(replayed_times, 1e3)
     images = options.batch_size / report.median(slowest)
     text = f"{world.size} rank(s), {machine.arithmetic()}, {options.rounds} rounds of "
     subject.print_head(options, f"{text}{options.iterations} steps", notes)
@@ -58,6 +73,10 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
         for name, kernel in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):
             rows.append([f"  {name}", f"{kernel['ms']:.3f} ms", f"{kernel['calls']:g} calls"])
         report.print_table(rows)
+        print(
+            f"CPU time outside kernels: {outside['eager']:.3f} ms a step, replayed "
+            f"{outside['replayed']:.3f} ms"
+        )
     versions = configuration.versions_of(world.transport.MPI.Get_library_version())
     names = ("network", "batch_size", "threads", "winograd")
     return report.header(options, versions, *names) | {
@@ -67,6 +86,7 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
         "peak_mib": peak_mib,
         "kernels": kernels,
         "kernel_share": share,
+        "ms_outside_kernels": outside,
     }
 
 
@@ -80,13 +100,40 @@ def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
         for _ in range(count):
             step()  # other ranks may have kernels and wait for this one
         return None
-    totals = {}
+    with timed_kernels(time.perf_counter) as totals:
+        for _ in range(count):
+            step()
+    return {k: {"ms": s / count * 1e3, "calls": n / count} for k, (n, s) in totals.items()}
+
+
+def outside_kernels(step: EagerStep, count: int) -> float:
+    """Run `count` steps; return the main thread's CPU time outside C functions, in ms per step.
+
+    The value is the median over the steps. With several ranks, it includes the time of waiting.
+    """
+    times = []
+    for _ in range(count):
+        with timed_kernels(time.thread_time) as totals:
+            start = time.thread_time()
+            step()
+            seconds = time.thread_time() - start
+        times.append(seconds - sum(kernel_seconds for _, kernel_seconds in totals.values()))
+    return float(np.median(times)) * 1e3
+
+
+@contextlib.contextmanager
+def timed_kernels(clock: Callable[[], float]) -> Iterator[dict[str, list]]:
+    """Yield {name: [calls, seconds]} of the C functions that are called in the `with` block."""
+    library, totals = builds.kernels(), {}
+    if library is None:
+        yield totals
+        return
 
     def timed(name, function):
         def run(*arguments):
-            start = time.perf_counter()
+            start = clock()
             value = function(*arguments)
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             total = totals.setdefault(name, [0, 0.0])
             total[0], total[1] = total[0] + 1, total[1] + seconds
             return value
@@ -97,11 +144,9 @@ def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
     try:
         for name, function in functions.items():
             setattr(library, name, timed(name, function))
-        for _ in range(count):
-            step()
+        yield totals
     finally:
         vars(library).update(functions)
-    return {k: {"ms": s / count * 1e3, "calls": n / count} for k, (n, s) in totals.items()}
 
 
 def measure_scaling(options: argparse.Namespace) -> dict:

@@ -144,7 +144,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="gpuDevice",
     )
     graphs: Literal["auto", "off"] = choice(
-        "On GPUs, auto records a training step and launches it as CUDA graphs; off launches each "
+        "auto records a training step and replays it, on GPUs as CUDA graphs; off launches each "
         "kernel separately",
         default="auto",
     )
