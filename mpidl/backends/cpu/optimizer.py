@@ -34,9 +34,9 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
         raise TypeError(f"{formula}: expected writable C-ordered arrays as state")
     factors = [1.0] * len(weights) if factors is None else factors
-    weights, gradients = _contiguous(weights, gradients)
     # a recorded step updates the learnables in place
-    stepped = weights if recording.owns(weights) else _results(weights)
+    stepped = list(weights) if recording.owns(weights) else _results(weights)
+    weights, gradients = _contiguous(weights, gradients)
     parameters = np.zeros((len(weights), COLUMNS), np.int64)
     rows = zip(weights, gradients, stepped, *state, strict=True)
     for row, arrays in zip(parameters, rows, strict=True):
@@ -75,8 +75,8 @@ def _results(weights):
 
 
 def clip(weights, gradients, decays, method, threshold):
-    weights, gradients = _contiguous(weights, gradients)
     clipped = _results(weights)
+    weights, gradients = _contiguous(weights, gradients)
     parameters = [
         (_address(w), _address(g), _address(new), new.size)
         for w, g, new in zip(weights, gradients, clipped, strict=True)

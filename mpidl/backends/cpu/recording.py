@@ -37,9 +37,9 @@ def scalar(name, value):
     return named
 
 
-def numbers(values, dtype=np.float32):
-    """Return an array for a kernel to read. Some numbers may be results of `scalar`."""
-    array = np.array(values, dtype)
+def numbers(values):
+    """Return a float32 array for a kernel. Some numbers may be results of `scalar`."""
+    array = np.array(values, np.float32)
     if _recorder is not None:
         _recorder.constant(array)
         for i, value in enumerate(values):
