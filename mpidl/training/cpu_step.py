@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,31 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.blocks import LANES, Batch, Blocked
 from mpidl.comm.recorded_world import RecordedWorld
+from mpidl.training.optimizers import Optimizer
 
 if TYPE_CHECKING:
     from mpidl.comm.world import World
     from mpidl.nn import Network
 
 GRADIENT, UPDATE = range(2)  # the parts of a recorded step
+
+
+def is_recordable(net: Network, optimizer: Any, options: Any) -> bool:
+    """Return whether the step may be recorded: whether the Python code of all its parts is ours.
+
+    A custom layer, loss, optimizer or transform may do something else in the next step, so that
+    such a step stays eager.
+    """
+    parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
+    return (
+        options.graphs != "off"
+        and options.worker_load != "measured"
+        and options.batchnorm == "global"
+        and isinstance(options.loss, str)
+        and isinstance(optimizer, Optimizer)
+        and all(type(part).__module__.startswith("mpidl.") for part in parts)
+        and builds.kernels() is not None
+    )
 
 
 class StepProgram:
@@ -59,7 +79,7 @@ class StepProgram:
         self.arena = self._recorder.arena
         self._world = RecordedWorld(world, self._recorder)
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
-        self._lanes = images.lanes, targets.lanes
+        self._formats = _format(images), _format(targets)
         self.state: dict[str, np.ndarray] = {}
         self._gradients: dict[str, np.ndarray] = {}
         self._program: Any = None
@@ -109,14 +129,12 @@ class StepProgram:
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
         """Return whether the program can compute the step of a mini-batch."""
-        batch, lanes = images.batch, (images.lanes, targets.lanes)
-        return (batch.count, batch.tree, batch.seed) == (
-            self.batch.count,
-            self.batch.tree,
-            self.batch.seed,
-        ) and all(
-            (a.shape, a.dtype, a.flags.c_contiguous) == (b.shape, b.dtype, True)
-            for a, b in zip(lanes, self._lanes, strict=True)
+        batch, own = images.batch, self.batch
+        return (
+            (batch.count, batch.tree, batch.seed) == (own.count, own.tree, own.seed)
+            and (_format(images), _format(targets)) == self._formats
+            and images.lanes.flags.c_contiguous
+            and targets.lanes.flags.c_contiguous
         )
 
     def gradient(
@@ -128,7 +146,6 @@ class StepProgram:
         inputs.set_number("epoch", images.batch.epoch)
         inputs.set_address("images", recording.address_of(images.lanes))
         inputs.set_address("targets", recording.address_of(targets.lanes))
-        self._lanes = images.lanes, targets.lanes
         self._program.run(GRADIENT)
         value = tuple(self._world.results().values())
         return value, self._world.gradients or self._gradients, self.state
@@ -157,6 +174,10 @@ class StepProgram:
         self._samples[: len(batch.indices)] = batch.indices
 
 
+def _format(blocked):
+    return blocked.lanes.shape, blocked.lanes.dtype
+
+
 def _copied(array):
     result = arenas.empty(array.shape, array.dtype)
     result[...] = array
@@ -178,3 +199,14 @@ def _settings(net, optimizer):
     parts = [*net.layers, *optimizer.transforms]
     options = net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
     return options, [dict(vars(part)) for part in parts]
+
+
+def digest(
+    value: tuple, gradients: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]
+) -> bytes:
+    """Return a hash of the results of a gradient computation."""
+    sha256 = hashlib.sha256(repr(tuple(map(float, value))).encode())
+    for table in gradients, state:
+        for name, array in sorted(table.items()):
+            sha256.update(name.encode() + np.ascontiguousarray(array).tobytes())
+    return sha256.digest()

@@ -9,25 +9,21 @@ submits up to `STEPS_AHEAD` steps ahead.
 from __future__ import annotations
 
 import collections
-import hashlib
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import losses, phases
 from mpidl.autodiff import value_and_grad
-from mpidl.backends.cpu import arenas, builds
+from mpidl.backends.cpu import arenas
 from mpidl.data import MinibatchQueue
 from mpidl.errors import NotFinite, UserError
-from mpidl.training.cpu_step import StepProgram
+from mpidl.training import cpu_step
 from mpidl.training.optimizers import Optimizer
-
-if TYPE_CHECKING:
-    from mpidl.nn import Network
 
 STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wait for
 
@@ -108,7 +104,7 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
     labels_per_image = losses.labels_per_image(datastore)
     if world.device is None:
-        step_class = ReplayedStep if is_recordable(net, optimizer, options) else EagerStep
+        step_class = ReplayedStep if cpu_step.is_recordable(net, optimizer, options) else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
         return queue, step_class(
             net, optimizer, options.loss, world, labels_per_image, balancer, advice
@@ -214,12 +210,13 @@ class ReplayedStep(EagerStep):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.program: StepProgram | None = None
+        self.program: cpu_step.StepProgram | None = None
+        self._recording: cpu_step.StepProgram | None = None
         self._is_checked, self._is_off = False, False
         self._finish: Callable[[Any, Any], None] = super()._update
 
     def close(self) -> None:
-        self.program, self._is_checked = None, False
+        self.program, self._recording, self._is_checked = None, None, False
 
     def _gradient(self, images, targets):
         if self.program is not None and not self.program.is_current():
@@ -228,10 +225,12 @@ class ReplayedStep(EagerStep):
             self._finish = super()._update
             return super()._gradient(images, targets)
         if self.program is None or images.batch.count > self.program.batch.count:
-            return self._record(images, targets)
+            with phases.span("recording"):
+                return self._record(images, targets)
         if self.program.fits(images, targets):
             if not self._is_checked:
-                self._check(images, targets)
+                with phases.span("check of the recording"):
+                    self._check(images, targets)
                 return self._gradient(images, targets)
             if phases.spans() is None:
                 self._finish = self._replay_update
@@ -245,22 +244,23 @@ class ReplayedStep(EagerStep):
 
     def _record(self, images, targets):
         self.close()
-        self.program = StepProgram(self.net, self.optimizer, self.world, images, targets)
+        self._recording = cpu_step.StepProgram(
+            self.net, self.optimizer, self.world, images, targets
+        )
         self._finish = self._record_update
-        return self.program.record_gradient(self.objective, images, targets)
+        return self._recording.record_gradient(self.objective, images, targets)
 
     def _record_update(self, gradients, state):
-        problem = self.program.record_update(gradients, state)
-        if not self.world.gop("and", problem is None):
-            self.close()
-            self._is_off = True
+        problem = self._recording.record_update(gradients, state)
+        self._is_off = not self.world.gop("and", problem is None)
+        self.program, self._recording = None if self._is_off else self._recording, None
 
     def _check(self, images, targets):
         """Compare the bytes of an eager and a replayed gradient; stay eager if they differ."""
         with arenas.through(self.program.arena):
-            expected = _digest(*super()._gradient(images, targets))
+            expected = cpu_step.digest(*super()._gradient(images, targets))
         value, gradients, _ = self.program.gradient(images, targets)
-        is_equal = expected == _digest(value, gradients, self.program.state)
+        is_equal = expected == cpu_step.digest(value, gradients, self.program.state)
         self._is_checked = self.world.gop("and", is_equal)
         if not self._is_checked:
             self.close()
@@ -337,33 +337,6 @@ class RecordedStep:
             if not math.isfinite(loss):
                 raise _not_finite(loss, info, "", self.advice)
             yield _result(info, loss, correct, self.labels_per_image)
-
-
-def is_recordable(net: Network, optimizer: Any, options: Any) -> bool:
-    """Return whether the step may be recorded: whether the Python code of all its parts is ours.
-
-    A custom layer, loss, optimizer or transform may do something else in the next step, so that
-    such a step stays eager.
-    """
-    parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
-    return (
-        options.graphs != "off"
-        and options.worker_load != "measured"
-        and options.batchnorm == "global"
-        and isinstance(options.loss, str)
-        and isinstance(optimizer, Optimizer)
-        and all(type(part).__module__.startswith("mpidl.") for part in parts)
-        and builds.kernels() is not None
-    )
-
-
-def _digest(value, gradients, state):
-    """Return a hash of the results of a gradient computation."""
-    digest = hashlib.sha256(repr(tuple(map(float, value))).encode())
-    for table in gradients, state:
-        for name, array in sorted(table.items()):
-            digest.update(name.encode() + np.ascontiguousarray(array).tobytes())
-    return digest.digest()
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:

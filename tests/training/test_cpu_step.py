@@ -13,7 +13,7 @@ from mpidl import phases
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.program import Inputs
 from mpidl.data import MinibatchQueue
-from mpidl.training import steps
+from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.steps import EagerStep, ReplayedStep, StepInfo
 
@@ -139,7 +139,7 @@ def test_the_check_compares_the_bytes(world, monkeypatch):
     """Negative control: without the check, the faulty program of the last test is used."""
     set_address = Inputs.set_address
     monkeypatch.setattr(Inputs, "set_address", lambda self, name, address: None)
-    monkeypatch.setattr(steps, "_digest", lambda *results: b"")
+    monkeypatch.setattr(cpu_step, "digest", lambda *results: b"")
     if world.size > 1:  # sums of gradients have new addresses in each step
         monkeypatch.setattr(
             Inputs,
@@ -199,9 +199,9 @@ def test_arrays_that_others_hold_do_not_change(world):
 def test_trainings_replay_steps(world, monkeypatch):
     counts = []
     monkeypatch.setattr(
-        steps.StepProgram,
+        cpu_step.StepProgram,
         "update",
-        lambda self, update=steps.StepProgram.update: (
+        lambda self, update=cpu_step.StepProgram.update: (
             counts.append(1),
             update(self),
         ),
@@ -243,11 +243,11 @@ class Doubled(dl.ReLU):
 def test_custom_parts_stay_eager(world):
     options = dl.TrainingOptions()
     net = small()
-    assert steps.is_recordable(net, dl.SGDM(0.1), options)
+    assert cpu_step.is_recordable(net, dl.SGDM(0.1), options)
     for other in ({"loss": lambda *a: 0}, {"graphs": "off"}, {"batchnorm": "local"}):
-        assert not steps.is_recordable(net, dl.SGDM(0.1), dataclasses.replace(options, **other))
-    assert not steps.is_recordable(net, lambda p, g: p, options)
-    assert not steps.is_recordable(small(Doubled()), dl.SGDM(0.1), options)
+        assert not cpu_step.is_recordable(net, dl.SGDM(0.1), dataclasses.replace(options, **other))
+    assert not cpu_step.is_recordable(net, lambda p, g: p, options)
+    assert not cpu_step.is_recordable(small(Doubled()), dl.SGDM(0.1), options)
 
 
 def test_what_numpy_computes_stays_eager(world):

@@ -104,12 +104,12 @@ def _of_the_system(size):
 
 
 _activations, _reading = Arena(), Arena()
-_current = _activations  # the arena of arrays that name no other one
+_through = None  # (arena, thread) while `through` replaces the arena of activations
 
 
 def _forked():
     """Replace the locks in a forked child: a thread of the parent may have held them."""
-    for arena in _activations, _reading, _current:
+    for arena in _activations, _reading, *(_through or ())[:1]:
         arena.lock = threading.Lock()
 
 
@@ -139,13 +139,19 @@ class _Place:
 
 @contextlib.contextmanager
 def through(arena):
-    """Allocate activations in another arena within the `with` block."""
-    global _current
-    before, _current = _current, arena
+    """Allocate the activations of this thread in another arena within the `with` block."""
+    global _through
+    before, _through = _through, (arena, threading.get_ident())
     try:
         yield
     finally:
-        _current = before
+        _through = before
+
+
+def _of_activations():
+    if _through is not None and _through[1] == threading.get_ident():
+        return _through[0]
+    return _activations
 
 
 def empty(shape, dtype=np.float32, arena=None):
@@ -154,7 +160,7 @@ def empty(shape, dtype=np.float32, arena=None):
     The memory returns to the arena when the last reference to the array is gone. NumPy allocates
     arrays that are too small for the arena.
     """
-    dtype, arena = np.dtype(dtype), arena or _current
+    dtype, arena = np.dtype(dtype), arena or _of_activations()
     size = dtype.itemsize
     for n in shape:
         size *= n

@@ -147,10 +147,12 @@ class Recorder:
         self.problem = self.problem or problem
 
     def input(self, name, array):
-        """Declare an array that each replay may replace by another one of the same shape."""
+        """Declare an array that each replay may replace by another one of the same shape.
+
+        The caller keeps the array alive until the end of the recording.
+        """
         if not array.flags.c_contiguous:
             self.refuse(f"the input {name} is not contiguous")
-        self._alive.append(array)
         self._add(_Range(address_of(array), array.nbytes, name=name))
 
     def constant(self, array):

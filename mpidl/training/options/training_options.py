@@ -144,8 +144,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="gpuDevice",
     )
     graphs: Literal["auto", "off"] = choice(
-        "auto records a training step and replays it, on GPUs as CUDA graphs; off launches each "
-        "kernel separately",
+        "Whether a training step is recorded once and replayed, on GPUs as CUDA graphs (auto), or "
+        "launches each kernel separately (off)",
         default="auto",
     )
     precision: Literal["fp32", "tf32"] = choice(
