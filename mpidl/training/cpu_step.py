@@ -168,7 +168,7 @@ class StepProgram:
 
     def per_image(self, batch: Batch) -> float:
         """Return 1 / the number of images."""
-        return self.batch.per_image
+        return 1.0 / self.batch.count
 
     def _set_samples(self, batch):
         self._samples[: len(batch.indices)] = batch.indices

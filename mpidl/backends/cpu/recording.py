@@ -70,14 +70,15 @@ class _Place:
 
     __slots__ = ("__array_interface__",)
 
+    def __init__(self, interface):
+        self.__array_interface__ = interface
+
 
 def fixed(array):
     """Return an array at the same address that does not keep the memory from being reused."""
     if not array.size:
         return np.empty(array.shape, array.dtype)
-    place = _Place()
-    place.__array_interface__ = {**array.__array_interface__, "strides": None}
-    return np.asarray(place)
+    return np.asarray(_Place({**array.__array_interface__, "strides": None}))
 
 
 class _Range:
