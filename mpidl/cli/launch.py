@@ -17,7 +17,7 @@ from typing import Any
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, Parser, typed_command
 from mpidl.comm import failure
-from mpidl.comm.job_process import POLL_SECONDS, JobProcess
+from mpidl.comm.job_process import POLL_SECONDS, START_VARIABLE, JobProcess
 from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason
@@ -130,7 +130,8 @@ class Supervisor:
         for count in range(self.restarts + 1):
             before, begin = self._checkpoint(), time.monotonic()
             words = [*self.command.start, *self._options()]
-            job = JobProcess(words, self.environment, self._token)
+            environment = {**self.environment, START_VARIABLE: str(count + 1)}
+            job = JobProcess(words, environment, self._token)
             is_local = self.command.launcher is not None and not self.command.hosts
             code = job.wait(self.signals, is_local and not self.command.uses_srun)
             is_refused = code == 2 and job.has_message
