@@ -217,6 +217,8 @@ class Trainer:
         finally:
             phases.take_spans()  # a run that failed may have left them
             self.step.close()
+            with contextlib.suppress(UserError):  # the error of the run is the one to show
+                self.writer.close()
 
     def _run(self):
         self.hooks.start(self)

@@ -31,8 +31,8 @@ BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorb
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files is that of a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
-# Files that a new run in the folder of another one removes, besides the event files. The lock stays:
-# the new run holds it.
+# Files that a new run in the folder of another one removes, besides the event files. The lock is
+# not one of them: the new run holds it.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -351,8 +351,9 @@ class RunWriter:
             self.write(draw)
 
     def close(self) -> None:
-        if self.metrics:
-            self.metrics.close()
+        """Close metrics.jsonl. After the loss of the lock, discard records not yet written."""
+        if self.metrics is not None:
+            self.metrics.close(discard=self.folder.lock.is_lost)
 
     def check_finite(
         self,
