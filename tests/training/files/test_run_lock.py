@@ -147,7 +147,7 @@ def removed(out):
 @pytest.mark.parametrize(
     ("lose", "cause"),
     [
-        (replaced, f"process {os.getpid()} on host n2 since .* has it"),
+        (replaced, "process [0-9]+ on host n2 since .* has it"),
         (removed, "somebody has removed it"),
     ],
 )
@@ -160,10 +160,8 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause)
         wait_until(lambda: trainer.writer.folder.lock.is_lost)
         snapshot.update((path.name, path.read_bytes()) for path in out.iterdir())
 
-    if world.rank:
-        cause = ""
     text = f"^{out}/{NAME}: this run has lost its lock: {cause}"
-    with pytest.raises(LostLock, match=text if world.rank == 0 else str(out)):
+    with pytest.raises(LostLock, match=text):
         train(world, out, [AtIteration(4, lose_lock)])
     after = content(world, out)
     snapshot = world.broadcast(snapshot)
@@ -237,7 +235,7 @@ def test_a_missing_folder_is_locked_when_it_is_created(world, folder):
         assert not (folder / "run").exists()
         world.barrier()
         lock.take(folder / "run")
-        assert (folder / "run" / NAME).exists()
+        assert NAME in content(world, folder / "run")
         lock.take(folder / "run")  # again
 
 
