@@ -113,7 +113,7 @@ class LockFile:
             chain.append(entry)
             if not self._is_free(entry, now):
                 return chain, False
-            path = self._claim_of(entry)
+            path = self._claim_of(entry.token)
             if self._create(path, part, self.holder):
                 return chain, True
         return [], False
@@ -135,10 +135,10 @@ class LockFile:
 
     def _succeed(self, chain, part):
         """Replace the lock by this process's, unless it has changed since the chain was read."""
-        paths = [self.path, *map(self._claim_of, chain)]
-        entries = map(self._read, paths)
-        tokens = [entry and entry.token for entry in entries]
-        is_intact = tokens == [*(entry.token for entry in chain), self.holder.token]
+        tokens = [entry.token for entry in chain]
+        paths = [self.path, *map(self._claim_of, tokens)]
+        entries = [self._read(path) for path in paths]
+        is_intact = [entry and entry.token for entry in entries] == [*tokens, self.holder.token]
         if is_intact:
             os.replace(part, self.path)
         for path in paths[1:] if is_intact else paths[-1:]:
@@ -182,17 +182,25 @@ class LockFile:
     def release(self) -> None:
         """Remove the lock, if this process still holds it. Never raises OSError."""
         remover = self.holder.renamed()  # the lock is in use until its file is removed
-        with contextlib.suppress(OSError), self._part(remover) as part:
-            claim = self._claim_of(Entry(self.holder, self.holder.token, 0.0))
-            if not self._create(claim, part, remover):
-                return  # another process takes it over
-            entry = self._read(self.path)
-            if entry is not None and entry.token == self.holder.token:
-                _remove(self.path)
+        claim = self._claim_of(self.holder.token)
+        try:
+            with self._part(remover) as part:
+                if not self._create(claim, part, remover):
+                    return  # another process takes it over
+        except OSError:  # on a full disk, another process cannot take it over either
+            self._remove_own()
+        else:
+            self._remove_own()
             _remove(claim)
 
-    def _claim_of(self, entry):
-        return os.path.join(self.folder, f".{NAME}.{entry.token}.claim")
+    def _remove_own(self):
+        with contextlib.suppress(OSError):
+            entry = self._read(self.path)
+            if entry is not None and entry.token == self.holder.token:
+                os.unlink(self.path)
+
+    def _claim_of(self, token):
+        return os.path.join(self.folder, f".{NAME}.{token}.claim")
 
     @contextlib.contextmanager
     def _part(self, holder):
@@ -266,6 +274,9 @@ def _write(path, holder):
         with contextlib.suppress(OSError):  # a file system without modes
             os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to read it
         os.write(descriptor, holder.content())
+    except OSError:
+        _remove(path)
+        raise
     finally:
         os.close(descriptor)
 

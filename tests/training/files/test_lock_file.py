@@ -301,6 +301,22 @@ def test_a_file_server_that_does_not_answer_takes_no_lock_away(tmp_path, monkeyp
     assert not lock.is_lost
 
 
+def test_a_full_disk(tmp_path, monkeypatch):
+    """A lock that was taken before is removed, and none is taken."""
+    lock, write = taken(tmp_path), os.write
+
+    def fail(descriptor, content):
+        write(descriptor, content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    lock.release()
+    assert names(tmp_path) == []
+    with pytest.raises(OSError, match="No space left"):
+        taker(tmp_path).attempt()
+    assert names(tmp_path) == []
+
+
 def test_files_of_killed_takers_are_removed(tmp_path):
     old, young = f".{NAME}.0123.part", f".{NAME}.4567.claim"
     for name in (old, young, f".{NAME}.notes"):
