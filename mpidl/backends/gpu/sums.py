@@ -68,7 +68,7 @@ class Pending:
 
     def finish(self, roots):
         """Return the sum as a float, given the values of `roots`."""
-        values = [np.float64(root) for root in roots]
+        values = [np.asarray(root, np.float64) for root in roots]
         factors, partial = iter(values[len(self.partial.terms) :]), self.partial
         terms = [
             replace(t, scale=float(next(factors) * t.scale.factor)) if _is_computed(t.scale) else t
