@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = start.user_layers(parsed.layers)
     net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
     classes = net.classes
-    parsed.bad_images = BadImages.of(parsed)
+    parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout has the results
     with console.stage("reading the data"):
         images = data.open_test_data(

@@ -160,7 +160,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             signals=signals,
         )
         stopped, test = result.stopped, None
-        skipped = BadImages.of(settings)  # of the test set
+        skipped = BadImages.of_options(settings)  # of the test set
         if stopped in (None, progress.PATIENCE):
             if test_set is not None:
                 small = settings.loss == "crossentropy" and confusion.is_small(net.output_shape[0])

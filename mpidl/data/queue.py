@@ -250,7 +250,7 @@ class MinibatchQueue:
     def _usable(self, indices):
         if self.bad_images is None:
             return indices
-        return self.bad_images.without(indices, self.datastore)
+        return self.bad_images.readable_indices(indices, self.datastore)
 
     def _repaired(self, batches, runs, epoch):
         """Generate the mini-batches; `agreed` sends what all ranks cannot read of the last one.

@@ -117,7 +117,7 @@ class Validation:
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
         self.prefetch = options.prefetch
-        self.bad_images = BadImages.of(options)
+        self.bad_images = BadImages.of_options(options)
         self.keeps_best = options.output_network == "best-validation"
         self.last: Evaluation | None = None
         self.last_iteration = 0

@@ -26,7 +26,7 @@ __all__ = [
 @op(blocks=True)
 def _cross_entropy_of_labels(logits: Blocked, labels: Blocked) -> WithVjp[Partial]:
     lanes = label_lanes("softmax_cross_entropy", labels, logits)
-    backend, batch = backends.of(logits), logits.batch
+    backend, batch = backends.of_value(logits), logits.batch
     counts, weight = batch.counts(), batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
     total = backend.cross_entropy(logits.lanes, lanes, counts, batch.tree)
 
@@ -120,7 +120,7 @@ def _mean_error(name, y, target, power):
         raise ValueError(f"{name}: expected a target of shape {y.shape}, got {target.shape}")
     if target.dtype.kind != "f":
         raise TypeError(f"{name}: expected a floating-point target, got {target.dtype}")
-    backend, batch, lanes = backends.of(y), y.batch, y.lanes
+    backend, batch, lanes = backends.of_value(y), y.batch, y.lanes
     target_lanes = target.lanes.reshape(lanes.shape)
     if target_lanes.dtype != y.dtype:
         target_lanes = target_lanes.astype(y.dtype)
@@ -166,4 +166,4 @@ def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
         labels = labels.like(labels.lanes.argmax(axis=1).astype(np.int32))
     lanes = label_lanes("correct_count", labels, scores)
     batch = scores.batch
-    return backends.of(scores).correct_count(scores.lanes, lanes, batch.counts(), batch.tree)
+    return backends.of_value(scores).correct_count(scores.lanes, lanes, batch.counts(), batch.tree)

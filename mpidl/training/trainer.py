@@ -113,7 +113,7 @@ class Trainer:
         cache_bytes = memory_budget.for_images(options, datastore, world)
         self.datastore = NodeCache(datastore, world, cache_bytes)
         self.position, self.validation = Position(), Validation(options, world)
-        self.bad_images = BadImages.of(options)
+        self.bad_images = BadImages.of_options(options)
         self.rollback = Rollback() if options.on_nan == "rollback" else None
         net.batchnorm = options.batchnorm
         arrays = None
