@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = getattr(images, "unlabelled", None)  # the preprocessed set lacks this attribute
     images = data.preprocessed(images, preprocess)
     if classes is None and images.labels is not None and net.output_shape == (len(images.classes),):
-        classes = images.classes  # the file names none, as files of other libraries
+        classes = images.classes  # the model has no class names, such as a file of another library
     if not net.takes(images.image_shape):
         raise UserError(
             f"--data {parsed.data}: expected images of shape {net.input_shape}, as in training, "

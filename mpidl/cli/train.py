@@ -144,7 +144,9 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         console,
         tracking_hooks.abandoned_on_error(trackers),
         status_hooks.watched(out, world, signals),
-        _served(page, out, console),  # ends after the status, so that it shows the last one
+        _served(
+            page, out, console
+        ),  # ends after the status, so that the page shows the last status
         status_hooks.StatusHook(out, world) as status_hook,
     ):
         result = train_network(

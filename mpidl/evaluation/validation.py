@@ -104,7 +104,7 @@ class Validation:
     owed : bool
         Whether a signal interrupted the validation of the current iteration.
     final : Evaluation or None
-        The evaluation of the resulting network with its confusion matrix, once a hook needed it.
+        Evaluation of the final network with its confusion matrix; None until a hook computes it.
     bad_images : BadImages or None
         Validation images that were skipped; None if they are not skipped.
     best : dict

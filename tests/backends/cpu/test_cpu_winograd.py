@@ -1,4 +1,4 @@
-"""The Winograd kernels of one block against float64 NumPy and plain loops; their points."""
+"""The Winograd kernels of one block against float64 NumPy; their points."""
 
 import functools
 import re
