@@ -11,7 +11,6 @@ from image_sets import refusal
 import mpidl as dl
 from mpidl.cli import report
 from mpidl.report import Metrics, run_files
-from mpidl.report.page import svg_charts
 
 EVIL = '<script>alert("1")</script>'
 
@@ -228,21 +227,6 @@ def test_wrong_arguments_are_one_line(tmp_path):
         ([run, "--htm", "a.html"], "unknown option --htm: did you mean --html?"),
     ):
         assert text in refusal(report.main, words)
-
-
-def test_ticks_are_round_and_span_the_values():
-    assert svg_charts.ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    assert svg_charts.ticks(0, 568) == [0, 200, 400, 600]
-    assert svg_charts.ticks(3, 3) == [3, 4]
-
-
-def test_long_lines_keep_their_extremes():
-    values = np.zeros(100_000)
-    values[70_001] = 5
-    line = svg_charts.Line("a", np.arange(len(values)), values, "red")
-    points = svg_charts.chart("Loss", [line]).find("svg/polyline").get("points").split()
-    assert len(points) <= svg_charts.MAX_POINTS
-    assert min(float(point.split(",")[1]) for point in points) == svg_charts.TOP
 
 
 @pytest.mark.parametrize(
