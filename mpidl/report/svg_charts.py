@@ -124,7 +124,11 @@ def chart(
     axes = _Axes(size, last, (min(low, y_ticks[0]), max(high, y_ticks[-1])), is_log)
 
     width, height = size
-    style = {"font_size": "13", "fill": "#5c6773", "style": f"width: 100%; max-width: {width}px"}
+    style = {
+        "font_size": "13",
+        "fill": "#5c6773",
+        "style": f"width: 100%; max-width: {width}px; background: #fff",
+    }
     svg = element("svg", viewBox=f"0 0 {width} {height}", role="img", aria_label=title, **style)
     ends_x = {"x1": str(LEFT), "x2": str(width - RIGHT)}
     for tick in y_ticks:
@@ -145,7 +149,9 @@ def chart(
         for name, _, colour, style in lines
         if name
     ]
-    return element("figure", element("figcaption", element("b", title), *keys), svg)
+    return element(
+        "figure", element("figcaption", element("b", title), *keys), svg, style="margin: 0"
+    )
 
 
 class _Axes:

@@ -54,7 +54,7 @@ tr.differs th, tr.differs td { background: #fff3cd; }
 .hash { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; word-break: break-all; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
   gap: 22px 28px; }
-figure { margin: 0; break-inside: avoid; }
+figure { break-inside: avoid; }
 figcaption { display: flex; flex-wrap: wrap; gap: 2px 0; font-size: 13px; color: var(--dim); }
 figcaption b { color: var(--ink); font-size: 14px; }
 svg { height: auto; display: block; }

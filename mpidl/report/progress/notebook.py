@@ -140,7 +140,9 @@ class Run:
         ]
         drawn = "".join(ElementTree.tostring(c, "unicode", method="html") for c in charts)
         style = "font-family:sans-serif;font-size:13px;margin:4px 0"
-        return f'<div style="{style}"><div>{" · ".join(self.facts())}</div>{drawn}</div>'
+        columns = f"display:grid;grid-template-columns:repeat(auto-fill,{CHART_SIZE[0]}px)"
+        facts = " · ".join(self.facts())
+        return f'<div style="{style}">{facts}<div style="{columns}">{drawn}</div></div>'
 
     def _lines(self, name):
         series = (
