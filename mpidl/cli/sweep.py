@@ -117,7 +117,7 @@ def _table_only(parsed):
 
 
 class Command:
-    """A start of the command.
+    """The work of one call of the command.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class Command:
         self.folders, self.writes_table = [self.all[number - 1]], False
 
     def check(self) -> None:
-        """Make the folder; raise UserError if the file has changed since an earlier start."""
+        """Make the folder; raise UserError if the sweep file has changed since an earlier start."""
         try:
             os.makedirs(self.out, exist_ok=True)
         except OSError as error:
@@ -315,7 +315,7 @@ class Command:
     def finish(self, speed: tuple[int, float] | None) -> None:
         """Write table.csv and table.png, and print the table and the best trial.
 
-        `speed` is the number of models that were trained to their end, and the seconds it took.
+        `speed` is a pair: the number of models that this call trained to the end, and its seconds.
         """
         rows, varied = self._rows(), self._columns()
         report.write_csv(self.out, rows, varied)

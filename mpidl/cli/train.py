@@ -152,7 +152,8 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         console,
         tracking_hooks.abandoned_on_error(trackers),
         status_hooks.watched(out, world, signals, lock),
-        _served(page, out, console),  # ends after the status, so that it shows the last one
+        # The page ends after the status, so that it shows the last one.
+        _served(page, out, console),
         status_hooks.StatusHook(out, world, lock) as status_hook,
     ):
         result = train_network(
@@ -169,7 +170,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
             lock=lock,
         )
         stopped, test = result.stopped, None
-        skipped = BadImages.of(settings)  # of the test set
+        skipped = BadImages.of_options(settings)  # of the test set
         if stopped in (None, progress.PATIENCE):
             if test_set is not None:
                 loss = settings.loss_for(net, train_set)
