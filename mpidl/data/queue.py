@@ -92,6 +92,8 @@ class MinibatchQueue:
     classes : int, optional
         Number of classes. If given, a label outside 0..classes-1 raises a `UserError` that names
         the image.
+    ignore_label : int, optional
+        A label that is valid although it is outside 0..classes-1.
     partial_minibatch : {"return", "discard"}
         Whether an epoch ends with a smaller mini-batch if `batch_size` does not divide the number
         of images. "discard" leaves out the last images of the order: other images in each epoch,
@@ -129,6 +131,7 @@ class MinibatchQueue:
         sampling: str = "global",
         bad_images: BadImages | None = None,
         classes: int | None = None,
+        ignore_label: int | None = None,
         partial_minibatch: str = "return",
     ):
         if batch_size < 1:
@@ -151,7 +154,8 @@ class MinibatchQueue:
         self.partial_minibatch = partial_minibatch
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
-        self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, classes)
+        label_range = classes, ignore_label
+        self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, *label_range)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images
@@ -244,19 +248,19 @@ class MinibatchQueue:
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
     def _unreadable_images(self):
-        """Return the `found` of a new builder."""
+        """Return the dict in which a builder collects unreadable images, or None."""
         return None if self.bad_images is None else {}
 
     def _usable(self, indices):
         if self.bad_images is None:
             return indices
-        return self.bad_images.without(indices, self.datastore)
+        return self.bad_images.readable_indices(indices, self.datastore)
 
     def _repaired(self, batches, runs, epoch):
-        """Generate the mini-batches; `agreed` sends what all ranks cannot read of the last one.
+        """Generate the mini-batches, and repeat one that has unreadable images without them.
 
-        The answer is the same mini-batch without these images. All ranks make it, because their
-        shares change.
+        After a mini-batch, `agreed` sends the unreadable images of all ranks. All ranks then
+        prepare the mini-batch again, because their shares change.
         """
         with contextlib.closing(batches):
             for indices in runs:

@@ -15,6 +15,7 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.blocks import LANES, Batch, Blocked
 from mpidl.comm.recorded_world import RecordedWorld
+from mpidl.cross_entropy import CrossEntropy
 from mpidl.training.optimizers import Optimizer
 
 if TYPE_CHECKING:
@@ -24,18 +25,20 @@ if TYPE_CHECKING:
 GRADIENT, UPDATE = range(2)  # the parts of a recorded step
 
 
-def is_recordable(net: Network, optimizer: Any, options: Any) -> bool:
+def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
     """Return whether the step may be recorded: whether the Python code of all its parts is ours.
 
     A custom layer, loss, optimizer or transform may do something else in the next step, so that
-    such a step stays eager.
+    such a step stays eager. So does a loss that divides by a number that depends on the labels.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
+    is_mean = isinstance(loss, CrossEntropy) and loss.class_weights is None
+    is_mean = is_mean and loss.ignore_label is None
     return (
         options.graphs != "off"
         and options.worker_load != "measured"
         and options.batchnorm == "global"
-        and isinstance(options.loss, str)
+        and (isinstance(loss, str) or is_mean)
         and isinstance(optimizer, Optimizer)
         and all(type(part).__module__.startswith("mpidl.") for part in parts)
         and builds.kernels() is not None
@@ -78,6 +81,7 @@ class StepProgram:
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
         self._world = RecordedWorld(world, self._recorder)
+        self._counts = self._recorder.constant(images.batch.counts())
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
         self._formats = _format(images), _format(targets)
         self.state: dict[str, np.ndarray] = {}
@@ -160,7 +164,7 @@ class StepProgram:
 
     def valid(self, batch: Batch) -> np.ndarray:
         """Return the number of images in each block, (blocks,) int32."""
-        return self.batch.counts()
+        return self._counts
 
     def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
         """Return the epoch and the sample numbers, which replays set anew."""

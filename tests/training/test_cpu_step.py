@@ -240,14 +240,17 @@ class Doubled(dl.ReLU):
         return super().forward(x, context) * 2.0
 
 
-def test_custom_parts_stay_eager(world):
-    options = dl.TrainingOptions()
-    net = small()
-    assert cpu_step.is_recordable(net, dl.SGDM(0.1), options)
-    for other in ({"loss": lambda *a: 0}, {"graphs": "off"}, {"batchnorm": "local"}):
-        assert not cpu_step.is_recordable(net, dl.SGDM(0.1), dataclasses.replace(options, **other))
-    assert not cpu_step.is_recordable(net, lambda p, g: p, options)
-    assert not cpu_step.is_recordable(small(Doubled()), dl.SGDM(0.1), options)
+def test_custom_parts_stay_eager():
+    options, sgdm = dl.TrainingOptions(), dl.SGDM(0.1)
+    is_recordable = functools.partial(cpu_step.is_recordable, small(), sgdm)
+    assert is_recordable("mse", options) and is_recordable(dl.CrossEntropy(), options)
+    assert is_recordable(dl.CrossEntropy(label_smoothing=0.1), options)
+    for loss in (dl.CrossEntropy([1, 2, 3]), dl.CrossEntropy(ignore_label=5), lambda *values: 0):
+        assert not is_recordable(loss, options)
+    for other in ({"graphs": "off"}, {"batchnorm": "local"}, {"worker_load": "measured"}):
+        assert not is_recordable("mse", dataclasses.replace(options, **other))
+    assert not cpu_step.is_recordable(small(), lambda p, g: p, "mse", options)
+    assert not cpu_step.is_recordable(small(Doubled()), sgdm, "mse", options)
 
 
 def test_what_numpy_computes_stays_eager(world):

@@ -266,7 +266,7 @@ class Recorder:
 
     def _array(self, calls, name, array, is_read):
         memory = self._range(array)
-        if is_read and memory is None and array.dtype.kind == "i":
+        if is_read and memory is None and array.dtype == np.int64:
             array = self.constant(array.copy())  # the geometry of a layer
         elif is_read:
             memory = self._read(array, name)
