@@ -13,6 +13,7 @@ from mpidl import phases
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.program import Inputs
 from mpidl.data import MinibatchQueue
+from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.steps import EagerStep, ReplayedStep, StepInfo
@@ -117,7 +118,7 @@ def test_networks_of_the_zoo_are_recorded(net, world):
     shape, classes = (3, 67, 67), 3
     images = numbers("zoo", 24, *shape, low=0, high=200).astype(np.uint8)
     store = dl.ArrayDatastore(images, np.arange(24) % classes)
-    create = functools.partial(getattr(dl.zoo, net), shape, classes)
+    create = functools.partial(getattr(zoo, net), shape, classes)
     arguments = {"store": store, "batch": 20, "epochs": 3}
     assert assert_equal(create, SOLVERS["sgdm"], world, **arguments).program is not None
 
