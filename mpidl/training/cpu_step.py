@@ -212,5 +212,6 @@ def digest(
     sha256 = hashlib.sha256(repr(tuple(map(float, value))).encode())
     for table in gradients, state:
         for name, array in sorted(table.items()):
-            sha256.update(name.encode() + np.ascontiguousarray(array).tobytes())
+            sha256.update(name.encode())
+            sha256.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return sha256.digest()

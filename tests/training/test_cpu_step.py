@@ -112,8 +112,8 @@ def test_all_solvers_are_recorded(solver, world):
     assert assert_equal(small, SOLVERS[solver], world).program is not None
 
 
-@pytest.mark.parametrize("net", ["alexnet", "mobilenet_v2", "resnet18", "vgg11_bn"])
-@pytest.mark.slow("trainings")
+@pytest.mark.parametrize("net", ["alexnet", "mobilenet_v2", "resnet18", "squeezenet1_1"])
+@pytest.mark.slow("ranks")
 def test_networks_of_the_zoo_are_recorded(net, world):
     shape, classes = (3, 67, 67), 3
     images = numbers("zoo", 24, *shape, low=0, high=200).astype(np.uint8)
