@@ -177,7 +177,7 @@ def test_verify_refuses(tmp_path):
         assert text in jobs.refusal(pool.run(ranks, *words))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow("jobs"))])
 def test_info(ranks):
     lines = pool.run(ranks, "-m", "mpidl.info", check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}

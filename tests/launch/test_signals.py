@@ -55,6 +55,7 @@ def test_a_signal_stops_all_ranks(pictures, tmp_path, name, target):
         assert jobs.iterations(out) == list(range(1, iteration + 6))
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize(
     ("network", "until", "iteration"),
     [
