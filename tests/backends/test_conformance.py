@@ -160,18 +160,12 @@ def test_a_gpu_computes_what_the_reference_does(device, case, values):
     assert_near(case, results(case, GPU))
 
 
-def sizes(part, quick, slow):
-    """Parametrize by (blocks, images of the last block); the sizes in `slow` are cross-checks."""
-    rows = [*quick, *(pytest.param(*size, marks=pytest.mark.slow(part)) for size in slow)]
-    return pytest.mark.parametrize("blocks, last", rows)
-
-
 COUNTED = [c for n, c in FIRST.items() if {"counts", "labels", "pixels"} & parameters(n)]
 COUNTED += [c for c in CASES if str(c).startswith("images, (3, 5, 7) to")]
 
 
 @needs_kernels
-@sizes("ranks", [(1, 1), (2, 15)], [(1, LANES), (3, LANES)])
+@pytest.mark.parametrize("blocks, last", [(1, 1), (1, LANES), (2, 15), (3, LANES)])
 @on_cases("cpu", COUNTED, limit=1)
 def test_mini_batches_of_any_size(case, values, blocks, last):
     for actual in on_all_builds(lambda: results(case, CPU, blocks, last=last)).values():
@@ -183,7 +177,10 @@ PARTLY_USED = [case for case in COUNTED if case.function != "images"] + [BETWEEN
 PARTLY_USED += [BY_NAME["moments, (20, 3, 5)"], BY_NAME["batchnorm_dx, (4, 6, 6)"]]
 
 
-@sizes("gpu", [(1, 1), (3, -25)], [(2, 0), (2, LANES)])
+@pytest.mark.parametrize(
+    "blocks, last",
+    [(1, 1), (3, -25), *(pytest.param(2, n, marks=pytest.mark.slow("gpu")) for n in (0, LANES))],
+)
 @on_cases("gpu", PARTLY_USED, limit=1)
 def test_a_gpu_ignores_unused_images(device, case, values, blocks, last):
     assert_near(case, results(case, GPU, blocks, last=last), blocks, last)
@@ -306,7 +303,7 @@ def assert_needs(case, backend):
 
 
 @needs_kernels
-@on_cases("cpu", SELECTIVE, limit=1, each_function_once=True)
+@on_cases("cpu", SELECTIVE, limit=1)
 def test_only_needed_gradients_are_computed_on_a_cpu(case, values):
     assert_needs(case, CPU)
 
@@ -317,7 +314,7 @@ def test_only_needed_gradients_are_computed_on_a_gpu(device, case, values):
 
 
 @needs_kernels
-@on_cases("cpu", SELECTIVE, each_function_once=True)
+@on_cases("cpu", SELECTIVE)
 def test_bias_gradients_have_the_bytes_of_channel_sums(case, values):
     def check():
         values = arguments(case, CPU, share(3))

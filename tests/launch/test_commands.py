@@ -288,6 +288,7 @@ for main, words in zip((train.main, predict.main), json.loads(sys.argv[1])):
 """
 
 
+@pytest.mark.slow("jobs")
 def test_pictures_are_drawn(model, pictures, tmp_path):
     """A training draws its progress, and a prediction the confusion matrix."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
