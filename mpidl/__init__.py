@@ -36,6 +36,7 @@ from mpidl.blocks import from_images as from_images
 from mpidl.blocks import share as share
 from mpidl.comm import World as World
 from mpidl.comm.launch import launch as launch
+from mpidl.cross_entropy import CrossEntropy as CrossEntropy
 from mpidl.data import ArrayDatastore as ArrayDatastore
 from mpidl.data import Augmenter as Augmenter
 from mpidl.data import ImageFolder as ImageFolder
@@ -99,7 +100,7 @@ from mpidl.training.sweep import sweep as sweep
 from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
 from mpidl.training.tracking_hooks import WandbHook as WandbHook
-from mpidl.training.trainer import train as train
+from mpidl.training.train import train as train
 
 if not TYPE_CHECKING:  # for a type checker, an unknown name is an error
     from mpidl import matlab_names

@@ -10,6 +10,7 @@ from typing import Any
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start
 from mpidl.comm import World, failure
+from mpidl.cross_entropy import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
@@ -26,11 +27,12 @@ from mpidl.training import (
     skipped_images,
     status_hooks,
     tracking_hooks,
-    trainer,
 )
 from mpidl.training.files import checkpoint, model_file, run_folder
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
+from mpidl.training.train import train as train_network
+from mpidl.training.trainer import stopped_by
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +111,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
     input_pipeline.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
-        # Check here, because trainer.train checks only after the output folder has changed.
+        # Check here, because dl.train checks only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
     trackers = tracking_hooks.of_run(settings, run)
     page = _open_page(typed, world)
@@ -146,7 +148,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         _served(page, out, console),  # ends after the status, so that it shows the last one
         status_hooks.StatusHook(out, world) as status_hook,
     ):
-        result = trainer.train(
+        result = train_network(
             net,
             train_set,
             settings,
@@ -162,20 +164,21 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         skipped = BadImages.of(settings)  # of the test set
         if stopped in (None, progress.PATIENCE):
             if test_set is not None:
-                small = settings.loss == "crossentropy" and confusion.is_small(net.output_shape[0])
+                loss = settings.loss_for(net, train_set)
+                small = is_cross_entropy(loss) and confusion.is_small(net.output_shape[0])
                 with console.stage("test", len(test_set)) as advance:
                     test = evaluate.evaluate(
                         *(net, test_set),
                         world=world,
                         signals=signals,
-                        loss=settings.loss,
+                        loss=loss,
                         confusion=small,
                         progress=advance,
                         bad_images=skipped,
                     )
             if skipped:
                 _list_skipped(out, test_set, skipped, result, world, console)
-            stopped = trainer.stopped_by(signals, world)
+            stopped = stopped_by(signals, world)
         if stopped:
             status_hook.status.stopped = stopped
             problem = tracking_hooks.concluded(trackers, world, None, state=tracking.STOPPED)
