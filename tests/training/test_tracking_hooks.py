@@ -336,6 +336,7 @@ def test_tensorboard_without_a_folder_is_refused(world):
         train(world, options={"tensorboard": True})
 
 
+@pytest.mark.slow("files")
 @pytest.mark.slow_on_ranks
 def test_wandb_without_a_folder_is_refused(world):
     pytest.importorskip("wandb", reason="pip install '.[wandb]'")
