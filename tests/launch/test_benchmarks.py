@@ -43,6 +43,7 @@ def assert_facts(record, command):
     assert 0 <= record["busy_before"] <= 1
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize("ranks", [pytest.param(None, marks=pytest.mark.slow("jobs")), 2])
 def test_step(bench, ranks):
     stdout, record = bench("step", *QUICK, ranks=ranks)

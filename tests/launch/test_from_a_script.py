@@ -113,6 +113,7 @@ def test_sys_exit_is_an_error():
         assert caught.value.rank == 1
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("statement", "text"),
     [

@@ -192,6 +192,7 @@ def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
     assert "Resumed after iteration 6, " in (out / "trial-001" / "console.log").read_text()
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize(
     ("name", "target"),
     [

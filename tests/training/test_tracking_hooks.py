@@ -127,6 +127,7 @@ def test_an_error_leaves_a_checkpoint_of_the_epoch(world, tmp_path):
     world.barrier()
 
 
+@pytest.mark.slow_on_ranks
 def test_an_error_after_the_last_epoch_leaves_the_result(world):
     """The caller of `conclude` gets the error, after the records of all hooks have ended."""
     hooks = [CallsHook(fails_at=5), CallsHook()]
@@ -202,6 +203,7 @@ def drawn(monkeypatch):
     return names
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("stop", [[], [Stops(4)]])
 @pytest.mark.parametrize("loss", ["crossentropy", own_loss])
 def test_a_network_without_class_names(world, drawn, loss, stop):
@@ -258,6 +260,7 @@ def test_records_are_written_before_each_checkpoint(world, tmp_path):
     world.barrier()
 
 
+@pytest.mark.slow_on_ranks
 def test_records_after_the_end_are_left_out(world):
     class RecordsLate:
         def end(self, trainer):
@@ -333,6 +336,8 @@ def test_tensorboard_without_a_folder_is_refused(world):
         train(world, options={"tensorboard": True})
 
 
+@pytest.mark.slow("files")
+@pytest.mark.slow_on_ranks
 def test_wandb_without_a_folder_is_refused(world):
     pytest.importorskip("wandb", reason="pip install '.[wandb]'")
     with pytest.raises(UserError, match="--wandb: expected a folder for the run"):
