@@ -4,9 +4,9 @@
 
 mpi4py loads libmpi.so.12 (the ABI mpich, also of Intel MPI and Cray MPICH) or libmpi.so.40 (the ABI
 openmpi). If it finds none, or one of another MPI than `mpirun` on PATH, this program looks for the
-library of that mpirun. It adds the expected name to the folder `lib` of the environment, where
-mpi4py looks first. A link is not enough if the library has another name inside, as Debian's
-libmpich.so.12 has: then the program compiles an empty library that loads it.
+library of that mpirun. It compiles an empty library with the expected name that loads the library
+by its path, into the folder `lib` of the environment, where mpi4py looks first. A symbolic link
+would not do: the name that counts is inside the file, which for Debian's MPICH is libmpich.so.12.
 
 MPI4PY_LIBMPI names the library if this program cannot find it.
 """
@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,8 +39,6 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 print("openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich")
 """
-# Fail unless the loader knows a library by a name: by RTLD_NOLOAD, which is 4.
-KNOW = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); ctypes.CDLL(sys.argv[2], 4); print(True)"
 
 
 def main() -> str:
@@ -63,13 +62,14 @@ def main() -> str:
     kinds = {library: probe(PROBE, library)[0] for library in libraries}
     usable = [path for path, kind in kinds.items() if kind and wanted in (None, kind)]
     if not usable:
+        kind = f" with the ABI {wanted} of mpirun" if wanted else ""
         sys.exit(
-            f"expected an MPI library{f' with the ABI {wanted} of mpirun' if wanted else ''}, found "
+            f"expected an MPI library{kind}, found "
             f"{' '.join(filter(kinds.get, kinds)) or named or 'none'}: load the cluster's MPI "
             "(module load ...), or name its library in MPI4PY_LIBMPI"
         )
     library = usable[0]
-    write_link(library, LIB / NAMES[kinds[library]])
+    compile_link(os.path.abspath(library), LIB / NAMES[kinds[library]])
     abi, problem = probe(LOAD)
     if abi != kinds[library]:
         sys.exit(f"{library}: mpi4py cannot load this library: {problem}")
@@ -89,9 +89,9 @@ def abi_of_mpirun() -> str | None:
 
 
 def list_libraries() -> list[str]:
-    """Return the files that may be MPI libraries: beside mpirun, of the loader, of Debian."""
-    paths = (path for folder in library_folders() for path in list_folder(folder))
-    return list(dict.fromkeys(os.path.realpath(path) for path in paths))
+    """Return the files that may be MPI libraries, those that belong to mpirun first."""
+    paths = [path for folder in library_folders() for path in list_folder(folder)]
+    return list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]
 
 
 def library_folders() -> Iterator[str]:
@@ -121,26 +121,27 @@ def probe(text: str, *words: str) -> tuple[str, str]:
     return "".join(output), (result.stderr.splitlines() or ["no message"])[-1]
 
 
-def write_link(library: str, link: Path) -> None:
-    """Make mpi4py find `library` by the name of `link`.
+def compile_link(library: str, link: Path) -> None:
+    """Write a library with the name of `link` that loads `library`.
 
     Raises
     ------
     SystemExit
-        If the library has another name inside, and no C compiler works.
+        If no C compiler works.
     """
-    if probe(KNOW, library, link.name)[0]:
-        link.symlink_to(library)
-        return
-    compiler = os.environ.get("CC", "").split() or [shutil.which("cc") or shutil.which("gcc") or ""]
-    words = ["-shared", "-nostdlib", "-o", str(link), "-x", "c", os.devnull, "-x", "none"]
-    words += [f"-Wl,-soname,{link.name}", f"-Wl,-rpath,{os.path.dirname(library)}"]
-    words += ["-Wl,--no-as-needed", library]
-    try:
-        subprocess.run([*compiler, *words], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = (getattr(error, "stderr", "") or str(error)).splitlines()[0]
-        sys.exit(f"{library}: expected a C compiler to give it the name {link.name}: {reason}")
+    compiler = os.environ.get("CC", "").split() or [shutil.which("cc") or "gcc"]
+    words = [*compiler, "-shared", "-nostdlib", "-x", "c", os.devnull, "-x", "none"]
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = f"{folder}/library.so"  # its name in the file, a path, is what the linker notes
+        try:
+            for more in (
+                ["-o", stand_in, f"-Wl,-soname,{library}"],
+                ["-o", str(link), f"-Wl,-soname,{link.name}", "-Wl,--no-as-needed", stand_in],
+            ):
+                subprocess.run([*words, *more], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = (getattr(error, "stderr", "") or str(error)).splitlines()[0]
+            sys.exit(f"{library}: expected a C compiler, to link it as {link.name}: {reason}")
 
 
 if __name__ == "__main__":
