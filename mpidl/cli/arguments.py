@@ -32,8 +32,8 @@ PREDICT_COMMON = (
     *("batch_size", "device"),
 )
 VERIFY_COMMON = (
-    *("ranks", "srun", "network", "data", "max_iterations", "batch_size", "solver"),
-    *("learning_rate", "device", "threads", "seed"),
+    *("ranks", "network", "data", "max_iterations", "batch_size", "solver", "learning_rate"),
+    *("device", "threads", "seed"),
 )
 # Training options that mpidl.predict also accepts.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
