@@ -25,8 +25,8 @@ MOST_EPOCHS = 5
 # Options of other programs that the documents mention.
 FOREIGN = {
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
-    *("--shm-size", "--array", "--constraint", "--cpu-bind", "--map-by", "--use-hwthread-cpus"),
-    *("--ntasks", "--logdir", "--backend-store-uri", "--no-kill"),
+    *("--shm-size", "--array", "--constraint", "--cpu-bind", "--map-by", "--bind-to"),
+    *("--use-hwthread-cpus", "--ntasks", "--logdir", "--backend-store-uri", "--no-kill"),
 }
 
 
