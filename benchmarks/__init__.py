@@ -21,6 +21,7 @@ from benchmarks import (
     optimizers,
     pretrained,
     report,
+    resident,
     s3,
     step,
     sweep,
@@ -51,6 +52,7 @@ COMMANDS = {
     "timeline": timeline.main,
     "monitor": monitor.main,
     "logging": logging.main,
+    "memory": resident.main,
 }
 
 

@@ -28,6 +28,7 @@ BENCHMARKS = {
     "timeline": "the cost of recording a timeline, and how much of a step its spans cover",
     "monitor": "epochs with the live page open, against epochs without it",
     "logging": "metrics, event files for TensorBoard and the monitor, against no records",
+    "memory": "whether the memory of a rank stays the same in a long training",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -78,6 +79,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "sweep": _add_sweep,
         "monitor": _add_monitor,
         "logging": _add_logging,
+        "memory": _add_memory,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -209,6 +211,17 @@ def _add_monitor(parser, command):
 def _add_logging(parser, command):
     parser.add_options("seed")
     _add_counts(parser, ROUNDS)
+
+
+def _add_memory(parser, command):
+    parser.add_options("timeout")
+    _add_counts(
+        parser,
+        ("steps", 100_000, "steps of the training"),
+        ("warm-up", 1000, "step of the first sample"),
+    )
+    text = "largest growth since the first sample, in per cent (1)"
+    parser.text("--percent", "X", text, default=1.0, type=float)
 
 
 def _add_optimizers(parser, command):

@@ -351,6 +351,7 @@ class Trainer:
         finally:
             phases.take_spans()  # a run that failed may have left them
             self.step.close()
+            self.writer.background.close()
 
     def _run(self):
         self.hooks.start(self)
@@ -415,7 +416,7 @@ class Trainer:
     def _agreed(self, batches):
         """Yield the mini-batches; write a checkpoint if one of them cannot be read."""
         try:
-            yield from agreed(batches, self.world, self.signals)
+            yield from agreed(batches, self.world, self.signals, self.writer.check)
         except (StorageFault, UserError) as error:
             raise self.after_checkpoint(error) from None
 
@@ -584,11 +585,20 @@ class Trainer:
         if self.world.device is not None:  # a recorded step has its own memory
             self.queue, self.step = self._make_step()
 
-    def save(self) -> None:
-        """Write a checkpoint if the run has a folder. Collective."""
+    def save(self, wait: bool = True) -> None:
+        """Write a checkpoint if the run has a folder. Collective.
+
+        Parameters
+        ----------
+        wait : bool
+            Return after the file is written. Otherwise a large checkpoint is written while the
+            training goes on, and the ranks raise the error before a later mini-batch if that fails.
+        """
         if self.writer.out is None:
             return
         self.wait()
         with self._apart("checkpoint"):
             tables, facts = run_state.collect(self)
             self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
+            if wait:
+                self.writer.wait()
