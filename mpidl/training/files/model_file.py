@@ -360,7 +360,12 @@ def weights_sha256(net: Network) -> str:
     str
         64 hexadecimal digits. Networks whose weights are the same bytes have the same digest.
     """
+    return sha256_of(net.parameters, net.state)
+
+
+def sha256_of(learnables: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> str:
+    """Return the hash of `weights_sha256` for the arrays of a network."""
     sha256 = hashlib.sha256()
-    for array in (*net.parameters.values(), *net.state.values()):
+    for array in (*learnables.values(), *state.values()):
         sha256.update(np.ascontiguousarray(array, "<f4"))
     return sha256.hexdigest()
