@@ -1,4 +1,4 @@
-"""`python -m mpidl.verify`: compare the weights of several numbers of ranks, or check a run's files.
+"""`python -m mpidl.verify`: compare weights across numbers of ranks, or check a run's files.
 
 The command is run without mpirun; it starts mpirun itself for each number of ranks. With the folder
 of a run it trains nothing, and needs no MPI.

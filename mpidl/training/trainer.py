@@ -140,6 +140,7 @@ class Trainer:
         self.start_time = time.monotonic() - self.position.seconds
         last_iteration = None if folder.resume is None else self.position.iteration
         self.writer = RunWriter(folder, world, last_iteration)
+        self.writer.recorder.reserve(self.total_iterations)
         self.hooks = hook_classes.of_run(hooks, options, balancer, self.rollback)
 
     @property
