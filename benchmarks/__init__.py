@@ -23,6 +23,7 @@ from benchmarks import (
     report,
     resident,
     s3,
+    saves,
     step,
     sweep,
     timeline,
@@ -52,6 +53,7 @@ COMMANDS = {
     "timeline": timeline.main,
     "monitor": monitor.main,
     "logging": logging.main,
+    "saves": saves.main,
     "memory": resident.main,
 }
 

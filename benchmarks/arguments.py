@@ -28,6 +28,7 @@ BENCHMARKS = {
     "timeline": "the cost of recording a timeline, and how much of a step its spans cover",
     "monitor": "epochs with the live page open, against epochs without it",
     "logging": "metrics, event files for TensorBoard and the monitor, against no records",
+    "saves": "the cost of checkpoints and plots beside the training",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
@@ -79,6 +80,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "sweep": _add_sweep,
         "monitor": _add_monitor,
         "logging": _add_logging,
+        "saves": _add_saves,
         "memory": _add_memory,
     }
     add.get(command, _add_subject)(parser, command)
@@ -211,6 +213,19 @@ def _add_monitor(parser, command):
 def _add_logging(parser, command):
     parser.add_options("seed")
     _add_counts(parser, ROUNDS)
+
+
+def _add_saves(parser, command):
+    text = "network of the zoo (alexnet)"
+    parser.text("--network", "NAME", text, default="alexnet", choices=list(zoo.NETWORKS))
+    parser.add_options("seed", "timeout")
+    _add_counts(
+        parser,
+        ("batch-size", 32, "images per mini-batch"),
+        ("threads", 1, "threads of each rank"),
+        ("iterations", 20, "steps per turn"),
+        ROUNDS,
+    )
 
 
 def _add_memory(parser, command):

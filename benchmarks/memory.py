@@ -103,12 +103,12 @@ class RepeatedImages(Datastore):
     dtype = np.dtype(np.uint8)
     targets_shape = targets_dtype = None
 
-    def __init__(self, side, count):
+    def __init__(self, side, count, classes=CLASSES):
         self.image_shape, self.count = (3, side, side), count
         pixels = keyed.uniform(0, "bench memory", PATTERNS * 3 * side * side) * 256
         self.patterns = pixels.astype(np.uint8).reshape(PATTERNS, 3, side, side)
-        self.labels = np.arange(count) % CLASSES
-        self.classes = [f"class{i}" for i in range(CLASSES)]
+        self.labels = np.arange(count) % classes
+        self.classes = [f"class{i}" for i in range(classes)]
 
     def __len__(self):
         return self.count

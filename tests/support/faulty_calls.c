@@ -28,7 +28,9 @@ __attribute__((constructor)) static void begin(void)
     error = code ? atoi(code) : 0;
 }
 
-/* Count calls from 1 on, and let call `n` fail with `code`, or kill the process if it is KILL. */
+/* Count calls from 1 on, and let call `n` fail with `code`, or kill the process if it is KILL.
+ * With -n, all calls from the n-th on fail.
+ */
 void faulty_calls_arm(const char *where, long n, int code)
 {
     folder = where;
@@ -45,7 +47,7 @@ static int hits(const char *name)
 {
     if (++count < CALLS)
         names[count] = name;
-    return count == target;
+    return count == target || (target < 0 && count >= -target);
 }
 
 static int fails(void)

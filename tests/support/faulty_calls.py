@@ -42,7 +42,8 @@ def calls(function, folder, number=0, error=0):
     Returns
     -------
     names : list of str
-        The system calls on the files of the folder, of which the `number`-th has failed.
+        The system calls on the files of the folder, of which the `number`-th has failed; with a
+        negative number, all from there on.
     problem : Exception or None
         What the function raised.
     """

@@ -1,7 +1,9 @@
 """Saves in which a system call fails or kills; a process that preloads `faulty_calls` runs this.
 
-The arguments are a folder and the name of a walk: every call of a save is made to fail once for
-each error, or to kill a child once. The result is a line of JSON.
+The arguments are a folder, the name of a save and those of faults; or a folder and "disk", for
+saves on a small file system. Every call of the save is made
+to fail once with each error, or to kill a child once (KILL). With "lasting-", the calls after it
+fail, too. The result is a line of JSON.
 """
 
 import errno
@@ -9,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from mpidl.errors import UserError
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.files.background import BackgroundWriter
 
-ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EDQUOT", "EROFS")}
+LASTING = "lasting-"
 FACTS = {"network": [], "classes": None, "input_shape": [1, 2, 2], "normalization": "none"}
 NAMES = (checkpoint.CURRENT, checkpoint.PREVIOUS)
 
@@ -73,7 +76,7 @@ class Walk:
         self.reset()
         return faulty_calls.calls(lambda: self.function(self.folder), self.folder, number, error)
 
-    def look(self, label, is_killed):
+    def look(self, label, may_leave_part):
         """Note what is wrong with the files after a fault, and after the next good save."""
         files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
         current, previous = (files.get(name) for name in NAMES)
@@ -89,7 +92,7 @@ class Walk:
             return
         self.outcomes[outcomes[current]] += 1
         leftover = set(files) - {*NAMES, "metrics.jsonl"}
-        if iteration not in (8, 9) or len(lines) > 1 or (leftover and not is_killed):
+        if iteration not in (8, 9) or len(lines) > 1 or (leftover and not may_leave_part):
             self.problems.append(f"{label}: {iteration} is loaded, {lines}, {leftover}")
         save(self.folder, 10)
         left = sorted(path.name for path in self.folder.iterdir())
@@ -98,10 +101,11 @@ class Walk:
         if (self.folder / checkpoint.CURRENT).read_bytes() != self.generations[10]:
             self.problems.append(f"{label}: the next save is wrong")
 
-    def errors(self, name, error):
+    def errors(self, name):
         """Let every call fail in turn, until a save makes fewer calls; return that save's calls."""
+        is_lasting, error = name.startswith(LASTING), getattr(errno, name.removeprefix(LASTING))
         for number in itertools.count(1):
-            names, problem = self.run(number, error)
+            names, problem = self.run(-number if is_lasting else number, error)
             if len(names) < number:
                 return names
             label = f"{names[number - 1]} {number}: {name}"
@@ -111,25 +115,57 @@ class Walk:
                 and "\n" not in str(problem)
             ):
                 self.problems.append(f"{label}: {problem!r}")
-            self.look(label, is_killed=False)
+            self.look(label, may_leave_part=is_lasting)
 
-    def kills(self, count):
+    def kills(self):
         """Let every call kill the process in turn: a child of this one, which runs no MPI."""
-        for number in range(1, count + 1):
+        names, _ = self.run(0, 0)
+        for number in range(1, len(names) + 1):
             child = os.fork()
             if not child:
                 self.run(number, faulty_calls.KILL)
                 os._exit(0)
+            label = f"{names[number - 1]} {number}: killed"
             if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
-                self.problems.append(f"call {number}: the process was not killed")
-            self.look(f"call {number}: killed", is_killed=True)
+                self.problems.append(f"{label}: it was not killed")
+            self.look(label, may_leave_part=True)
+        return names
+
+
+def disk(folder):
+    """Save on a small file system until it is full, with more room again, and read-only."""
+    (folder / "metrics.jsonl").touch()
+    lines, iterations = [], []
+
+    def try_to_save(iteration):
+        try:
+            save(folder, iteration)
+        except UserError as problem:
+            lines.append(str(problem))
+        iterations.append(checkpoint.load(str(folder))[1]["iteration"])
+        names = {path.name for path in folder.iterdir()}
+        assert names <= {*NAMES, "metrics.jsonl", "filler"}, names
+
+    for iteration in (7, 8):
+        save(folder, iteration)
+    size = (folder / checkpoint.CURRENT).stat().st_size
+    room = os.statvfs(folder)
+    (folder / "filler").write_bytes(bytes(room.f_bavail * room.f_bsize - size // 2))
+    try_to_save(9)
+    (folder / "filler").unlink()
+    try_to_save(9)
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    try_to_save(10)
+    print(json.dumps({"lines": lines, "iterations": iterations}))
 
 
 def main():
-    walk = Walk(Path(sys.argv[1]), SAVES[sys.argv[2]])
-    names = [walk.errors(*item) for item in ERRORS.items()]
-    walk.kills(len(names[-1]))
-    print(json.dumps({"calls": names[-1], "problems": walk.problems, **walk.outcomes}))
+    if sys.argv[2] == "disk":
+        return disk(Path(sys.argv[1]))
+    walk, names = Walk(Path(sys.argv[1]), SAVES[sys.argv[2]]), []
+    for fault in sys.argv[3:]:
+        names = walk.kills() if fault == "KILL" else walk.errors(fault)
+    print(json.dumps({"calls": names, "problems": walk.problems, **walk.outcomes}))
 
 
 if __name__ == "__main__":

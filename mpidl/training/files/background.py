@@ -44,11 +44,13 @@ class BackgroundWriter:
     ----------
     problem : UserError or None
         Why a file could not be written. All later calls raise it.
+    process : Popen or None
+        The process, from the first job that takes long on.
     """
 
     def __init__(self) -> None:
         self.problem: UserError | None = None
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
         self._memory = -1  # file descriptor
         self._pending: list[str] = []  # kinds of the jobs that the process has not answered
         self._replies = b""
@@ -74,9 +76,9 @@ class BackgroundWriter:
         attributes = checkpoint.attributes_of(facts)
         nbytes = sum(np.asarray(a).nbytes for arrays in tables.values() for a in arrays.values())
         job = {"kind": CHECKPOINT, "folder": os.fsdecode(folder), "metrics": os.fsdecode(metrics)}
-        if nbytes > SMALL and not self._process:
+        if nbytes > SMALL and not self.process:
             self._start()
-        if self._process:
+        if self.process:
             with contextlib.suppress(OSError):  # no room for a copy
                 layout = _copy(tables, self._memory)
                 self._send({**job, "layout": layout, "attributes": attributes})
@@ -104,9 +106,9 @@ class BackgroundWriter:
         if PLOT in self._pending:
             return
         job = {"kind": PLOT, "metrics": os.fsdecode(metrics), "path": os.fsdecode(path)}
-        if not wait and not self._process:
+        if not wait and not self.process:
             self._start()
-        if self._process:
+        if self.process:
             self._send(job)
         else:
             plots.progress(metrics, path)
@@ -136,7 +138,7 @@ class BackgroundWriter:
         """Start the process; if that fails, this process goes on writing the files."""
         self._memory = _nameless_memory()
         try:
-            self._process = side_process.start(
+            self.process = side_process.start(
                 ["-c", f"from {__name__} import main; main()", str(self._memory)],
                 stdout=subprocess.PIPE,
                 pass_fds=[self._memory],
@@ -145,8 +147,8 @@ class BackgroundWriter:
             self._end()
 
     def _end(self):
-        if self._process is not None:
-            process, self._process = self._process, None
+        if self.process is not None:
+            process, self.process = self.process, None
             with contextlib.suppress(OSError):
                 process.stdin.close()
             process.wait()
@@ -160,18 +162,18 @@ class BackgroundWriter:
         line = json.dumps({**job, "working_folder": os.getcwd()}) + "\n"
         self._pending.append(job["kind"])
         with contextlib.suppress(BrokenPipeError):  # `_receive` will notice the end of the process
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
 
     def _has_reply(self):
         poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
+        poll.register(self.process.stdout, select.POLLIN)
         return b"\n" in self._replies or bool(poll.poll(0))
 
     def _receive(self):
         """Wait for the reply to the oldest job, and keep its error."""
         while b"\n" not in self._replies:
-            received = os.read(self._process.stdout.fileno(), 1 << 16)
+            received = os.read(self.process.stdout.fileno(), 1 << 16)
             if not received:
                 raise self._fault()
             self._replies += received
@@ -184,7 +186,7 @@ class BackgroundWriter:
 
     def _fault(self):
         """Return the Fault for a process that has ended."""
-        process, kind = self._process, self._pending[0]
+        process, kind = self.process, self._pending[0]
         self._end()
         code = process.returncode
         end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

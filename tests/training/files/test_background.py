@@ -1,11 +1,16 @@
 """Checkpoints and plots that a process writes beside rank 0, and faults at any of its calls."""
 
 import errno
+import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
+import faulty_calls
 import faulty_saves
+import limits
 import numpy as np
 import pytest
 from short_training import pictures, small
@@ -54,7 +59,7 @@ def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, fold
     checkpoint.save(folder, tables, {**faulty_saves.FACTS, "iteration": 1})
     expected = (folder / "checkpoint.h5").read_bytes()
     save(writer, folder, tables, 1)
-    writer._process.send_signal(signal.SIGTERM)  # a scheduler sends it to all processes of a job
+    writer.process.send_signal(signal.SIGTERM)  # a scheduler sends it to all processes of a job
     tables["learnables"]["a.weight"][:] = -1  # the next training step
     writer.plot(str(folder / "metrics.jsonl"), str(folder / "progress.png"), wait=False)
     save(writer, folder, tables, 2)  # waits for the checkpoint before
@@ -68,7 +73,7 @@ def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, fold
     assert (folder / "progress.png").exists() == bool(plots.progress(*[os.devnull] * 2))
 
     shutil.rmtree(folder)
-    process = writer._process
+    process = writer.process
     save(writer, folder, tables, 3)
     for call in (writer.wait, writer.check, lambda: save(writer, folder, tables, 4)):
         with pytest.raises(UserError, match="metrics.jsonl: cannot be written: No such file"):
@@ -80,7 +85,7 @@ def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, fold
 def test_a_process_that_is_killed_is_a_fault(writer, folder):
     save(writer, folder, all_kinds_of_arrays(), 1)
     writer.wait()
-    writer._process.kill()
+    writer.process.kill()
     save(writer, folder, all_kinds_of_arrays(), 2)
     with pytest.raises(Fault, match="writing the checkpoint was killed by signal 9; the last"):
         writer.wait()
@@ -148,3 +153,67 @@ def test_a_run_ends_when_its_files_are_written(world, tmp_path, monkeypatch):
             "status.json",
         ]
     world.barrier()
+
+
+@pytest.mark.slow("saves")
+@pytest.mark.timeout(300)
+def test_a_checkpoint_loads_whichever_system_call_kills_the_process(folder, monkeypatch, tmp_path):
+    library = str(faulty_calls.library(tmp_path))
+    run = folder / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    monkeypatch.setattr(background, "SMALL", 0)
+    for iteration in (1, 2):
+        checkpoint.save(run, all_kinds_of_arrays(), {**faulty_saves.FACTS, "iteration": iteration})
+    for number in itertools.count(1):
+        writer = BackgroundWriter()
+        with monkeypatch.context() as patch:
+            patch.setenv("LD_PRELOAD", library)
+            patch.setenv("FAULTY_FOLDER", str(run))
+            patch.setenv("FAULTY_CALL", str(number))
+            patch.setenv("FAULTY_ERROR", str(faulty_calls.KILL))
+            save(writer, run, all_kinds_of_arrays(), 2 + number)
+        try:
+            writer.wait()
+        except Fault as fault:
+            assert str(fault).endswith("was killed by signal 9; the last checkpoint is kept")
+        else:
+            break
+        finally:
+            writer.close()
+        assert checkpoint.load(run, warn=lambda line: None)[1]["iteration"] in (
+            1 + number,
+            2 + number,
+        )
+        checkpoint.save(run, all_kinds_of_arrays(), {**faulty_saves.FACTS, "iteration": 2 + number})
+        files = {"checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl"}
+        assert set(os.listdir(run)) == files
+    assert number > 15
+
+
+ORPHAN = """
+import pathlib, sys, time
+import faulty_saves
+from mpidl.training.files import background
+background.SMALL = 0
+folder = pathlib.Path(sys.argv[1])
+(folder / "metrics.jsonl").touch()
+writer = background.BackgroundWriter()
+writer.save(str(folder), *faulty_saves.arguments(1), str(folder / "metrics.jsonl"))
+print(writer.process.pid, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.slow("saves")
+def test_the_process_ends_when_rank_0_is_killed(folder):
+    path = os.pathsep.join([os.path.dirname(faulty_saves.__file__), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, folder],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as rank:
+        process = int(rank.stdout.readline())
+        rank.kill()
+    limits.wait_until(lambda: not os.path.exists(f"/proc/{process}"))
