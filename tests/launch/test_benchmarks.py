@@ -155,6 +155,27 @@ def test_logging(bench):
     assert all(ratio["median"] > 0 for ratio in record["ratios"].values())
 
 
+@pytest.mark.slow("saves")
+def test_saves(bench):
+    words = ["--network", "cifar", "--batch-size", 16, "--rounds", 1, "--iterations", 2]
+    stdout, record = bench("saves", *words, ranks=2)
+    assert record["bytes"] > 1e6 and record["wait_ms"]["min"] > 0 and record["ranks"] == 2
+    assert record["processor_ms"]["min"] > 0 and "cost, epoch of ImageNet" in stdout
+
+
+@pytest.mark.slow("saves")
+@pytest.mark.timeout(300)
+def test_the_memory_of_a_training_stays_the_same(tmp_path):
+    path = tmp_path / "memory.json"
+    words = ["--steps", 3000, "--warm-up", 1000, "--json", path]
+    result = mpirun(2, "-m", "benchmarks", "memory", *words, check=0)
+    assert "flat within 1 % after step 1000" in result.stdout
+    record = json.loads(path.read_text())
+    assert (
+        max(record["growth"]) <= 0.01 and [len(samples) for samples in record["bytes"]] == [101] * 2
+    )
+
+
 @pytest.mark.slow("jobs")
 def test_against_another_checkout(bench, tmp_path):
     """Against itself, mpidl has the same weights; a folder without mpidl is refused."""
