@@ -64,7 +64,8 @@ def main(options: argparse.Namespace) -> dict | None:
     ranks = world.gather(train(world, options.steps, options.warm_up))
     if ranks is None:
         return None
-    print(f"resident memory of each rank in MiB, {options.steps} steps on {world.size} rank(s)")
+    steps = ranks[0][-1][0]  # fewer than asked for, if the training was stopped
+    print(f"resident memory of each rank in MiB, {steps} steps on {world.size} rank(s)")
     rows = [["step", *(f"rank {rank}" for rank in range(world.size))]]
     shown = np.linspace(0, len(ranks[0]) - 1, ROWS).round().astype(int)
     for number in dict.fromkeys(shown):
@@ -104,9 +105,9 @@ def train(world: World, steps: int, warm_up: int) -> list[tuple[int, int]]:
         max_iterations=steps,
         batch_size=BATCH,
         learning_rate=1e-3,
-        validation_fraction=0.1,
-        validation_frequency=100,
-        checkpoint_every=200,
+        validation_fraction=0.02,
+        validation_frequency=500,
+        checkpoint_every=300,
         audit_every=100,
         batchnorm_statistics="moving",
         verbose="off",

@@ -83,6 +83,7 @@ class BackgroundWriter:
                 layout = _copy(tables, self._memory)
                 self._send({**job, "layout": layout, "attributes": attributes})
                 return
+            os.ftruncate(self._memory, 0)
         _save(job, tables, attributes)
 
     def plot(self, metrics: str, path: str, *, wait: bool) -> None:

@@ -318,7 +318,8 @@ class RunWriter:
 
     def wait(self) -> None:
         """Return when all checkpoints and plots are written."""
-        self._on_rank_0(self.background.wait)
+        if self.out is not None:
+            self._on_rank_0(self.background.wait)
 
     def rewind(self, iteration: int) -> None:
         """Remove the records of later iterations, which the run computes again."""
