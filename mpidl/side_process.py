@@ -32,7 +32,7 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
     arguments : sequence of str
         Arguments of Python.
     **keywords
-        Other arguments of Popen. By default stdin is a pipe.
+        Other arguments of Popen than stdin, which is a pipe.
 
     Returns
     -------
@@ -45,10 +45,15 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
         If it cannot be started, such as at a limit on the number of processes.
     """
     environment = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
-    keywords = {"stdin": subprocess.PIPE, "env": environment, "start_new_session": True} | keywords
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        return subprocess.Popen([sys.executable, *arguments], **keywords)
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            **keywords,
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
