@@ -101,7 +101,7 @@ def train(world: World, steps: int, warm_up: int) -> list[tuple[int, int]]:
     net = dl.Network(layers, shape[1:], seed=0)
     sampler = MemorySampler(steps, warm_up)
     settings = dl.TrainingOptions(
-        epochs=-(-steps // BATCHES),
+        epochs=steps,  # `max_iterations` ends the run
         max_iterations=steps,
         batch_size=BATCH,
         learning_rate=1e-3,
