@@ -62,7 +62,7 @@ def generations(path: str | os.PathLike[str]) -> list[Generation]:
         raise UserError(f"{printable(path)}: expected the folder of a run, found nothing there")
     if not os.path.isdir(path):
         return [_check(os.fspath(path))]
-    names = [checkpoint.CURRENT, checkpoint.PREVIOUS] if checkpoint.exists(path) else []
+    names = [checkpoint.CURRENT, checkpoint.PREVIOUS] if checkpoint.exists(os.fspath(path)) else []
     names += [MODEL]
     paths = [os.path.join(path, name) for name in names]
     paths = [path for path in paths if os.path.lexists(path) or _is_current(path)]
