@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks import decoding, machine, memory, report, subject, turns
+from benchmarks import decoding, input_memory, machine, report, subject, turns
 from benchmarks.mpidl_step import EagerStep
 from mpidl import keyed
 from mpidl.comm import World
@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> dict:
     if machine.is_launched():
         raise UserError("bench input starts its own processes: run it without mpirun")
     if options.memory:
-        return memory.run(options)
+        return input_memory.run(options)
     notes = subject.configure(options)
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         draw(folder, options.side, options.images)

@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 from benchmarks import machine, report, turns
-from benchmarks.memory import RepeatedImages
+from benchmarks.input_memory import RepeatedImages
 from mpidl.comm import World
 from mpidl.nn import zoo
 from mpidl.report import Console

@@ -143,10 +143,13 @@ class Metrics:
             with self._writing():
                 self.file.flush()
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, discard: bool = False) -> None:
+        """Close the file; if `discard` is true, without the records that are not yet written."""
         if self.file is not None:
             file, self.file = self.file, None
+            if discard:
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), file.fileno())
             with self._writing():
                 file.close()
 

@@ -9,7 +9,7 @@ import pool
 import pytest
 from launcher import ROOT, mpirun
 
-from benchmarks import arguments, memory
+from benchmarks import arguments, input_memory
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import runpy; "
 WITHOUT_TORCH += "runpy.run_module('benchmarks', run_name='__main__')"
@@ -289,7 +289,7 @@ def test_input_memory():
     """The record has every way to read; the set is too small for meaningful figures."""
     options = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())
     options.gigabytes, options.busy = 5e-4, 0.0
-    record = memory.run(options)
+    record = input_memory.run(options)
     assert_facts(record, "input")
     (row,) = record["mib"].values()
     assert set(row) == {"whole", "cut", "beyond"}
