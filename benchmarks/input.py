@@ -3,7 +3,7 @@
 For each kind of file and number of workers, the benchmark measures the images per second of the
 pipeline alone, of the step alone, and of both together. It also reports the ratio of an epoch's
 time from a packed file to that from memory, and the ratio of the cost of decoding, cropping and
-mirroring to that of decoding with Pillow. `memory` implements --memory.
+mirroring to that of decoding with Pillow. `input_memory` implements --memory.
 """
 
 import argparse

@@ -32,7 +32,7 @@ def test_peaks_beyond_a_training_on_one_mini_batch(monkeypatch, capsys):
         runs[count] = ranks, steps
         return input_memory.MemoryUse((count - 1) << 20, 1 << 19)
 
-    monkeypatch.setattr(memory, "train_peak", train_peak)
+    monkeypatch.setattr(input_memory, "train_peak", train_peak)
     options.gigabytes, options.busy = 48 * 10 / 1e9, 0.0
     mib = input_memory.run(options)["mib"]["2"]
     assert runs == {10: (2, input_memory.CUT_STEPS), 8: (2, input_memory.CUT_STEPS)}
@@ -73,7 +73,7 @@ def test_ranks_are_found_below_their_launcher():
     start = f"import subprocess as s, sys; p = [s.Popen([sys.executable, '-c', {code!r}], env={{"
     start += "'PMI_RANK': str(r)}) for r in range(2)]; print(flush=True); [x.wait() for x in p]"
     with started(start) as job:
-        wait_until(lambda: len(memory.ranks_below(job.pid)) == 2)
-        assert job.pid not in memory.ranks_below(job.pid)
+        wait_until(lambda: len(input_memory.ranks_below(job.pid)) == 2)
+        assert job.pid not in input_memory.ranks_below(job.pid)
         job.stdin.close()
-    assert memory.ranks_below(job.pid) == []
+    assert input_memory.ranks_below(job.pid) == []
