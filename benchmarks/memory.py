@@ -67,8 +67,8 @@ def main(options: argparse.Namespace) -> dict | None:
     steps = ranks[0][-1][0]  # fewer than asked for, if the training was stopped
     print(f"resident memory of each rank in MiB, {steps} steps on {world.size} rank(s)")
     rows = [["step", *(f"rank {rank}" for rank in range(world.size))]]
-    shown = np.linspace(0, len(ranks[0]) - 1, ROWS).round().astype(int)
-    for number in dict.fromkeys(shown):
+    row_numbers = np.linspace(0, len(ranks[0]) - 1, ROWS).round().astype(int)
+    for number in dict.fromkeys(row_numbers):
         sizes = [f"{samples[number][1] / MIB:.2f}" for samples in ranks]
         rows.append([str(ranks[0][number][0]), *sizes])
     report.print_table(rows)

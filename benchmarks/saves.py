@@ -26,7 +26,7 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 from mpidl.training.trainer import Trainer
 
-WITHOUT, WITH = "without", "with"
+PLAIN, SAVING = "without files", "with files"
 CLASSES, SIDE = 1000, {"alexnet": 227}
 EPOCHS = {"ImageNet": 1_281_167, "10,000 images": 10_000}  # images of epochs to compare with
 OPTIONS = ("network", "batch_size", "threads", "rounds", "iterations")
@@ -47,8 +47,8 @@ class Turns:
 
     def __init__(self, rounds: int, iterations: int) -> None:
         self.iterations = iterations
-        self.kinds = [kind for _, kind in turns.alternate((WITHOUT, WITH), rounds)]
-        self.seconds: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+        self.kinds = [kind for _, kind in turns.alternate((PLAIN, SAVING), rounds)]
+        self.seconds: dict[str, list[float]] = {PLAIN: [], SAVING: []}
         self.stalls: list[float] = []
         self.processor_seconds: list[float] = []
         self.start_time = self.used_before = 0.0
@@ -65,10 +65,10 @@ class Turns:
         now, used = time.perf_counter(), _processor_seconds(run.writer.background.process)
         if turn:
             self.seconds[self.kinds[turn - 1]].append(now - self.start_time)
-            if self.kinds[turn - 1] == WITH:
+            if self.kinds[turn - 1] == SAVING:
                 self.processor_seconds.append(used - self.used_before)
         self.start_time, self.used_before = now, used
-        if turn < len(self.kinds) and self.kinds[turn] == WITH:
+        if turn < len(self.kinds) and self.kinds[turn] == SAVING:
             self._save(run)
             run.world.barrier()
             self.stalls.append(time.perf_counter() - now)
@@ -120,18 +120,18 @@ def main(options: argparse.Namespace) -> dict | None:
 
 
 def _report(options, world, hook, nbytes):
-    without, cost = (
-        np.array(hook.seconds[WITHOUT]),
-        np.subtract(*map(hook.seconds.get, (WITH, WITHOUT))),
+    plain_seconds, cost = (
+        np.array(hook.seconds[PLAIN]),
+        np.subtract(*map(hook.seconds.get, (SAVING, PLAIN))),
     )
-    step = report.median(without) / options.iterations
+    step = report.median(plain_seconds) / options.iterations
     print(
         f"{options.network}, a checkpoint of {nbytes / 1e6:.0f} MB and a plot, batch "
         f"{options.batch_size}, {world.size} rank(s), {machine.arithmetic()}, {options.rounds} "
         f"rounds of {options.iterations} steps"
     )
     rows = [
-        ("  step", report.spread(without / options.iterations, 1e3), "ms"),
+        ("  step", report.spread(plain_seconds / options.iterations, 1e3), "ms"),
         ("  the ranks wait", report.spread(hook.stalls, 1e3), "ms"),
         ("  processor time beside", report.spread(hook.processor_seconds, 1e3), "ms"),
         ("  cost of a turn", report.spread(cost, 1e3), "ms"),
