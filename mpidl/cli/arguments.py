@@ -209,8 +209,9 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
     -------
     Namespace
         The attribute run is the folder of a run to check, or None. The attribute ranks is a list of
-        int. The attribute options is a dict {name: value} of the training arguments that the user
-        typed; it always contains max_iterations.
+        int, and srun tells whether srun starts the ranks. The attribute options is a dict
+        {name: value} of the training arguments that the user typed; it always contains
+        max_iterations.
     """
     parser = Parser(
         "mpidl.verify",
@@ -230,6 +231,12 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "Numbers of ranks to compare; default: 1,2,3,4",
         type=rank_counts,
     )
+    parser.add_argument(
+        "--srun",
+        action="store_true",
+        help="Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets its "
+        "option --mpi",
+    )
     _add_data(parser)
     add_preprocess(parser)
     add_storage(parser)
@@ -241,12 +248,12 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         max_iterations=5,
     )
     options = vars(parser.parse(argv))
-    run, ranks = options.pop("run"), options.pop("ranks")
-    typed = [*options] if ranks is None else ["ranks", *options]
+    run, ranks, srun = options.pop("run"), options.pop("ranks"), options.pop("srun")
+    typed = [*(["ranks"] if ranks else []), *(["srun"] if srun else []), *options]
     if run is not None and typed:
         raise UserError(f"{training_options.flag(typed[0])}: expected no RUN with it, found {run}")
     options = {"max_iterations": 5, **options}
-    return argparse.Namespace(run=run, ranks=ranks or [1, 2, 3, 4], options=options)
+    return argparse.Namespace(run=run, ranks=ranks or [1, 2, 3, 4], srun=srun, options=options)
 
 
 def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
