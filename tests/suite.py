@@ -98,6 +98,9 @@ PARTS = {
     "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
     "hangs": marked("ranks that hang or are stopped at any moment", "hangs"),
     "restarts": marked("jobs that die and start again", "restarts"),
+    "saves": marked(
+        "checkpoints with faults at every system call; memory of long trainings", "saves"
+    ),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
     "notebooks": marked("trainings from a notebook, in a real kernel", "notebooks"),

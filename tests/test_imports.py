@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
 # The packages and top-level modules that each package or module may import.
 BOTTOM = set("startup errors text files phases keyed fold blocks deferred shapes".split())
-BOTTOM |= {"device_array", "matlab_names", "autodiff"}
+BOTTOM |= {"device_array", "matlab_names", "side_process", "autodiff"}
 BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
@@ -28,7 +28,7 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "nn": NN,
     "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
     "data": BACKENDS | {"backends"},
-    "report": {"errors", "text", "files", "phases"},
+    "report": {"errors", "text", "files", "phases", "side_process"},
     "cross_entropy_loss": NN | {"nn"},
     "losses": LOSSES,
     "evaluation": EVALUATION,

@@ -138,11 +138,10 @@ class Metrics:
                 self.flushed = time.monotonic()
 
     def flush(self) -> None:
-        """Write all records to disk. Call this method before each checkpoint."""
+        """Hand all records to the operating system. Call this method before each checkpoint."""
         if self.file is not None:
             with self._writing():
                 self.file.flush()
-                os.fsync(self.file.fileno())
 
     def close(self, discard: bool = False) -> None:
         """Close the file; if `discard` is true, without the records that are not yet written."""

@@ -243,14 +243,18 @@ class CheckpointHook:
     def step(self, trainer: Trainer) -> None:
         interval = trainer.options.checkpoint_every
         if interval and trainer.position.iteration % interval == 0 and not trainer.leaves_epoch:
-            trainer.save()
+            trainer.save(wait=False)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        trainer.save()
+        trainer.save(wait=False)
 
     def finish(self, trainer: Trainer) -> None:
         if trainer.signals.agreed or trainer.position.batch:
-            trainer.save()
+            trainer.save(wait=False)
+
+    def end(self, trainer: Trainer) -> None:
+        with trainer.console.stage("checkpoint"):
+            trainer.writer.wait()
 
 
 class PlotHook:

@@ -77,6 +77,7 @@ class Rollback:
         count = trainer.position.rollbacks + 1
         if count > LIMIT:
             raise Fault(f"{problem}; the run has rolled back {LIMIT} times (--on-nan rollback)")
+        trainer.writer.wait()
         with trainer.renewed_step():
             run_state.set_progress(trainer, _copied(self.arrays), self.facts)
             trainer.position.rollbacks = count

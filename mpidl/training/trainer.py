@@ -141,6 +141,7 @@ class Trainer:
         self.start_time = time.monotonic() - self.position.seconds
         last_iteration = None if folder.resume is None else self.position.iteration
         self.writer = RunWriter(folder, world, last_iteration)
+        self.writer.recorder.reserve(self.total_iterations)
         self.hooks = hook_classes.of_run(hooks, options, balancer, self.rollback)
 
     @property
@@ -284,7 +285,7 @@ class Trainer:
     def _agreed(self, batches):
         """Yield the mini-batches; write a checkpoint if one of them cannot be read."""
         try:
-            yield from agreed(batches, self.world, self.signals)
+            yield from agreed(batches, self.world, self.signals, self.writer.check)
         except (StorageFault, UserError) as error:
             raise self.after_checkpoint(error) from None
 
@@ -427,11 +428,20 @@ class Trainer:
         if self.world.device is not None:  # a recorded step has its own memory
             self.queue, self.step = self._make_step()
 
-    def save(self) -> None:
-        """Write a checkpoint if the run has a folder. Collective."""
+    def save(self, wait: bool = True) -> None:
+        """Write a checkpoint if the run has a folder. Collective.
+
+        Parameters
+        ----------
+        wait : bool
+            Return after the file is written. Otherwise a large checkpoint is written while the
+            training goes on, and the ranks raise the error before a later mini-batch if that fails.
+        """
         if self.writer.out is None:
             return
         self.wait()
         with self._apart("checkpoint"):
             tables, facts = run_state.collect(self)
             self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
+            if wait:
+                self.writer.wait()

@@ -9,7 +9,7 @@ import pool
 import pytest
 from launcher import ROOT, mpirun
 
-from benchmarks import arguments, memory
+from benchmarks import arguments, input_memory
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import runpy; "
 WITHOUT_TORCH += "runpy.run_module('benchmarks', run_name='__main__')"
@@ -156,6 +156,26 @@ def test_logging(bench):
     assert all(ratio["median"] > 0 for ratio in record["ratios"].values())
 
 
+@pytest.mark.slow("saves")
+def test_saves(bench):
+    words = ["--network", "cifar", "--batch-size", 16, "--rounds", 1, "--iterations", 2]
+    stdout, record = bench("saves", *words, ranks=2)
+    assert record["bytes"] > 1e6 and record["wait_ms"]["min"] > 0 and record["ranks"] == 2
+    assert record["processor_ms"]["min"] > 0 and "cost, epoch of ImageNet" in stdout
+
+
+@pytest.mark.slow("saves")
+@pytest.mark.timeout(300)
+def test_the_memory_of_a_training_stays_the_same(tmp_path):
+    path = tmp_path / "memory.json"
+    words = ["--steps", 3000, "--warm-up", 1000, "--json", path]
+    result = mpirun(2, "-m", "benchmarks", "memory", *words, check=0)
+    assert "flat within 1 % after step 1000" in result.stdout
+    record = json.loads(path.read_text())
+    assert max(record["growth"]) <= 0.01
+    assert [len(samples) for samples in record["bytes"]] == [101, 101]
+
+
 @pytest.mark.slow("jobs")
 def test_against_another_checkout(bench, tmp_path):
     """Against itself, mpidl has the same weights; a folder without mpidl is refused."""
@@ -270,7 +290,7 @@ def test_input_memory():
     """The record has every way to read; the set is too small for meaningful figures."""
     options = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())
     options.gigabytes, options.busy = 5e-4, 0.0
-    record = memory.run(options)
+    record = input_memory.run(options)
     assert_facts(record, "input")
     (row,) = record["mib"].values()
     assert set(row) == {"whole", "cut", "beyond"}

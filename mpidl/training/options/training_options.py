@@ -219,7 +219,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     plots: Literal["training-progress", "none"] = choice(
         "Draw progress.png in the results folder if matplotlib is installed: at the end of "
-        "epochs, at most every 10 s, and at the end of the run",
+        "epochs, at most every 10 s, beside the training; and at the end of the run",
         default="training-progress",
         matlab="Plots",
     )
