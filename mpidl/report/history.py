@@ -6,7 +6,7 @@ import array
 import bisect
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -137,6 +137,19 @@ class HistoryRecorder:
             row_count = bisect.bisect_right(columns["iteration"], iteration)
             for column in columns.values():
                 del column[row_count:]
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records as metrics.jsonl holds them, in its order."""
+        rows = [
+            {"kind": kind, **dict(zip(columns, values, strict=True))}
+            for kind, columns in self._columns.items()
+            for values in zip(*columns.values(), strict=True)
+        ]
+        for row in sorted(rows, key=lambda row: row["iteration"]):
+            record = {k: metrics.number(v) if isinstance(v, float) else v for k, v in row.items()}
+            if record["accuracy"] is None:
+                del record["accuracy"]
+            yield record
 
     def history(self) -> History:
         """Return the records so far; later records do not change the result."""

@@ -307,11 +307,19 @@ class RunWriter:
 
         self._on_rank_0(write)
 
-    def rewind(self, iteration: int) -> None:
-        """Remove the records of later iterations, which the run computes again."""
-        self.recorder.cut(iteration)
+    def record_lost(self, *arguments: Any) -> None:
+        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record_lost`."""
         if self.metrics is not None:
-            self._try(self.metrics.rewind, iteration)
+            self._try(self.metrics.record_lost, *arguments)
+
+    def rewind(self, iteration: int) -> None:
+        """Remove the records of later iterations, which the run computes again.
+
+        Rank 0 may be another one than before.
+        """
+        self.recorder.cut(iteration)
+        if self.metrics is not None and self.world.rank == 0:
+            self._try(self.metrics.rewind, iteration, self.recorder.records())
 
     def plot(self, end: bool = False) -> None:
         """Draw progress.png, at most once per PLOT_SECONDS before the end of the run."""
