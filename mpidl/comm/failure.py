@@ -128,8 +128,8 @@ def _leave_together():
     if not transport.has_left:
         transport.activity = LEAVING
         _meet(transport, progress=Departure(transport).look)
-    if transport.has_left:  # otherwise a wait was cancelled
-        transport.finalize()
+    if transport.has_left and not ulfm.lost_ranks(transport.MPI.COMM_WORLD):
+        transport.finalize()  # after a cancelled wait or a loss, MPI ends with the process
 
 
 def run(main: Callable[[], int]) -> None:

@@ -99,5 +99,7 @@ def agree(comm: MPI.Comm, flag: bool) -> bool:
 
 def lost_ranks(comm: MPI.Comm) -> list[int]:
     """Return the ranks of a communicator that this rank knows to have ended."""
+    if not is_enabled():
+        return []
     failed = comm.Get_failed()
     return failed.Translate_ranks(range(failed.size), comm.Get_group())
