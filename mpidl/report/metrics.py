@@ -22,7 +22,8 @@ FLUSH_SECONDS = 2.0
 class Metrics:
     """Writer of the records of a metrics file.
 
-    The methods do nothing on ranks other than 0.
+    The methods do nothing on ranks other than 0, except for `rewind`: a rank that calls it writes
+    the file from there on.
 
     Parameters
     ----------
@@ -179,8 +180,6 @@ class Metrics:
 
     def rewind(self, iteration: int, records: Iterable[Mapping[str, Any]] = ()) -> None:
         """Remove the records of iterations after `iteration`, and continue from there.
-
-        The file may be that of another rank, which was lost.
 
         Parameters
         ----------
