@@ -98,6 +98,7 @@ PARTS = {
     "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
     "hangs": marked("ranks that hang or are stopped at any moment", "hangs"),
     "restarts": marked("jobs that die and start again", "restarts"),
+    "shrink": marked("ranks that end while the others continue (Open MPI)", "shrink"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
     "notebooks": marked("trainings from a notebook, in a real kernel", "notebooks"),
