@@ -199,7 +199,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default="stop",
     )
     on_lost_rank: Literal["stop", "shrink"] = choice(
-        "If a rank or its host dies: stop, or continue on the ranks that are left, to the same "
+        "If the process of a rank dies: stop, or continue on the ranks that are left, to the same "
         "weights; the latter needs Open MPI 5 and mpirun --with-ft ulfm, and CPUs",
         default="stop",
     )
