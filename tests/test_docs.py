@@ -26,7 +26,7 @@ MOST_EPOCHS = 5
 FOREIGN = {
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
     *("--shm-size", "--array", "--constraint", "--cpu-bind", "--map-by", "--use-hwthread-cpus"),
-    *("--ntasks", "--logdir", "--backend-store-uri", "--no-kill"),
+    *("--ntasks", "--logdir", "--backend-store-uri", "--no-kill", "--with-ft"),
 }
 
 

@@ -48,7 +48,7 @@ class Messaging:
         self._handler: Callable[[Any], object] | None = None
         self._use(transport)
 
-    def _use(self, transport):
+    def _use(self, transport: Transport) -> None:
         """Use a transport, without anything that was sent over another one."""
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
