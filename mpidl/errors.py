@@ -11,6 +11,10 @@ class UserError(Exception):
     """
 
 
+class FolderInUse(UserError):
+    """Raised if the folder of a run is in use by another job."""
+
+
 class Fault(Exception):
     """Raised if a run cannot continue although its options are valid, for example on a NaN loss.
 
@@ -34,6 +38,10 @@ class NotFinite(Fault):
 
 class StorageFault(Fault):
     """Raised if an object store does not answer in time, or refuses to store an object."""
+
+
+class LostLock(Fault):
+    """Raised before a run writes to its folder, if another job has taken over the folder."""
 
 
 class RankError(Exception):

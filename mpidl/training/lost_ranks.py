@@ -20,6 +20,7 @@ from mpidl.training.options.training_options import TrainingOptions
 if TYPE_CHECKING:
     from mpidl.comm.failure import Signals
     from mpidl.report import Console
+    from mpidl.training.files.run_lock import RunLock
     from mpidl.training.progress import Result
     from mpidl.training.trainer import Trainer
 
@@ -44,8 +45,10 @@ def describe(lost: Sequence[LostRank], world: World) -> str:
     return f"warning: {names} {verb} lost: {left}"
 
 
-def restart_test(world: World, console: Console, signals: Signals, result: Result) -> None:
-    """Prepare to repeat the test after ranks were lost in it, and print a line.
+def restart_test(
+    world: World, console: Console, signals: Signals, lock: RunLock, result: Result
+) -> None:
+    """Prepare to repeat the test after ranks were lost in it, and print a line. Collective.
 
     Parameters
     ----------
@@ -55,12 +58,15 @@ def restart_test(world: World, console: Console, signals: Signals, result: Resul
         The console of the run.
     signals : Signals
         Requests to stop, on which the ranks agree again.
+    lock : RunLock
+        The lock of the run's folder.
     result : Result
         The result of the training, which counts the ranks that were lost before.
     """
     if world.rank == 0:
         console.take_over()
     signals.agreed = False
+    lock.take_over()
     lost = world.lost_ranks[result.lost_ranks :]
     console.line(f"{describe(lost, world)} with the test, which starts again")
 

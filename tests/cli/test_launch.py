@@ -15,6 +15,7 @@ from mpidl.errors import Fault, UserError
 MPIRUN = """#!/bin/sh
 shift 3
 echo "$*" >> {folder}/starts
+echo "$MPIDL_JOB_TOKEN $MPIDL_JOB_START" >> {folder}/numbers
 code=$(sed -n "$(wc -l < {folder}/starts)p" {folder}/codes)
 case $code in c*) mkdir -p {folder}/run; date +%N > {folder}/run/checkpoint.h5 ;; esac
 case $code in r*) mkdir -p {folder}/run; echo '{{"state": "running"}}' > {folder}/run/status.json ;;
@@ -78,6 +79,14 @@ def test_an_exit_code_0_in_the_middle_of_a_run_is_a_death(launched):
     assert launched("r0 0", "--epochs", "3") == 0
     assert starts(launched) == ["--epochs 3"] * 2
     assert log(launched)[0] == "start 1 ended after 0 s: mpirun ended with exit code 0"
+
+
+def test_the_starts_of_a_job_have_a_token_and_numbers(launched):
+    """By which a later start takes over the lock of an earlier one."""
+    assert launched("1 c1 0") == 0
+    lines = [line.split() for line in (launched.folder / "numbers").read_text().splitlines()]
+    assert len({token for token, _ in lines}) == 1
+    assert [number for _, number in lines] == ["1", "2", "3"]
 
 
 def test_pauses_grow_until_there_is_a_new_checkpoint(launched):
