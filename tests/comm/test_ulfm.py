@@ -26,7 +26,7 @@ def enabled(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("library", "environment", "found"),
+    ("library", "environment", "cause"),
     [
         (mpi(), {}, None),
         (mpi(("MPICH", (4, 3, 0))), {}, "MPICH 4.3.0 (MPIDL_MPI=openmpi run/install)"),
@@ -40,15 +40,15 @@ def enabled(monkeypatch):
         (mpi(is_revoked=not_implemented), {}, "an Open MPI that was compiled without ULFM"),
     ],
 )
-def test_the_refusal_names_the_command(monkeypatch, enabled, library, environment, found):
+def test_the_refusal_names_the_command(monkeypatch, enabled, library, environment, cause):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     refusal = ulfm.refusal(library, 4)
-    if found is None:
+    if cause is None:
         assert refusal is None
         return
     command = "mpirun --with-ft ulfm -n 4 python -m mpidl.train ..."
-    assert refusal == f"expected Open MPI 5 and {command}, found {found}"
+    assert refusal == f"expected Open MPI 5 and {command}, found {cause}"
     assert ulfm.refusal(library, 1) is None  # nobody can be lost
 
 
@@ -81,16 +81,16 @@ class MpiError(Exception):
 
 def test_an_error_of_several_requests_is_a_loss_if_a_rank_has_ended(enabled):
     MPI = pytest.importorskip("mpi4py.MPI", reason="needs mpi4py")
-    lost, whole = (
+    with_loss, without_loss = (
         SimpleNamespace(Is_revoked=lambda: False, Get_failed=lambda n=n: SimpleNamespace(size=n))
         for n in (1, 0)
     )
-    assert ulfm.is_loss(MpiError(MPI.ERR_PROC_FAILED), whole)
-    assert ulfm.is_loss(MpiError(MPI.ERR_REVOKED), whole)
-    assert ulfm.is_loss(MpiError(MPI.ERR_IN_STATUS), lost)
-    assert not ulfm.is_loss(MpiError(MPI.ERR_IN_STATUS), whole)
-    assert not ulfm.is_loss(MpiError(MPI.ERR_TRUNCATE), lost)
-    assert not ulfm.is_loss(ValueError(), lost)
+    assert ulfm.is_loss(MpiError(MPI.ERR_PROC_FAILED), without_loss)
+    assert ulfm.is_loss(MpiError(MPI.ERR_REVOKED), without_loss)
+    assert ulfm.is_loss(MpiError(MPI.ERR_IN_STATUS), with_loss)
+    assert not ulfm.is_loss(MpiError(MPI.ERR_IN_STATUS), without_loss)
+    assert not ulfm.is_loss(MpiError(MPI.ERR_TRUNCATE), with_loss)
+    assert not ulfm.is_loss(ValueError(), with_loss)
 
 
 @pytest.mark.parametrize(("answer", "expected"), [(1, True), (0, False), (None, False)])

@@ -57,7 +57,7 @@ class LockFile:
         An existing folder.
     holder : Holder
         This process.
-    ended : str, optional
+    predecessor : str, optional
         Token of a holder that is known to have ended.
 
     Attributes
@@ -69,9 +69,9 @@ class LockFile:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], holder: Holder, ended: str | None = None
+        self, folder: str | os.PathLike[str], holder: Holder, predecessor: str | None = None
     ) -> None:
-        self.folder, self.holder, self._ended = os.fspath(folder), holder, ended
+        self.folder, self.holder, self._predecessor = os.fspath(folder), holder, predecessor
         self.path = os.path.join(self.folder, NAME)
         self.is_lost = False
         self._confirm_time = 0.0
@@ -125,7 +125,7 @@ class LockFile:
     def _is_free(self, entry, now):
         """Return whether the holder has ended; raise FolderInUse if it has not."""
         if entry.holder is not None:
-            is_alive = entry.token != self._ended and entry.holder.is_alive()
+            is_alive = entry.token != self._predecessor and entry.holder.is_alive()
             if self.holder.follows(entry.holder) or is_alive is False:
                 return True
             if is_alive:
