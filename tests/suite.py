@@ -101,6 +101,7 @@ PARTS = {
     "saves": marked(
         "checkpoints with faults at every system call; memory of long trainings", "saves"
     ),
+    "shrink": marked("ranks that end while the others continue (Open MPI)", "shrink"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
     "notebooks": marked("trainings from a notebook, in a real kernel", "notebooks"),

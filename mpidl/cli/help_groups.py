@@ -53,7 +53,7 @@ GROUPS: dict[str, Sequence[str]] = {
     ),
     "Hardware and speed": (
         *("device", "gpus", "graphs", "precision", "threads", "worker_load", "winograd"),
-        *("workers", "prefetch", "cache_mb", "timeout"),
+        *("workers", "prefetch", "cache_mb", "on_lost_rank", "timeout"),
     ),
     "Progress": ("verbose", "verbose_every", "plots", "monitor"),
 }

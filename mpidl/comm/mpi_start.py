@@ -17,7 +17,7 @@ import threading
 import time
 from types import ModuleType
 
-from mpidl.comm import failure, foreign_launcher, shared_segments
+from mpidl.comm import failure, foreign_launcher, shared_segments, ulfm
 from mpidl.errors import UserError
 
 START_SECONDS = 10.0  # in addition to the time-out: a busy host starts MPI slowly
@@ -58,6 +58,7 @@ def initialize(mpi: ModuleType, timeout: float) -> None:
             _end_all_hosts(error)
         raise
     handler = signal.getsignal(signal.SIGUSR1)
+    ulfm.prepare()
     with Watch(timeout), _without_network() if is_one_host else contextlib.nullcontext():
         _init_thread(mpi)
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):

@@ -12,7 +12,7 @@ import platform
 import sys
 from types import ModuleType, SimpleNamespace
 
-from mpidl.comm import failure, mpi_start
+from mpidl.comm import failure, mpi_start, ulfm
 from mpidl.errors import UserError
 from mpidl.text import pip_install
 
@@ -39,7 +39,8 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
         import mpi4py
 
         # These matter at the first import only.
-        mpi4py.rc.thread_level, mpi4py.rc.initialize, mpi4py.rc.finalize = "funneled", False, True
+        mpi4py.rc.thread_level, mpi4py.rc.initialize = "funneled", False
+        mpi4py.rc.finalize = not ulfm.is_enabled()  # MPI_Finalize may hang after the loss of a rank
         mpi = importlib.import_module("mpi4py.MPI")
         if not mpi.Is_initialized():
             mpi_start.initialize(mpi, timeout)

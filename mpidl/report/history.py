@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -144,6 +144,19 @@ class HistoryRecorder:
         for columns in self._columns.values():
             columns.cut(iteration)
 
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records as metrics.jsonl holds them, in its order."""
+        rows = [
+            {"kind": kind} | dict(zip((*POSITION, *VALUES), row, strict=True))
+            for kind, columns in self._columns.items()
+            for row in columns.rows()
+        ]
+        for row in sorted(rows, key=lambda row: row["iteration"]):
+            record = {k: metrics.number(v) if isinstance(v, float) else v for k, v in row.items()}
+            if record["accuracy"] is None:
+                del record["accuracy"]
+            yield record
+
     def history(self) -> History:
         """Return the records so far; later records do not change the result."""
         return History(**{kind: columns.series() for kind, columns in self._columns.items()})
@@ -175,6 +188,11 @@ class _Columns:
     def cut(self, iteration: int) -> None:
         iterations = self.positions[POSITION.index("iteration"), : self.count]
         self.count = int(np.searchsorted(iterations, iteration, "right"))
+
+    def rows(self) -> list[tuple[int | float, ...]]:
+        arrays = self.positions[:, : self.count], self.values[:, : self.count]
+        positions, values = (array.T.tolist() for array in arrays)
+        return [(*p, *v) for p, v in zip(positions, values, strict=True)]
 
     def series(self) -> Series:
         columns = [*self.positions[:, : self.count], *self.values[:, : self.count]]

@@ -81,6 +81,9 @@ class SkippedImagesHook:
     def step(self, trainer: Trainer) -> None:
         self._tell(trainer)
 
+    def lost(self, trainer: Trainer) -> None:
+        self.listed = 0  # the number may differ between ranks
+
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self._tell(trainer)
         counts = [f"{len(bad)} of {name}" for name, (_, bad) in sets_of(trainer).items() if bad]

@@ -49,6 +49,15 @@ def test_a_recorder_removes_later_records(tmp_path):
     assert len(recorder.history().epoch) == 0
 
 
+def test_a_recorder_returns_the_records_of_the_file(tmp_path):
+    write(tmp_path / "metrics.jsonl")
+    records = metrics.read(tmp_path / "metrics.jsonl")
+    recorded = list(HistoryRecorder(records).records())
+    assert [r["iteration"] for r in recorded] == sorted(r["iteration"] for r in recorded)
+    numbers = [record for record in records if record["kind"] in ("iteration", "epoch")]
+    assert all(record in recorded for record in numbers)
+
+
 def test_a_run_that_is_being_written_can_be_read(tmp_path):
     """Half a line, records of other kinds and values of other types are left out."""
     path = tmp_path / "metrics.jsonl"

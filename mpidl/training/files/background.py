@@ -40,6 +40,11 @@ class BackgroundWriter:
     At most one checkpoint is being written: `save` waits for the one before. The methods are for
     rank 0 only.
 
+    Parameters
+    ----------
+    starts_process : bool
+        Whether a process may be started. Without one, rank 0 writes the files itself.
+
     Attributes
     ----------
     problem : UserError or None
@@ -48,7 +53,8 @@ class BackgroundWriter:
         The process, from the first job that takes long on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, starts_process: bool = True) -> None:
+        self.starts_process = starts_process
         self.problem: UserError | None = None
         self.process: subprocess.Popen | None = None
         self._memory = -1  # file descriptor
@@ -137,6 +143,8 @@ class BackgroundWriter:
 
     def _start(self):
         """Start the process; if that fails, this process goes on writing the files."""
+        if not self.starts_process:
+            return
         self._memory = _nameless_memory()
         try:
             self.process = side_process.start(

@@ -244,7 +244,8 @@ class RunWriter:
         self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
         self.record_error: UserError | LostLock | None = None
-        self.background = BackgroundWriter()
+        # Without a process: that of a lost rank 0 could write while the next rank 0 does.
+        self.background = BackgroundWriter(starts_process=not world.outlives_ranks)
         self.plot_time = time.monotonic()
         self.recorder = history.HistoryRecorder()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -347,11 +348,19 @@ class RunWriter:
         if self.out is not None:
             call_together(self.world, self.background.wait)
 
-    def rewind(self, iteration: int) -> None:
-        """Remove the records of later iterations, which the run computes again."""
-        self.recorder.cut(iteration)
+    def record_lost(self, *arguments: Any) -> None:
+        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record_lost`."""
         if self.metrics is not None:
-            self._try(self.metrics.rewind, iteration)
+            self._try(self.metrics.record_lost, *arguments)
+
+    def rewind(self, iteration: int) -> None:
+        """Remove the records of later iterations, which the run computes again.
+
+        Rank 0 may be another one than before.
+        """
+        self.recorder.cut(iteration)
+        if self.metrics is not None and self.world.rank == 0:
+            self._try(self.metrics.rewind, iteration, self.recorder.records())
 
     def plot(self, end: bool = False) -> None:
         """Start to draw progress.png, at most once per PLOT_SECONDS; at the end, wait for it."""

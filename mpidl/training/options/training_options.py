@@ -201,6 +201,11 @@ class TrainingOptions(ImageOptions, SolverOptions):
         "checkpoint and continue with half the learning rate, at most 5 times",
         default="stop",
     )
+    on_lost_rank: Literal["stop", "shrink"] = choice(
+        "If the process of a rank dies: stop, or continue on the ranks that are left, to the same "
+        "weights; the latter needs Open MPI 5 and mpirun --with-ft ulfm, and CPUs",
+        default="stop",
+    )
     timeout: float = option(
         positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
     )
@@ -271,6 +276,20 @@ class TrainingOptions(ImageOptions, SolverOptions):
             raise UserError(
                 "--sampling partition and --worker-load measured: each rank's images would depend "
                 "on timing; give numbers instead"
+            )
+
+        if self.on_lost_rank == "shrink":
+            self._check_shrink()
+
+    def _check_shrink(self):
+        """Raise UserError if another option makes the weights depend on the number of ranks."""
+        numbers = self.worker_load not in (None, "measured")
+        text = f"--worker-load {self.worker_load}" if numbers else ""
+        for name, value in (("sampling", "partition"), ("batchnorm", "local")):
+            text = f"{flag(name)} {value}" if getattr(self, name) == value else text
+        if text:
+            raise UserError(
+                f"--on-lost-rank shrink and {text}: expected options that suit any number of ranks"
             )
 
     def __repr__(self) -> str:
