@@ -20,6 +20,7 @@ from types import ModuleType
 from mpidl.comm import failure, foreign_launcher, shared_segments
 from mpidl.errors import UserError
 
+START_SECONDS = 10.0  # in addition to the time-out: a busy host starts MPI slowly
 LOOK_SECONDS = 0.5  # between two looks of the watching thread
 WATCHING_RANKS = 4  # of a host look whether another has ended
 GONE_SECONDS = 1.0  # until a rank of this host that has ended ends the job
@@ -38,7 +39,8 @@ def initialize(mpi: ModuleType, timeout: float) -> None:
     mpi : module
         `mpi4py.MPI`, imported without initializing MPI.
     timeout : float
-        Longest wait for MPI_Init in seconds. After this time, the process prints a line and ends.
+        Longest wait for a message in seconds. If MPI_Init takes START_SECONDS longer, the process
+        prints a line and ends.
 
     Raises
     ------
@@ -113,7 +115,7 @@ class Watch:
     Parameters
     ----------
     timeout : float
-        Longest time in seconds.
+        Longest wait for a message in seconds; the block may take START_SECONDS longer.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -135,8 +137,9 @@ class Watch:
             previous, look_time = look_time, time.monotonic()
             seconds = min(look_time - previous, 1.0)
             waited += seconds
-            if waited > self.timeout:
-                self._end(f"within {self.timeout:g} s (--timeout){_stopped_ranks()}")
+            if waited > self.timeout + START_SECONDS:
+                limit = f"{self.timeout:g} s (--timeout) and {START_SECONDS:g} s for its start"
+                self._end(f"within {limit}{_stopped_ranks()}")
             states = _states_of_ranks() if watched_ranks else {}
             is_gone = os.getpid() in states and watched_ranks > _count_alive(states)
             gone_seconds = gone_seconds + seconds if is_gone else 0.0
