@@ -25,10 +25,11 @@ from mpidl.comm.launcher import environment
 from mpidl.errors import Fault
 from mpidl.nn import zoo
 from mpidl.report import Metrics
-from mpidl.training import tracking_hooks, trainer
+from mpidl.training import tracking_hooks
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.train import train
 
 SILENT, METRICS = "no records", "metrics"
 TENSORBOARD, MONITOR = "metrics, tensorboard", "metrics, tensorboard, monitor"
@@ -115,7 +116,7 @@ def train_epoch(side: str, images: data.Datastore, world: World, out: str, seed:
     timer = Timer(side == SILENT)
     hooks = [tracking_hooks.TensorBoardHook()] if side in (TENSORBOARD, MONITOR) else []
     with _monitor(out) if side == MONITOR and not world.rank else contextlib.nullcontext():
-        trainer.train(net, images, options, world=world, out=out, hooks=[*hooks, timer])
+        train(net, images, options, world=world, out=out, hooks=[*hooks, timer])
     return timer.seconds, weights_sha256(net)
 
 

@@ -16,9 +16,10 @@ from mpidl.data import ArrayDatastore
 from mpidl.phases import SPAN, Seconds
 from mpidl.report import Console, timeline_table
 from mpidl.report.trace_file import RankSpans
-from mpidl.training import trainer
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.train import train
+from mpidl.training.trainer import Trainer
 
 KINDS = ("off", "on", "again")  # "again" is off
 BATCHES = 4  # mini-batches of an epoch
@@ -47,7 +48,7 @@ class Turns:
         self.spans_per_step = 0.0
         self.turn = self.steps = 0
 
-    def step(self, run: trainer.Trainer) -> None:
+    def step(self, run: Trainer) -> None:
         """End a turn and begin the next one, if a step was the last of its turn."""
         phases.iteration_ends(run.position.iteration)
         kind = self.kinds[self.turn]
@@ -93,7 +94,7 @@ def main(options: argparse.Namespace) -> dict | None:
         plots="none",
     )
     console = Console(world.rank, progress=False)
-    trainer.train(net, store, settings, world=world, console=console, hooks=[hook])
+    train(net, store, settings, world=world, console=console, hooks=[hook])
     results = world.gather((hook.coverage, hook.spans_per_step))
     if results is None:
         return None

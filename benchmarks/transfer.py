@@ -19,9 +19,9 @@ from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.nn.transfer import transfer
-from mpidl.training import trainer
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.train import train
 
 SIDES = ("pretrained", "initial weights")
 RATES = (0.001, 0.003, 0.01, 0.03)  # learning rates that each side tries
@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> dict:
         recipe = TrainingOptions.from_recipe(
             "digits", epochs=options.pretraining_epochs, seed=seed, **QUIET
         )
-        check_end(trainer.train(pretrained, first_half, recipe, world=world))
+        check_end(train(pretrained, first_half, recipe, world=world))
         for per_class in options.per_class:
             few, _ = images.split(per_class / np.bincount(images.labels).max(), seed=seed)
             for side in SIDES:
@@ -108,7 +108,7 @@ def accuracies(net, images, test, options, rate, seed, world):
         output_functions=[watch],
         **QUIET,
     )
-    check_end(trainer.train(net, images, settings, world=world))
+    check_end(train(net, images, settings, world=world))
     return curve
 
 

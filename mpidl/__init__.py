@@ -99,7 +99,7 @@ from mpidl.training.sweep import sweep as sweep
 from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
 from mpidl.training.tracking_hooks import WandbHook as WandbHook
-from mpidl.training.trainer import train as train
+from mpidl.training.train import train as train
 
 if not TYPE_CHECKING:  # for a type checker, an unknown name is an error
     from mpidl import matlab_names

@@ -18,9 +18,9 @@ from mpidl.data import ArrayDatastore
 from mpidl.evaluation import evaluate
 from mpidl.nn import Network, zoo
 from mpidl.report import Console
-from mpidl.training import trainer
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.options import training_options
+from mpidl.training.train import train as train_network
 
 # Largest relative differences between the GPU's and the CPU's losses in the first epoch of the
 # digits, by learning rate. Rounding alone makes the losses of NumPy and the C kernels differ by
@@ -84,7 +84,7 @@ def train(world, net, train_set, options, out=None, resume=None):
     """
     recorder = LossRecorder()
     training = training_options.TrainingOptions(**{**zoo.RECIPES["digits"], **options})
-    result = trainer.train(
+    result = train_network(
         net, train_set, training, world=world, out=out, console=recorder, resume=resume
     )
     return TrainedRun(net, recorder.losses, result.images_per_second)

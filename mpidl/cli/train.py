@@ -26,11 +26,12 @@ from mpidl.training import (
     skipped_images,
     status_hooks,
     tracking_hooks,
-    trainer,
 )
 from mpidl.training.files import checkpoint, model_file, run_folder
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
+from mpidl.training.train import train as train_network
+from mpidl.training.trainer import stopped_by
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +110,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
     input_pipeline.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
-        # Check here, because trainer.train checks only after the output folder has changed.
+        # Check here, because dl.train checks only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
     trackers = tracking_hooks.of_run(settings, run)
     page = _open_page(typed, world)
@@ -146,7 +147,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         _served(page, out, console),  # ends after the status, so that it shows the last one
         status_hooks.StatusHook(out, world) as status_hook,
     ):
-        result = trainer.train(
+        result = train_network(
             net,
             train_set,
             settings,
@@ -175,7 +176,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
                     )
             if skipped:
                 _list_skipped(out, test_set, skipped, result, world, console)
-            stopped = trainer.stopped_by(signals, world)
+            stopped = stopped_by(signals, world)
         if stopped:
             status_hook.status.stopped = stopped
             problem = tracking_hooks.concluded(trackers, world, None, state=tracking.STOPPED)

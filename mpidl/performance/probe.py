@@ -25,8 +25,9 @@ from mpidl.errors import Fault, UserError
 from mpidl.performance import links
 from mpidl.performance.model import most_blocks, rounds_of_blocks
 from mpidl.performance.trace import BUCKET, StepClock, TracingWorld
-from mpidl.training import input_pipeline, memory_budget, trainer
+from mpidl.training import input_pipeline, memory_budget
 from mpidl.training.progress import OUTPUT_FUNCTION
+from mpidl.training.train import train
 
 if TYPE_CHECKING:
     from mpidl.comm import World
@@ -272,7 +273,7 @@ def _train(world, net, store, options, clock, seed):
         tensorboard="off",
         output_functions=(),
     )
-    result = trainer.train(net, store, turn_options, world=world, hooks=[clock])
+    result = train(net, store, turn_options, world=world, hooks=[clock])
     if result.stopped != OUTPUT_FUNCTION:
         raise Fault(f"{result.stopped}: the probe was stopped")
 

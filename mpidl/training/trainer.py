@@ -1,4 +1,4 @@
-"""The training loop of `dl.train` and of the command `train`."""
+"""The class `Trainer`: the training loop of `dl.train` and of the command `train`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import collections
 import contextlib
 import functools
 import math
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from mpidl import backends, phases
+from mpidl import phases
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import NotFinite, StorageFault, UserError
 from mpidl.evaluation.evaluate import agreed
-from mpidl.evaluation.validation import Validation, held_out
+from mpidl.evaluation.validation import Validation
 from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.report.history import History
@@ -32,150 +29,19 @@ from mpidl.training import (
     input_pipeline,
     memory_budget,
     skipped_images,
-    status_hooks,
-    tracking_hooks,
 )
 from mpidl.training.audit import audit
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
 from mpidl.training.load_balancing import LoadBalancer
-from mpidl.training.optimizers import Optimizer, of_options
-from mpidl.training.optimizers.checks import CustomOptimizer, check_optimizer, optimizer_spec
+from mpidl.training.optimizers import Optimizer
+from mpidl.training.optimizers.checks import CustomOptimizer
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
 from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
 from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
-
-
-def train(
-    net: Network,
-    datastore: Datastore,
-    options: TrainingOptions | None = None,
-    *,
-    world: World | None = None,
-    out: str | None = None,
-    console: Console | None = None,
-    resume: str | tuple[Any, Any] | None = None,
-    overwrite: bool = False,
-    optimizer: Optimizer | CustomOptimizer | None = None,
-    hooks: Iterable[object] = (),
-    facts: Mapping[str, Any] | None = None,
-    signals: Signals | None = None,
-) -> Result:
-    """Train a network, changing the parameters and the state in place. Collective.
-
-    Parameters
-    ----------
-    net : Network
-        The network to train.
-    datastore : Datastore
-        Images with the labels or targets that the loss needs.
-    options : TrainingOptions, optional
-        The options of the run. By default `TrainingOptions()`.
-    world : World, optional
-        The ranks that train. By default all ranks.
-    out : path, optional
-        Folder for metrics.jsonl, progress.png and the checkpoints. By default the folder of
-        `resume`. If neither is given, no files are written.
-    console : Console, optional
-        The console that prints progress. By default a new console that follows the options
-        `verbose` and `verbose_every`.
-    resume : path or (arrays, facts), optional
-        Folder of the run to resume, or the loaded checkpoint of that run.
-    overwrite : bool
-        Whether to replace another run in `out`.
-    optimizer : optional
-        A built-in optimizer such as `SGDM(0.05)`, or a custom object. A custom object needs
-        `learning_rate`, `__call__(parameters, gradients)`, which returns new parameters, and
-        `state()` and `load_state(state)` for the arrays that checkpoints keep. On a GPU, a custom
-        object also needs the other methods of `Optimizer`. The argument replaces the options that
-        describe an optimizer, such as `solver`, `l2` and `gradient_threshold`. Schedules start from
-        the optimizer's learning rate.
-    hooks : iterable
-        Objects with some of the methods that `mpidl.training.hooks` describes.
-    facts : mapping, optional
-        Additional facts to store in the checkpoints.
-    signals : Signals, optional
-        An entered `Signals` object, for callers that also watch for signals before and after the
-        training.
-
-    Returns
-    -------
-    Result
-        The result of the run. A run ends early if any rank receives the signal USR1, TERM or INT,
-        if a hook or an output function requests a stop, or if validation_patience is exhausted. The
-        attribute `stopped` then names the reason. Such a run writes a checkpoint and ends on all
-        ranks after the current mini-batch.
-
-    Raises
-    ------
-    UserError
-        If an argument is invalid, if `out` holds another run, or if the resumed run has different
-        options, a different network or different images.
-    Fault
-        If the loss or the weights are not finite, unless the option `on_nan` is "rollback", or if
-        the weights of the ranks differ. The last good checkpoint is kept.
-
-    Notes
-    -----
-    The options choose the final network, which is either the network of the last iteration or the
-    network with the lowest validation loss. The options also choose between moving and population
-    statistics of batch normalization. Checkpoints always hold the network of the last iteration
-    with moving statistics.
-    """
-    options = TrainingOptions() if options is None else options
-    hooks = hook_classes.check_hooks(hooks)
-    if optimizer is not None:
-        check_optimizer(optimizer, net)
-        options = replace(options, learning_rate=optimizer.learning_rate)
-    input_pipeline.check_types(net, datastore, options)
-    world = World(timeout=options.timeout) if world is None else world
-    options = options.for_ranks(world.size)
-    datastore, options = held_out(datastore, options)
-    input_pipeline.check(net, datastore, options)
-    folder = RunFolder(out, resume, overwrite, world)
-    world.transport.report_folder = folder.out
-    hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
-    status_hook = status_hooks.of_run(hooks, folder.out, world)
-    hooks = [*hooks, status_hook] if status_hook else hooks
-    backends.configure(winograd=options.winograd, precision=options.precision)
-    _use_device(world, options)
-    if console is None:
-        is_verbose = options.verbose == "on"
-        console = Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)
-    with console as opened_console:
-        if (warning := empty_classes_warning(datastore)) is not None:
-            opened_console.line(warning)
-        spec = None if optimizer is None else optimizer_spec(optimizer)
-        if optimizer is None:
-            optimizer = of_options(options, **net.factors)
-        rate = optimizer.learning_rate
-        with (
-            contextlib.nullcontext(signals) if signals else Signals() as requests,
-            status_hooks.watched(folder.out, world, requests),
-            tracking_hooks.abandoned_on_error(hooks),
-        ):
-            try:
-                trainer = Trainer(
-                    *(net, datastore, options, world, folder, opened_console, optimizer, spec),
-                    *(hooks, requests),
-                )
-                trainer.facts = dict(facts or {})
-                with status_hook or contextlib.nullcontext():
-                    return trainer.run()
-            finally:
-                optimizer.learning_rate = rate  # undo the changes of the schedule
-
-
-def _use_device(world, options):
-    is_settled = world.device_request is not None or world.device is not None
-    if options.device != "auto" or not is_settled:
-        for line in world.use_device(options.device, options.gpus):
-            print(line, file=sys.stderr)
-    if options.threads and options.threads != max(world.threads, default=0):
-        world.use_threads(options.threads)
 
 
 def stopped_by(signals: Signals, world: World) -> str | None:

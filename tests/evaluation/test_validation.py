@@ -15,7 +15,6 @@ from mpidl.comm import failure
 from mpidl.data.datastore import Datastore
 from mpidl.evaluation import validation
 from mpidl.report import Console, metrics, plots
-from mpidl.training import trainer
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
 
@@ -224,7 +223,7 @@ def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, freque
         store = Interrupted(images, signals)
         options = dl.TrainingOptions(validation=store, **options)
         run = {"world": world, "out": out}
-        result = trainer.train(small(), pictures(100), options, signals=signals, **run)
+        result = dl.train(small(), pictures(100), options, signals=signals, **run)
     assert (result.stopped, result.iterations) == ("SIGUSR1", iteration)
     assert result.best_iteration is None
     saved = checkpoint_in(world, out)

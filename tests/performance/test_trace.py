@@ -7,7 +7,6 @@ import mpidl as dl
 from mpidl.comm import World
 from mpidl.fold import merge_moments
 from mpidl.performance.trace import BUCKET, SUM, StepClock, TracingWorld
-from mpidl.training import trainer
 
 LEARNABLES = 123_090
 
@@ -27,7 +26,7 @@ def trace(world, net, images, epochs=4):
     clock = StepClock(32, 0, solo, skip=1, at_least=2)
     clock.epoch = lambda *_: None  # every step is the first of its epoch
     options = dl.TrainingOptions(epochs=epochs, device="cpu", **OPTIONS)
-    trainer.train(net, images, options, world=solo, hooks=[clock])
+    dl.train(net, images, options, world=solo, hooks=[clock])
     return clock
 
 

@@ -15,6 +15,7 @@ from mpidl.report import Console
 from mpidl.report.trackers import tracking
 from mpidl.training import tracking_hooks
 from mpidl.training.files.run_folder import make_folder
+from mpidl.training.tracking_hooks import base
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 OPTIONS = {"epochs": 2, "batch_size": 40, "verbose": "off", "validation_frequency": 2}
@@ -66,7 +67,7 @@ def train(world, hooks=(), **arguments):
 
 
 def test_a_tracker_receives_the_run(world, monkeypatch):
-    monkeypatch.setattr(tracking_hooks, "_can_draw", lambda classes: False)
+    monkeypatch.setattr(base, "_can_draw", lambda classes: False)
     gradients = {}
 
     class Observer:
@@ -160,7 +161,7 @@ class Signalled:
 
 
 def test_the_confusion_matrix_is_a_stage_that_a_signal_ends(world, monkeypatch):
-    monkeypatch.setattr(tracking_hooks, "_can_draw", lambda classes: True)
+    monkeypatch.setattr(base, "_can_draw", lambda classes: True)
     monkeypatch.setattr(tracking_hooks.TrackingHook, "_draw_confusion", lambda *arguments: None)
     for hooks, expected in (([CallsHook()], [20]), ([CallsHook(), Signalled()], [])):
         stages = Stages(world.rank)
@@ -196,8 +197,8 @@ def drawn(monkeypatch):
         names.append(classes)
         return b"matrix"
 
-    monkeypatch.setattr(tracking_hooks, "_can_draw", lambda classes: classes == 3)
-    monkeypatch.setattr(tracking_hooks.confusion, "draw", draw)
+    monkeypatch.setattr(base, "_can_draw", lambda classes: classes == 3)
+    monkeypatch.setattr(base.confusion, "draw", draw)
     return names
 
 
@@ -218,10 +219,8 @@ def confusions(hook):
 
 
 def test_trackers_share_one_confusion_matrix(world, drawn, monkeypatch):
-    counts, evaluate = [], tracking_hooks.evaluate
-    monkeypatch.setattr(
-        tracking_hooks, "evaluate", lambda *a, **b: counts.append(1) or evaluate(*a, **b)
-    )
+    counts, evaluate = [], base.evaluate
+    monkeypatch.setattr(base, "evaluate", lambda *a, **b: counts.append(1) or evaluate(*a, **b))
     hooks = [CallsHook(), CallsHook()]
     train(world, hooks)
     assert counts == [1]
@@ -231,7 +230,7 @@ def test_trackers_share_one_confusion_matrix(world, drawn, monkeypatch):
 
 
 def test_a_signal_ends_the_pass_for_the_confusion_matrix(world, drawn, monkeypatch):
-    evaluate, results = tracking_hooks.evaluate, []
+    evaluate, results = base.evaluate, []
 
     def interrupted(*arguments, signals, **options):
         if world.rank == world.size - 1:
@@ -239,7 +238,7 @@ def test_a_signal_ends_the_pass_for_the_confusion_matrix(world, drawn, monkeypat
         results.append(evaluate(*arguments, signals=signals, **options))
         return results[-1]
 
-    monkeypatch.setattr(tracking_hooks, "evaluate", interrupted)
+    monkeypatch.setattr(base, "evaluate", interrupted)
     hook = CallsHook()
     train(world, [hook])
     assert [result.images for result in results] == [0]

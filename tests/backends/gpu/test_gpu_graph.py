@@ -6,7 +6,6 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl import losses
-from mpidl.training import trainer
 from mpidl.training.files.model_file import weights_sha256
 
 SHAPE, CLASSES = (1, 8, 8), 3
@@ -47,7 +46,7 @@ def pictures(count=50):
 def trained(world, net, **options):
     settings = {"epochs": 1, "batch_size": 32, "verbose_every": 0, "learning_rate": 0.1}
     settings["batchnorm_statistics"] = "moving"  # the arrays that the steps compute
-    trainer.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
+    dl.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
     return net
 
 

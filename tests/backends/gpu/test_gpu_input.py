@@ -6,7 +6,6 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl.data.loading import device_queue
-from mpidl.training import trainer
 from mpidl.training.files.model_file import weights_sha256
 
 MOVED = {"reflect_x": True, "reflect_y": True, "translate_x": 2, "crop": (8, 9), "fill": 9}
@@ -66,7 +65,7 @@ def test_recorded_steps_learn_from_the_images_of_the_host(
     for rank in (world, dl.World(threads=1)):
         shape = (3, *(ranges or {}).get("crop", (10, 11)))
         net = dl.Network([dl.Conv2D(3, 4), dl.Dense(3)], shape)
-        trainer.train(net, store, dl.TrainingOptions(**options), world=rank)
+        dl.train(net, store, dl.TrainingOptions(**options), world=rank)
         nets.append(net)
     for name, expected in nets[1].parameters.items():
         error = abs(nets[0].parameters[name] - expected).max()
@@ -78,6 +77,6 @@ def test_negative_control_augmentation_changes_the_weights(world):
     for flip in ("none", "x"):
         net = dl.Network([dl.Conv2D(3, 4), dl.Dense(3)], (3, 10, 11))
         options = dl.TrainingOptions(epochs=1, batch_size=24, verbose_every=0, flip=flip)
-        trainer.train(net, store, options, world=world)
+        dl.train(net, store, options, world=world)
         hashes.add(weights_sha256(net))
     assert len(hashes) == 2

@@ -9,7 +9,6 @@ from mpidl import losses
 from mpidl.data.loading import device_queue
 from mpidl.errors import Fault
 from mpidl.evaluation import evaluate, predict
-from mpidl.training import trainer
 from mpidl.training.files.model_file import weights_sha256
 
 SIDE, CLASSES = 10, 3
@@ -42,7 +41,7 @@ def pictures(count, side=SIDE, classes=CLASSES, dtype=np.uint8):
 def trained(world, store=None, net=None, **options):
     net = small() if net is None else net
     settings = dl.TrainingOptions(**{"epochs": 2, "batch_size": 40, "verbose_every": 0} | options)
-    trainer.train(net, pictures(90) if store is None else store, settings, world=world)
+    dl.train(net, pictures(90) if store is None else store, settings, world=world)
     return net
 
 

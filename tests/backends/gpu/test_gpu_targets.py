@@ -14,7 +14,6 @@ from mpidl.backends.gpu import launching, program
 from mpidl.backends.gpu.recorder import Recorder
 from mpidl.data.loading import device_queue
 from mpidl.evaluation import evaluate
-from mpidl.training import trainer
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.gpu_step import StepProgram
 
@@ -304,7 +303,7 @@ def test_the_training_loop_and_evaluation_take_targets(world, task):
     options = dl.TrainingOptions(**options, validation=store, validation_frequency=4)
     for rank in (world, dl.World(threads=1)):
         net = make()
-        training = trainer.train(net, store, options, world=rank)
+        training = dl.train(net, store, options, world=rank)
         evaluation = evaluate.evaluate(net, store, world=rank, loss=loss)
         assert (evaluation.accuracy is None) == (loss == "mse")
         results.append((training.loss, evaluation.loss, evaluation.accuracy or 0.0))

@@ -8,7 +8,6 @@ import mpidl as dl
 from mpidl import losses
 from mpidl.data.datastore import Derived
 from mpidl.errors import UserError
-from mpidl.training import trainer
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
@@ -57,7 +56,7 @@ def training_options(**changes):
 
 def trained(world, **changes):
     net = small()
-    return net, trainer.train(net, pictures(80), training_options(**changes), world=world)
+    return net, dl.train(net, pictures(80), training_options(**changes), world=world)
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
@@ -98,9 +97,9 @@ def test_graphs_do_not_change_a_byte_of_adam(world):
 def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(world, tmp_path, solver):
     uninterrupted, _ = trained(world, **solver)
     options = training_options(**solver, max_iterations=3)
-    trainer.train(small(), pictures(80), options, world=world, out=str(tmp_path))
+    dl.train(small(), pictures(80), options, world=world, out=str(tmp_path))
     resumed, start = small(), checkpoint.load(str(tmp_path))
-    trainer.train(resumed, pictures(80), training_options(**solver), world=world, resume=start)
+    dl.train(resumed, pictures(80), training_options(**solver), world=world, resume=start)
     assert weights_sha256(resumed) == weights_sha256(uninterrupted)
 
 
@@ -166,7 +165,7 @@ def test_images_that_cannot_be_read_are_skipped(world):
     usable = pictures(80).subset(np.setdiff1d(np.arange(80), [3, 40]))
     for name, store in {"skipped": Damaged(pictures(80)), "usable": usable}.items():
         net = small()
-        result = trainer.train(net, store, training_options(**options), world=world)
+        result = dl.train(net, store, training_options(**options), world=world)
         weights[name] = weights_sha256(net)
         assert result.skipped_images == (2 if name == "skipped" else 0)
     assert weights["skipped"] == weights["usable"] != weights_sha256(trained(world)[0])

@@ -1,18 +1,12 @@
-"""Hooks that record a run for TensorBoard, MLflow, and Weights & Biases.
-
-They pass on each record of metrics.jsonl, the options, a gallery of the augmented images,
-histograms of the learnables and their gradients after each epoch, and the confusion matrix at the
-end. All ranks call the hooks, and only rank 0 imports the libraries and writes. An error of rank 0
-ends the run on all ranks at the end of the epoch, after a checkpoint.
-"""
+"""The base of the hooks that record a run for a tracker."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,8 +19,7 @@ from mpidl.report import confusion
 from mpidl.report.trackers import tracking
 from mpidl.report.trackers.tracking import Tracker
 from mpidl.training import input_pipeline
-from mpidl.training.files.run_folder import CONFUSION, TENSORBOARD
-from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.files.run_folder import CONFUSION
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:
@@ -277,199 +270,22 @@ class TrackingHook:
             raise self._error
 
 
-class TensorBoardHook(TrackingHook):
-    """Writes event files for TensorBoard; the option `tensorboard` adds this hook.
-
-    Parameters
-    ----------
-    folder : path, optional
-        Folder for the event files. By default tensorboard in the folder of the run.
-
-    Raises
-    ------
-    UserError
-        If tensorboardX is not installed.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        super().__init__()
-        tracking.need("tensorboardX", "--tensorboard", "tensorboard")
-        self.folder = folder
-
-    def open(self, trainer: Trainer) -> Tracker:
-        """Open a new event file, on rank 0."""
-        from mpidl.report.trackers.tensorboard_files import EventFile
-
-        folder = self.folder
-        if folder is None:
-            folder = os.path.join(_folder(trainer, "--tensorboard"), TENSORBOARD)
-        return EventFile(os.fspath(folder), trainer.position.iteration)
+def folder_of_run(trainer: Trainer, subject: str) -> str:
+    """Return the folder of the run, or raise a UserError that begins with `subject`."""
+    if trainer.writer.out is None:
+        raise UserError(f"{subject}: expected a folder for the run, dl.train(..., out=FOLDER)")
+    return os.fspath(trainer.writer.out)
 
 
-class MLflowHook(TrackingHook):
-    """Records a run in a file store of MLflow, which MLflow's user interface reads.
-
-    Parameters
-    ----------
-    store : path
-        Folder of the store.
-    experiment : str
-        Name of the experiment, which is created if it does not exist.
-    name : str, optional
-        Name of the run; by default the name of its folder.
-
-    Raises
-    ------
-    UserError
-        If MLflow is not installed, or if the store is a URL.
-    """
-
-    def __init__(
-        self,
-        store: str | os.PathLike[str] = "mlruns",
-        experiment: str = "mpidl",
-        name: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.store, self.experiment, self.name = os.fspath(store), experiment, name
-        if "://" in self.store or not self.store:
-            kind = "a URL" if self.store else "an empty name"
-            raise UserError(f"--mlflow {self.store}: expected a folder, found {kind}")
-        tracking.need("mlflow", "--mlflow", "mlflow")
-
-    def open(self, trainer: Trainer) -> Tracker:
-        """Create a run in the store, or continue that of the resumed run, on rank 0."""
-        from mpidl.report.trackers.mlflow_store import MLflowRun
-
-        out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
-        return MLflowRun(self.store, self.experiment, _name(self.name, out), out, is_resumed)
-
-
-class WandbHook(TrackingHook):
-    """Records a run for Weights & Biases without network; ``wandb sync`` uploads it later.
-
-    Parameters
-    ----------
-    project : str
-        Name of the project.
-    name : str, optional
-        Name of the run; by default the name of its folder.
-    folder : path, optional
-        Folder for the subfolder wandb. By default the folder of the run.
-
-    Raises
-    ------
-    UserError
-        If wandb is not installed.
-    """
-
-    def __init__(
-        self,
-        project: str = "mpidl",
-        name: str | None = None,
-        folder: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__()
-        if not project:
-            raise UserError("--wandb: expected the name of a project, found an empty name")
-        tracking.need("wandb", "--wandb", "wandb")
-        self.project, self.name, self.folder = project, name, folder
-
-    def open(self, trainer: Trainer) -> Tracker:
-        """Create an offline run, or continue that of the resumed run, on rank 0."""
-        from mpidl.report.trackers.wandb_run import WandbRun
-
-        out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
-        folder = _folder(trainer, "--wandb") if self.folder is None else self.folder
-        return WandbRun(
-            os.path.abspath(folder), self.project, _name(self.name, out), out, is_resumed
-        )
-
-
-def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
-    """Return the hooks that the options of a command describe; the caller calls `conclude`.
-
-    Parameters
-    ----------
-    options : TrainingOptions
-        The options of the run.
-    run : mapping
-        The inputs of the run, with mlflow and wandb.
-    """
-    hooks: list[TrackingHook] = []
-    if options.tensorboard == "on":
-        hooks.append(TensorBoardHook())
-    if run["mlflow"] is not None:
-        hooks.append(MLflowHook(run["mlflow"]))
-    if run["wandb"] is not None:
-        hooks.append(WandbHook(run["wandb"]))
-    for hook in hooks:
-        hook.ends_with_training = False
-    return hooks
-
-
-def concluded(
-    hooks: Iterable[TrackingHook],
-    world: World,
-    folder: str | None,
-    test: Evaluation | None = None,
-    state: str = tracking.FINISHED,
-) -> UserError | None:
-    """Conclude the records of all hooks, and return the first error. Collective.
-
-    The arguments are those of `TrackingHook.conclude`.
-    """
-    first_error = None
-    for hook in hooks:
-        try:
-            hook.conclude(world, folder, test, state)
-        except UserError as error:
-            first_error = first_error or error
-    return first_error
-
-
-def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object) -> list[Any]:
-    """Return the hooks, with a `TensorBoardHook` if the option requires one.
-
-    Raises
-    ------
-    UserError
-        If the option is on, and the run has no folder.
-    """
-    hooks = list(hooks)
-    if options.tensorboard != "on" or any(isinstance(hook, TensorBoardHook) for hook in hooks):
-        return hooks
-    if out is None:
-        raise UserError("tensorboard: expected a folder for the run, dl.train(..., out=FOLDER)")
-    return [*hooks, TensorBoardHook()]
-
-
-@contextlib.contextmanager
-def abandoned_on_error(hooks: Iterable[Any]) -> Iterator[None]:
-    """End the records of a run as failed if the block raises an exception."""
-    try:
-        yield
-    except BaseException:
-        for hook in hooks:
-            if isinstance(hook, TrackingHook):
-                hook.abandon()
-        raise
+def name_of_run(out: str | os.PathLike[str] | None) -> str:
+    """Return the name of a run for a tracker: the name of its folder, or "run"."""
+    return "run" if out is None else os.path.basename(os.path.abspath(out))
 
 
 def _parameters(trainer):
     options = trainer.options.as_dict() | trainer.facts.get("run", {})
     learnables = sum(count for *_, count in trainer.net.table())
     return options | {"learnables": learnables, "ranks": trainer.world.size}
-
-
-def _folder(trainer, subject):
-    if trainer.writer.out is None:
-        raise UserError(f"{subject}: expected a folder for the run, dl.train(..., out=FOLDER)")
-    return os.fspath(trainer.writer.out)
-
-
-def _name(name, out):
-    return name or (os.path.basename(os.path.abspath(out)) if out is not None else "run")
 
 
 def _can_draw(classes):

@@ -1,0 +1,98 @@
+"""Hooks that record a run for TensorBoard, MLflow, and Weights & Biases.
+
+They pass on each record of metrics.jsonl, the options, a gallery of the augmented images,
+histograms of the learnables and their gradients after each epoch, and the confusion matrix at the
+end. All ranks call the hooks, and only rank 0 imports the libraries and writes. An error of rank 0
+ends the run on all ranks at the end of the epoch, after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from mpidl.comm import World
+from mpidl.errors import UserError
+from mpidl.evaluation.evaluate import Evaluation
+from mpidl.report.trackers import tracking
+from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.tracking_hooks.base import TrackingHook
+from mpidl.training.tracking_hooks.mlflow import MLflowHook
+from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
+from mpidl.training.tracking_hooks.wandb import WandbHook
+
+__all__ = [
+    *("MLflowHook", "TensorBoardHook", "TrackingHook", "WandbHook"),
+    *("abandoned_on_error", "concluded", "of_run", "with_tensorboard"),
+]
+
+
+def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
+    """Return the hooks that the options of a command describe; the caller calls `conclude`.
+
+    Parameters
+    ----------
+    options : TrainingOptions
+        The options of the run.
+    run : mapping
+        The inputs of the run, with mlflow and wandb.
+    """
+    hooks: list[TrackingHook] = []
+    if options.tensorboard == "on":
+        hooks.append(TensorBoardHook())
+    if run["mlflow"] is not None:
+        hooks.append(MLflowHook(run["mlflow"]))
+    if run["wandb"] is not None:
+        hooks.append(WandbHook(run["wandb"]))
+    for hook in hooks:
+        hook.ends_with_training = False
+    return hooks
+
+
+def concluded(
+    hooks: Iterable[TrackingHook],
+    world: World,
+    folder: str | None,
+    test: Evaluation | None = None,
+    state: str = tracking.FINISHED,
+) -> UserError | None:
+    """Conclude the records of all hooks, and return the first error. Collective.
+
+    The arguments are those of `TrackingHook.conclude`.
+    """
+    first_error = None
+    for hook in hooks:
+        try:
+            hook.conclude(world, folder, test, state)
+        except UserError as error:
+            first_error = first_error or error
+    return first_error
+
+
+def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object) -> list[Any]:
+    """Return the hooks, with a `TensorBoardHook` if the option requires one.
+
+    Raises
+    ------
+    UserError
+        If the option is on, and the run has no folder.
+    """
+    hooks = list(hooks)
+    if options.tensorboard != "on" or any(isinstance(hook, TensorBoardHook) for hook in hooks):
+        return hooks
+    if out is None:
+        raise UserError("tensorboard: expected a folder for the run, dl.train(..., out=FOLDER)")
+    return [*hooks, TensorBoardHook()]
+
+
+@contextlib.contextmanager
+def abandoned_on_error(hooks: Iterable[Any]) -> Iterator[None]:
+    """End the records of a run as failed if the block raises an exception."""
+    try:
+        yield
+    except BaseException:
+        for hook in hooks:
+            if isinstance(hook, TrackingHook):
+                hook.abandon()
+        raise

@@ -1,0 +1,55 @@
+"""The hook that records a run in a file store of MLflow."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mpidl.errors import UserError
+from mpidl.report.trackers import tracking
+from mpidl.report.trackers.tracking import Tracker
+from mpidl.training.tracking_hooks.base import TrackingHook, name_of_run
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
+
+
+class MLflowHook(TrackingHook):
+    """Records a run in a file store of MLflow, which MLflow's user interface reads.
+
+    Parameters
+    ----------
+    store : path
+        Folder of the store.
+    experiment : str
+        Name of the experiment, which is created if it does not exist.
+    name : str, optional
+        Name of the run; by default the name of its folder.
+
+    Raises
+    ------
+    UserError
+        If MLflow is not installed, or if the store is a URL.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] = "mlruns",
+        experiment: str = "mpidl",
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.store, self.experiment, self.name = os.fspath(store), experiment, name
+        if "://" in self.store or not self.store:
+            kind = "a URL" if self.store else "an empty name"
+            raise UserError(f"--mlflow {self.store}: expected a folder, found {kind}")
+        tracking.need("mlflow", "--mlflow", "mlflow")
+
+    def open(self, trainer: Trainer) -> Tracker:
+        """Create a run in the store, or continue that of the resumed run, on rank 0."""
+        from mpidl.report.trackers.mlflow_store import MLflowRun
+
+        out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
+        return MLflowRun(
+            self.store, self.experiment, self.name or name_of_run(out), out, is_resumed
+        )
