@@ -28,7 +28,9 @@ from pathlib import Path
 
 import jobs
 import launcher
+import limits
 
+from mpidl.comm import acts
 from mpidl.errors import UserError
 from mpidl.training.files import checkpoint, model_file
 
@@ -36,7 +38,7 @@ from . import private
 
 TIMEOUT = 6  # --timeout of the trainings
 HANG_SECONDS = 30  # after a fault, all processes must have ended
-STOP_SECONDS = TIMEOUT + 22  # 20 more than in a training, because the ranks may still be starting
+STOP_SECONDS = TIMEOUT + 2 + 20  # the last ones because the ranks may still be starting
 RUN_SECONDS = 300  # for an undisturbed training
 YOUNG_SECONDS = 2.0  # mpidl removes segments of dead jobs that are older
 DISK_MEGABYTES = 8
@@ -57,8 +59,8 @@ def draw(numbers, ranks, is_last):
     if kind == "none":
         return plan
     moment = numbers.choices(["start", "save", "end"], [70, 27, 3])[0]
-    limits = {"start": numbers.choice([1.5, 5.0]), "save": 0.004, "end": 0.4}
-    plan |= {"moment": moment, "seconds": numbers.uniform(0, limits[moment])}
+    longest = {"start": numbers.choice([1.5, 5.0]), "save": 0.004, "end": 0.4}
+    plan |= {"moment": moment, "seconds": numbers.uniform(0, longest[moment])}
     plan["rank"] = numbers.randrange(plan["ranks"])
     if kind == "kill":
         victims = {"rank": 6, "mpirun": 2, "proxy": 2, "all": 1}
@@ -135,7 +137,7 @@ class Job:
             pids = [pid for pid, number in members.items() if number == rank]
         else:
             names = LAUNCHERS if victim == "mpirun" else PROXIES
-            pids = [pid for pid in members if _name(pid) in names]
+            pids = [pid for pid in members if _read(f"/proc/{pid}/comm") in names]
         return pids or [self.process.pid]
 
     def has_ended(self):
@@ -151,6 +153,19 @@ class Job:
                     return time.monotonic() - start
         return None
 
+    def stacks(self):
+        """Return what the processes do that have not ended."""
+        texts = []
+        for pid, rank in self.members().items():
+            texts.append(f"=== {pid}, rank {rank}\n" + _read(f"/proc/{pid}/status"))
+            texts += [f"{name}: {_read(f'/proc/{pid}/{name}')}\n" for name in ("wchan", "syscall")]
+            record = next((path for path in _files(pid) if "mpidl-acts" in os.readlink(path)), None)
+            if record is not None:
+                os.kill(pid, acts.STACK_SIGNAL)
+                time.sleep(1)
+                texts.append(_read(record).replace("\0", ""))
+        return "\n".join(texts)
+
     def kill(self):
         send(self.members(), signal.SIGKILL)
         self.process.kill()
@@ -160,9 +175,18 @@ class Job:
         return self.paths[1].read_text(errors="replace")
 
 
-def _name(pid):
+def _read(path):
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _files(pid):
+    """Return the links to the open files of a process."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return [path for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    return []
 
 
 def send(pids, number):
@@ -204,9 +228,11 @@ class Chain:
                 if outcome["fault"]:
                     outcome |= self._disturb(job, plan)
                 limit = STOP_SECONDS if plan["kind"] == "stop" else HANG_SECONDS
+                limit *= limits.slowness()
                 outcome["end"] = job.wait(limit if outcome["fault"] else RUN_SECONDS)
             if outcome["end"] is None:
                 self.problems.append(f"hang: processes {job.members()} are left")
+                (self.folder / "stacks").write_text(job.stacks())
         finally:
             job.kill()
             (self.disk / "ballast").unlink(missing_ok=True)
@@ -259,8 +285,8 @@ class Chain:
             for pid, rank in job.members().items():
                 if rank is not None:
                     with contextlib.suppress(OSError):
-                        limits = FILE_BYTES, resource.RLIM_INFINITY
-                        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+                        bounds = FILE_BYTES, resource.RLIM_INFINITY
+                        resource.prlimit(pid, resource.RLIMIT_FSIZE, bounds)
         return facts
 
     def _check_generations(self):
@@ -317,7 +343,7 @@ class Chain:
             self.problems.append("metrics.jsonl: iterations are missing or repeated")
         if rest := {path.name for path in self.out.iterdir()} - names - {"hang-report.txt"}:
             self.problems.append(f"files are left: {', '.join(sorted(rest))}")
-        if rest := {path.name for path in self.folder.iterdir()} - {"stdout", "stderr"}:
+        if rest := {path.name for path in self.folder.iterdir()} - {"stdout", "stderr", "stacks"}:
             self.problems.append(f"temporary files are left: {', '.join(sorted(rest))}")
 
 
@@ -414,6 +440,7 @@ class Soak:
 
 
 def main(options):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the current job, too
     is_private = private.enter()
     if not is_private:
         print("no mount namespace here: /dev/shm is not checked, and no disk is filled")
