@@ -110,7 +110,8 @@ class Watch:
 
     The time in which this process itself was stopped does not count. Under mpirun, the process also
     ends if another rank of this host has ended. MPI_Init would wait for it, and mpirun does not
-    notice each rank that ends before it has called MPI_Init. It also ends if the launcher has ended.
+    notice each rank that ends before it has called MPI_Init. It also ends if the launcher has
+    ended.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The program that ends stopped ranks at the end of a job: which processes it ends, and which not."""
+"""Which processes the guard of the exit ends, and which it leaves alone."""
 
 import ast
 import os

@@ -218,7 +218,9 @@ class Chain:
             words = jobs.command("train", "--resume", self.out, network=None)
         else:
             words = jobs.command("train", *OPTIONS, "--overwrite", data=self.data, out=self.out)
-        job = Job(launcher.command(plan["ranks"], *words), self.folder, f"{os.getpid()}-{self.number}")
+        job = Job(
+            launcher.command(plan["ranks"], *words), self.folder, f"{os.getpid()}-{self.number}"
+        )
         outcome = {"fault": False}
         try:
             if plan["kind"] == "none":
@@ -400,7 +402,9 @@ class Soak:
             if chain.problems[count:]:
                 self._keep(chain, len(ranks))
         self.kills, self.starts, self.chains = (
-            self.kills + kills, self.starts + len(ranks), self.chains + 1
+            self.kills + kills,
+            self.starts + len(ranks),
+            self.chains + 1,
         )
         self.problems += [f"chain {number}: {problem}" for problem in chain.problems]
         self.write(chain=number, problems=chain.problems)

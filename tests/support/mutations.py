@@ -5,7 +5,15 @@ NUMBERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]  # sizes 
 TOKENS = [
     *(b"[" * 2000, b'{"a":' * 2000, b"a." * 2000, b"9" * 5000, b"1e999", b"-1e999", b"NaN", b"inf"),
     *(b"-1", b"0", b"null", b"true", b"{}", b"[]", b'""', b'"', b"'", b"\n", b"\r\n", b"\r", b","),
-    *(b"=", b"\0", b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b"\xef\xbb\xbf", b"18446744073709551616"),
+    *(
+        b"=",
+        b"\0",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b'"\\ud800"',
+        b"\xef\xbb\xbf",
+        b"18446744073709551616",
+    ),
 ]
 DAMAGES = ["set", "set", "bits", "number", "token", "word", "cut", "out", "twice"]
 

@@ -227,6 +227,10 @@ def onnx_graph(described):
     return Parser(prepare)
 
 
+TABLES = {
+    "learnables": {"conv1.weight": np.ones((2, 3), np.float32)},
+    "state": {"batchnorm1.mean": np.ones(4, np.float32)},
+}
 FACTS = {
     "network": network().spec(),
     "classes": ["a", "b", "c"],
@@ -236,19 +240,15 @@ FACTS = {
 }
 
 
-def arrays_of(net):
-    return {"learnables": dict(net.learnables), "state": dict(net.state)}
-
-
 def model(folder):
     path = folder / "model.h5"
-    dl.save_model(network(), path)
+    dl.save_model(path, network())
     return path, lambda: attempt(dl.load_model, path) is not None
 
 
 def checkpoint_file(folder):
     """The only generation."""
-    checkpoint.save(str(folder), arrays_of(network()), FACTS)
+    checkpoint.save(str(folder), TABLES, FACTS)
     return (
         folder / checkpoint.CURRENT,
         lambda: attempt(checkpoint.load, str(folder), print) is not None,
@@ -259,7 +259,7 @@ def checkpoint_file(folder):
 
 
 RUN = {
-    "options.toml": '[options]\nepochs = 3\nlearning_rate = 0.01\nflip = "horizontal"\n'
+    "options.toml": '[options]\nepochs = 3\nlearning_rate = 0.01\nflip = "x"\n'
     'learn_rate_schedule = "none"\n[run]\ndata = "digits"\nseed = 3\n[sources]\nepochs = "recipe"\n'
     '[versions]\nmpidl = "0.9"\n',
     "metrics.jsonl": "".join(
@@ -292,13 +292,12 @@ SWEEP = """[train]
 data = "digits"
 epochs = 3
 [random]
-trials = 4
-seed = 1
+count = 4
 learning_rate = {log_uniform = [0.001, 0.1]}
 momentum = {uniform = [0.5, 0.9]}
-batch_size = {choice = [32, 64]}
+batch_size = {choices = [32, 64]}
 """
-GRID = '[train]\nepochs = 3\n[grid]\nlearning_rate = [0.1, 0.01]\nflip = ["none", "horizontal"]\n'
+GRID = '[train]\nepochs = 3\n[grid]\nlearning_rate = [0.1, 0.01]\nflip = ["none", "x"]\n'
 
 
 def read_run(folder):
@@ -360,7 +359,7 @@ NETWORKS = {
 }
 TEXTS = {
     **{name: run_file(name) for name in RUN},
-    "--config": toml(RUN["options.toml"], configuration.read_config),
+    "config": toml(RUN["options.toml"], configuration.read_config),
     "sweep, random": toml(SWEEP, sweep_file.read),
     "sweep, grid": toml(GRID, sweep_file.read),
 }
@@ -370,9 +369,7 @@ PARSERS = IMAGES | NETWORKS | TEXTS
 def prepared(name, folder):
     """Return (path, content, read, Parser) of a parser, whose valid file is accepted."""
     parser = PARSERS[name]
-    folder = Path(folder)
-    os.makedirs(folder, exist_ok=True)
-    path, read = parser.prepare(folder)
+    path, read = parser.prepare(Path(folder))
     content = path.read_bytes()
     assert read(), f"{name}: the valid file is refused"
     return path, content, read, parser
