@@ -43,7 +43,7 @@ RUN_SECONDS = 300  # for an undisturbed training
 YOUNG_SECONDS = 2.0  # mpidl removes segments of dead jobs that are older
 DISK_MEGABYTES = 8
 FILE_BYTES = 8000  # limit of the size of files: less than a checkpoint
-EPOCHS = 200  # of 4 iterations
+EPOCHS = 80  # of 4 iterations
 ITERATIONS = 4 * EPOCHS
 OPTIONS = ["--batch-size", 50, "--epochs", EPOCHS, "--checkpoint-every", 3, "--timeout", TIMEOUT]
 MARK = "MPIDL_SOAK_CHAIN"  # a variable in the environment of all processes of a chain
@@ -434,9 +434,9 @@ class Soak:
         kinds = [problem.split(": ", 2)[1] for problem in self.problems]
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("lost", "torn", "hang"))
         print(
-            f"{self.kills} SIGKILLs in {self.starts} starts of {self.chains} runs, {seconds:.0f} s: "
-            f"{counts}, {len(self.problems)} problems; the processes had ended {self.longest:.1f} s "
-            "after a SIGKILL at most"
+            f"{self.kills} SIGKILLs in {self.starts} starts of {self.chains} runs, "
+            f"{seconds:.0f} s: {counts}, {len(self.problems)} problems; the processes had ended "
+            f"{self.longest:.1f} s after a SIGKILL at most"
         )
         for problem in self.problems:
             print(f"  {problem}")

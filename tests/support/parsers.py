@@ -1,12 +1,11 @@
 """Every parser of files that mpidl reads, with a valid file and a function that reads it.
 
-`PARSERS` has {name: Parser}. `prepare(folder)` writes valid files into a folder, and returns the path
-of the file to damage and a function without arguments that reads it. This function returns whether
-the file was accepted, and raises nothing: refusals pass `attempt`.
+`PARSERS` has {name: Parser}. `prepare(folder)` writes valid files into a folder, and returns the
+path of the file to damage and a function without arguments that reads it. This function returns
+whether the file was accepted, and raises nothing: refusals pass `attempt`.
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
