@@ -71,10 +71,11 @@ class Worker:
         """Read the inputs and end the process; its error goes to the file `error`."""
         code = 1
         try:
-            error = open(self.folder / "error", "w")
-            os.dup2(error.fileno(), 2)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            faulthandler.enable()
+            sys.stderr = open(self.folder / "error", "w")
+            sys.stdout = open(os.devnull, "w")
+            os.dup2(sys.stderr.fileno(), 2)
+            os.dup2(sys.stdout.fileno(), 1)
+            faulthandler.enable(sys.stderr)
             warnings.simplefilter("ignore")
             self._read_all()
             code = 0
