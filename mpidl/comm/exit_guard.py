@@ -17,6 +17,7 @@ import sys
 import time
 
 FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # between two looks, soon after the start and later
+LATER_SECONDS = 1.0  # than a rank, which names a stopped one that it waits for in MPI_Finalize
 LONGEST_STEP = 1.0  # if more time passes between two looks, all processes were suspended
 STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
 SIGKILL = 9  # the module signal takes longer to import than the others together
@@ -35,7 +36,7 @@ def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
     ranks : dict
         {(process id, start tick): rank, host and process as the message names them}.
     timeout : float
-        Longest time in seconds for which a process may be stopped.
+        Longest time in seconds for which a process may be stopped; it is ended LATER_SECONDS later.
     """
     stopped_seconds = dict.fromkeys(ranks, 0.0)
     begin = now = time.monotonic()
@@ -52,7 +53,7 @@ def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
                 stopped_seconds[process] = 0.0
             else:
                 stopped_seconds[process] += min(now - previous, LONGEST_STEP)
-                if stopped_seconds[process] > timeout:
+                if stopped_seconds[process] > timeout + LATER_SECONDS:
                     _end(pid, ranks[process], STOPPED[state], timeout)
 
 
