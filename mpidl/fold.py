@@ -245,7 +245,8 @@ class Late:
     Parameters
     ----------
     value
-        A function that returns the current value, not yet multiplied by `factor`.
+        A function that returns the current value, not yet multiplied by `factor`. None if the
+        device computes the value.
     array
         The (1,) float64 array in which the device keeps the current value.
     factor
@@ -254,11 +255,12 @@ class Late:
 
     __slots__ = ("value", "array", "factor")
 
-    def __init__(self, value: Callable[[], float], array: Any, factor: float = 1.0) -> None:
+    def __init__(self, value: Callable[[], float] | None, array: Any, factor: float = 1.0) -> None:
         self.value, self.array, self.factor = value, array, factor
 
     def __float__(self) -> float:
-        return self.value() * self.factor
+        value = float(self.array) if self.value is None else self.value()
+        return value * self.factor
 
     def __mul__(self, number: float) -> Late:
         return Late(self.value, self.array, self.factor * float(number))

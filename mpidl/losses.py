@@ -9,32 +9,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff import Var, is_one_number
+from mpidl.autodiff import is_one_number
 from mpidl.blocks import Blocked
+from mpidl.cross_entropy import CrossEntropy, Sums, is_cross_entropy
 from mpidl.data.checks import check_classes
 from mpidl.data.datastore import need_datastore
 from mpidl.errors import UserError
-from mpidl.fold import Partial
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names, name_list
-
-Sums: TypeAlias = tuple[Partial | Var, ...]  # (loss,) or (loss, number of correct labels)
-
-
-def cross_entropy(net: Network, images: Blocked, labels: Blocked) -> Sums:
-    """Return the mean cross-entropy and the number of correct labels.
-
-    There is one label per image or per pixel. A label is correct if its class has the largest
-    score. Both results are Partials, whose sums over the ranks are the loss and the number. Only
-    the loss is differentiated.
-    """
-    return cross_entropy_of(net.logits(images), labels)
-
-
-def cross_entropy_of(scores: Blocked | Var, labels: Blocked) -> Sums:
-    """Return the same results as `cross_entropy`, computed from the scores of a network."""
-    return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
 
 
 def mean_squared_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
@@ -46,6 +29,8 @@ def mean_absolute_error(net: Network, images: Blocked, targets: Blocked) -> Sums
     """Return the mean absolute error of the outputs, as a tuple of one Partial."""
     return (ops.mean_absolute_error(net(images), targets),)
 
+
+cross_entropy = CrossEntropy()  # the loss "crossentropy" without options
 
 LossFunction: TypeAlias = Callable[[Network, Any, Any], Sums]
 
@@ -69,7 +54,7 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     -------
     callable
         The function returns a tuple of Partials: the loss to minimize and, optionally, the number
-        of correct labels.
+        of correct labels. A `CrossEntropy` may return more (`CrossEntropy.of_scores`).
 
     Raises
     ------
@@ -82,6 +67,8 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
         if loss not in LOSSES:
             raise UserError(f"loss must be {', '.join(LOSSES)} or a function, found {loss}")
         return LOSSES[loss]
+    if isinstance(loss, CrossEntropy):
+        return loss
     name = getattr(loss, "__name__", loss)
 
     def checked_loss(net, images, targets):
@@ -111,7 +98,7 @@ def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: 
     if datastore.targets_shape is None:
         return names
     # More names than outputs are the names of the images' labels, not of the targets' classes.
-    return names if loss == "crossentropy" and len(names) <= net.output_shape[0] else []
+    return names if is_cross_entropy(loss) and len(names) <= net.output_shape[0] else []
 
 
 def trained_classes(
@@ -122,10 +109,11 @@ def trained_classes(
     The value is () for the regression losses "mse" and "mae", and None if the class names are
     unknown.
     """
-    if not callable(loss) and loss != "crossentropy":
+    is_function = callable(loss) and not is_cross_entropy(loss)
+    if not is_function and not is_cross_entropy(loss):
         return ()
     names, outputs = output_class_names(loss, net, datastore), net.output_shape[:1]
-    if not names or len(names) > outputs[0] or (callable(loss) and outputs != (len(names),)):
+    if not names or len(names) > outputs[0] or (is_function and outputs != (len(names),)):
         return None
     return class_names(names, outputs[0])
 
@@ -182,19 +170,21 @@ def check(
     loss_function(loss)
     need_network(net)
     need_datastore(datastore, "images")
-    if callable(loss):
+    if not is_cross_entropy(loss):
+        if not callable(loss):
+            _check_targets(loss, net, datastore)
         return
-    if loss != "crossentropy":
-        _check_targets(loss, net, datastore)
-    elif datastore.targets_shape is not None:
+    if isinstance(loss, CrossEntropy) and net.output_shape:
+        loss.check(net.output_shape[0], datastore.describe())
+    if datastore.targets_shape is not None:
         _check_label_targets(net, datastore)
     else:
         if training:
             check_classes(datastore)
-        _check_labels(net, datastore)
+        _check_labels(net, datastore, getattr(loss, "ignore_label", None))
 
 
-def _check_labels(net, datastore):
+def _check_labels(net, datastore, ignore_label):
     """Raise a UserError unless the images have labels below K and the outputs have shape (K,)."""
     dataset, outputs = datastore.describe(), net.output_shape
     if datastore.labels is None:
@@ -204,7 +194,8 @@ def _check_labels(net, datastore):
             f"{dataset}: expected a network with outputs (K,) to compare their labels with, found "
             f"outputs of shape {outputs}"
         )
-    highest = int(np.max(datastore.labels, initial=0))
+    labels = np.asarray(datastore.labels)
+    highest = int(np.max(labels[labels != ignore_label], initial=0))
     if highest >= outputs[0]:
         raise UserError(
             f"{dataset}: expected labels below {outputs[0]}, the number of the network's outputs, "
@@ -251,6 +242,8 @@ def _check_targets(loss, net, datastore):
         )
 
 
-def label_limit(loss: str | Callable[..., Any], net: Network) -> int | None:
-    """Return the exclusive upper limit of the labels, or None if the loss uses no labels."""
-    return net.output_shape[0] if loss == "crossentropy" else None
+def label_range(loss: str | Callable[..., Any], net: Network) -> dict[str, int | None]:
+    """Return the arguments `classes` and `ignore_label` of a `MinibatchQueue` for a loss."""
+    if not is_cross_entropy(loss):
+        return {"classes": None, "ignore_label": None}
+    return {"classes": net.output_shape[0], "ignore_label": getattr(loss, "ignore_label", None)}

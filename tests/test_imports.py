@@ -15,7 +15,7 @@ BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
 SERVICES = {"comm", "data", "report"}
-LOSSES = NN | {"nn", "data"}
+LOSSES = NN | {"nn", "data", "cross_entropy"}
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
@@ -29,6 +29,7 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "phases"},
+    "cross_entropy": NN | {"nn"},
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,

@@ -18,6 +18,12 @@ void mpidl_exp(const double *x, double *y, int64_t count) {
     for (int64_t i = 0; i < count; i++) y[i] = exponential(x[i]);
 }
 
+/* How labels enter the cross-entropy, as LabelRule in backends/training_interface.py says. */
+struct rule {
+    const double *weights; /* of the classes; NULL for 1 */
+    double smoothing, gamma;
+};
+
 struct job {
     const float *logits;
     const int32_t *labels, *counts;
@@ -25,6 +31,7 @@ struct job {
     float *dlogits;
     double scale;
     int64_t classes, pixels, tiles; /* tiles: per block */
+    struct rule rule;
 };
 
 /* Run `work` on each tile. `amount` is the number of logits or elements, 16 floats each. */
@@ -120,20 +127,79 @@ static void softmax_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
+/* Other labels are left out. */
+static int is_class(const struct job *job, int32_t label) {
+    return label >= 0 && label < job->classes;
+}
+
+static double weight_of(const struct rule *rule, int64_t class) {
+    return rule->weights ? rule->weights[class] : 1;
+}
+
+/* Return the sum of the class weights, in their order. */
+static double sum_of_weights(const struct rule *rule, int64_t classes) {
+    double total = 0;
+    for (int64_t c = 0; c < classes; c++) total += weight_of(rule, c);
+    return total;
+}
+
+/* Return rest^gamma for rest >= 0, without the C library's pow. */
+static double power_of(double rest, double gamma) {
+    return rest < 0x1p-1022 ? 0 : exponential(gamma * logarithm(rest));
+}
+
 static void loss_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
+    const struct rule *rule = &job->rule;
     struct strip s = strip_of(job, tile);
     const float *x = gathered(job, &s, own);
     int64_t step = s.count * LANES;
-    double total = 0;
+    double total = 0, share = rule->smoothing / (double)job->classes;
     for (int64_t i = 0; i < step; i += LANES) {
         const int32_t *label = job->labels + s.labels + i;
-        double top[LANES], sum[LANES];
+        double top[LANES], sum[LANES], smooth[LANES] = {0};
         normalizers(x + i, job->classes, step, top, sum);
-        for (int lane = 0; lane < job->counts[s.block]; lane++)
-            total += log(sum[lane]) - (x[label[lane] * step + i + lane] - top[lane]);
+        if (rule->smoothing > 0)
+            for (int64_t c = 0; c < job->classes; c++)
+                EACH_LANE_OF_ALL smooth[lane] +=
+                    weight_of(rule, c) * (x[c * step + i + lane] - top[lane] - log(sum[lane]));
+        for (int lane = 0; lane < job->counts[s.block]; lane++) {
+            if (!is_class(job, label[lane])) continue;
+            double loss = log(sum[lane]) - (x[label[lane] * step + i + lane] - top[lane]);
+            if (rule->gamma > 0) loss *= power_of(1 - exponential(-loss), rule->gamma);
+            loss *= (1 - rule->smoothing) * weight_of(rule, label[lane]);
+            total += loss - share * smooth[lane];
+        }
     }
     job->sums[tile] = total;
+}
+
+/* The gradient of an image's or pixel's loss with respect to the logit of class c is
+ * push * p[c] - share * w[c], less `pull` for the label's class. */
+struct slopes {
+    double push[LANES], pull[LANES], share[LANES];
+};
+
+/* Compute the slopes of 16 images, given the logits x of one pixel. Labels that are no classes
+ * and unused lanes get zeros. */
+static void slopes_of(const struct job *job, const int32_t *label, int images, const float *x,
+                      int64_t step, const double *top, const double *sum, double all_weights,
+                      struct slopes *slopes) {
+    const struct rule *rule = &job->rule;
+    memset(slopes, 0, sizeof *slopes);
+    for (int lane = 0; lane < images; lane++) {
+        if (!is_class(job, label[lane])) continue;
+        double slope = 1, weight = weight_of(rule, label[lane]);
+        if (rule->gamma > 0) {
+            double z = x[label[lane] * step + lane] - top[lane];
+            double p = exponential(z) / sum[lane], rest = 1 - p;
+            double power = power_of(rest, rule->gamma), log_p = z - logarithm(sum[lane]);
+            slope = rest < 0x1p-1022 ? 0 : power - rule->gamma * p * power / rest * log_p;
+        }
+        slopes->pull[lane] = (1 - rule->smoothing) * weight * slope;
+        slopes->share[lane] = rule->smoothing / (double)job->classes;
+        slopes->push[lane] = slopes->pull[lane] + slopes->share[lane] * all_weights;
+    }
 }
 
 static void dlogits_tile(void *argument, int64_t tile, float *own) {
@@ -142,19 +208,38 @@ static void dlogits_tile(void *argument, int64_t tile, float *own) {
     const float *x = gathered(job, &s, own);
     int64_t step = s.count * LANES;
     double top[LANES], sum[LANES], label[LANES], scale[LANES];
+    double all_weights = sum_of_weights(&job->rule, job->classes);
+    struct slopes slopes;
     EACH_LANE_OF_ALL scale[lane] = job->scale;
     for (int64_t i = 0; i < step; i += LANES) {
+        const int32_t *labels = job->labels + s.labels + i;
         float *d = job->dlogits + s.at + i;
         normalizers(x + i, job->classes, step, top, sum);
-        EACH_LANE_OF_ALL label[lane] = job->labels[s.labels + i + lane];
-        for (int64_t c = 0; c < job->classes; c++)
+        EACH_LANE_OF_ALL label[lane] = labels[lane];
+        slopes_of(job, labels, job->counts[s.block], x + i, step, top, sum, all_weights, &slopes);
+        for (int64_t c = 0; c < job->classes; c++) {
+            double weight = weight_of(&job->rule, c);
             EACH_LANE_OF_ALL {
                 double p = exponential(x[c * step + i + lane] - top[lane]) / sum[lane];
-                d[c * s.far + lane] = (float)((p - (label[lane] == c ? 1.0 : 0.0)) * scale[lane]);
+                double slope = slopes.push[lane] * p - (label[lane] == c ? slopes.pull[lane] : 0);
+                d[c * s.far + lane] = (float)((slope - slopes.share[lane] * weight) * scale[lane]);
             }
+        }
         for (int lane = job->counts[s.block]; lane < LANES; lane++)
             for (int64_t c = 0; c < job->classes; c++) d[c * s.far + lane] = 0;
     }
+}
+
+/* Here a tile is a block. */
+static void weight_tile(void *argument, int64_t block, float *own) {
+    const struct job *job = argument;
+    double total = 0;
+    for (int64_t pixel = 0; pixel < job->pixels; pixel++) {
+        const int32_t *label = job->labels + (block * job->pixels + pixel) * LANES;
+        for (int lane = 0; lane < job->counts[block]; lane++)
+            if (is_class(job, label[lane])) total += weight_of(&job->rule, label[lane]);
+    }
+    job->sums[block] = total;
 }
 
 /* The prediction is the class with the largest logit. Ties go to the first class, and NaN is larger
@@ -200,18 +285,31 @@ static struct job of_labels(const float *logits, const int32_t *labels, const in
 
 void mpidl_cross_entropy(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
-                         const int64_t *tree) {
+                         const int64_t *tree, const double *class_weights, double smoothing,
+                         double gamma) {
     struct job job = of_labels(logits, labels, counts, classes, pixels);
+    job.rule = (struct rule){class_weights, smoothing, gamma};
     sum(loss_tile, &job, blocks, rows, tree);
 }
 
 void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,
                                  const int32_t *counts, double scale, float *dlogits,
-                                 int64_t blocks, int64_t classes, int64_t pixels) {
+                                 int64_t blocks, int64_t classes, int64_t pixels,
+                                 const double *class_weights, double smoothing, double gamma) {
     struct job job = of_labels(logits, labels, counts, classes, pixels);
+    job.rule = (struct rule){class_weights, smoothing, gamma};
     job.scale = scale;
     job.dlogits = dlogits;
     run(dlogits_tile, &job, blocks);
+}
+
+void mpidl_label_weight(const int32_t *labels, const int32_t *counts, double *rows, int64_t blocks,
+                        int64_t classes, int64_t pixels, const int64_t *tree,
+                        const double *class_weights) {
+    struct job job = of_labels(NULL, labels, counts, classes, pixels);
+    job.sums = rows, job.rule.weights = class_weights;
+    each(blocks, weight_tile, &job, 0, blocks * pixels);
+    fold_sums(rows, 1, (const struct tree *)tree);
 }
 
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,

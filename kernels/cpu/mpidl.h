@@ -155,17 +155,23 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
 
 /* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
  * elements, 16). rows (blocks) receives the sums over each block's images, folded into the first
- * rows. power: 1 or 2, see backends/reference/loss.py */
+ * rows. class_weights (classes, or NULL for 1), smoothing, gamma: see LabelRule in
+ * backends/training_interface.py. power: 1 or 2, see backends/reference/loss.py */
 void mpidl_exp(const double *x, double *y, int64_t count);
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes, int64_t pixels);
 void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
                       int64_t pixels);
 void mpidl_cross_entropy(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
-                         const int64_t *tree);
+                         const int64_t *tree, const double *class_weights, double smoothing,
+                         double gamma);
 void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,
                                  const int32_t *counts, double scale, float *dlogits,
-                                 int64_t blocks, int64_t classes, int64_t pixels);
+                                 int64_t blocks, int64_t classes, int64_t pixels,
+                                 const double *class_weights, double smoothing, double gamma);
+void mpidl_label_weight(const int32_t *labels, const int32_t *counts, double *rows, int64_t blocks,
+                        int64_t classes, int64_t pixels, const int64_t *tree,
+                        const double *class_weights);
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                          const int64_t *tree);

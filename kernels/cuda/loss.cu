@@ -90,44 +90,99 @@ extern "C" __global__ void __launch_bounds__(512)
         dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
 }
 
-// rows (leaves): for each leaf, the sum of -log softmax(logits)[label]. valid: the number of images
-// in this rank's share.
+// Other labels are left out.
+__device__ __forceinline__ bool is_class(int label, int classes) {
+    return label >= 0 && label < classes;
+}
+
+__device__ __forceinline__ double weight_of(const double* weights, int label) {
+    return weights ? weights[label] : 1.0;
+}
+
+// rows (leaves): for each leaf, the sum of the terms of LabelRule in
+// mpidl/backends/training_interface.py. valid: the number of images in this rank's share. weights:
+// of the classes, or null.
 extern "C" __global__ void __launch_bounds__(512)
     loss_cross_entropy(const float* __restrict__ logits, const int* __restrict__ labels,
-                       const int* __restrict__ valid, double* __restrict__ rows, int classes,
-                       int pixels, int images, int parts, int chunk) {
+                       const int* __restrict__ valid, double* __restrict__ rows,
+                       const double* __restrict__ weights, double smoothing, double gamma,
+                       int classes, int pixels, int images, int parts, int chunk) {
     __shared__ double of_warp[ROWS];
     const Range own = leaf(valid, pixels, images, parts, chunk);
     double value = 0.0;
     for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
+        if (!is_class(labels[row], classes)) continue;
         const float* scores = logits + row * classes;
         const Normalizer of = normalizer(scores, classes);
-        value += log(of.sum) - (scores[labels[row]] - of.top);
+        double loss = log(of.sum) - (scores[labels[row]] - of.top);
+        if (gamma > 0.0) loss *= pow(1.0 - exp(-loss), gamma);
+        value += (1.0 - smoothing) * weight_of(weights, labels[row]) * loss;
+        if (smoothing > 0.0) {
+            double smooth = 0.0;
+#pragma unroll 1
+            for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
+                smooth += weight_of(weights, c) * (scores[c] - of.top - log(of.sum));
+            value -= smoothing / classes * sum_of_warp(smooth);
+        }
     }
     add_warps(of_warp, value, rows);
 }
 
-// d (rows, classes) = (softmax(logits) - onehot(label)) * factor * late; zero in unused images.
-// late: a number that becomes known only when the kernel runs, or null.
+// d (rows, classes): the gradient of the terms of LabelRule, times factor * late; zero in unused
+// images. late: a number that becomes known only when the kernel runs, or null.
 extern "C" __global__ void __launch_bounds__(512)
     loss_dlogits(const float* __restrict__ logits, const int* __restrict__ labels,
                  const int* __restrict__ valid, double factor, const double* __restrict__ late,
-                 float* __restrict__ d, int classes, int pixels) {
+                 float* __restrict__ d, const double* __restrict__ weights, double smoothing,
+                 double gamma, int classes, int pixels) {
     const long long row = row_of_all();
     const int lane = threadIdx.x % LANES_OF_WARP;
     const float* own = logits + row * classes;
     d += row * classes;
-    if (row >= (long long)*valid * pixels) {
+    const int label = row < (long long)*valid * pixels ? labels[row] : -1;
+    if (!is_class(label, classes)) {
         for (int c = lane; c < classes; c += LANES_OF_WARP) d[c] = 0.0f;
         return;
     }
     const double scale = late ? *late * factor : factor;
-    const int label = labels[row];
     const Normalizer of = normalizer(own, classes);
+    double pull = (1.0 - smoothing) * weight_of(weights, label);
+    if (gamma > 0.0) {
+        const double z = own[label] - of.top, p = exp(z) / of.sum, rest = 1.0 - p;
+        const double power = pow(rest, gamma);
+        pull *= rest > 0.0 ? power - gamma * p * power / rest * (z - log(of.sum)) : 0.0;
+    }
+    double all_weights = 0.0;
+    if (smoothing > 0.0) {
+#pragma unroll 1
+        for (int c = lane; c < classes; c += LANES_OF_WARP) all_weights += weight_of(weights, c);
+        all_weights = sum_of_warp(all_weights);
+    }
+    const double share = smoothing / classes, push = pull + share * all_weights;
     for (int c = lane; c < classes; c += LANES_OF_WARP) {
         const double p = exp(own[c] - of.top) / of.sum;
-        d[c] = (float)((p - (label == c ? 1.0 : 0.0)) * scale);
+        const double slope = push * p - (label == c ? pull : 0.0);
+        d[c] = (float)((slope - share * weight_of(weights, c)) * scale);
     }
+}
+
+// rows (leaves): for each leaf, the sum of the class weights of its labels.
+extern "C" __global__ void __launch_bounds__(512)
+    loss_label_weight(const int* __restrict__ labels, const int* __restrict__ valid,
+                      double* __restrict__ rows, const double* __restrict__ weights, int classes,
+                      int pixels, int images, int parts, int chunk) {
+    __shared__ double of_warp[ROWS];
+    const Range own = leaf(valid, pixels, images, parts, chunk);
+    double value = 0.0;
+    for (long long row = own.first + threadIdx.x; row < own.stop; row += blockDim.x)
+        if (is_class(labels[row], classes)) value += weight_of(weights, labels[row]);
+    add_warps(of_warp, sum_of_warp(value), rows);
+}
+
+// inverse (1) = 1 / total, or 0 if total (1) is 0.
+extern "C" __global__ void loss_reciprocal(const double* __restrict__ total,
+                                           double* __restrict__ inverse) {
+    if (threadIdx.x == 0) *inverse = *total == 0.0 ? 0.0 : 1.0 / *total;
 }
 
 // Returns whether (value, place) is preferred to (best, at) in the search for the largest value.

@@ -6,7 +6,7 @@ The module `interface` explains the conventions for arguments and results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from mpidl.fold import Partial, Tree
 from mpidl.shapes import Pair
@@ -14,6 +14,32 @@ from mpidl.shapes import Pair
 Array: TypeAlias = Any  # np.ndarray or gpu.array.Array
 Lanes: TypeAlias = Any  # an Array (B, *image_shape, 16): B blocks of 16 images
 Vector: TypeAlias = Any  # an Array (C,)
+
+
+class LabelRule(NamedTuple):
+    """How the label of an image or pixel enters the cross-entropy.
+
+    A label outside 0..K-1 adds 0. With p the softmax of the K scores, w the class weights and y the
+    label, an image or pixel adds
+
+        -(1 - smoothing) w[y] (1 - p[y])**gamma log p[y] - smoothing / K sum_c w[c] log p[c]
+
+    Attributes
+    ----------
+    class_weights : Vector or None
+        Weights of the classes, (K,) float64; None if all are 1.
+    smoothing : float
+        Label smoothing, at least 0 and below 1; 0 if gamma is not 0.
+    gamma : float
+        Exponent of the focal loss, at least 0; 0 is the cross-entropy.
+    """
+
+    class_weights: Any = None
+    smoothing: float = 0.0
+    gamma: float = 0.0
+
+
+PLAIN = LabelRule()
 
 
 class TrainingFunctions(Protocol):
@@ -27,17 +53,27 @@ class TrainingFunctions(Protocol):
     def softmax_dx(self, dy: Lanes, p: Lanes) -> Lanes:
         """Return the gradient of the logits in the dtype of dy; p is the result of `softmax`."""
 
-    def cross_entropy(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
-        """Sum -log softmax(logits)[label] over images and pixels: () float64."""
+    def cross_entropy(
+        self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree, rule: LabelRule = PLAIN
+    ) -> Partial:
+        """Sum the terms of `LabelRule` over images and pixels: () float64."""
 
     def cross_entropy_dlogits(
-        self, logits: Lanes, labels: Lanes, scale: Any, counts: Array
+        self, logits: Lanes, labels: Lanes, scale: Any, counts: Array, rule: LabelRule = PLAIN
     ) -> Lanes:
-        """Return (softmax(logits) - one_hot(label)) * scale, with zeros in unused lanes.
+        """Return the gradient of the terms of `LabelRule`, times scale; unused lanes are 0.
 
         A lane is the slot of one image in a block. `scale` is a scalar. On a GPU, `scale` may also
         be a `fold.Late`, which the kernel reads when it runs.
         """
+
+    def label_weight(
+        self, labels: Lanes, counts: Array, tree: Tree, rule: LabelRule, classes: int
+    ) -> Partial:
+        """Sum the class weights of the labels in 0..K-1: () float64. K is `classes`."""
+
+    def reciprocal(self, total: Any) -> Any:
+        """Return 1 / total, or 0 if total is 0, as a `scale`. total is a sum over all ranks, ()."""
 
     def correct_count(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
         """Count the images or pixels whose label has the largest logit: () float64.

@@ -10,6 +10,7 @@ from typing import Any
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start
 from mpidl.comm import World, failure
+from mpidl.cross_entropy import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
@@ -163,13 +164,14 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         skipped = BadImages.of(settings)  # of the test set
         if stopped in (None, progress.PATIENCE):
             if test_set is not None:
-                small = settings.loss == "crossentropy" and confusion.is_small(net.output_shape[0])
+                loss = settings.loss_for(net, train_set)
+                small = is_cross_entropy(loss) and confusion.is_small(net.output_shape[0])
                 with console.stage("test", len(test_set)) as advance:
                     test = evaluate.evaluate(
                         *(net, test_set),
                         world=world,
                         signals=signals,
-                        loss=settings.loss,
+                        loss=loss,
                         confusion=small,
                         progress=advance,
                         bad_images=skipped,

@@ -127,11 +127,24 @@ def check_finite(arrays: np.ndarray, datastore: Datastore, indices: Indices, kin
             )
 
 
-def check_below(classes: int, labels: np.ndarray, datastore: Datastore, indices: Indices) -> None:
-    """Raise `UserError` for the first image with a label outside 0..classes-1."""
+def check_below(
+    classes: int,
+    labels: np.ndarray,
+    datastore: Datastore,
+    indices: Indices,
+    ignore_label: int | None = None,
+) -> None:
+    """Raise `UserError` for the first image with a label outside 0..classes-1.
+
+    `ignore_label` is valid, too.
+    """
     if labels.size and not 0 <= labels.min() <= labels.max() < classes:
         rows = labels.reshape(len(labels), -1)
         bad = (rows < 0) | (rows >= classes)
+        if ignore_label is not None:
+            bad &= rows != ignore_label
+            if not bad.any():
+                return
         i = int(np.argmax(bad.any(axis=1)))
         raise UserError(
             f"{datastore.located(int(indices[i]))}: expected labels from 0 to {classes - 1}, found "

@@ -92,6 +92,8 @@ class MinibatchQueue:
     classes : int, optional
         Number of classes. If given, a label outside 0..classes-1 raises a `UserError` that names
         the image.
+    ignore_label : int, optional
+        A label that is valid although it is outside 0..classes-1.
     partial_minibatch : {"return", "discard"}
         Whether an epoch ends with a smaller mini-batch if `batch_size` does not divide the number
         of images. "discard" leaves out the last images of the order: other images in each epoch,
@@ -129,6 +131,7 @@ class MinibatchQueue:
         sampling: str = "global",
         bad_images: BadImages | None = None,
         classes: int | None = None,
+        ignore_label: int | None = None,
         partial_minibatch: str = "return",
     ):
         if batch_size < 1:
@@ -151,7 +154,8 @@ class MinibatchQueue:
         self.partial_minibatch = partial_minibatch
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
-        self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, classes)
+        label_range = classes, ignore_label
+        self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, *label_range)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images

@@ -13,6 +13,7 @@ from mpidl import losses, phases
 from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
+from mpidl.cross_entropy import CrossEntropy, is_cross_entropy
 from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
@@ -218,43 +219,73 @@ def evaluate(
     _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
-    totals, n, in_top_k = [0.0, 0.0], 0, 0
+    totals, n, in_top_k = _Totals(losses.labels_per_image(datastore)), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
-    limit = losses.label_limit(loss, net)
-    queue = {"prefetch": prefetch, "classes": limit, "bad_images": bad_images}
+    label_range = losses.label_range(loss, net)
+    queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
     batches = in_order(net, datastore, world, batch_size, signals, **queue)
     net, function = net.on(world.device), losses.loss_function(loss)
     for images, labels in batches:
-        if top_k or confusion:
+        if isinstance(function, CrossEntropy) and (top_k or confusion):
             scores = net.logits(images)
-            terms = losses.cross_entropy_of(scores, labels)
+            terms = function.of_scores(scores, labels)
         else:
             terms = function(net, images, labels)
         # A term that is not a sum over images is the same on all ranks and is added only once.
         addends = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(terms)}
         sums = [float(value) for value in world.gplus(addends).values()]
-        totals[0] += sums[0] * images.batch.count
-        totals[1] = None if len(sums) == 1 else totals[1] + sums[1]
+        totals.add(sums, images.batch.count)
         n += images.batch.count
         if progress is not None:
             progress(n)
         if top_k or confusion:  # integer sums do not depend on the order
-            local_scores, local_labels = scores.local(), labels.local()
+            local_scores, local_labels = _counted(scores.local(), labels.local(), **label_range)
             if confusion:
                 tally(table, local_labels, local_scores.argmax(axis=1))
             if top_k:
                 in_top_k += int((places(local_scores, local_labels) < top_k).sum())
         del images, labels  # frees their memory for the next mini-batch
-    correct = totals[1]
     return Evaluation(
-        None if correct is None else correct / max(n * losses.labels_per_image(datastore), 1),
-        totals[0] / max(n, 1),
+        totals.accuracy,
+        totals.loss,
         n,
-        world.gop("sum", in_top_k) / max(n, 1) if top_k else None,
+        world.gop("sum", in_top_k) / max(totals.labels, 1) if top_k else None,
         Confusion(world.gop("sum", table), class_names(net.classes or datastore.classes, classes))
         if confusion
         else None,
     )
+
+
+class _Totals:
+    """The sums of all mini-batches of an evaluation."""
+
+    def __init__(self, labels_per_image):
+        self.labels_per_image = labels_per_image
+        self.weighted_loss = self.weight = self.labels = 0.0
+        self.correct: float | None = 0.0
+
+    def add(self, sums, images):
+        """Add the sums of a mini-batch (see `cross_entropy.Sums`) with its number of images."""
+        labels, weight = sums[2:] or (images * self.labels_per_image, images)
+        self.weighted_loss += sums[0] * weight
+        self.weight, self.labels = self.weight + weight, self.labels + labels
+        self.correct = None if len(sums) == 1 else self.correct + sums[1]
+
+    @property
+    def loss(self):
+        return self.weighted_loss / (self.weight or 1)
+
+    @property
+    def accuracy(self):
+        return None if self.correct is None else self.correct / (self.labels or 1)
+
+
+def _counted(scores, labels, classes, ignore_label):
+    """Leave out the ignored labels; return scores (n, K) and labels (n,) if there are any."""
+    if ignore_label is None or not (labels == ignore_label).any():
+        return scores, labels
+    is_counted = labels.reshape(len(labels), *scores.shape[2:]) != ignore_label
+    return np.moveaxis(scores, 1, -1)[is_counted], labels.reshape(is_counted.shape)[is_counted]
 
 
 def _check_count(datastore):
@@ -267,7 +298,7 @@ def _classes(net, loss, top_k, confusion):
     if not confusion and top_k is None:
         return None
     request = "confusion" if confusion else "top_k"
-    if loss != "crossentropy":
+    if not is_cross_entropy(loss):
         raise UserError(f"{request}: expected loss crossentropy, whose outputs are class scores")
     classes = net.output_shape[0]
     is_integer = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)

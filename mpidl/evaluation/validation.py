@@ -84,6 +84,8 @@ class Validation:
         Options of the run. Their `validation` may be None.
     world : World
         The ranks of the run.
+    loss : str or function
+        The loss, as for `evaluate`.
 
     Attributes
     ----------
@@ -112,8 +114,8 @@ class Validation:
         "best-validation".
     """
 
-    def __init__(self, options, world: World):
-        self.store, self.world, self.loss_function = options.validation, world, options.loss
+    def __init__(self, options, world: World, loss: str | Callable[..., Any] = "crossentropy"):
+        self.store, self.world, self.loss_function = options.validation, world, loss
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
         self.prefetch = options.prefetch

@@ -11,7 +11,7 @@ from mpidl.blocks import LANES, Blocked
 from mpidl.ops import check
 
 
-def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
+def label_lanes(name: str, labels: Any, scores: Blocked, ignore_label: int | None = None) -> Any:
     """Check labels against scores, and return the labels as lanes (blocks, ..., 16).
 
     A lane is the slot of one image in a block of 16 images.
@@ -25,6 +25,8 @@ def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
         size 1.
     scores
         Scores of K classes, (N, K, ...).
+    ignore_label
+        A label outside 0..K-1 that is valid, too.
 
     Raises
     ------
@@ -54,6 +56,9 @@ def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
         return lanes
 
     def check_bounds(low, high):
+        if ignore_label is not None:  # between the bounds of labels on a GPU, others may lie
+            low = max(low, 0) if low == ignore_label else low
+            high = min(high, classes - 1) if high == ignore_label else high
         if not 0 <= low <= high < classes:
             raise ValueError(
                 f"{name}: expected labels in 0..{classes - 1}, the classes of the scores, got "
@@ -61,7 +66,9 @@ def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
             )
 
     if isinstance(lanes, np.ndarray):
-        check_bounds(lanes.min(), lanes.max())
+        counted = lanes if ignore_label is None else lanes[lanes != ignore_label]
+        if counted.size:
+            check_bounds(counted.min(), counted.max())
     else:  # the host checks the bounds of labels on a GPU later
         labels.lanes.bounds.hold(check_bounds)
     return lanes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import Var, WithVjp, op, refuse_gpu, value_of
+from mpidl.backends.training_interface import PLAIN, LabelRule
 from mpidl.blocks import Blocked
 from mpidl.fold import Partial
 from mpidl.ops import check
@@ -17,31 +19,66 @@ from mpidl.ops.probabilities import is_soft, of_soft_targets
 
 __all__ = [
     "correct_count",
+    "label_count",
     "mean_absolute_error",
     "mean_squared_error",
     "softmax_cross_entropy",
 ]
 
+ClassWeights: TypeAlias = Sequence[float] | np.ndarray | None
+
 
 @op(blocks=True)
-def _cross_entropy_of_labels(logits: Blocked, labels: Blocked) -> WithVjp[Partial]:
-    lanes = label_lanes("softmax_cross_entropy", labels, logits)
+def _cross_entropy_of_labels(
+    logits: Blocked, labels: Blocked, *, rule: LabelRule, ignore_label: int | None
+) -> WithVjp[Partial]:
+    lanes = label_lanes("softmax_cross_entropy", labels, logits, ignore_label)
     backend, batch = backends.of(logits), logits.batch
-    counts, weight = batch.counts(), batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
-    total = backend.cross_entropy(logits.lanes, lanes, counts, batch.tree)
+    counts = batch.counts()
+    if rule.class_weights is None and ignore_label is None:
+        weight = batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
+    else:
+        all_weights = backend.label_weight(lanes, counts, batch.tree, rule, logits.image_shape[0])
+        weight = backend.reciprocal(batch.world.gplus(all_weights))
+    total = backend.cross_entropy(logits.lanes, lanes, counts, batch.tree, rule)
 
     def vjp(dy, needs):
-        d = backend.cross_entropy_dlogits(logits.lanes, lanes, weight * float(dy), counts)
+        scale = weight * float(dy)
+        d = backend.cross_entropy_dlogits(logits.lanes, lanes, scale, counts, rule)
         return logits.like(d), None
 
     return total * weight, vjp
 
 
 @overload
-def softmax_cross_entropy(logits: Blocked, labels: Blocked) -> Partial: ...
+def softmax_cross_entropy(
+    logits: Blocked,
+    labels: Blocked,
+    *,
+    class_weights: ClassWeights = None,
+    label_smoothing: float = 0.0,
+    ignore_label: int | None = None,
+    focal_gamma: float = 0.0,
+) -> Partial: ...
 @overload
-def softmax_cross_entropy(logits: Var, labels: Blocked | Var) -> Var: ...
-def softmax_cross_entropy(logits: Any, labels: Any) -> Partial | Var:
+def softmax_cross_entropy(
+    logits: Var,
+    labels: Blocked | Var,
+    *,
+    class_weights: ClassWeights = None,
+    label_smoothing: float = 0.0,
+    ignore_label: int | None = None,
+    focal_gamma: float = 0.0,
+) -> Var: ...
+def softmax_cross_entropy(
+    logits: Any,
+    labels: Any,
+    *,
+    class_weights: ClassWeights = None,
+    label_smoothing: float = 0.0,
+    ignore_label: int | None = None,
+    focal_gamma: float = 0.0,
+) -> Partial | Var:
     """Return the mean of -log softmax(logits)[label] over all images and pixels.
 
     The mean is over the global mini-batch. The softmax is over the K classes.
@@ -53,18 +90,108 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Partial | Var:
     labels
         Integers from 0 to K-1, (N,) or (N, ...). Or probabilities of the classes, such as one-hot
         targets: floats in the shape of the scores, on CPUs only. For these, the mean of
-        -sum(labels * log softmax(logits)) is computed.
+        -sum(labels * log softmax(logits)) is computed, and the other arguments must have their
+        defaults.
+    class_weights
+        A weight per class, (K,). The mean is weighted: a label counts with the weight of its class.
+    label_smoothing
+        Fraction of the target probability that is spread evenly over all K classes.
+    ignore_label
+        A label that is left out of the mean, such as 255 for unlabelled pixels.
+    focal_gamma
+        Exponent of the focal loss: the term of a label with probability p is multiplied by
+        (1 - p)**focal_gamma.
 
     Returns
     -------
     Partial
-        The mean, a float64 scalar.
+        The mean, a float64 scalar; 0 if all labels are ignored.
+
+    Raises
+    ------
+    ValueError
+        If a label is outside 0..K-1 and is not ignored, or if an argument is out of range.
+
+    Notes
+    -----
+    Smoothing: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7. With class
+    weights, the formula is that of PyTorch's `cross_entropy`. Focal loss: Lin et al., "Focal loss
+    for dense object detection", 2017, equation 5.
     """
     scores = value_of(logits)
     check_scores("softmax_cross_entropy", scores)
+    _check_ignored(ignore_label, scores.shape[1])
+    rule = _rule(scores.shape[1], class_weights, label_smoothing, focal_gamma)
     if is_soft(labels, scores):
+        if rule != PLAIN or ignore_label is not None:
+            raise ValueError(
+                "softmax_cross_entropy: expected integer labels with class_weights, "
+                "label_smoothing, ignore_label or focal_gamma, got floats"
+            )
         return of_soft_targets(logits, labels)
-    return _cross_entropy_of_labels(logits, labels)
+    return _cross_entropy_of_labels(logits, labels, rule=rule, ignore_label=ignore_label)
+
+
+def _rule(classes, class_weights, label_smoothing, focal_gamma):
+    """Check the arguments of `softmax_cross_entropy`, and return them as a LabelRule."""
+    name, weights = "softmax_cross_entropy", None
+    if class_weights is not None:
+        weights = np.array(class_weights, np.float64)
+        if weights.shape != (classes,) or not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError(
+                f"{name}: class_weights: expected {classes} numbers >= 0, one per class, got "
+                f"{np.array2string(weights, threshold=10)}"
+            )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(
+            f"{name}: label_smoothing must be at least 0 and below 1, got {label_smoothing}"
+        )
+    if not 0 <= focal_gamma < math.inf:
+        raise ValueError(f"{name}: focal_gamma must be a number >= 0, got {focal_gamma}")
+    if label_smoothing and focal_gamma:
+        raise ValueError(f"{name}: the focal loss takes no label_smoothing")
+    return LabelRule(weights, float(label_smoothing), float(focal_gamma))
+
+
+def _check_ignored(ignore_label, classes):
+    if ignore_label is not None and 0 <= ignore_label < classes:
+        raise ValueError(
+            f"ignore_label must be outside 0..{classes - 1}, the classes of the scores, got "
+            f"{ignore_label}"
+        )
+
+
+def label_count(
+    scores: Blocked | Var,
+    labels: Blocked,
+    *,
+    class_weights: ClassWeights = None,
+    ignore_label: int | None = None,
+) -> Partial:
+    """Count the labels that are not ignored, or add up the weights of their classes.
+
+    Parameters
+    ----------
+    scores
+        Scores of the classes, (N, K) or (N, K, ...).
+    labels
+        Integers, (N,) or (N, ...).
+    class_weights
+        A weight per class, (K,); by default 1.
+    ignore_label
+        The label that does not count.
+
+    Returns
+    -------
+    Partial
+        The sum, a float64 scalar.
+    """
+    value: Blocked = value_of(scores)
+    classes, batch = value.shape[1], value.batch
+    _check_ignored(ignore_label, classes)
+    rule = _rule(classes, class_weights, 0.0, 0.0)
+    lanes = label_lanes("label_count", labels, value, ignore_label)
+    return backends.of(value).label_weight(lanes, batch.counts(), batch.tree, rule, classes)
 
 
 @op(blocks=True)
@@ -141,7 +268,9 @@ def _mean_error(name, y, target, power):
     return total * weight, vjp
 
 
-def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
+def correct_count(
+    logits: Blocked | Var, labels: Blocked, *, ignore_label: int | None = None
+) -> Partial:
     """Count the images, or pixels, for which the label's class has the largest score.
 
     Ties go to the first class. The count is not differentiable.
@@ -153,6 +282,8 @@ def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
     labels
         Integers from 0 to K-1, (N,) or (N, ...), or one-hot targets: floats in the shape of the
         scores, whose class has the largest number.
+    ignore_label
+        A label outside 0..K-1, which is never correct.
 
     Returns
     -------
@@ -164,6 +295,6 @@ def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
     if is_soft(labels, scores):
         refuse_gpu("correct_count", labels)
         labels = labels.like(labels.lanes.argmax(axis=1).astype(np.int32))
-    lanes = label_lanes("correct_count", labels, scores)
+    lanes = label_lanes("correct_count", labels, scores, ignore_label)
     batch = scores.batch
     return backends.of(scores).correct_count(scores.lanes, lanes, batch.counts(), batch.tree)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpidl import phases
@@ -71,8 +71,10 @@ class StepProgram:
     def start(self, feed: Any) -> tuple[int, int]:
         """Start the training step of a mini-batch, and return a handle for `finish` at once."""
         row = self.program.ready() % ROWS
-        values = self.reader.values(feed, row) | self.optimizer.advance()
-        return self.program.run(**values), feed.batch.count
+        values = self.reader.values(feed, row)
+        if "per_image" not in self.program.slots:  # the loss is no mean over images
+            del values["per_image"]
+        return self.program.run(**values | self.optimizer.advance()), feed.batch.count
 
     def finish(self, handle: tuple[int, int]) -> tuple:
         """Wait for the training step of a handle, and return the value of `gradient` as floats."""
@@ -87,7 +89,7 @@ class StepProgram:
         return value
 
 
-def _roots(pending: Any) -> Iterator:
+def _roots(pending: Any) -> list[Any]:
     if not isinstance(pending, Pending):
         raise TypeError(f"expected sums over images as results of a step on a GPU, got {pending!r}")
     return pending.roots

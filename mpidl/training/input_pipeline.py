@@ -111,12 +111,13 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network expects, found {store.image_shape}"
         )
+    loss = options.loss_for(net, datastore)
     for images in (datastore, store):
         if images is not None:
-            losses.check(options.loss, net, images, training=images is datastore)
+            losses.check(loss, net, images, training=images is datastore)
     if store is not None:
-        names = losses.output_class_names(options.loss, net, datastore)
-        losses.check_names(names, options.loss, net, store, "the training set")
+        names = losses.output_class_names(loss, net, datastore)
+        losses.check_names(names, loss, net, store, "the training set")
 
 
 def prepare(
@@ -167,11 +168,12 @@ def prepare(
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.crop
     net.preprocess = datastore.preprocess or net.preprocess
-    net.classes = losses.trained_classes(options.loss, net, datastore)
+    loss = options.loss_for(net, datastore)
+    net.classes = losses.trained_classes(loss, net, datastore)
     return {
         "augmenter": augmenter,
         "normalization": normalization,
-        "classes": losses.label_limit(options.loss, net),
+        **losses.label_range(loss, net),
         "bad_images": bad_images,
         "workers": options.workers,
         "prefetch": options.prefetch,

@@ -74,11 +74,13 @@ class StepResult(NamedTuple):
         return None if self.correct is None else self.correct / self.info.images
 
 
-def make_step(net, optimizer, options, world, datastore, queue_options, balancer, advice):
+def make_step(net, optimizer, options, loss, world, datastore, queue_options, balancer, advice):
     """Create the mini-batch queue and the training step for the device of `world`.
 
     Parameters
     ----------
+    loss : str or function
+        The loss, as `TrainingOptions.loss_for` returns it.
     queue_options : dict
         Arguments of `MinibatchQueue` other than datastore, batch size, seed, world and shuffling.
     balancer : LoadBalancer or None
@@ -102,9 +104,7 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
     labels_per_image = losses.labels_per_image(datastore)
     if world.device is None:
         queue = MinibatchQueue(*arguments, **queue_options)
-        return queue, EagerStep(
-            net, optimizer, options.loss, world, labels_per_image, balancer, advice
-        )
+        return queue, EagerStep(net, optimizer, loss, world, labels_per_image, balancer, advice)
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
     if options.batchnorm == "local":
@@ -125,7 +125,7 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
     queue = DeviceQueue(*arguments, **queue_options)
     graphs = options.graphs != "off"
     return queue, RecordedStep(
-        net, optimizer, options.loss, world, labels_per_image, queue.reader(), advice, graphs
+        net, optimizer, loss, world, labels_per_image, queue.reader(), advice, graphs
     )
 
 
@@ -149,16 +149,16 @@ class EagerStep:
     def submit(self, images, targets, info: StepInfo) -> list[StepResult]:
         """Compute the loss and gradients of a mini-batch, and update the network. Collective."""
         with phases.Phase(phases.COMPUTE, "training step"):
-            loss, correct = self._compute(images, targets, info)
-        return [_result(info, loss, correct, self.labels_per_image)]
+            sums = self._compute(images, targets, info)
+        return [_result(info, sums, self.labels_per_image)]
 
     def _compute(self, images, targets, info):
         if self.balancer:
             self.balancer.start(info.start)
         value, gradients, state = self.gradient(self.net, images, targets)
-        loss, *correct = map(float, value)
-        if not math.isfinite(loss):
-            self._raise_fault(images, targets, loss, info)
+        sums = [float(number) for number in value]
+        if not math.isfinite(sums[0]):
+            self._raise_fault(images, targets, sums[0], info)
         for observer in self.observers:
             observer(gradients)
         with phases.span("update"):
@@ -166,7 +166,7 @@ class EagerStep:
             self.net.parameters = checked_step(self.optimizer, self.net.parameters, gradients)
         if self.balancer:
             self.balancer.stop(time.monotonic(), images.batch.blocks)
-        return loss, correct
+        return sums
 
     def drain(self) -> list[StepResult]:
         return []
@@ -238,10 +238,10 @@ class RecordedStep:
         while len(self.pending) > max_pending:
             handle, info = self.pending.popleft()
             with phases.Phase(phases.COMPUTE, "wait for the GPU"):
-                loss, *correct = self.program.finish(handle)
-            if not math.isfinite(loss):
-                raise _not_finite(loss, info, "", self.advice)
-            yield _result(info, loss, correct, self.labels_per_image)
+                sums = self.program.finish(handle)
+            if not math.isfinite(sums[0]):
+                raise _not_finite(sums[0], info, "", self.advice)
+            yield _result(info, sums, self.labels_per_image)
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
@@ -272,9 +272,14 @@ def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) ->
     return {key: stepped[key] for key in parameters}
 
 
-def _result(info, loss, correct, labels_per_image):
-    speed = info.images / (time.monotonic() - info.start)
-    return StepResult(info, loss, correct[0] / labels_per_image if correct else None, speed)
+def _result(info, sums, labels_per_image):
+    """Return the StepResult for the sums that the loss returned (see `cross_entropy.Sums`)."""
+    speed, correct = info.images / (time.monotonic() - info.start), None
+    if len(sums) > 2:  # not all labels count
+        correct = sums[1] / max(sums[2], 1.0) * info.images
+    elif len(sums) == 2:
+        correct = sums[1] / labels_per_image
+    return StepResult(info, sums[0], correct, speed)
 
 
 def _not_finite(loss, info, place, advice: Callable[[float], str]):

@@ -112,7 +112,8 @@ class Trainer:
         load = options.load(world.size)
         cache_bytes = memory_budget.for_images(options, datastore, world)
         self.datastore = NodeCache(datastore, world, cache_bytes)
-        self.position, self.validation = Position(), Validation(options, world)
+        self.loss = options.loss_for(net, datastore)
+        self.position, self.validation = Position(), Validation(options, world, self.loss)
         self.bad_images = BadImages.of(options)
         self.rollback = Rollback() if options.on_nan == "rollback" else None
         net.batchnorm = options.batchnorm
@@ -133,7 +134,7 @@ class Trainer:
         self.step: EagerStep | RecordedStep
         self._make_step = functools.partial(
             make_step,
-            *(net, optimizer, options, world, self.datastore, queue_options, balancer),
+            *(net, optimizer, options, self.loss, world, self.datastore, queue_options, balancer),
             folder.advice,
         )
         self.queue, self.step = self._make_step()

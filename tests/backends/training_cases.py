@@ -1,13 +1,44 @@
 """The table's calls of losses, optimizers and images (`backends.training_interface`)."""
 
+import types
+
 import numpy as np
 from conformance import Case, Draw, cotangent, filters, images, labels, lanes, vector
 
 from mpidl.backends.reference import optimizer as reference
+from mpidl.backends.training_interface import LabelRule
 
 CPU = ("cpu",)
 
 # ---- loss: (classes, pixels) ----
+
+
+def label_rules(classes, pixels, label, scores, large):
+    """Calls with labels that are no classes, class weights, smoothing and a focal exponent."""
+    weights, labels = np.linspace(0, 2, classes), Draw("lanes", pixels, -1, classes + 2, np.int32)
+    rules = {
+        "other labels": LabelRule(),
+        "weighted and smoothed": LabelRule(weights, 0.3),
+        "weighted and focal": LabelRule(weights, 0.0, 2.0),
+        "focal 0.5": LabelRule(None, 0.0, 0.5),
+    }
+    for name, rule in rules.items():
+        of_rule = f"{label}, {name}"
+        arguments = {"logits": scores, "labels": labels, "rule": rule}
+        yield Case("cross_entropy", of_rule, arguments, 1e-13, True)
+        scaled = arguments | {"scale": 0.37}
+        yield Case("cross_entropy_dlogits", of_rule, scaled, 1e-6, True, **large)
+        alone = {"labels": labels, "rule": rule, "classes": classes}
+        yield Case("label_weight", of_rule, alone, 1e-13, True)
+
+
+def reciprocal(backend, arguments):
+    """Call the function with a sum over all ranks, as `World.gplus` returns it."""
+    total = arguments["total"]
+    if backend.arrays_on_device:
+        return backend.reciprocal(types.SimpleNamespace(roots=[total])).array
+    return np.array([backend.reciprocal(total[0])])
+
 
 SCORES = [(10, ()), (1, ()), (2, ()), (33, ()), (1000, ()), (4, (1, 1)), (3, (2, 3)), (40, (3, 5))]
 SCORES += [(2, (3, 87))]  # two parts of an image, the last one smaller
@@ -27,6 +58,8 @@ def losses(classes, pixels):
     yield Case("cross_entropy", label, labelled, 1e-13, True)
     yield Case("correct_count", label, labelled, 0)
     yield Case("cross_entropy_dlogits", label, labelled | {"scale": 0.37}, 2**-23, True, **large)
+    if (classes, pixels) in ((33, ()), (3, (2, 3)), (2, (3, 87))):
+        yield from label_rules(classes, pixels, label, scores, large)
     compared = {"y": scores, "target": scores}
     for power in (1, 2):
         name = f"{label}, power {power}"
@@ -132,6 +165,9 @@ def planes(stride, width):
 def training_table():
     for classes, pixels in SCORES:
         yield from losses(classes, pixels)
+    for name, low, high in (("positive", 1, 9), ("zero", 0, 0)):
+        total = {"total": Draw("plain", (1,), low, high, np.float64)}
+        yield Case("reciprocal", name, total, 0, call=reciprocal)
     for formula in reference.FORMULAS:
         yield step(formula, formula, LEARNABLES, LEARNABLES)
         large = f"{formula}, large"

@@ -70,6 +70,7 @@ def test_a_discarded_mini_batch(pictures, tmp_path):
 
 
 SOLVERS = {
+    "label rules": ["--class-weights", "balanced", "--label-smoothing", 0.1],
     "adamw": [
         *("--solver", "adamw", "--learning-rate", 0.05, "--l2", 0.5, "--epsilon", 0.01),
         *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),
@@ -83,7 +84,7 @@ SOLVERS = {
 
 @SLOW  # runs() has Adam
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_solver_gives_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path, solver):
+def test_options_give_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path, solver):
     words, halted = [*SOLVERS[solver], "--epochs", 2, "--threads", 1], tmp_path / "halted"
     expected = jobs.trained_hash(1, pictures, tmp_path / "1", *words)
     jobs.train(3, pictures, halted, *words, "--max-iterations", 5)

@@ -30,6 +30,39 @@ def soft_cross_entropy_reference(x, targets):
     )
 
 
+CLASS_WEIGHTS = [0.5, 1.0, 2.0, 0.0, 1.5, 0.25]
+
+
+def rule_reference(weights=None, smoothing=0.0, ignored=None, gamma=0.0):
+    """Return the formula of `backends.training_interface.LabelRule` as a loop over labels."""
+
+    def loss(x, labels):
+        total = weight = 0.0
+        for p, y in zip(softmax_reference(by_pixel(x)), labels.ravel(), strict=True):
+            if y == ignored:
+                continue
+            w = np.ones(len(p)) if weights is None else np.array(weights)
+            total -= (1 - smoothing) * w[y] * (1 - p[y]) ** gamma * np.log(p[y])
+            total -= smoothing / len(p) * sum(w * np.log(p))
+            weight += w[y]
+        return total / weight if weight else 0.0
+
+    return loss
+
+
+def with_rule(scores, labels, **rule):
+    """A case whose labels of class 5 are replaced with 255 if the rule ignores 255."""
+    ignored = 5 if "ignore_label" in rule else None
+
+    def op(x, y):
+        lanes = np.where(y.lanes == ignored, 255, y.lanes)
+        return dl.softmax_cross_entropy(x, y.like(lanes), **rule)
+
+    numbers = rule.get("class_weights"), rule.get("label_smoothing", 0.0)
+    reference = rule_reference(*numbers, ignored, rule.get("focal_gamma", 0.0))
+    return Case(op, reference, [scores, labels])
+
+
 def cross_entropy(scores, labels):
     return Case(dl.softmax_cross_entropy, cross_entropy_reference, [scores, labels])
 
@@ -63,6 +96,36 @@ class TestLoss(OpChecks):
             r"expected labels of shape \(\d+, 4, 4\), one for each pixel of scores .*, 2, 4, 4\)",
         ),
         (lambda x, f, i: dl.softmax_cross_entropy(i, i), ValueError, r"scores \(N, K\) or"),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(f, i, class_weights=[1, 2]),
+            ValueError,
+            "class_weights: expected 3 numbers >= 0",
+        ),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(f, i, label_smoothing=1),
+            ValueError,
+            "label_smoothing must be",
+        ),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(f, i, focal_gamma=-1),
+            ValueError,
+            "focal_gamma must be",
+        ),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(f, i, focal_gamma=1, label_smoothing=0.1),
+            ValueError,
+            "takes no label_smoothing",
+        ),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(f, i, ignore_label=2),
+            ValueError,
+            r"ignore_label must be outside 0\.\.2",
+        ),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(f, f, label_smoothing=0.1),
+            ValueError,
+            "expected integer labels with",
+        ),
         (lambda x, f, i: dl.mean_squared_error(f, i), ValueError, "target of shape"),
         (lambda x, f, i: dl.mean_squared_error(f, f.lanes), TypeError, "target: .* ndarray; "),
         (lambda x, f, i: dl.mean_absolute_error(x, f), ValueError, "target of shape"),
@@ -72,6 +135,25 @@ class TestLoss(OpChecks):
             "floating-point target, got int64",
         ),
     ]
+
+
+class TestLabelRules(OpChecks):
+    test_a_share_without_blocks = None  # the weight of the labels requires all ranks
+    test_errors_say_what_was_expected = None  # TestLoss has them
+    cases = {
+        "softmax_cross_entropy, class weights": with_rule(
+            (6,), ("labels",), class_weights=CLASS_WEIGHTS, ignore_label=255
+        ),
+        "softmax_cross_entropy, label smoothing": with_rule(
+            (6, 2, 3), ("labels", 2, 3), class_weights=CLASS_WEIGHTS, label_smoothing=0.2
+        ),
+        "softmax_cross_entropy, ignored pixels": with_rule(
+            (6, 2, 3), ("labels", 2, 3), ignore_label=255, label_smoothing=0.1
+        ),
+        "softmax_cross_entropy, focal": with_rule(
+            (6,), ("labels",), focal_gamma=2.0, class_weights=CLASS_WEIGHTS
+        ),
+    }
 
 
 def test_softmax_and_cross_entropy_of_large_scores(world):
@@ -132,3 +214,39 @@ def test_labels_beyond_the_classes_are_refused(world, label):
     ):
         with pytest.raises(ValueError, match=r"labels in 0\.\.2, .* got "):
             op(dl.from_images(np.zeros(shape, "f4"), batch), dl.from_images(labels, batch))
+
+
+def test_rules_against_pytorch(world):
+    """Class weights, smoothing and ignored pixels, in float64 and float32."""
+    torch, functional = torch_functions()
+    scores, labels = numbers("scores", 21, 6, 3, 4), np.arange(21 * 12).reshape(21, 3, 4) * 7 % 6
+    labels[labels == 5] = 255
+    for weights in (None, CLASS_WEIGHTS):
+        tensor = torch.tensor(scores, requires_grad=True)
+        weight = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+        expected = functional.cross_entropy(
+            tensor, torch.tensor(labels), weight, ignore_index=255, label_smoothing=0.1
+        )
+        expected.backward()
+        for dtype, tolerance in (np.float64, 1e-13), (np.float32, 2e-6):
+            var = dl.Var(blocked(world, scores.astype(dtype)), name="x")
+            targets = blocked(world, labels, batch=var.value.batch)
+            loss = dl.softmax_cross_entropy(
+                var, targets, class_weights=weights, label_smoothing=0.1, ignore_label=255
+            )
+            assert abs(world.gplus(loss.value) - expected.item()) <= tolerance
+            (dx,) = tape.backward(loss, np.ones(()), fold=world.gplus).values()
+            error = abs(all_images(world, dx) - tensor.grad.numpy()).max()
+            assert error <= tolerance * abs(tensor.grad.numpy()).max()
+
+
+def test_labels_that_are_all_ignored_give_0(world):
+    scores, labels = blocked(world, numbers("scores", 20, 3, dtype=np.float32), np.full(20, -100))
+    var = dl.Var(scores, name="x")
+    loss = dl.softmax_cross_entropy(var, labels, ignore_label=-100)
+    assert world.gplus(loss.value) == 0
+    (dx,) = tape.backward(loss, np.ones(()), fold=world.gplus).values()
+    assert not dx.lanes.any()
+    assert world.gplus(dl.correct_count(scores, labels, ignore_label=-100)) == 0
+    assert world.gplus(dl.label_count(scores, labels, ignore_label=-100)) == 0
+    assert world.gplus(dl.label_count(*blocked(world, np.ones((20, 3)), np.arange(20) % 3))) == 20

@@ -8,6 +8,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, tree_of
+from mpidl.backends.training_interface import PLAIN
 
 
 def _labels(labels):
@@ -26,25 +27,37 @@ def softmax_dx(dy, p):
     return dx
 
 
-def cross_entropy(logits, labels, counts, tree):
-    return _summed(kernels().cross_entropy, logits, labels, counts, tree)
+def cross_entropy(logits, labels, counts, tree, rule=PLAIN):
+    return _summed(kernels().cross_entropy, logits, labels, counts, tree, *_rule(rule))
 
 
-def cross_entropy_dlogits(logits, labels, scale, counts):
+def cross_entropy_dlogits(logits, labels, scale, counts, rule=PLAIN):
     d = arenas.empty(logits.shape)
     logits = np.ascontiguousarray(logits)
-    kernels().cross_entropy_dlogits(logits, _labels(labels), counts, scale, d, *sizes(logits))
+    arguments = logits, _labels(labels), counts, scale, d, *sizes(logits), *_rule(rule)
+    kernels().cross_entropy_dlogits(*arguments)
     return d
+
+
+def label_weight(labels, counts, tree, rule, classes):
+    rows, pixels = np.empty(len(labels)), math.prod(labels.shape[1:-1])
+    arguments = len(labels), classes, pixels, tree_of(tree), rule.class_weights
+    kernels().label_weight(_labels(labels), counts, rows, *arguments)
+    return partial_of_rows(rows, tree)
+
+
+def _rule(rule):
+    return rule.class_weights, rule.smoothing, rule.gamma
 
 
 def correct_count(logits, labels, counts, tree):
     return _summed(kernels().correct_count, logits, labels, counts, tree)
 
 
-def _summed(function, logits, labels, counts, tree):
+def _summed(function, logits, labels, counts, tree, *rule):
     rows = np.empty(len(logits))
     logits = np.ascontiguousarray(logits)
-    function(logits, _labels(labels), counts, rows, *sizes(logits), tree_of(tree))
+    function(logits, _labels(labels), counts, rows, *sizes(logits), tree_of(tree), *rule)
     return partial_of_rows(rows, tree)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.dense import rows_of
+from mpidl.backends.training_interface import PLAIN
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
@@ -56,27 +57,45 @@ def softmax_dx(dy, p):
     return dx
 
 
-def cross_entropy(logits, labels, counts, tree):
-    return _of_rows("loss_cross_entropy", logits, labels, counts, tree)
+def cross_entropy(logits, labels, counts, tree, rule=PLAIN):
+    return _of_rows("loss_cross_entropy", logits, labels, counts, tree, _rule(rule))
 
 
-def cross_entropy_dlogits(logits, labels, scale, counts):
+def cross_entropy_dlogits(logits, labels, scale, counts, rule=PLAIN):
     rows, pixels, classes = _pixels_of(logits, "cross_entropy_dlogits")
     d = array.empty_like(logits)
     arrays = logits, _labels(labels, "cross_entropy_dlogits"), counts
-    numbers = *_scale(scale), d, classes, pixels
+    numbers = *_scale(scale), d, *_rule(rule), classes, pixels
     launching.launch("loss_dlogits", rows // ROWS, THREADS, *arrays, *numbers)
     return d
+
+
+def label_weight(labels, counts, tree, rule, classes):
+    arrays = _labels(labels, "label_weight"), counts
+    numbers, pixels = (_rule(rule)[0], classes), math.prod(labels.dims[1:-1])
+    return _summed("loss_label_weight", arrays, numbers, pixels, OF_ROWS, tree)
+
+
+def reciprocal(total):
+    (root,) = total.roots
+    inverse = launching.empty((1,), np.float64)
+    launching.launch("loss_reciprocal", 1, 32, root, inverse)
+    return Late(None, inverse)
+
+
+def _rule(rule):
+    weights = None if rule.class_weights is None else launching.constant(rule.class_weights)
+    return weights, rule.smoothing, rule.gamma
 
 
 def correct_count(logits, labels, counts, tree):
     return _of_rows("loss_correct", logits, labels, counts, tree)
 
 
-def _of_rows(kernel, logits, labels, counts, tree):
+def _of_rows(kernel, logits, labels, counts, tree, rule=()):
     _, pixels, classes = _pixels_of(logits, kernel)
     arrays = logits, _labels(labels, kernel), counts
-    return _summed(kernel, arrays, (classes,), pixels, OF_ROWS, tree)
+    return _summed(kernel, arrays, (*rule, classes), pixels, OF_ROWS, tree)
 
 
 def errors(y, target, power, counts, tree):

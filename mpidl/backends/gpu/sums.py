@@ -8,12 +8,13 @@ Both ways combine the same operands in the same order, and therefore give the sa
 
 import functools
 import operator
+from dataclasses import replace
 
 import numpy as np
 
 from mpidl.backends.gpu import elementwise, fold, launching
 from mpidl.blocks import LANES
-from mpidl.fold import Late
+from mpidl.fold import Late, Partial
 
 # Maximum bytes of nodes that a GPU gathers from all ranks. Larger nodes are exchanged through host
 # memory, where each rank sums a part of each node (`comm.exchange`).
@@ -52,19 +53,36 @@ class Counts:
 
 
 class Pending:
-    """A scalar sum that is still on the GPU. float() waits for the sum and returns its value."""
+    """A scalar sum that is still on the GPU. float() waits for the sum and returns its value.
+
+    `roots` are the arrays that `finish` needs: the roots of the terms, then the factors that the
+    GPU has computed.
+    """
 
     shape, dtype = (), np.dtype(np.float64)
 
     def __init__(self, partial, roots):
-        self.partial, self.roots = partial, roots
+        self.partial = partial
+        factors = [t.scale.array for t in partial.terms if _is_computed(t.scale)]
+        self.roots = [*roots, *factors]
 
     def finish(self, roots):
-        """Return the sum as a float, given the values of the roots."""
-        return float(self.partial.finish([np.float64(root) for root in roots]))
+        """Return the sum as a float, given the values of `roots`."""
+        values = [np.asarray(root, np.float64) for root in roots]
+        factors, partial = iter(values[len(self.partial.terms) :]), self.partial
+        terms = [
+            replace(t, scale=float(next(factors) * t.scale.factor)) if _is_computed(t.scale) else t
+            for t in partial.terms
+        ]
+        partial = Partial(terms, partial.addend, partial.shape, partial.dtype)
+        return float(partial.finish(values[: len(terms)]))
 
     def __float__(self):
         return self.finish([float(root) for root in self.roots])
+
+
+def _is_computed(scale):
+    return isinstance(scale, Late) and scale.value is None
 
 
 def gplus(partials, world):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mpidl.backends.training_interface import PLAIN
 from mpidl.fold import Counter
 
 
@@ -17,24 +18,67 @@ def softmax_dx(dy, p):
     return (p * (dy - (p * dy).sum(axis=1, keepdims=True))).astype(dy.dtype)
 
 
-def cross_entropy(logits, labels, counts, tree):
+def cross_entropy(logits, labels, counts, tree, rule=PLAIN):
     losses = np.empty((len(labels), labels.shape[-1]), np.float64)
     for block, label, out in zip(logits, labels, losses, strict=True):
         z = block - block.max(axis=0).astype(np.float64)
-        loss = np.log(np.exp(z).sum(axis=0))
-        loss -= np.take_along_axis(z, label[None], axis=0)[0]
-        out[...] = _of_images(loss)
+        logs = z - np.log(np.exp(z).sum(axis=0))
+        index, valid, weights = _weighted(label, rule, len(block))
+        own = np.take_along_axis(logs, index[None], axis=0)[0]
+        focus = (1 - np.exp(own)) ** rule.gamma if rule.gamma else 1.0
+        loss = -(1 - rule.smoothing) * weights[index] * focus * own
+        if rule.smoothing:
+            smooth = np.tensordot(weights, logs, axes=1)
+            loss -= rule.smoothing / len(block) * smooth
+        out[...] = _of_images(np.where(valid, loss, 0.0))
     return image_sums(losses, counts, tree)
 
 
-def cross_entropy_dlogits(logits, labels, scale, counts):
+def cross_entropy_dlogits(logits, labels, scale, counts, rule=PLAIN):
     d = softmax(logits)
-    for block, label, valid in zip(d, labels, counts, strict=True):
-        place = label[None]
-        np.put_along_axis(block, place, np.take_along_axis(block, place, axis=0) - 1, axis=0)
-        block[..., valid:] = 0
+    for block, label, images in zip(d, labels, counts, strict=True):
+        classes = len(block)
+        index, valid, weights = _weighted(label, rule, classes)
+        p = np.take_along_axis(block, index[None], axis=0)[0]
+        pull = (1 - rule.smoothing) * weights[index] * _focal_slope(p, rule.gamma)
+        push = pull + rule.smoothing / classes * weights.sum()
+        block *= push
+        np.put_along_axis(
+            block, index[None], np.take_along_axis(block, index[None], axis=0) - pull, axis=0
+        )
+        block -= (rule.smoothing / classes * weights).reshape(-1, *(1,) * label.ndim)
+        block *= valid
+        block[..., images:] = 0
     d *= scale
     return d.astype(logits.dtype)
+
+
+def label_weight(labels, counts, tree, rule, classes):
+    sums = np.empty((len(labels), labels.shape[-1]), np.float64)
+    for label, out in zip(labels, sums, strict=True):
+        index, valid, weights = _weighted(label, rule, classes)
+        out[...] = _of_images(np.where(valid, weights[index], 0.0))
+    return image_sums(sums, counts, tree)
+
+
+def reciprocal(total):
+    return 1.0 / float(total) if total else 0.0
+
+
+def _weighted(label, rule, classes):
+    """Return labels with 0 for those outside 0..K-1, whether they are inside, and all weights."""
+    valid = (label >= 0) & (label < classes)
+    weights = np.ones(classes) if rule.class_weights is None else rule.class_weights
+    return np.where(valid, label, 0), valid, weights
+
+
+def _focal_slope(p, gamma):
+    """Return the factor by which the focal loss changes the gradient of -log p."""
+    if not gamma:
+        return np.ones_like(p)
+    rest = np.maximum(1 - p, np.finfo(np.float64).tiny)
+    power = rest**gamma
+    return power - gamma * p * power / rest * np.log(np.maximum(p, np.finfo(np.float64).tiny))
 
 
 def correct_count(logits, labels, counts, tree):

@@ -51,7 +51,7 @@ class Pipeline:
         Normalization of the pixels, by default "rescale-zero-one".
     crop : tuple of int, optional
         Size (P, Q) of a window cut from the centre of images. Ignored if there is an augmenter.
-    function, classes
+    function, classes, ignore_label
         The arguments of `MinibatchQueue` with the same names.
 
     Attributes
@@ -79,9 +79,10 @@ class Pipeline:
         crop: tuple[int, int] | None = None,
         function: Callable[..., Any] | None = None,
         classes: int | None = None,
+        ignore_label: int | None = None,
     ):
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
-        self.classes = classes
+        self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
         self.image_shape: tuple[int, ...] = shape
         self.labels_shape: tuple[int, ...] | None = None
@@ -191,7 +192,7 @@ class Pipeline:
         """
         pixels, labels = self._read(indices, epoch, seed)
         if self.classes is not None and labels is not None:
-            check_below(self.classes, labels, self.datastore, indices)
+            check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
         return pixels, labels
 
     def read_or_find(

@@ -4,7 +4,7 @@ This module does not import `annotations` from `__future__`, so that help() show
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from mpidl.training.optimizers import SOLVERS, SolverName
 from mpidl.training.optimizers.sgdm import NESTEROV
 from mpidl.training.optimizers.transforms import RULES
 from mpidl.training.options.option_types import (
+    Rule,
     at_least,
     factor,
     fraction,
@@ -21,6 +22,8 @@ from mpidl.training.options.option_types import (
     options_class,
     positive,
 )
+
+NUMBER = r"[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?"  # pattern of a number >= 0
 
 # Defaults that depend on the solver: {option: {solver: value}}.
 BY_SOLVER: dict[str, dict[str, float]] = {
@@ -84,6 +87,42 @@ class SolverOptions:
         default="crossentropy",
         resume="fixed",
         matlab="lossFcn of trainnet; classificationLayer, regressionLayer",
+    )
+    class_weights: str | Sequence[float] | None = option(
+        Rule(
+            str,
+            "balanced, or a number >= 0 per class such as 1,2,0.5",
+            choices=("balanced",),
+            pattern=rf"{NUMBER}(,{NUMBER})*",
+            separator=",",
+            optional=True,
+        ),
+        "Weight of each class in the cross-entropy, or balanced to give each class the same total "
+        "weight in the training set",
+        default=None,
+        resume="fixed",
+        matlab="ClassWeights",
+    )
+    label_smoothing: float = option(
+        fraction(),
+        "Fraction of the target probability that the cross-entropy spreads evenly over all classes",
+        default=0.0,
+        resume="fixed",
+    )
+    ignore_label: int | None = option(
+        Rule(int, "a whole number", optional=True),
+        "Label that counts neither in the cross-entropy nor in the accuracy, such as 255 for "
+        "unlabelled pixels",
+        default=None,
+        resume="fixed",
+    )
+    focal_gamma: float = option(
+        Rule(float, "at least 0", 0),
+        "Exponent of the focal loss, which lowers the weight of labels that are already likely; 0 "
+        "is the cross-entropy",
+        default=0.0,
+        resume="fixed",
+        matlab="Gamma of focalCrossEntropy",
     )
     solver: SolverName = option(
         one_of(*SOLVERS),

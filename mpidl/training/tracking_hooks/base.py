@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl.comm import World
+from mpidl.cross_entropy import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
@@ -211,8 +212,8 @@ class TrackingHook:
 
         All trackers of a run share it. A signal ends it, and there is none then.
         """
-        validation, signals, loss = trainer.validation, trainer.signals, trainer.options.loss
-        if validation.store is None or loss != "crossentropy" or signals.agreed:
+        validation, signals, loss = trainer.validation, trainer.signals, trainer.loss
+        if validation.store is None or not is_cross_entropy(loss) or signals.agreed:
             return None
         can_draw = self._tracker is not None and _can_draw(trainer.net.output_shape[0])
         if not trainer.world.broadcast(can_draw):

@@ -239,6 +239,19 @@ def test_integer_targets_are_labels(world, resident, monkeypatch):
     assert len(hashes) == 1
 
 
+def test_label_rules(world):
+    """The weight of each mini-batch's labels is computed on the GPU, in every replay."""
+    store = paired(70, (10, 11), np.int32)
+    for i, labels in enumerate(store.values):
+        labels[: i % 7] = 255
+    rule = {"class_weights": [0.5, 1, 3], "ignore_label": 255}
+    for loss in (
+        dl.CrossEntropy(**rule, label_smoothing=0.1),
+        dl.CrossEntropy(**rule, focal_gamma=2),
+    ):
+        assert_learns_as_the_cpu(world, store, pixel_classifier, loss)
+
+
 def test_training_on_the_labels_of_a_function(world):
     assert_learns_as_the_cpu(world, paired(60), classifier, losses.cross_entropy, function=relabel)
 
