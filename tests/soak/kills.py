@@ -89,12 +89,19 @@ def drawn_plans(seed, chain):
 
 
 def logged_plans(path, chain):
-    """Return {chain: plans} of a log; of one chain, or of all with None."""
+    """Return {chain: plans} of a log; of one chain, or of all with None.
+
+    A start may end before its fault in one trial and not in the other, so an undisturbed start
+    follows.
+    """
     plans = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
         if "plan" in record and chain in (None, record["chain"]):
             plans.setdefault(record["chain"], []).append(record["plan"])
+    for chain_plans in plans.values():
+        if chain_plans[-1]["kind"] != "none":
+            chain_plans.append({"ranks": 1, "kind": "none"})
     return plans
 
 
@@ -298,8 +305,8 @@ class Chain:
             try:
                 _, attributes = model_file.read(str(self.out / name))
                 iteration = json.loads(attributes["facts"])["position"]["iteration"]
-            except (model_file.Torn, UserError) as error:
-                if (self.out / name).exists():
+            except model_file.Torn as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
                     self.problems.append(f"torn: {name}: {error}")
         return iteration
 
