@@ -6,52 +6,12 @@ and the mini-batch for all of them. `mpidl_step` and `torch_step` implement the 
 `report` writes JSON files and tables, and `gpu` contains the GPU benchmarks.
 """
 
-from benchmarks import (
-    accuracy,
-    against,
-    arguments,
-    compare,
-    fold,
-    input,
-    interchange,
-    kernels,
-    logging,
-    machine,
-    monitor,
-    optimizers,
-    pretrained,
-    report,
-    s3,
-    step,
-    sweep,
-    timeline,
-    transfer,
-    turns,
-)
-from benchmarks.gpu import speed
+import importlib
+
+from benchmarks import arguments, machine, report, turns
 from mpidl.cli import start
 from mpidl.comm import failure
 from mpidl.errors import Fault
-
-COMMANDS = {
-    "step": step.main,
-    "kernels": kernels.main,
-    "accuracy": accuracy.main,
-    "fold": fold.main,
-    "compare": compare.main,
-    "against": against.main,
-    "input": input.main,
-    "s3": s3.main,
-    "optimizers": optimizers.main,
-    "interchange": interchange.main,
-    "transfer": transfer.main,
-    "gpu": speed.main,
-    "pretrained": pretrained.main,
-    "sweep": sweep.main,
-    "timeline": timeline.main,
-    "monitor": monitor.main,
-    "logging": logging.main,
-}
 
 
 def main(argv=None):
@@ -67,7 +27,8 @@ def main(argv=None):
             "unreliable"
         )
     try:
-        record = COMMANDS[options.command](options)
+        name = "gpu.speed" if options.command == "gpu" else options.command
+        record = importlib.import_module(f"benchmarks.{name}").main(options)
     except turns.Lost as lost:
         raise Fault(str(lost)) from None
     report.write_json(options.json, record)

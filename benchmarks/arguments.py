@@ -10,6 +10,7 @@ from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.options import training_options
 
+# {sub-command, which has a module: what it measures}
 BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",

@@ -212,7 +212,7 @@ def _cases(name, layer, shape, options, first=False):
     (layer,) = built.layers
     x = random(batch.blocks, *shape, LANES)
     dy = random(batch.blocks, *built.output_shape, LANES)
-    backend = backends.of(Blocked(x, batch))
+    backend = backends.of_value(Blocked(x, batch))
     weights = {k.rpartition(".")[2]: v for k, v in built.parameters.items()}
     arguments = {k: v for k, v in layer.spec().items() if k != "name"}
     key = (shape, *map(str, arguments.items()))
@@ -312,7 +312,7 @@ def _large_dense(threads):
 
     weight, x = random(outputs, features), random(batch.blocks, features, LANES)
     dy = random(batch.blocks, outputs, LANES)
-    backend = backends.of(Blocked(x, batch))
+    backend = backends.of_value(Blocked(x, batch))
     # one image per column, because no other layout is faster in BLAS
     flat, dflat = (v.swapaxes(0, 1).reshape(v.shape[1], images) for v in (x, dy))
     products = {"forward": (weight, flat), "dx": (weight.T, dflat), "dweight": (dflat, flat.T)}

@@ -21,6 +21,10 @@ class UserError(Exception):
         return f"{text[: LONGEST * 2 // 3]} ... {text[-LONGEST // 4 :]}"
 
 
+class FolderInUse(UserError):
+    """Raised if the folder of a run is in use by another job."""
+
+
 class Fault(Exception):
     """Raised if a run cannot continue although its options are valid, for example on a NaN loss.
 
@@ -44,6 +48,10 @@ class NotFinite(Fault):
 
 class StorageFault(Fault):
     """Raised if an object store does not answer in time, or refuses to store an object."""
+
+
+class LostLock(Fault):
+    """Raised before a run writes to its folder, if another job has taken over the folder."""
 
 
 class RankError(Exception):

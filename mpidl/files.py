@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpidl.errors import StorageFault, UserError
+from mpidl.errors import LostLock, StorageFault, UserError
 from mpidl.text import printable
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ def on_rank_0(world: Any, function: Callable[[], T]) -> T:
 
     Raises
     ------
-    UserError, StorageFault
+    UserError, StorageFault, LostLock
         On all ranks, if the function raises it.
     """
     if world is None:
@@ -158,14 +158,14 @@ def call_together(world: Any, function: Callable[[], T]) -> T:
 
     Raises
     ------
-    UserError, StorageFault
+    UserError, StorageFault, LostLock
         On all ranks, if the function raises it on any rank.
     """
     result: Any = None
     error = None
     try:
         result = function()
-    except (UserError, StorageFault) as e:
+    except (UserError, StorageFault, LostLock) as e:
         error = e
     world.raise_if_any(error)
     return result

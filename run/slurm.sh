@@ -77,7 +77,9 @@ run_ranks() { # run_ranks MODULE ARGUMENT...: run it on all tasks; once more if 
     fi
 }
 
-list_results() { ls -lAR --full-time "$out" 2>/dev/null | cksum; }
+list_results() { # without the lock, which a step that was killed at its start leaves
+    ls -lAR --full-time --ignore='*run.lock*' "$out" 2>/dev/null | cksum
+}
 
 read_facts() { facts=$(scontrol --oneliner show job "$job" 2>/dev/null); }
 

@@ -100,10 +100,10 @@ def test_ignored_pixels_do_not_count(world):
 def test_an_evaluation_weighs_mini_batches_by_their_labels(world):
     net, store = to_classes(), pictures()
     loss = dl.CrossEntropy([0.5, 1, 4])
-    whole, parts = (
+    expected, parts = (
         dl.evaluate(net, store, world=world, loss=loss, batch_size=n).loss for n in (90, 16)
     )
-    assert whole == pytest.approx(parts, rel=1e-12)
+    assert expected == pytest.approx(parts, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,10 @@ def test_signals_of_a_user_program_are_not_early(monkeypatch):
 
 
 def test_imports_ask_once_for_the_status_of_a_path(monkeypatch, handlers, tmp_path):
-    asked = []
+    paths_asked = []
 
     def ask(path):
-        asked.append(path)
+        paths_asked.append(path)
         return os.stat(path)
 
     (tmp_path / "mpidl_imported_here.py").write_text("VALUE = 7\n")
@@ -99,7 +99,7 @@ def test_imports_ask_once_for_the_status_of_a_path(monkeypatch, handlers, tmp_pa
     assert importlib.import_module("mpidl_imported_here").VALUE == 7
     assert importlib.import_module("mpidl_imported_next").VALUE == 8
     paths = [tmp_path, tmp_path / "mpidl_imported_here.py", tmp_path / "mpidl_imported_next.py"]
-    assert [asked.count(str(path)) for path in paths] == [1, 1, 1]
+    assert [paths_asked.count(str(path)) for path in paths] == [1, 1, 1]
     startup.end_imports()
     assert startup._importer._path_stat is startup._usual[0]
     assert startup._importer.FileLoader.get_data is startup._usual[1]

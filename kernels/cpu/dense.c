@@ -3,29 +3,6 @@
 
 #include "mpidl.h"
 
-/* The plain reference for tests: computes one output of one block at a time. */
-void mpidl_dense_plain(const float *x, const float *mean, const float *scale, const float *beta,
-                       const float *weight, const float *bias, float *y, int64_t blocks,
-                       int64_t features, int64_t channels, int64_t outputs) {
-    struct dense d = {.x = {x, mean, scale, beta}, .features = features, .channels = channels};
-    float room[SEGMENT * LANES];
-    for (int64_t b = 0; b < blocks; b++)
-        for (int64_t k = 0; k < outputs; k++)
-            for (int p = 0; p < LANES; p += WIDTH) {
-                vec total = splat(bias ? bias[k] : 0);
-                for (int64_t f = 0; f < features; f += SEGMENT) {
-                    int64_t count = least(SEGMENT, features - f);
-                    const float *from = read_features(&d, b, f, count, room);
-                    vec sum = zero();
-                    for (int64_t n = 0; n < count; n++)
-                        sum = muladd(splat(weight[k * features + f + n]),
-                                     load(from + n * LANES + p), sum);
-                    total += sum;
-                }
-                store(y + (b * outputs + k) * LANES + p, total);
-            }
-}
-
 /* A tile has TILE outputs of `group` blocks. It processes one panel of features after the other, so
  * that the panel's x stays in cache for all outputs. */
 enum { TILE = 64 };

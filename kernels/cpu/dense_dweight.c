@@ -7,36 +7,6 @@
 #include "dense.h"
 #include "mpidl.h"
 
-/* The plain reference for tests: computes whole leaves, one number at a time. */
-void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mean,
-                               const float *scale, const float *beta, float *nodes,
-                               const int64_t *of, int64_t features, int64_t channels,
-                               int64_t outputs) {
-    struct dense d = {.x = {x, mean, scale, beta}, .features = features, .channels = channels};
-    const struct tree *tree = (const struct tree *)of;
-    int64_t size = outputs * features;
-    float *slots = scratch(0, counter_slots(tree->stop - tree->first) * size), room[LANES];
-    if (!slots) return;
-    struct counter counter;
-    counter_begin(&counter, tree, tree->first);
-    for (int64_t b = 0; b < tree->stop - tree->first; b++) {
-        float *leaf = slots + counter.count * size;
-        for (int64_t i = 0; i < size; i++) {
-            const float *from = read_features(&d, b, i % features, 1, room);
-            const float *grad = dy + (b * outputs + i / features) * LANES;
-            vec sum = zero(); /* the same in every lane */
-            for (int j = 0; j < LANES; j++) sum = muladd(splat(grad[j]), splat(from[j]), sum);
-            leaf[i] = sum[0];
-        }
-        counter_push(&counter, tree->first + b + 1);
-        for (; counter_joins(&counter); counter_pop(&counter)) {
-            float *right = slots + (counter.count - 1) * size;
-            for (int64_t i = 0; i < size; i++) right[i - size] += right[i];
-        }
-    }
-    memcpy(nodes, slots, (size_t)(counter.count * size) * sizeof *slots);
-}
-
 /* The step of the binary counter at a block: how often the new value is combined with the value
  * below it, and whether the result is a node of this rank. */
 struct plan {

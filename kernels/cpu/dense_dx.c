@@ -2,26 +2,6 @@
 #include "dense.h"
 #include "mpidl.h"
 
-/* The plain reference for tests: computes one feature of one block at a time. */
-void mpidl_dense_dx_plain(const float *dy, const float *weight, float *dx, int64_t blocks,
-                          int64_t features, int64_t outputs) {
-    int64_t groups = parts_of(outputs, GROUP);
-    for (int64_t b = 0; b < blocks; b++)
-        for (int64_t f = 0; f < features; f++)
-            for (int p = 0; p < LANES; p += WIDTH) {
-                vec total = zero();
-                for (int64_t g = 0; g < groups; g++) {
-                    vec sum = zero();
-                    for (int64_t k = part(outputs, g, groups); k < part(outputs, g + 1, groups);
-                         k++)
-                        sum = muladd(splat(weight[k * features + f]),
-                                     load(dy + (b * outputs + k) * LANES + p), sum);
-                    total += sum;
-                }
-                store(dx + (b * features + f) * LANES + p, total);
-            }
-}
-
 /* Groups of outputs that are added to dx at once. With enough registers there are several, so that
  * dx is read and written less often. */
 #if REGISTERS == 32

@@ -24,45 +24,32 @@ static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
 
-/* ---- plain reference: one pixel at a time ---- */
-
-#define WINDOW_OF(type, usual)                                                                     \
-    const struct crop *s = (const struct crop *)shape;                                             \
-    for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)                             \
-        for (int64_t c = 0; c < s->C; c++)                                                         \
-            for (int64_t p = 0; p < s->P; p++)                                                     \
-                for (int64_t q = 0; q < s->Q; q++) {                                               \
-                    float value = 0;                                                               \
-                    if (n < images) {                                                              \
-                        int64_t h = p + of(top, n), w = q + of(left, n), at = place(s, c, p, q);   \
-                        int inside = h >= 0 && h < s->H && w >= 0 && w < s->W;                     \
-                        if (of(mirrored, n) & LEFT_TO_RIGHT) w = s->W - 1 - w;                     \
-                        if (of(mirrored, n) & TOP_TO_BOTTOM) h = s->H - 1 - h;                     \
-                        type pixel = fill ? fill[c] : 0;                                           \
-                        if (inside) pixel = pixels[((n * s->C + c) * s->H + h) * s->W + w];        \
-                        value = pixel - (centre ? centre[at] : 0);                                 \
-                        value /= centre ? divisor[at] : usual;                                     \
-                    }                                                                              \
-                    lanes[(((n / LANES * s->C + c) * s->P + p) * s->Q + q) * LANES + n % LANES] =  \
-                        value;                                                                     \
-                }
-
-void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *shape,
-                        const int32_t *mirrored, const int32_t *top, const int32_t *left,
-                        const uint8_t *fill, const float *centre, const float *divisor,
-                        float *lanes) {
-    WINDOW_OF(uint8_t, 255.0f)
-}
-
-/* Convert floats, which are not normalized if centre is NULL. */
+/* Convert floats, one at a time; they are not normalized if centre is NULL. */
 void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes) {
-    WINDOW_OF(float, 1.0f)
+    const struct crop *s = (const struct crop *)shape;
+    for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)
+        for (int64_t c = 0; c < s->C; c++)
+            for (int64_t p = 0; p < s->P; p++)
+                for (int64_t q = 0; q < s->Q; q++) {
+                    float value = 0;
+                    if (n < images) {
+                        int64_t h = p + of(top, n), w = q + of(left, n), at = place(s, c, p, q);
+                        int inside = h >= 0 && h < s->H && w >= 0 && w < s->W;
+                        if (of(mirrored, n) & LEFT_TO_RIGHT) w = s->W - 1 - w;
+                        if (of(mirrored, n) & TOP_TO_BOTTOM) h = s->H - 1 - h;
+                        value = fill ? fill[c] : 0;
+                        if (inside) value = pixels[((n * s->C + c) * s->H + h) * s->W + w];
+                        if (centre) value = (value - centre[at]) / divisor[at];
+                    }
+                    lanes[(((n / LANES * s->C + c) * s->P + p) * s->Q + q) * LANES + n % LANES] =
+                        value;
+                }
 }
 
-/* ---- fast: 16 pixels of a row of 16 images at a time ---- */
+/* Bytes: 16 pixels of a row of 16 images at a time. */
 
 #define PAIRS(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
 #define LOW(i) (i), 16 + (i)

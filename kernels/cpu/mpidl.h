@@ -131,10 +131,6 @@ void mpidl_pool2d(const float *x, const float *mean, const float *scale, const f
 void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, const float *mean,
                      const float *scale, const float *beta, float *dx, double *sums,
                      int64_t blocks, const int64_t *shape, const int64_t *tree);
-void mpidl_pool2d_plain(const float *x, float *y, uint8_t *argmax, int64_t blocks,
-                        const int64_t *shape);
-void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, int64_t blocks,
-                           const int64_t *shape);
 
 /* pad.c: channels of all blocks; shape is struct geometry of pad.c */
 void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const int64_t *shape);
@@ -147,11 +143,7 @@ void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const 
 int64_t mpidl_winograd_weights_floats(const int64_t *shape);
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape);
-void mpidl_winograd_conv_plain(const float *x, const float *w, const float *bias, float *y,
-                               const int64_t *shape);
 void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight, const int64_t *shape);
-void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweight,
-                                  const int64_t *shape);
 
 /* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
  * elements, 16). rows (blocks) receives the sums over each block's images, folded into the first
@@ -198,23 +190,14 @@ void mpidl_clip(const int64_t *parameters, const float *decays, double *sums, do
 void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
                  const float *weight, const float *bias, float *y, int64_t blocks,
                  int64_t features, int64_t channels, int64_t outputs);
-void mpidl_dense_plain(const float *x, const float *mean, const float *scale, const float *beta,
-                       const float *weight, const float *bias, float *y, int64_t blocks,
-                       int64_t features, int64_t channels, int64_t outputs);
 /* sums (blocks, 2 * channels) or NULL receives the mpidl_batchnorm_sums of dx; x is read only for
  * them */
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
                     const float *beta, const float *weight, float *dx, double *sums,
                     const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
-void mpidl_dense_dx_plain(const float *dy, const float *weight, float *dx, int64_t blocks,
-                          int64_t features, int64_t outputs);
 void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
                          const float *beta, float *nodes, const int64_t *tree, int64_t features,
                          int64_t channels, int64_t outputs);
-void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mean,
-                               const float *scale, const float *beta, float *nodes,
-                               const int64_t *tree, int64_t features, int64_t channels,
-                               int64_t outputs);
 void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs);
 /* Computes dx, its sums and dweight in one pass over x, for layers with few outputs. The results
  * equal those of mpidl_dense_dx and mpidl_dense_dweight bit for bit. */
@@ -233,10 +216,6 @@ void mpidl_dense_backward(const float *dy, const float *x, const float *mean, co
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                   const int32_t *mirrored, const int32_t *top, const int32_t *left,
                   const uint8_t *fill, const float *centre, const float *divisor, float *lanes);
-void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *shape,
-                        const int32_t *mirrored, const int32_t *top, const int32_t *left,
-                        const uint8_t *fill, const float *centre, const float *divisor,
-                        float *lanes);
 void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,

@@ -40,65 +40,6 @@ INLINE float divisor_of(const struct windows *w, int64_t p, int64_t q) {
     return (float)((row.stop - row.first) * (column.stop - column.first));
 }
 
-/* ---- plain reference: one lane of one window at a time ---- */
-
-/* In gradients, the loop over windows runs backwards. The terms of a pixel's sum are then added in
- * the order of the pixel's places in the windows, as in the fast version below. */
-#define EACH_PLACE(w, p, q)                                                                        \
-    struct span row = span_of(p, (w)->stride_h, (w)->top, (w)->R, (w)->H),                         \
-                column = span_of(q, (w)->stride_w, (w)->left, (w)->S, (w)->W);                     \
-    for (int64_t i = row.first; i < row.stop; i++)                                                 \
-        for (int64_t j = column.first; j < column.stop; j++)
-#define PIXEL(w) (((row.start + i) * (w)->W + column.start + j) * LANES + lane)
-
-static void plain_channel(const struct windows *w, const float *x, float *y, uint8_t *argmax) {
-    for (int64_t p = 0; p < w->P; p++)
-        for (int64_t q = 0; q < w->Q; q++)
-            for (int lane = 0; lane < LANES; lane++) {
-                float best = 0, sum = 0;
-                int64_t place = -1;
-                EACH_PLACE(w, p, q) {
-                    float value = x[PIXEL(w)];
-                    if (place < 0 || value > best || value != value)
-                        best = value, place = i * w->S + j;
-                    sum += value;
-                }
-                int64_t at = (p * w->Q + q) * LANES + lane;
-                y[at] = argmax ? best : sum / divisor_of(w, p, q);
-                if (argmax) argmax[at] = (uint8_t)place;
-            }
-}
-
-static void plain_channel_dx(const struct windows *w, const float *dy, const uint8_t *argmax,
-                             float *dx) {
-    memset(dx, 0, (size_t)(w->H * w->W * LANES) * sizeof *dx);
-    for (int64_t p = w->P - 1; p >= 0; p--)
-        for (int64_t q = w->Q - 1; q >= 0; q--)
-            for (int lane = 0; lane < LANES; lane++) {
-                int64_t at = (p * w->Q + q) * LANES + lane;
-                EACH_PLACE(w, p, q) {
-                    if (!argmax) dx[PIXEL(w)] += dy[at] / divisor_of(w, p, q);
-                    if (argmax && argmax[at] == i * w->S + j) dx[PIXEL(w)] += dy[at];
-                }
-            }
-}
-
-void mpidl_pool2d_plain(const float *x, float *y, uint8_t *argmax, int64_t blocks,
-                        const int64_t *shape) {
-    const struct windows *w = (const struct windows *)shape;
-    int64_t in = w->H * w->W * LANES, out = w->P * w->Q * LANES;
-    for (int64_t c = 0; c < blocks * w->C; c++)
-        plain_channel(w, x + c * in, y + c * out, argmax ? argmax + c * out : NULL);
-}
-
-void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, int64_t blocks,
-                           const int64_t *shape) {
-    const struct windows *w = (const struct windows *)shape;
-    int64_t in = w->H * w->W * LANES, out = w->P * w->Q * LANES;
-    for (int64_t c = 0; c < blocks * w->C; c++)
-        plain_channel_dx(w, dy + c * out, argmax ? argmax + c * out : NULL, dx + c * in);
-}
-
 /* ---- forward ---- */
 
 /* One part of the lanes of a channel, and its normalization. */
@@ -155,9 +96,12 @@ INLINE void average_channel(const struct windows *w, const struct channel *c, in
                             float *y) {
     for (int64_t p = 0; p < w->P; p++)
         for (int64_t q = 0; q < w->Q; q++, y += LANES) {
+            struct span row = span_of(p, w->stride_h, w->top, w->R, w->H),
+                        column = span_of(q, w->stride_w, w->left, w->S, w->W);
             vec sum = zero();
-            EACH_PLACE(w, p, q)
-                sum += pixel(c, (row.start + i) * w->W + column.start + j, deferred);
+            for (int64_t i = row.first; i < row.stop; i++)
+                for (int64_t j = column.first; j < column.stop; j++)
+                    sum += pixel(c, (row.start + i) * w->W + column.start + j, deferred);
             store(y, sum / splat(divisor_of(w, p, q)));
         }
 }

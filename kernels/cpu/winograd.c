@@ -19,27 +19,6 @@ enum {
     BAND_BYTES = 640 << 10,          /* size of V and M; six tiles may exceed it */
 };
 
-/* The plain reference for tests, with the arguments of mpidl_winograd_conv. */
-void mpidl_winograd_conv_plain(const float *x, const float *w, const float *bias, float *y,
-                               const int64_t *shape) {
-    const int64_t inputs = shape[0], outputs = shape[1], P = shape[2], Q = shape[3];
-    const int64_t rows = winograd_extent(P, (int)shape[4]);
-    const int64_t columns = winograd_extent(Q, (int)shape[4]), backward = shape[5];
-    for (int64_t o = 0; o < outputs; o++)
-        for (int64_t p = 0; p < P; p++)
-            for (int64_t q = 0; q < Q * LANES; q++) {
-                double sum = bias ? bias[o] : 0;
-                for (int64_t i = 0; i < inputs; i++)
-                    for (int64_t tap = 0; tap < 9; tap++) {
-                        int64_t row = i * rows + p + tap / 3;
-                        double pixel = x[row * columns * LANES + q + tap % 3 * LANES];
-                        sum += pixel * (backward ? w[(i * outputs + o) * 9 + 8 - tap]
-                                                 : w[(o * inputs + i) * 9 + tap]);
-                    }
-                y[(o * P + p) * Q * LANES + q] = (float)sum;
-            }
-}
-
 static int64_t points(int m) { return (m + 2) * (m + 2); }
 static int64_t quads(int64_t outputs) { return parts_of(outputs, QUAD); }
 

@@ -28,25 +28,6 @@ enum {
     BAND_BYTES = 512 << 10,           /* size of V and D for two lines of points */
 };
 
-/* The plain reference for tests, with the arguments of mpidl_winograd_dweight. */
-void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweight,
-                                  const int64_t *shape) {
-    const int64_t inputs = shape[0], outputs = shape[1], P = shape[2], Q = shape[3];
-    const int64_t rows = winograd_extent(P, M), columns = winograd_extent(Q, M);
-    for (int64_t o = 0; o < outputs; o++)
-        for (int64_t i = 0; i < inputs; i++)
-            for (int64_t tap = 0; tap < 9; tap++) {
-                double sum = 0;
-                for (int64_t p = 0; p < P; p++) {
-                    int64_t row = i * rows + p + tap / 3, dy_row = o * (rows - 2) + p;
-                    const float *from = x + (row * columns + tap % 3) * LANES;
-                    const float *times = dy + dy_row * (columns - 2) * LANES;
-                    for (int64_t q = 0; q < Q * LANES; q++) sum += (double)from[q] * times[q];
-                }
-                *dweight++ = (float)sum;
-            }
-}
-
 /* How the work for a shape is divided. It depends on the shape alone, except for the width of
  * panels, which affects no sum. */
 struct plan {

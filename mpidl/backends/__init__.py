@@ -24,7 +24,7 @@ WINOGRAD = ("auto", "off", "fast")
 PRECISION = ("fp32", "tf32")
 
 
-def of(x: Blocked) -> Backend:
+def of_value(x: Blocked) -> Backend:
     """Return the backend for a Blocked value."""
     lanes = x.source
     return of_array(lanes.x if isinstance(lanes, DeferredInput) else lanes)

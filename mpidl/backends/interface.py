@@ -2,9 +2,9 @@
 
 `backends.reference`, `backends.cpu` and `backends.gpu` implement these functions. Each package has
 one module per family of functions, and `gather` collects the modules into a Backend. Callers
-get the backend of a value from `backends.of`. A backend computes on arrays whose last axis is the
-16 lanes of a block; a lane is the slot of one image. A backend does not handle tapes or communicate
-between ranks.
+get the backend of a value from `backends.of_value`. A backend computes on arrays whose last axis is
+the 16 lanes of a block; a lane is the slot of one image. A backend does not handle tapes or
+communicate between ranks.
 
 Arrays
     NumPy arrays, or `gpu.array.Array` if `arrays_on_device`. `Lanes` are arrays of shape

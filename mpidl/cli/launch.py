@@ -17,7 +17,7 @@ from typing import Any
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, Parser, typed_command
 from mpidl.comm import failure
-from mpidl.comm.job_process import POLL_SECONDS, JobProcess
+from mpidl.comm.job_process import POLL_SECONDS, START_VARIABLE, JobProcess
 from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason
@@ -108,7 +108,7 @@ class Supervisor:
         typed = arguments.train(command.options)
         self.options = list(command.options)
         self.out = typed.get("out") or typed.get("resume") or self._new_folder(typed)
-        # A checkpoint of another run, which --overwrite replaces, is no state of this one.
+        # With --overwrite, the folder may hold the checkpoint of another run, not to be resumed.
         self.foreign = None if typed.get("resume") == self.out else self._checkpoint()
         self.environment, self._token = dict(os.environ), secrets.token_hex(8)
 
@@ -124,13 +124,14 @@ class Supervisor:
         Raises
         ------
         Fault
-            If the training has died once more than it may be started again.
+            If the training dies, and all restarts are used up.
         """
         pause = FIRST_PAUSE
         for count in range(self.restarts + 1):
             before, begin = self._checkpoint(), time.monotonic()
             words = [*self.command.start, *self._options()]
-            job = JobProcess(words, self.environment, self._token)
+            environment = {**self.environment, START_VARIABLE: str(count + 1)}
+            job = JobProcess(words, environment, self._token)
             is_local = self.command.launcher is not None and not self.command.hosts
             code = job.wait(self.signals, is_local and not self.command.uses_srun)
             is_refused = code == 2 and job.has_message
@@ -161,7 +162,7 @@ class Supervisor:
         return [*options, "--resume", self.out]  # a later option overrides an earlier one
 
     def _checkpoint(self):
-        """Return what identifies the current checkpoint; None if there is none."""
+        """Return the inode and the time of the current checkpoint; None if there is none."""
         for name in (checkpoint.CURRENT, checkpoint.PREVIOUS):
             try:
                 status = os.stat(os.path.join(self.out, name))
@@ -187,7 +188,7 @@ class Supervisor:
     def _leave_out_lost_hosts(self):
         lost = self.command.lost_hosts(self.environment)
         if lost == set(self.command.hosts):
-            lost = set()  # the launcher itself has a problem, which may pass
+            lost = set()  # then the launcher has a problem, perhaps a temporary one
         if lost:
             self.command = self.command.without_hosts(lost)
             self._log(f"without {', '.join(sorted(lost))}, which cannot start a program")

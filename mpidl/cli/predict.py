@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = start.user_layers(parsed.layers)
     net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
     classes = net.classes
-    parsed.bad_images = BadImages.of(parsed)
+    parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout has the results
     with console.stage("reading the data"):
         images = data.open_test_data(
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = getattr(images, "unlabelled", None)  # the preprocessed set lacks this attribute
     images = data.preprocessed(images, preprocess)
     if classes is None and images.labels is not None and net.output_shape == (len(images.classes),):
-        classes = images.classes  # the file names none, as files of other libraries
+        classes = images.classes  # the model has no class names, such as a file of another library
     if not net.takes(images.image_shape):
         raise UserError(
             f"--data {parsed.data}: expected images of shape {net.input_shape}, as in training, "

@@ -29,7 +29,7 @@ EXIT_CODES = """\
 exit codes: 0 success; 1 a training failed, or an error; 2 invalid options or data; 75 stopped by a
 signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run the same command again
 """
-# Arguments of mpidl.train that a study sets, or that make no sense in one.
+# Arguments of mpidl.train that a study sets itself or cannot use.
 REFUSED = ("resume", "preview", "upload")
 DEFAULT_SECONDS = 60
 
@@ -241,8 +241,8 @@ def _cores():
 def _threads(command, options, earlier):
     """Return the threads of every rank, the same in all runs.
 
-    By default, they are those of an earlier start of the study, or the threads of the largest run
-    fill the cores of this machine, or of a Slurm task.
+    By default, a continued study keeps its threads. In a new study, the largest run fills the cores
+    of this machine; with --srun, a rank fills the cores of a Slurm task.
     """
     if options.threads:
         return options.threads

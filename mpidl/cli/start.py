@@ -415,8 +415,6 @@ def output_folder(typed: Mapping[str, Any], network: str) -> str:
     except OSError as error:
         folder = f"--out {out}" if out else error.filename
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
-    if not os.access(out, os.W_OK):
-        raise UserError(f"--out {out}: cannot be written: no permission")
     return out
 
 

@@ -10,13 +10,14 @@ from mpidl.cli.parser import Parser, count
 from mpidl.comm import World, failure
 from mpidl.comm.groups import Group, describe
 from mpidl.data.storage.settings import refuse_remote
-from mpidl.errors import Fault, UserError
+from mpidl.errors import Fault, FolderInUse, LostLock, UserError
 from mpidl.files import on_rank_0, reason
 from mpidl.report import stop_file
 from mpidl.report import sweep_table as report
 from mpidl.report.progress.rows import clock
 from mpidl.training import sweep as dispatch
 from mpidl.training.files import checkpoint, trial_folder
+from mpidl.training.files.run_lock import RunLock
 from mpidl.training.files.trial_folder import (
     COMPLETE,
     FAILED,
@@ -94,7 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = parsed.ranks_per_model or (world.size if parsed.trial else 1)
         group = Group(world, size, "--ranks-per-model")
         on_rank_0(world, command.check)
-        code = command.run(group, signals)
+        with RunLock(world) as lock:
+            if parsed.trial is None:  # otherwise other jobs may train other trials
+                lock.take(command.out, "--out {}")
+            code = command.run(group, signals)
     group.close()
     return code
 
@@ -113,7 +117,7 @@ def _table_only(parsed):
 
 
 class Command:
-    """A start of the command.
+    """The work of one call of the command.
 
     Parameters
     ----------
@@ -129,6 +133,7 @@ class Command:
         self.sweep, self.out, self.retry_failed = sweep, out, retry_failed
         self.all = self.folders = trial_folder.folders_of(sweep, out)
         self.writes_table = True
+        self.skipped_code = 0  # the exit code for trials of this group that another job trains
 
     def select(self, number: int) -> None:
         """Train only the trial with this number. Other jobs may train the others."""
@@ -140,7 +145,7 @@ class Command:
         self.folders, self.writes_table = [self.all[number - 1]], False
 
     def check(self) -> None:
-        """Make the folder; raise UserError if the file has changed since an earlier start."""
+        """Make the folder; raise UserError if the sweep file has changed since an earlier start."""
         try:
             os.makedirs(self.out, exist_ok=True)
         except OSError as error:
@@ -177,6 +182,7 @@ class Command:
         for _, code in dispatch.run(len(due), attempt, group, signals, self.out):
             trained += code == 0 and group.is_leader
         trained = job.gop("sum", trained)
+        skipped_code = job.gop("max", self.skipped_code)
         is_stopped = job.gop("max", int(signals.agreed or signals.name is not None))
         name = next((n for n in job.allgather(signals.name) if n), "stopped")
         states = on_rank_0(job, lambda: [folder.state() for folder in self.folders])
@@ -198,8 +204,8 @@ class Command:
                 )
         if is_stopped and any(state not in (COMPLETE, FAILED) for state in states):
             return arguments.STOPPED
-        if FAILED in states:
-            return 1
+        if FAILED in states or skipped_code:
+            return 1 if FAILED in states else skipped_code
         return arguments.STOPPED if STOPPED in states else 0
 
     def _announce(self, group, due):
@@ -218,12 +224,17 @@ class Command:
         """Train a trial on a group; return the exit code that mpidl.train would have."""
 
         def train_alone(world):
+            with RunLock(world) as lock:
+                lock.take(folder.path, "{}")
+                return train_locked(world, lock)
+
+        def train_locked(world, lock):
             typed = on_rank_0(world, lambda: self._prepare(group, folder))
             # A stop file ends only this trial; a signal to a `Signals` also reaches the outer one.
             with folder.log(), failure.Signals() as trial_signals:
                 trial_signals.name = signals.name
                 try:
-                    return train.train(typed, world, trial_signals)
+                    return train.train(typed, world, trial_signals, lock)
                 except Exception as error:
                     dispatch.print_traceback(error)
                     if isinstance(error, (UserError, Fault)) and world.rank == 0:
@@ -234,6 +245,12 @@ class Command:
             folder.write(FAILED, describe(error))
 
         outcome = group.attempt(train_alone, record)
+        if isinstance(outcome.error, FolderInUse | LostLock):  # another job writes to the folder
+            code = 2 if isinstance(outcome.error, FolderInUse) else 1
+            self.skipped_code = max(self.skipped_code, code)
+            if group.is_leader:
+                self._print(group, folder, f"skipped: {outcome.error}")
+            return code
         code = outcome.value if outcome.error is None else 1
         if group.is_leader:
             self._record_end(group, folder, code, outcome.error)
@@ -298,7 +315,7 @@ class Command:
     def finish(self, speed: tuple[int, float] | None) -> None:
         """Write table.csv and table.png, and print the table and the best trial.
 
-        `speed` is the number of models that were trained to their end, and the seconds it took.
+        `speed` is a pair: the number of models that this call trained to the end, and its seconds.
         """
         rows, varied = self._rows(), self._columns()
         report.write_csv(self.out, rows, varied)

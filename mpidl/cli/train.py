@@ -29,6 +29,7 @@ from mpidl.training import (
     tracking_hooks,
 )
 from mpidl.training.files import checkpoint, model_file, run_folder
+from mpidl.training.files.run_lock import RunLock
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
 from mpidl.training.train import train as train_network
@@ -42,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = World(
         timeout=typed.get("timeout", training_options.TrainingOptions().timeout), threads=None
     )
-    with failure.Signals() as signals:
-        return train(typed, world, signals)
+    with failure.Signals() as signals, RunLock(world) as lock:
+        return train(typed, world, signals, lock)
 
 
-def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> int:
+def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: RunLock) -> int:
     """Train as the command does, and return its exit code. Collective.
 
     Parameters
@@ -57,7 +58,11 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
         The ranks that train.
     signals : Signals
         Requests to stop.
+    lock : RunLock
+        The lock of the results folder, which this function takes if the caller has not.
     """
+    if "preview" not in typed:
+        _lock_folder(typed, lock, create=False)
     resume = on_rank_0(world, lambda: _checkpoint(typed))
     saved = None if resume is None else resume[1]
     resolved = on_rank_0(
@@ -116,7 +121,9 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
     trackers = tracking_hooks.of_run(settings, run)
     page = _open_page(typed, world)
     title = pretrained.title(run)
+    _lock_folder(typed, lock)
     out = on_rank_0(world, lambda: start.output_folder(typed, title))
+    lock.take(out)
 
     if settings.sampling == "partition":
         lines.append(
@@ -144,9 +151,10 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
     with (
         console,
         tracking_hooks.abandoned_on_error(trackers),
-        status_hooks.watched(out, world, signals),
-        _served(page, out, console),  # ends after the status, so that it shows the last one
-        status_hooks.StatusHook(out, world) as status_hook,
+        status_hooks.watched(out, world, signals, lock),
+        # The page ends after the status, so that it shows the last one.
+        _served(page, out, console),
+        status_hooks.StatusHook(out, world, lock) as status_hook,
     ):
         result = train_network(
             net,
@@ -159,9 +167,10 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
             facts={"run": run, **({"weights_file": weights_file} if source else {})},
             hooks=[*trackers, status_hook],
             signals=signals,
+            lock=lock,
         )
         stopped, test = result.stopped, None
-        skipped = BadImages.of(settings)  # of the test set
+        skipped = BadImages.of_options(settings)  # of the test set
         if stopped in (None, progress.PATIENCE):
             if test_set is not None:
                 loss = settings.loss_for(net, train_set)
@@ -176,9 +185,11 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals) -> i
                         progress=advance,
                         bad_images=skipped,
                     )
+            lock.confirm()
             if skipped:
                 _list_skipped(out, test_set, skipped, result, world, console)
             stopped = stopped_by(signals, world)
+        lock.confirm()
         if stopped:
             status_hook.status.stopped = stopped
             problem = tracking_hooks.concluded(trackers, world, None, state=tracking.STOPPED)
@@ -307,14 +318,17 @@ def _validation_lines(result, settings):
     return lines
 
 
-def _checkpoint(typed):
-    """Load the checkpoint to resume from as (arrays, facts); return None for a new run.
+def _lock_folder(typed, lock, create=True):
+    """Lock the folder of --out or --resume; refuse a run that is not resumed or overwritten."""
+    option = "out" if "out" in typed else "resume"
+    if option in typed:
+        lock.take(typed[option], f"--{option} {{}}", create)
+    on_rank_0(lock.world, lambda: start.check_output_folder(typed))
 
-    Raise UserError if --out contains another run.
-    """
+
+def _checkpoint(typed):
+    """Load the checkpoint to resume from as (arrays, facts); return None for a new run."""
     refuse_remote(typed.get("preview"), "--preview", "a file")
-    if "preview" not in typed:
-        start.check_output_folder(typed)
     return checkpoint.load(typed["resume"]) if "resume" in typed else None
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # All processes of a job have this variable. It has the same value at each start of the same job.
 VARIABLE = "MPIDL_JOB_TOKEN"
+START_VARIABLE = "MPIDL_JOB_START"  # the number of the start, from 1
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child

@@ -17,7 +17,7 @@ from mpidl.comm import devices, failure, serial, thread_budget, watchdog
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.reducer import Reducer, is_on_host
 from mpidl.comm.transport import START_SECONDS, Transport, allocate_shared, free_shared_bytes
-from mpidl.errors import StorageFault, UserError
+from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 # ranks. MPI has no minimum or maximum of booleans; logical AND and OR replace them.
 MPI_OF_INTEGERS: dict[object, str] = {"min": "MIN", "max": "MAX"}
 MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}
+
+# Errors, besides UserError, that `raise_if_any` raises on all ranks.
+SHARED_ERRORS = (FolderInUse, StorageFault, LostLock)
 
 
 class World(Messaging):
@@ -362,7 +365,7 @@ class World(Messaging):
         self._wait_for([self.transport.comm.Ibarrier()], "barrier")
 
     def raise_if_any(self, error: BaseException | None = None) -> None:
-        """Raise a UserError or a StorageFault on all ranks if any rank passes an error.
+        """Raise an error on all ranks if any rank passes one.
 
         An error that only one rank can notice, such as a corrupt image or a full disk, then ends
         all ranks at the same place.
@@ -376,14 +379,14 @@ class World(Messaging):
         ------
         UserError
             If any rank passes an error. The message comes from the lowest such rank.
-        StorageFault
-            The same, if that rank passes a StorageFault.
+        FolderInUse, StorageFault, LostLock
+            The same, if that rank passes one of these.
         """
         if self.gop("max", int(error is not None)):
             texts = self.allgather(None if error is None else str(error))
             lowest = next(rank for rank, text in enumerate(texts) if text is not None)
-            is_fault = self.allgather(isinstance(error, StorageFault))[lowest]
-            raise (StorageFault if is_fault else UserError)(texts[lowest])
+            kind = type(error) if type(error) in SHARED_ERRORS else UserError
+            raise self.allgather(kind)[lowest](texts[lowest])
 
     def report(self, **facts: Any) -> None:
         """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`.

@@ -238,8 +238,8 @@ class Datastore:
             Size of each subset but the last, which receives the remaining images. Floats are
             fractions of each label's images, 0 to 1: ``split(0.8, 0.1)`` gives 80, 10 and 10
             percent. Integers count the images of each label: ``split(100)`` takes 100 images of
-            each label. Of each label, the sizes of the first part, of the first two parts together
-            and so on are rounded to the nearest integer, and halves are rounded up.
+            each label. For each label, the running totals of the sizes are rounded to the nearest
+            integer, and halves are rounded up.
         seed : int
             Seed of the random selection. Equal seeds select the same images, and the first subset
             does not depend on the sizes of the others.

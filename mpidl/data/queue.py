@@ -248,19 +248,19 @@ class MinibatchQueue:
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
     def _unreadable_images(self):
-        """Return the `found` of a new builder."""
+        """Return the dict in which a builder collects unreadable images, or None."""
         return None if self.bad_images is None else {}
 
     def _usable(self, indices):
         if self.bad_images is None:
             return indices
-        return self.bad_images.without(indices, self.datastore)
+        return self.bad_images.readable_indices(indices, self.datastore)
 
     def _repaired(self, batches, runs, epoch):
-        """Generate the mini-batches; `agreed` sends what all ranks cannot read of the last one.
+        """Generate the mini-batches, and repeat one that has unreadable images without them.
 
-        The answer is the same mini-batch without these images. All ranks make it, because their
-        shares change.
+        After a mini-batch, `agreed` sends the unreadable images of all ranks. All ranks then
+        prepare the mini-batch again, because their shares change.
         """
         with contextlib.closing(batches):
             for indices in runs:

@@ -25,7 +25,7 @@ from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
-_STOPS, _REPEATS, _FAILS = 1, 2, 3  # levels of agreement: the highest one of any rank counts
+_STOPS, _REPEATS, _FAILS = 1, 2, 3  # what a rank proposes; the largest number wins
 
 
 class Evaluation(NamedTuple):
@@ -111,7 +111,7 @@ def agreed(
     UserError, StorageFault
         On all ranks, if any rank cannot read its images.
     """
-    bad = None  # what each rank could not read of the mini-batch
+    bad = None  # for each rank, the images that it could not read
     while True:
         ready: list[Any] = [None]
         problem = None

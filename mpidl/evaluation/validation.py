@@ -106,7 +106,7 @@ class Validation:
     owed : bool
         Whether a signal interrupted the validation of the current iteration.
     final : Evaluation or None
-        The evaluation of the resulting network with its confusion matrix, once a hook needed it.
+        Evaluation of the final network with its confusion matrix; None until a hook computes it.
     bad_images : BadImages or None
         Validation images that were skipped; None if they are not skipped.
     best : dict
@@ -119,7 +119,7 @@ class Validation:
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
         self.prefetch = options.prefetch
-        self.bad_images = BadImages.of(options)
+        self.bad_images = BadImages.of_options(options)
         self.keeps_best = options.output_network == "best-validation"
         self.last: Evaluation | None = None
         self.last_iteration = 0

@@ -117,8 +117,9 @@ def load_into(
 ) -> Network:
     """Load the weights of a file into a network that the caller defines.
 
-    The network gets as many outputs as the network of the file has. The names in the file are
-    detected. Class names, normalization and preprocessing are those of the file, if it has any.
+    `build` is called with the number of outputs that the file has. The function finds out which
+    library named the arrays. It copies class names, normalization and preprocessing if the file
+    has them.
 
     Parameters
     ----------

@@ -23,8 +23,8 @@ from mpidl.text import printable
 OLDEST_OPSET = 7
 FLOAT = 1  # ONNX's code for the type float32
 LARGE = 1024  # elements; ONNX infers shapes from smaller constants, which can be sizes
-# Largest total size of all computed constants: of any file, and of a file with few weights, plus
-# the elements per byte of weights.
+# A file may compute constants of MIN_ELEMENTS elements in total, and ELEMENTS_PER_BYTE more for
+# each byte of its weights, but never more than MAX_ELEMENTS.
 MAX_ELEMENTS, MIN_ELEMENTS, ELEMENTS_PER_BYTE = 1 << 28, 1 << 22, 8
 LARGEST = 1 << 16  # largest accepted number of channels, rows or columns of an image
 CHANNELS_LAST = (1, 2, 0)

@@ -44,7 +44,7 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
 
 def can_fuse(x: Any) -> bool:
     """Return whether the backend of `x` supports the fused ops."""
-    return backends.of(x).fuses_convolutions
+    return backends.of_value(x).fuses_convolutions
 
 
 def forward(run: Sequence[Layer], x: Any, contexts: Sequence[LayerContext]) -> Value:

@@ -29,7 +29,7 @@ def relu(x: Blocked) -> WithVjp[Blocked]:
         The result, of the shape of `x`; a Var during differentiation.
     """
     check.images("relu", x)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.relu(x.lanes)
     return x.like(y), lambda dy, needs: (x.like(backend.relu_dx(dy.lanes, y)),)
 
@@ -58,7 +58,7 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     """
     check.images("leaky_relu", x)
     check_scale("leaky_relu", scale)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.leaky_relu(x.lanes, scale)
 
     def vjp(dy, needs):
@@ -82,7 +82,7 @@ def tanh(x: Blocked) -> WithVjp[Blocked]:
         The result, of the shape of `x`; a Var during differentiation.
     """
     check.images("tanh", x)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.tanh(x.lanes)
     return x.like(y), lambda dy, needs: (x.like(backend.tanh_dx(dy.lanes, y)),)
 
@@ -102,7 +102,7 @@ def sigmoid(x: Blocked) -> WithVjp[Blocked]:
         The result, of the shape of `x`; a Var during differentiation.
     """
     check.images("sigmoid", x)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.sigmoid(x.lanes)
     return x.like(y), lambda dy, needs: (x.like(backend.sigmoid_dx(dy.lanes, y)),)
 
@@ -145,7 +145,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
     """
     check.images("gelu", x)
     check_approximate("gelu", approximate)
-    backend, lanes = backends.of(x), x.lanes
+    backend, lanes = backends.of_value(x), x.lanes
     y = backend.gelu(lanes, approximate)
 
     def vjp(dy, needs):
@@ -173,7 +173,7 @@ def swish(x: Blocked) -> WithVjp[Blocked]:
     Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
     """
     check.images("swish", x)
-    backend, lanes = backends.of(x), x.lanes
+    backend, lanes = backends.of_value(x), x.lanes
     y = backend.swish(lanes)
     return x.like(y), lambda dy, needs: (x.like(backend.swish_dx(dy.lanes, lanes)),)
 
@@ -212,7 +212,7 @@ def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
     """
     check.images("clip", x)
     check_range("clip", low, high)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.clip_range(x.lanes, low, high)
 
     def vjp(dy, needs):
@@ -249,7 +249,7 @@ def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp
     """
     check.images("hard_sigmoid", x)
     check_line("hard_sigmoid", alpha, beta)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.hard_sigmoid(x.lanes, alpha, beta)
 
     def vjp(dy, needs):
@@ -277,7 +277,7 @@ def hard_swish(x: Blocked) -> WithVjp[Blocked]:
     Howard et al., "Searching for MobileNetV3", 2019, arXiv:1905.02244, section 5.2.
     """
     check.images("hard_swish", x)
-    backend, lanes = backends.of(x), x.lanes
+    backend, lanes = backends.of_value(x), x.lanes
     y = backend.hard_swish(lanes)
     return x.like(y), lambda dy, needs: (x.like(backend.hard_swish_dx(dy.lanes, lanes)),)
 
@@ -312,7 +312,7 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
         raise ValueError(
             f"prelu: expected slopes (1,) or {x.shape[1:2]} for x {x.shape}, got {slope.shape}"
         )
-    backend, lanes = backends.of(x), x.lanes
+    backend, lanes = backends.of_value(x), x.lanes
     y = backend.prelu(lanes, slope)
 
     def vjp(dy, needs):
@@ -341,6 +341,6 @@ def softmax(x: Blocked) -> WithVjp[Blocked]:
     check.images("softmax", x)
     if len(x.shape) < 2:
         raise ValueError(f"softmax: expected (N, K) or (N, K, ...), got {x.shape}")
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     p = backend.softmax(x.lanes)
     return x.like(p.astype(x.dtype)), lambda dy, needs: (x.like(backend.softmax_dx(dy.lanes, p)),)

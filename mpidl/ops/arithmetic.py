@@ -70,7 +70,7 @@ def _add_blocked(a, b):
     if a.dtype != b.dtype:
         return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
     sources = readable(a), readable(b)
-    return a.like(backends.of(a).add(*sources)), lambda dy, needs: (dy, dy)
+    return a.like(backends.of_value(a).add(*sources)), lambda dy, needs: (dy, dy)
 
 
 @op(blocks=True)

@@ -117,7 +117,7 @@ def batchnorm(
     """
     check.images("batchnorm", x)
     _check("batchnorm", x.shape[1], gamma, beta, scope, x.shape)
-    backend, batch, lanes = backends.of(x), x.batch, x.lanes
+    backend, batch, lanes = backends.of_value(x), x.batch, x.lanes
     counts = batch.counts()
     moments = backend.moments(lanes, counts, batch.tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
@@ -161,7 +161,7 @@ def batchnorm_predict(
         The normalized value, with the shape of x.
     """
     check.images("batchnorm_predict", x)
-    backend, lanes = backends.of(x), x.lanes
+    backend, lanes = backends.of_value(x), x.lanes
     scale = backend.predict_scale(gamma, variance, epsilon)
     y = backend.batchnorm(lanes, mean, scale, beta)
 
@@ -215,7 +215,7 @@ def conv2d_batchnorm_relu(
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     _check("conv2d_batchnorm_relu", len(weight), gamma, beta, scope, x.shape)
-    backend, batch = backends.of(x), x.batch
+    backend, batch = backends.of_value(x), x.batch
     counts, tree = batch.counts(), batch.tree
     y, moments = backend.conv2d_moments(x.source, weight, bias, *conv_args, counts, tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
@@ -247,7 +247,7 @@ def _conv2d_backward(
     """
     if not any(needs):
         return None, None, None
-    backend, batch = backends.of(x), x.batch
+    backend, batch = backends.of_value(x), x.batch
     activation_before = needs[0] and isinstance(x, DeferredActivation)
     dx, dweight, dbias, sums = backend.conv2d_backward(
         dy.lanes,
@@ -290,7 +290,7 @@ def conv2d_batchnorm_relu_predict(
     `batchnorm_predict`.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.conv2d(x.source, weight, bias, *conv_args)
     scale = backend.predict_scale(gamma, variance, epsilon)
     value = backend.source(y, mean, scale, beta)

@@ -40,7 +40,7 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
             "concat: expected values of one type that differ only in their channels, got "
             + ", ".join(f"{v.shape} {v.dtype}" for v in blocked)
         )
-    backend = backends.of(first)
+    backend = backends.of_value(first)
     channels = [v.image_shape[0] for v in blocked]
 
     def vjp(dy, needs):

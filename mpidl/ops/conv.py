@@ -96,7 +96,7 @@ def conv2d(
         likewise.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.conv2d(x.source, weight, bias, *conv_args)
 
     def vjp(dy, needs):

@@ -66,7 +66,7 @@ def dense(x: Blocked, weight: Array, bias: Array | None) -> WithVjp[Blocked]:
             f"dense: expected weight (K, {x.shape[1]}) and bias (K,) for x {x.shape}, got weight "
             f"{weight.shape} and bias {bias_shape}"
         )
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.dense(x.source, weight, bias)
 
     def vjp(dy, needs):

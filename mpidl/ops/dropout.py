@@ -64,7 +64,7 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     """
     check.images("dropout", x)
     threshold = dropout_threshold("dropout", probability)
-    backend, batch = backends.of(x), x.batch
+    backend, batch = backends.of_value(x), x.batch
     dropout_args = threshold, CHANCES / (CHANCES - threshold), key_of(batch.seed, key)
 
     def apply(lanes):

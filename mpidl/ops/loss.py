@@ -33,7 +33,7 @@ def _cross_entropy_of_labels(
     logits: Blocked, labels: Blocked, *, rule: LabelRule, ignore_label: int | None
 ) -> WithVjp[Partial]:
     lanes = label_lanes("softmax_cross_entropy", labels, logits, ignore_label)
-    backend, batch = backends.of(logits), logits.batch
+    backend, batch = backends.of_value(logits), logits.batch
     counts = batch.counts()
     if rule.class_weights is None and ignore_label is None:
         weight = batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
@@ -191,7 +191,7 @@ def label_count(
     _check_ignored(ignore_label, classes)
     rule = _rule(classes, class_weights, 0.0, 0.0)
     lanes = label_lanes("label_count", labels, value, ignore_label)
-    return backends.of(value).label_weight(lanes, batch.counts(), batch.tree, rule, classes)
+    return backends.of_value(value).label_weight(lanes, batch.counts(), batch.tree, rule, classes)
 
 
 @op(blocks=True)
@@ -247,7 +247,7 @@ def _mean_error(name, y, target, power):
         raise ValueError(f"{name}: expected a target of shape {y.shape}, got {target.shape}")
     if target.dtype.kind != "f":
         raise TypeError(f"{name}: expected a floating-point target, got {target.dtype}")
-    backend, batch, lanes = backends.of(y), y.batch, y.lanes
+    backend, batch, lanes = backends.of_value(y), y.batch, y.lanes
     target_lanes = target.lanes.reshape(lanes.shape)
     if target_lanes.dtype != y.dtype:
         target_lanes = target_lanes.astype(y.dtype)
@@ -297,4 +297,4 @@ def correct_count(
         labels = labels.like(labels.lanes.argmax(axis=1).astype(np.int32))
     lanes = label_lanes("correct_count", labels, scores, ignore_label)
     batch = scores.batch
-    return backends.of(scores).correct_count(scores.lanes, lanes, batch.counts(), batch.tree)
+    return backends.of_value(scores).correct_count(scores.lanes, lanes, batch.counts(), batch.tree)

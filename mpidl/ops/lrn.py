@@ -53,7 +53,7 @@ def cross_channel_norm(
     """
     check.images("cross_channel_norm", x)
     check_window("cross_channel_norm", window, alpha, beta, k)
-    backend, norm_args = backends.of(x), (window, float(alpha), float(beta), float(k))
+    backend, norm_args = backends.of_value(x), (window, float(alpha), float(beta), float(k))
     lanes = x.lanes
     y = backend.cross_channel_norm(lanes, *norm_args)
 

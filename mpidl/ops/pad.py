@@ -40,7 +40,7 @@ def pad2d(x: Blocked, padding: check.PaddingArgument, *, value: float = 0.0) -> 
     check.images("pad2d", x, 4)
     sides = check.pads("pad2d", padding)
     check_value("pad2d", value)
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.pad2d(x.lanes, sides, value)
     (top, bottom), (left, right) = sides
     negated = (-top, -bottom), (-left, -right)

@@ -119,7 +119,7 @@ def max_pool2d(
     check.images("max_pool2d", x, 4)
     pools = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
     pool_args = pools.size, pools.stride, pools.padding
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y, argmax = backend.max_pool2d(x.source, *pool_args)
 
     def vjp(dy, needs):
@@ -185,7 +185,7 @@ def average_pool2d(
     check.images("average_pool2d", x, 4)
     pools = windows("average_pool2d", x.image_shape, size, stride, padding)
     pool_args = pools.size, pools.stride, pools.padding
-    backend = backends.of(x)
+    backend = backends.of_value(x)
     y = backend.average_pool2d(x.source, *pool_args, count_padding)
 
     def vjp(dy, needs):

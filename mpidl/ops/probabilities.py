@@ -156,7 +156,7 @@ def of_soft_targets(logits: Blocked | Var, targets: Blocked | Var) -> Partial | 
     """Return the mean cross-entropy of scores before softmax, for targets of their shape."""
     refuse_gpu("softmax_cross_entropy", value_of(logits), value_of(targets))
     scores: Blocked = value_of(logits)
-    p = scores.like(backends.of(scores).softmax(scores.lanes))
+    p = scores.like(backends.of_value(scores).softmax(scores.lanes))
     return _mean_of_images(_cross_entropy_of_scores(logits, targets, p), scores)
 
 

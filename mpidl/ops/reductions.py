@@ -28,7 +28,7 @@ def _image_sum(x: Blocked) -> WithVjp[Partial]:
         lanes[...] = np.asarray(dy, x.dtype)[..., None]
         return (x.like(zero_unused(lanes, batch)),)
 
-    return backends.of(x).image_sums(x.lanes, batch.counts(), batch.tree), vjp
+    return backends.of_value(x).image_sums(x.lanes, batch.counts(), batch.tree), vjp
 
 
 @op

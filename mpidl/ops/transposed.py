@@ -103,7 +103,7 @@ def transposed_conv2d(
     conv_args = _arguments(
         x.image_shape, weight.shape, bias_shape, check.fixed(stride), check.fixed(cropping)
     )
-    backend, batch, lanes = backends.of(x), x.batch, x.lanes
+    backend, batch, lanes = backends.of_value(x), x.batch, x.lanes
     y = backend.transposed_conv2d(lanes, weight, bias, *conv_args)
 
     def vjp(dy, needs):

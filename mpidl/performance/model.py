@@ -271,15 +271,15 @@ class Model:
         counts = [stop - start for start, stop in fold.split_blocks(leaves, ranks)]
         by_blocks = {b: self.compute_seconds(b, ranks, setting)[0] for b in set(counts)}
         mean = sum(by_blocks[b] for b in counts) / ranks
-        most, peers = most_blocks(leaves, ranks)
-        _, slowest = self.compute_seconds(most, ranks, setting, peers)
-        slowest = max(slowest, by_blocks[most])
+        blocks, peers = most_blocks(leaves, ranks)
+        _, slowest = self.compute_seconds(blocks, ranks, setting, peers)
+        slowest = max(slowest, by_blocks[blocks])
         speedup = setting.workers / self.setting.workers
-        reading = self.reading_seconds(most, ranks, setting)
+        reading = self.reading_seconds(blocks, ranks, setting)
         reading = min(reading, 0.9 * mean)
         saved = reading * (1 - 1 / speedup)
         mean, slowest, reading = mean - saved, slowest - saved, reading - saved
-        sums = self._sum_seconds(ranks, full_leaves, most, slowest, setting)
+        sums = self._sum_seconds(ranks, full_leaves, blocks, slowest, setting)
         return Step(slowest + sums, mean - reading, reading, slowest - mean, sums)
 
     def _sum_seconds(self, ranks, leaves, blocks, compute, setting):

@@ -2,8 +2,8 @@
 
 Every rank trains alone, at the same time as the other ranks of its node, so that the ranks compete
 for cores and memory as in a real run. The training is that of `dl.train`, with mini-batches of
-different numbers of blocks. Then all ranks train together, which shows what the parts of a step
-leave out. At last the ranks measure their network.
+different numbers of blocks. Then all ranks train together, which shows how much longer a step takes
+than the sum of its parts. Finally the ranks measure their network.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 ROUNDS = 5
-MOST_ROUNDS_OF_BLOCKS = 16  # larger shares of a rank are extrapolated
-TOGETHER = 4  # turns of training alone that last as long as one of training together
-MOST_RANKS = 1024  # of the table of the slowest of N ranks
+MOST_ROUNDS_OF_BLOCKS = 16  # per thread; the time of larger shares is extrapolated
+TOGETHER = 4  # a turn of training together lasts as long as this many turns alone
+MOST_RANKS = 1024  # largest N in the table of the slowest of N ranks
 LEARNING_RATE = 1e-4  # small, so that the weights stay finite at any batch size
 SUBSET = 2048  # images of a set on disk that the probe reads
-SLEEP_SECONDS = 0.005  # between two tests whether the other ranks have ended a turn
-READING_SECONDS = 1.0  # of the measurement of reading without training
+SLEEP_SECONDS = 0.005  # between two checks whether the other ranks have ended their turn
+READING_SECONDS = 1.0  # duration of the measurement of reading without training
 
 
 def measure(
@@ -169,26 +169,26 @@ def measure(
 
 
 def _most_blocks(options, ranks):
-    """Return the most blocks of a rank if this number of ranks train."""
+    """Return the largest number of blocks of a rank if `ranks` ranks train."""
     if options.batch_per_rank is not None:
         return blocks_of(options.batch_per_rank)
     return most_blocks(blocks_of(options.batch_size), ranks)[0]
 
 
 def block_counts(largest: int, threads: int) -> list[int]:
-    """Return the numbers of blocks for which a step is timed: 1, T, 2T, 4T, ..., and `most`.
+    """Return the numbers of blocks for which a step is timed: 1, T, 2T, 4T, ..., `largest`.
 
     Parameters
     ----------
-    most : int
-        The most blocks of a rank.
+    largest : int
+        The largest number of blocks of a rank.
     threads : int
         The number T of threads of a rank.
     """
     largest = min(largest, MOST_ROUNDS_OF_BLOCKS * threads)
     powers = [threads << k for k in range(largest.bit_length())]
     counts = [count for count in (1, *powers) if count < largest] + [largest]
-    # as many blocks per thread take as long
+    # counts with equally many blocks per thread take the same time
     return sorted({rounds_of_blocks(count, threads): count for count in counts}.values())
 
 
@@ -206,7 +206,7 @@ def _images(job, train_set, options):
     capacity = min(len(train_set), budget // max(image_bytes, 1))
     count = min(len(train_set), max(SUBSET, 4 * options.batch_size))
     subset = train_set.subset(np.arange(count) * len(train_set) // count)
-    is_cached = capacity == len(train_set)  # else a real run reads images again in every epoch
+    is_cached = capacity == len(train_set)  # otherwise a real run reads images in every epoch
     return NodeCache(subset, job, budget if is_cached else 0), capacity
 
 
@@ -301,8 +301,8 @@ def _gathered(job, times):
 def slowest_of(segments: Sequence[np.ndarray]) -> list[float]:
     """Return the expected seconds of a step of 1, 2, 4, ..., MOST_RANKS ranks.
 
-    At the end of each segment, all ranks wait for the slowest. Its expected time is that of the
-    largest of N random times, equally many of them drawn from each measured rank.
+    At the end of each segment, all ranks wait for the slowest rank. The expected time of a segment
+    is the mean of the largest of N random times, drawn in equal numbers from the measured ranks.
 
     Parameters
     ----------

@@ -59,7 +59,7 @@ class Plan:
     uses_srun : bool
         Whether srun starts the runs instead of mpirun.
     defaults : mapping
-        What the study chose for options that were not given. A later start uses it again.
+        Values that the study chose for missing options. A later start uses them again.
     """
 
     out: str
@@ -234,18 +234,18 @@ class Study:
         return FAILED
 
     def execute(self, name: str, words: Sequence[str], log: IO[str]) -> int:
-        """Run a command that starts ranks to its end, and return its exit code.
+        """Run a command that starts ranks, wait for its end, and return its exit code.
 
         The first request to stop is passed on as USR1.
 
         Parameters
         ----------
         name : str
-            Name of the process, for the lines about it.
+            Name of the process in the lines that `show` receives.
         words : sequence of str
             The command line.
         log : file
-            Where the output goes. Its last line is shown from time to time.
+            File for the output of the command. `show` receives its last line from time to time.
         """
         process = subprocess.Popen(
             words,
@@ -253,7 +253,7 @@ class Study:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that a signal of the terminal comes only from here
+            start_new_session=True,  # signals of the terminal then do not reach the command
         )
         try:
             return self._wait(process, name, log.name)
@@ -263,7 +263,7 @@ class Study:
             raise
 
     def _wait(self, process, name, log):
-        """Wait for a process, pass on the first request to stop, and show what the log says."""
+        """Wait for a process, pass on the first request to stop, and show lines of its log."""
         start = shown_time = time.monotonic()
         is_asked, previous = False, last_line(log)
         while True:

@@ -144,10 +144,13 @@ class Metrics:
                 self.file.flush()
                 os.fsync(self.file.fileno())
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, discard: bool = False) -> None:
+        """Close the file; if `discard` is true, without the records that are not yet written."""
         if self.file is not None:
             file, self.file = self.file, None
+            if discard:
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), file.fileno())
             with self._writing():
                 file.close()
 

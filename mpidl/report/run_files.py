@@ -1,4 +1,4 @@
-"""Read what the folder of a run holds, of a finished run or of one that is being written."""
+"""Read the files in the folder of a run, which may be finished or in progress."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ from mpidl.report.status import FAILED, FINISHED, Status, parse
 from mpidl.report.status import NAME as STATUS
 
 OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
-TIMES = ("input", "compute", "wait", "sum", "other")  # of a record "ranks", in seconds per rank
-# What a report needs of the results.
+TIMES = (
+    "input",
+    "compute",
+    "wait",
+    "sum",
+    "other",
+)  # columns of a record "ranks"; each has the seconds of every rank
+# Entries of summary.json that reports show.
 NUMBERS = (
     *("accuracy", "loss", "validation_accuracy", "validation_loss"),
     *("images_per_second", "train_seconds", "epochs", "iterations", "ranks", "threads"),
@@ -55,9 +61,9 @@ class RunFiles:
         The records of metrics.jsonl.
     options, sources, versions : dict
         Options and inputs of the run, where each value comes from, and versions of the software;
-        empty if the folder has no options.toml, as that of `dl.train`.
+        empty if the folder has no options.toml, which `dl.train` does not write.
     summary : dict
-        The NUMBERS and TEXTS of its results; empty if the run has not finished.
+        The entries NUMBERS and TEXTS of summary.json; empty if the run has not finished.
     confusion : ConfusionTable or None
         The confusion matrix of the test set.
     ranks : list of dict
@@ -100,8 +106,8 @@ def read(folder: str) -> RunFiles:
     Raises
     ------
     UserError
-        If it holds no run, or if a file cannot be read or is damaged. An incomplete last line of
-        metrics.jsonl is left out.
+        If the folder holds no run, or if a file cannot be read or is damaged. An incomplete last
+        line of metrics.jsonl is no damage.
     """
     records = read_records(folder)
     folder = folder if os.path.isdir(folder) else os.path.dirname(folder) or os.curdir
@@ -126,7 +132,7 @@ def read(folder: str) -> RunFiles:
 
 
 def folders(paths: Sequence[str]) -> list[str]:
-    """Return the folders of runs; the folder of a sweep stands for those of its trials."""
+    """Return the folders of runs; the folder of a sweep is replaced by those of its trials."""
     runs: list[str] = []
     for path in paths:
         trials = glob.glob(os.path.join(glob.escape(path), "trial-*", FILE))
@@ -136,7 +142,7 @@ def folders(paths: Sequence[str]) -> list[str]:
 
 
 def is_current(summary: Mapping[str, Any], last_iteration: int) -> bool:
-    """Return whether a summary is not from before the run was resumed.
+    """Return whether a summary describes the run up to its last iteration.
 
     Parameters
     ----------
@@ -207,7 +213,7 @@ def _read_confusion(path):
 
 
 def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add up the seconds of the ranks, as long as the run has the same devices as at its end."""
+    """Add up the seconds of each rank, over the records with the devices of the last record."""
     if not records or not isinstance(records[-1].get("device"), list):
         return []
     devices = records[-1]["device"]

@@ -17,7 +17,12 @@ RESULTS = (
     *("state", "accuracy", "loss", "validation_accuracy", "validation_loss", "epochs"),
     *("iterations", "seconds", "weights_sha256", "error"),
 )
-SCORES = ("validation_accuracy", "accuracy", "validation_loss", "loss")  # by which to choose
+SCORES = (
+    "validation_accuracy",
+    "accuracy",
+    "validation_loss",
+    "loss",
+)  # the trials are compared by the first that all have
 MAX_PANELS = 6
 
 # "trial" (its number), the columns of the options that vary, and RESULTS; None if missing
@@ -88,7 +93,7 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
 def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
     """Print the trials as a table.
 
-    On a narrow terminal, scores by which the trials are not compared are left out, the last first.
+    A narrow terminal shows fewer scores, but always the one that ranks the trials.
     """
     width = terminal_width(sys.stdout) or 100
     columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
@@ -129,7 +134,7 @@ def shown_scores(rows: Sequence[Row]) -> list[str]:
 
 
 def cell(name: str, value: Any, digits: int = 6) -> str:
-    """Format a value for people, an option with this number of significant digits."""
+    """Return the text of a table's cell; options get `digits` significant digits."""
     if value is None:
         return ""
     if name == "seconds":

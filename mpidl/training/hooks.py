@@ -73,7 +73,7 @@ class Hooks:
     def __init__(self, hooks: Iterable[Any]) -> None:
         hooks = list(hooks)
         for event in EVENTS:
-            # At the end, hooks that write files run before hooks that announce the result.
+            # reversed: hooks that write files come before hooks that announce the result
             order = reversed(hooks) if event == "end" else hooks
             methods = [
                 (type(hook).__name__, getattr(hook, event))

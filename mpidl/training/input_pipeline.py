@@ -156,7 +156,7 @@ def prepare(
     if checkpoint_tables is not None:
         arrays, channels = checkpoint_tables.get("normalization", {}), datastore.image_shape[0]
         normalization = normalize.read(options.normalization, arrays, channels)
-    elif net.normalization is not None:  # the one that the weights expect; `check` compared names
+    elif net.normalization is not None:  # the weights expect it; `check` has compared its name
         normalization = net.normalization
     else:
         images = datastore

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpidl.training.steps import StepResult
 
 OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons to end a run early
-RATE_FACTOR = 0.5  # of learning rates after a rollback; a power of two, so products are exact
+RATE_FACTOR = 0.5  # applied by each rollback; a power of two keeps the rates exact
 
 
 @dataclass
@@ -39,16 +39,16 @@ class Position:
         Number of rollbacks so far; see the option on_nan.
     """
 
-    epoch: int = 1  # the current epoch, counted from 1
-    batch: int = 0  # number of mini-batches submitted in the current epoch
-    iteration: int = 0  # number of mini-batches submitted in all epochs
-    loss: float = 0.0  # sum of the losses of this epoch's images so far
-    correct: float | None = None  # correctly classified images of this epoch; None without classes
-    images: int = 0  # number of images in completed training steps of this epoch
-    seconds: float = 0.0  # training time, including the time before a resume
-    all_images: int = 0  # number of images in completed training steps of all epochs
-    epoch_loss: float | None = None  # mean loss over the images of the last complete epoch
-    rollbacks: int = 0  # number of returns to an earlier state
+    epoch: int = 1
+    batch: int = 0
+    iteration: int = 0
+    loss: float = 0.0
+    correct: float | None = None
+    images: int = 0
+    seconds: float = 0.0
+    all_images: int = 0
+    epoch_loss: float | None = None
+    rollbacks: int = 0
 
     def add(self, result: StepResult) -> None:
         """Add the loss, the images and the correct images of a completed training step.
@@ -158,10 +158,10 @@ class EpochSummary(NamedTuple):
     """
 
     epoch: int
-    iteration: int  # the last iteration of the epoch
-    loss: float  # mean over the images of the epoch
-    accuracy: float | None  # None if the loss has no classes
-    learning_rate: float  # learning rate of the last iteration
+    iteration: int
+    loss: float
+    accuracy: float | None
+    learning_rate: float
     images_per_second: float
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
-from mpidl.files import call_together, write_whole
+from mpidl.files import write_whole
 from mpidl.training.files.run_folder import BAD_IMAGES
 from mpidl.training.progress import EpochSummary
 
@@ -119,4 +119,4 @@ class SkippedImagesHook:
         def write():
             write_list(trainer.writer.out, sets_of(trainer))
 
-        call_together(trainer.world, write if trainer.world.rank == 0 else lambda: None)
+        trainer.writer.write(write)

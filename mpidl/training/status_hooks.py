@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.comm.groups import describe
-from mpidl.errors import UserError
+from mpidl.errors import LostLock, UserError
 from mpidl.files import call_together
 from mpidl.report import status, stop_file
+from mpidl.training.files import lock_file
+from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def watched(
-    folder: str | os.PathLike[str] | None, world: World, signals: Signals
+    folder: str | os.PathLike[str] | None, world: World, signals: Signals, lock: RunLock
 ) -> Iterator[None]:
     """Let the file `stop` request a stop of the run in the block, as a signal does.
+
+    The loss of the lock requests a stop, too. The run then ends when it would write a checkpoint.
 
     Only rank 0 looks for the file. The file of an earlier job is removed at the start, and that of
     this one at the end. If the caller's block already watches for the same signals, nothing
@@ -40,17 +44,21 @@ def watched(
         The ranks of the run.
     signals : Signals
         Requests to stop the run.
+    lock : RunLock
+        The lock of the folder.
     """
     if folder is None or world.rank or signals.look is not None:
         yield
         return
     stop_file.remove(folder)
-    signals.look = StopFile(folder).look
+    file = StopFile(folder)
+    signals.look = lambda: lock_file.NAME if lock.is_lost else file.look()
     try:
         yield
     finally:
         signals.look = None
-        stop_file.remove(folder)
+        if not lock.is_lost:
+            stop_file.remove(folder)
 
 
 class StopFile:
@@ -97,6 +105,8 @@ class StatusHook:
         Folder of the run.
     world : World
         The ranks of the run.
+    lock : RunLock
+        The lock of the folder.
 
     Attributes
     ----------
@@ -104,8 +114,8 @@ class StatusHook:
         The content of the file.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], world: World) -> None:
-        self.folder, self.world = folder, world
+    def __init__(self, folder: str | os.PathLike[str], world: World, lock: RunLock) -> None:
+        self.folder, self.world, self.lock = folder, world, lock
         self.status = status.Status(ranks=world.size, host=world.host)
 
     def __enter__(self) -> StatusHook:
@@ -124,7 +134,8 @@ class StatusHook:
         elif self.world.rank == 0:
             text = describe(error).encode("utf-8", "backslashreplace").decode()
             self.status.state, self.status.error = status.FAILED, text
-            with contextlib.suppress(UserError):  # the error of the run is the one to show
+            with contextlib.suppress(UserError, LostLock):  # the run's own error is the one to show
+                self.lock.check()
                 status.write(self.folder, self.status)
 
     def start(self, trainer: Trainer) -> None:
@@ -138,15 +149,16 @@ class StatusHook:
 
     def _write(self):
         def write():
+            self.lock.check()
             status.write(self.folder, self.status)
 
         call_together(self.world, write if self.world.rank == 0 else lambda: None)
 
 
 def of_run(
-    hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World
+    hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World, lock: RunLock
 ) -> StatusHook | None:
     """Return a StatusHook; None if the run has no folder, or if `hooks` contains such a hook."""
     if folder is None or any(isinstance(hook, StatusHook) for hook in hooks):
         return None
-    return StatusHook(folder, world)
+    return StatusHook(folder, world, lock)

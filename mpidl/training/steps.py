@@ -42,9 +42,9 @@ class StepInfo(NamedTuple):
 
     epoch: int
     iteration: int
-    images: int  # number of images of the mini-batch, on all ranks
+    images: int
     learning_rate: float
-    start: float  # time.monotonic() at the start of the step, in seconds
+    start: float
 
 
 class StepResult(NamedTuple):

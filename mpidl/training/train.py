@@ -19,6 +19,7 @@ from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
 from mpidl.training import input_pipeline, status_hooks, tracking_hooks
 from mpidl.training.files.run_folder import RunFolder
+from mpidl.training.files.run_lock import RunLock
 from mpidl.training.optimizers import Optimizer, of_options
 from mpidl.training.optimizers.checks import CustomOptimizer, check_optimizer, optimizer_spec
 from mpidl.training.options.training_options import TrainingOptions
@@ -40,6 +41,7 @@ def train(
     hooks: Iterable[object] = (),
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
+    lock: RunLock | None = None,
 ) -> Result:
     """Train a network, changing the parameters and the state in place. Collective.
 
@@ -77,6 +79,8 @@ def train(
     signals : Signals, optional
         An entered `Signals` object, for callers that also watch for signals before and after the
         training.
+    lock : RunLock, optional
+        The lock of `out`, for callers that also write to the folder before and after the training.
 
     Returns
     -------
@@ -89,11 +93,12 @@ def train(
     Raises
     ------
     UserError
-        If an argument is invalid, if `out` holds another run, or if the resumed run has different
-        options, a different network or different images.
+        If an argument is invalid, if `out` holds another run, if another process trains in `out`,
+        or if the resumed run has different options, a different network or different images.
     Fault
         If the loss or the weights are not finite, unless the option `on_nan` is "rollback", or if
-        the weights of the ranks differ. The last good checkpoint is kept.
+        the weights of the ranks differ. The last good checkpoint is kept. Also if another job has
+        taken over the folder, for example while this one was suspended.
 
     Notes
     -----
@@ -112,38 +117,39 @@ def train(
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)
     input_pipeline.check(net, datastore, options)
-    folder = RunFolder(out, resume, overwrite, world)
-    world.transport.report_folder = folder.out
-    hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
-    status_hook = status_hooks.of_run(hooks, folder.out, world)
-    hooks = [*hooks, status_hook] if status_hook else hooks
-    backends.configure(winograd=options.winograd, precision=options.precision)
-    _use_device(world, options)
-    if console is None:
-        is_verbose = options.verbose == "on"
-        console = Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)
-    with console as opened_console:
-        if (warning := empty_classes_warning(datastore)) is not None:
-            opened_console.line(warning)
-        spec = None if optimizer is None else optimizer_spec(optimizer)
-        if optimizer is None:
-            optimizer = of_options(options, **net.factors)
-        rate = optimizer.learning_rate
-        with (
-            contextlib.nullcontext(signals) if signals else Signals() as requests,
-            status_hooks.watched(folder.out, world, requests),
-            tracking_hooks.abandoned_on_error(hooks),
-        ):
-            try:
-                trainer = Trainer(
-                    *(net, datastore, options, world, folder, opened_console, optimizer, spec),
-                    *(hooks, requests),
-                )
-                trainer.facts = dict(facts or {})
-                with status_hook or contextlib.nullcontext():
-                    return trainer.run()
-            finally:
-                optimizer.learning_rate = rate  # undo the changes of the schedule
+    with contextlib.nullcontext(lock) if lock else RunLock(world) as run_lock:
+        folder = RunFolder(out, resume, overwrite, world, run_lock)
+        world.transport.report_folder = folder.out
+        hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
+        status_hook = status_hooks.of_run(hooks, folder.out, world, run_lock)
+        hooks = [*hooks, status_hook] if status_hook else hooks
+        backends.configure(winograd=options.winograd, precision=options.precision)
+        _use_device(world, options)
+        if console is None:
+            is_verbose = options.verbose == "on"
+            console = Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)
+        with console as opened_console:
+            if (warning := empty_classes_warning(datastore)) is not None:
+                opened_console.line(warning)
+            spec = None if optimizer is None else optimizer_spec(optimizer)
+            if optimizer is None:
+                optimizer = of_options(options, **net.factors)
+            rate = optimizer.learning_rate
+            with (
+                contextlib.nullcontext(signals) if signals else Signals() as requests,
+                status_hooks.watched(folder.out, world, requests, run_lock),
+                tracking_hooks.abandoned_on_error(hooks),
+            ):
+                try:
+                    trainer = Trainer(
+                        *(net, datastore, options, world, folder, opened_console, optimizer, spec),
+                        *(hooks, requests),
+                    )
+                    trainer.facts = dict(facts or {})
+                    with status_hook or contextlib.nullcontext():
+                        return trainer.run()
+                finally:
+                    optimizer.learning_rate = rate  # undo the changes of the schedule
 
 
 def _use_device(world, options):

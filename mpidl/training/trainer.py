@@ -31,9 +31,9 @@ from mpidl.training import (
     skipped_images,
 )
 from mpidl.training.audit import audit
-from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
+from mpidl.training.final_network import finalize_network
 from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.optimizers import Optimizer
 from mpidl.training.optimizers.checks import CustomOptimizer
@@ -114,7 +114,7 @@ class Trainer:
         self.datastore = NodeCache(datastore, world, cache_bytes)
         self.loss = options.loss_for(net, datastore)
         self.position, self.validation = Position(), Validation(options, world, self.loss)
-        self.bad_images = BadImages.of(options)
+        self.bad_images = BadImages.of_options(options)
         self.rollback = Rollback() if options.on_nan == "rollback" else None
         net.batchnorm = options.batchnorm
         arrays = None
@@ -218,6 +218,8 @@ class Trainer:
         finally:
             phases.take_spans()  # a run that failed may have left them
             self.step.close()
+            with contextlib.suppress(UserError):  # the error of the run is the one to show
+                self.writer.close()
 
     def _run(self):
         self.hooks.start(self)
@@ -401,34 +403,8 @@ class Trainer:
             reason = PATIENCE
         if reason not in (None, OUTPUT_FUNCTION, PATIENCE):
             return reason
-        self._finalize_network(None if reason == OUTPUT_FUNCTION else signals)
+        finalize_network(self, None if reason == OUTPUT_FUNCTION else signals)
         return reason or stopped_by(signals, self.world)
-
-    def _finalize_network(self, signals):
-        """Choose the best network and compute its population statistics, as the options require.
-
-        If a signal arrives during the validation or the computation, the rest is skipped.
-        """
-        position, options = self.position, self.options
-        if (
-            self.validation.store is not None
-            and self.validation.last_iteration != position.iteration
-        ):
-            self.validate(interruptible=signals is not None)
-            if self.validation.owed:
-                return
-        self.step.close()
-        self.validation.give_best(self.net)
-        if options.batchnorm_statistics == "population" and position.iteration:
-            queue_options = {"prefetch": options.prefetch, **self.net.input_transform()}
-            queue_options["bad_images"] = self.bad_images
-            arguments = self.datastore, options.batch_size, options.seed, self.world, "never"
-            # replace the training queue, which frees its memory
-            self.queue = MinibatchQueue(*arguments, **queue_options)
-            net = self.net.on(self.world.device)
-            with self.console.stage("batch-norm statistics", len(self.datastore)) as progress:
-                state = population_state(net, self.queue, self.world, signals, progress)
-            self.net.state = self.net.state if state is None else state
 
     def audit(self) -> None:
         """Compare the weights of the ranks; raise Fault if they differ. Collective."""

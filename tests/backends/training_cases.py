@@ -28,8 +28,8 @@ def label_rules(classes, pixels, label, scores, large):
         yield Case("cross_entropy", of_rule, arguments, 1e-13, True)
         scaled = arguments | {"scale": 0.37}
         yield Case("cross_entropy_dlogits", of_rule, scaled, 1e-6, True, **large)
-        alone = {"labels": labels, "rule": rule, "classes": classes}
-        yield Case("label_weight", of_rule, alone, 1e-13, True)
+        label_arguments = {"labels": labels, "rule": rule, "classes": classes}
+        yield Case("label_weight", of_rule, label_arguments, 1e-13, True)
 
 
 def reciprocal(backend, arguments):

@@ -14,6 +14,7 @@ from mpidl.errors import Fault, UserError
 MPIRUN = """#!/bin/sh
 shift 3
 echo "$*" >> {folder}/starts
+echo "$MPIDL_JOB_TOKEN $MPIDL_JOB_START" >> {folder}/numbers
 code=$(sed -n "$(wc -l < {folder}/starts)p" {folder}/codes)
 case $code in c*) mkdir -p {folder}/run; date +%N > {folder}/run/checkpoint.h5 ;; esac
 case $code in 2) echo "mpidl: refused" >&2 ;; k) kill -9 $$ ;; w) sleep 600 ;; esac
@@ -68,6 +69,14 @@ def test_a_death_resumes_from_the_checkpoint(launched):
     assert begin == "start 2: from the beginning, because there is no checkpoint"
     assert resume.startswith("start 3: from the checkpoint of ")
     assert killed == "start 3 ended after 0 s: mpirun was killed by SIGKILL"
+
+
+def test_the_starts_of_a_job_have_a_token_and_numbers(launched):
+    """By which a later start takes over the lock of an earlier one."""
+    assert launched("1 c1 0") == 0
+    lines = [line.split() for line in (launched.folder / "numbers").read_text().splitlines()]
+    assert len({token for token, _ in lines}) == 1
+    assert [number for _, number in lines] == ["1", "2", "3"]
 
 
 def test_pauses_grow_until_there_is_a_new_checkpoint(launched):

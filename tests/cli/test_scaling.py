@@ -161,7 +161,7 @@ def test_a_probe_that_fails(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "words"),
+    ("first", "second", "words"),
     [
         ("--ranks 1,2", "--ranks 1,2,4", "--threads 4"),
         ("--ranks 1,2", "--ranks 1,2,4 --overwrite", "--threads 2"),
@@ -169,7 +169,7 @@ def test_a_probe_that_fails(tmp_path, monkeypatch):
         ("--weak --ranks 2,4", "--weak --ranks 1,2", "--threads 2 --batch-per-rank 64"),
     ],
 )
-def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, first, then, words):
+def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, first, second, words):
     """On 8 cores, with the recipe's mini-batch of 128; None: the study is refused."""
     plans = []
 
@@ -183,7 +183,7 @@ def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, fi
     scaling.main([*first.split(), "--out", str(tmp_path)])
     if words is None:
         with pytest.raises(dl.UserError, match="it holds a study of other runs"):
-            scaling.main([*then.split(), "--out", str(tmp_path)])
+            scaling.main([*second.split(), "--out", str(tmp_path)])
     else:
-        scaling.main([*then.split(), "--out", str(tmp_path)])
+        scaling.main([*second.split(), "--out", str(tmp_path)])
         assert plans[-1].words == tuple(words.split())

@@ -52,8 +52,8 @@ def test_a_process_is_seen_while_it_runs_is_stopped_and_has_ended(child):
     assert running.state in "RS"
     assert running.act.startswith("epoch 3, iteration 17: waits for gop max, for ")
     assert "in count_sheep" in running.stacks
-    (again,) = acts.look_at([child.address])
-    assert again.stacks.count("in count_sheep") == 1  # only the stacks of the second request
+    (repeated,) = acts.look_at([child.address])
+    assert repeated.stacks.count("in count_sheep") == 1  # only the stacks of the second request
     (silent,) = acts.look_at([child.address], stacks=False)
     assert silent.stacks == ""
 

@@ -19,7 +19,7 @@ def watched(monkeypatch):
 
     def watch(timeout, seconds, states=None):
         """states: those of the ranks of this host, as under MPICH's mpirun."""
-        ended, reasons = threading.Event(), []
+        end_event, reasons = threading.Event(), []
         watch = mpi_start.Watch(timeout)
         if states is not None:
             monkeypatch.setattr(mpi_start, "_watched_ranks", lambda: 2)
@@ -27,12 +27,12 @@ def watched(monkeypatch):
 
         def end(reason):
             reasons.append(reason)
-            ended.set()
+            end_event.set()
             watch._is_over.set()
 
         watch._end = end
         with watch:
-            ended.wait(seconds)
+            end_event.wait(seconds)
         return reasons
 
     return watch

@@ -12,6 +12,7 @@ import mpidl as dl
 from mpidl.comm import World
 from mpidl.comm.thread_budget import available_cores
 from mpidl.comm.transport import Transport
+from mpidl.errors import FolderInUse, LostLock, StorageFault
 from mpidl.fold import replicated
 
 
@@ -208,6 +209,13 @@ def test_raise_if_any_raises_one_error_on_all_ranks(world):
         with pytest.raises(dl.UserError, match=f"^file {min(failing)}: torn$"):
             world.raise_if_any(error)
     world.raise_if_any()
+
+
+@pytest.mark.parametrize("kind", [FolderInUse, LostLock, StorageFault])
+def test_raise_if_any_keeps_the_type_of_these_errors(world, kind):
+    last = world.size - 1
+    with pytest.raises(kind, match="^run: lost$"):
+        world.raise_if_any(kind("run: lost") if world.rank == last else None)
 
 
 def test_every_message_has_arrived_at_the_barrier(world):

@@ -92,8 +92,8 @@ def test_a_split_by_counts():
     for sizes in (0.7, 0.4), (float("nan"),), (-0.1, 0.5), (np.inf,):
         assert "which add up to at most 1" in refusal(store.split, *sizes)
     assert "expected images with labels to count" in refusal(unlabelled.class_counts)
-    same = ArrayDatastore(np.zeros((6, 1, 1), np.uint8), [0, 1, 1, 2, 2, 2], ["ape", "bee", "ape"])
-    assert same.class_counts() == {"ape": 4, "bee": 2}
+    store = ArrayDatastore(np.zeros((6, 1, 1), np.uint8), [0, 1, 1, 2, 2, 2], ["ape", "bee", "ape"])
+    assert store.class_counts() == {"ape": 4, "bee": 2}
 
 
 def test_unknown_arguments_are_explained(tmp_path):

@@ -180,8 +180,8 @@ def test_an_error_lists_all_differences(tmp_path):
 
 def test_an_error_for_another_network_is_short(tmp_path):
     net = network()
-    many = {f"layer{i}.weight": np.zeros(1, np.float32) for i in range(60)}
-    text = refusal(dl.load_weights, net, written(tmp_path / "a.safetensors", many))
+    arrays = {f"layer{i}.weight": np.zeros(1, np.float32) for i in range(60)}
+    text = refusal(dl.load_weights, net, written(tmp_path / "a.safetensors", arrays))
     assert text.endswith(" and 50 more") and text.count(".weight") < 15
     convs = [dl.Conv2D(1, 1) for _ in range(8)]
     deep, path = dl.Network(convs, (1, 2, 2)), tmp_path / "b.safetensors"

@@ -91,7 +91,7 @@ def test_a_training_is_shown_live():
     (bundle,) = (output["data"] for output in outputs if output.output_type == "display_data")
     assert bundle["text/plain"].startswith("epoch 100 of 100, iteration 300 of 300, loss ")
     assert bundle["text/plain"].endswith("elapsed, finished")
-    charts = ElementTree.fromstring(bundle["text/html"]).findall("{http://www.w3.org/2000/svg}svg")
+    charts = ElementTree.fromstring(bundle["text/html"]).findall("div/figure/svg")
     assert len(charts) == 2 and "<script" not in bundle["text/html"]
 
 

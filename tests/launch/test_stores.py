@@ -92,9 +92,9 @@ def test_the_weights_of_local_files(store, photos, expected, pictures, tmp_path)
 
 def test_keys_in_the_settings_of_fsspec(store, photos, expected, tmp_path):
     """They reach the client alone, and the environment has no others."""
-    others = {name: text for name, text in credentials(store.url).items() if "KEY" not in name}
+    settings = {name: text for name, text in credentials(store.url).items() if "KEY" not in name}
     env = {"FSSPEC_S3_KEY": object_store.ACCESS, "FSSPEC_S3_SECRET": object_store.SECRET}
-    train(2, photos, tmp_path / "run", env=others | env)
+    train(2, photos, tmp_path / "run", env=settings | env)
     assert jobs.weights_hash(tmp_path / "run") == expected
 
 

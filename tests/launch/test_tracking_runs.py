@@ -193,9 +193,9 @@ def test_a_deleted_record_is_replaced(tmp_path, monkeypatch):
     arguments = str(tmp_path / "mlruns"), "mpidl", "run", str(tmp_path)
     first = mlflow_store.MLflowRun(*arguments, is_resumed=False)
     first.close()
-    again = mlflow_store.MLflowRun(*arguments, is_resumed=True)
-    assert not again.is_new and again.run_id == first.run_id
-    again._client.delete_run(first.run_id)
+    resumed = mlflow_store.MLflowRun(*arguments, is_resumed=True)
+    assert not resumed.is_new and resumed.run_id == first.run_id
+    resumed._client.delete_run(first.run_id)
     replaced = mlflow_store.MLflowRun(*arguments, is_resumed=True)
     assert replaced.is_new and replaced.run_id != first.run_id
 

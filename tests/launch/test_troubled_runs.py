@@ -15,8 +15,8 @@ def damaged(pictures, tmp_path_factory):
     """Copy the pictures, with files that are empty, cut short, of another size, or no images."""
     folder = shutil.copytree(pictures, tmp_path_factory.mktemp("damaged") / "images")
     (folder / "bar" / "07.png").write_bytes(b"")
-    whole = (folder / "box" / "33.png").read_bytes()
-    (folder / "box" / "33.png").write_bytes(whole[: len(whole) // 2])
+    content = (folder / "box" / "33.png").read_bytes()
+    (folder / "box" / "33.png").write_bytes(content[: len(content) // 2])
     save(folder / "dot" / "12.png", pixels_of(1, 1, 9, 14))
     (folder / "dot" / "69.png").write_text("no image")
     return folder

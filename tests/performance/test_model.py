@@ -204,8 +204,8 @@ def test_ranks_together_are_slower_than_the_parts():
     assert model.step(2, setting).seconds == pytest.approx(1.1 * seconds)
     assert model.step(1, setting) == parts.step(1, setting)
     for ranks in (4, 8):
-        step, alone = model.step(ranks, setting), parts.step(ranks, setting)
-        assert step.seconds == pytest.approx(1.1 * alone.seconds)
+        step, separate = model.step(ranks, setting), parts.step(ranks, setting)
+        assert step.seconds == pytest.approx(1.1 * separate.seconds)
         assert step.compute + step.input + step.wait + step.sum == pytest.approx(step.seconds)
     errors = [Error(model).relative(ranks, setting)[0] for ranks in (1, 2, 4)]
     assert errors[0] < 1e-9 < errors[1] < errors[2]  # beyond the probe, the factor is a guess

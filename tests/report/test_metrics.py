@@ -78,3 +78,15 @@ def test_metrics_that_cannot_be_written_are_an_error(tmp_path):
     full = Metrics("/dev/full")
     text = refusal(full.record, "epoch", 1, 1, 0.5, 0.01, 100.0, 1.0)
     assert "/dev/full: cannot be written: No space left" in text
+
+
+def test_records_that_are_discarded(tmp_path):
+    """The file may be that of another run by then; records written before stay."""
+    path = tmp_path / "metrics.jsonl"
+    records = Metrics(path)
+    records.record("iteration", 1, 1, 0.5, 0.01, 100.0, 0.1)
+    records.flush()
+    content = path.read_bytes()
+    records.record("iteration", 1, 2, 0.5, 0.01, 100.0, 0.2)
+    records.close(discard=True)
+    assert path.read_bytes() == content

@@ -162,8 +162,8 @@ class Cluster:
     def start_node(self, name):
         """Start the daemon of a node, with the node's host name and shared memory."""
         # MPICH names its shared memory after the number of the job, which other clusters use, too.
-        own = f"mount -t tmpfs shm /dev/shm && hostname {name} && exec slurmd -D -N {name}"
-        self._start(name, "unshare", "--uts", "--mount", "sh", "-c", own)
+        script = f"mount -t tmpfs shm /dev/shm && hostname {name} && exec slurmd -D -N {name}"
+        self._start(name, "unshare", "--uts", "--mount", "sh", "-c", script)
         wait_until(lambda: self._has_own_name(name))
 
     def _has_own_name(self, name):

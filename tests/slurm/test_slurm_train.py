@@ -128,13 +128,20 @@ def test_scontrol_requeue(submit, expected_hash):
 
 @pytest.mark.parametrize("node", ["n1", "n2"], ids=["first", "second"])
 def test_a_node_that_dies(submit, cluster, expected_hash, node):
-    """Slurm requeues the job; it resumes on the other nodes from the last checkpoint."""
+    """Slurm requeues the job; it resumes on the other nodes from the last checkpoint.
+
+    It takes over its own lock at once, although nobody there can see the process that held it.
+    """
     training = submit(words=["--checkpoint-every", 4])
     training.wait_for_steps(12)
     cluster.kill_node(node)
     try:
         training.job.wait_for_requeue()
+        if node == "n1":  # that of rank 0
+            assert (training.out / "run.lock").exists()
         assert training.finish() == expected_hash
+        assert "is locked by" not in training.job.log()
+        assert not (training.out / "run.lock").exists()
     finally:
         cluster.start_node(node)
 
@@ -149,6 +156,19 @@ def test_stop_file(submit, expected_hash):
     assert "stopped by a person: not requeued" in training.job.log()
     resumed = submit(words=["--resume", training.out])
     assert resumed.finish() == expected_hash
+
+
+def test_two_jobs_in_one_folder(submit, expected_hash):
+    """The second job is refused, and the first one is not disturbed."""
+    training = submit(nodes=1)
+    training.wait_for_steps()
+    second = submit(nodes=1, words=["--overwrite"])
+    second.job.wait("FAILED")
+    assert second.job.facts()["ExitCode"] == "2:0"
+    holder = f"Slurm job {training.job.number} of cluster test, restart 0"
+    lines = [line for line in second.job.log().splitlines() if ": in use by process " in line]
+    assert len(lines) == 1 and holder in lines[0]
+    assert training.finish() == expected_hash
 
 
 def test_job_array(submit, shapes, tmp_path):

@@ -1,40 +1,27 @@
 """Check without running them that commands in the documents exist and accept their options."""
 
 import configparser
+import importlib
 import re
 import shlex
 from pathlib import Path
 
+import mpidl_command
 from benchmarks import arguments as bench_arguments
-from mpidl.cli import (
-    arguments,
-    completion,
-    convert,
-    launch,
-    monitor,
-    pack,
-    report,
-    scaling,
-    sweep,
-)
+from mpidl.cli import arguments
 from mpidl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-PARSERS = {
-    "train": arguments.train,
-    "predict": arguments.predict,
-    "verify": arguments.verify,
-    "info": arguments.info,
-    "pack": pack.parse,
-    "convert": convert.parse,
-    "monitor": monitor.parse,
-    "sweep": sweep.parse,
-    "launch": launch.parse,
-    "completion": completion.parse,
-    "report": report.parse,
-    "scaling": scaling.parse,
-    "benchmarks": bench_arguments.parse,
-}
+
+
+def parser_of(command):
+    """Return the function that parses the arguments of a command, in its module or `arguments`."""
+    module = importlib.import_module(f"mpidl.cli.{command}")
+    return getattr(module, "parse", None) or getattr(arguments, command)
+
+
+PARSERS = {command: parser_of(command) for command in mpidl_command.COMMANDS}
+PARSERS["benchmarks"] = bench_arguments.parse
 STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command
 # Commands of one process, which refuse to run on several ranks.
 SINGLE = {"verify", "scaling", "monitor", "report", "pack", "convert", "completion"}

@@ -58,7 +58,7 @@ def halved_after(*iterations, rate=0.01):
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "every", "returns"),
+    ("spoiled", "interval", "returns"),
     [
         ([4], 0, [3]),  # the loss of iteration 5 is NaN; epoch 1 ended with iteration 3
         ([5], 2, [4]),  # a periodic checkpoint
@@ -67,8 +67,10 @@ def halved_after(*iterations, rate=0.01):
         ([4, 8, 10], 0, [3, 6, 9]),
     ],
 )
-def test_the_run_continues_from_the_last_state_with_half_the_rate(world, spoiled, every, returns):
-    weights, result = train(world, [Spoil(*spoiled)], checkpoint_every=every)
+def test_the_run_continues_from_the_last_state_with_half_the_rate(
+    world, spoiled, interval, returns
+):
+    weights, result = train(world, [Spoil(*spoiled)], checkpoint_every=interval)
     assert result.rollbacks == len(returns) and result.iterations == 4 * PER_EPOCH
     expected, plain = train(world, learn_rate_schedule=halved_after(*returns))
     assert weights == expected and plain.rollbacks == 0
@@ -100,22 +102,22 @@ def test_the_number_of_rollbacks_is_limited(world):
 
 
 @pytest.mark.parametrize(
-    ("every", "stop"),
+    ("interval", "stop"),
     [
         (0, 4),
         (2, 7),
         *(pytest.param(*pair, marks=SLOW) for pair in [(0, 5), (0, 7), (2, 4), (2, 5)]),
     ],
 )
-def test_a_resumed_run_returns_to_the_same_states(world, tmp_path, every, stop):
+def test_a_resumed_run_returns_to_the_same_states(world, tmp_path, interval, stop):
     """A checkpoint between the kept states stores the kept one, too."""
     out = world.broadcast(str(tmp_path / "run"))
-    expected, _ = train(world, [Spoil(5, 8)], checkpoint_every=every)
+    expected, _ = train(world, [Spoil(5, 8)], checkpoint_every=interval)
     hooks = [Spoil(5, 8), Stop(stop)]
-    _, stopped = train(world, hooks, out=out, checkpoint_every=every)
+    _, stopped = train(world, hooks, out=out, checkpoint_every=interval)
     assert stopped.stopped is not None and stopped.iterations <= stop
     left = hooks[0].iterations_left
-    weights, result = train(world, [Spoil(*left)], resume=out, checkpoint_every=every)
+    weights, result = train(world, [Spoil(*left)], resume=out, checkpoint_every=interval)
     assert weights == expected and result.rollbacks == 2
     if world.rank == 0:
         records = [r for r in metrics.read(f"{out}/metrics.jsonl") if r["kind"] == "iteration"]

@@ -132,15 +132,15 @@ def test_only_the_first_ones_have_a_line(world):
 
 def test_the_images_of_an_epoch_are_counted_without_them(world, tmp_path):
     out = world.broadcast(str(tmp_path / "run"))
-    shown = []
+    counts = []
 
     class Images:
         def step(self, trainer):
             trainer.wait()
-            shown.append(trainer.position.images)
+            counts.append(trainer.position.images)
 
     train(world, Damaged(pictures(100), 5, 41), [Images()], out, epochs=1)
-    assert shown[-1] == 98
+    assert counts[-1] == 98
     if world.rank == 0:
         records = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
         assert [r["iteration"] for r in records if r["kind"] == "iteration"] == [1, 2, 3]

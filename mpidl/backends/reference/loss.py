@@ -24,9 +24,9 @@ def cross_entropy(logits, labels, counts, tree, rule=PLAIN):
         z = block - block.max(axis=0).astype(np.float64)
         logs = z - np.log(np.exp(z).sum(axis=0))
         index, valid, weights = _weighted(label, rule, len(block))
-        own = np.take_along_axis(logs, index[None], axis=0)[0]
-        focus = (1 - np.exp(own)) ** rule.gamma if rule.gamma else 1.0
-        loss = -(1 - rule.smoothing) * weights[index] * focus * own
+        log_scores = np.take_along_axis(logs, index[None], axis=0)[0]
+        focus = (1 - np.exp(log_scores)) ** rule.gamma if rule.gamma else 1.0
+        loss = -(1 - rule.smoothing) * weights[index] * focus * log_scores
         if rule.smoothing:
             smooth = np.tensordot(weights, logs, axes=1)
             loss -= rule.smoothing / len(block) * smooth

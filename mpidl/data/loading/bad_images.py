@@ -44,7 +44,7 @@ class BadImages:
         self.reasons: dict[int, str] = {}
 
     @classmethod
-    def of(cls, options: Any) -> BadImages | None:
+    def of_options(cls, options: Any) -> BadImages | None:
         """Return a new object if the option `on_bad_image` is "skip".
 
         Parameters
@@ -73,7 +73,7 @@ class BadImages:
         for reasons in ranks:
             self.reasons = {**reasons, **self.reasons}
 
-    def without(self, indices: np.ndarray, datastore: Datastore) -> np.ndarray:
+    def readable_indices(self, indices: np.ndarray, datastore: Datastore) -> np.ndarray:
         """Return the indices of the images that can be read, in the same order.
 
         Parameters
@@ -86,7 +86,7 @@ class BadImages:
         Returns
         -------
         np.ndarray
-            The other indices.
+            The indices of readable images.
 
         Raises
         ------
@@ -119,7 +119,7 @@ class BadImages:
         """
         if not self.reasons:
             return datastore
-        return datastore.subset(self.without(np.arange(len(datastore)), datastore))
+        return datastore.subset(self.readable_indices(np.arange(len(datastore)), datastore))
 
     def search(self, datastore: Datastore, world: Any) -> None:
         """Read all images of a set once, and add those that fail. Collective.

@@ -21,14 +21,15 @@ from mpidl.errors import UserError
 from mpidl.files import RawFile, Stamp
 from mpidl.text import printable
 
-GAP = 64 << 10  # ranges with at most so many bytes between them are read by one request
-MAX_SPAN = 4 << 20  # largest number of bytes that such a request reads
-BLOCK = 256 << 10  # bytes of a block that `ByteStream` reads, mostly descriptions of datasets
-MAX_BLOCKS = 64  # number of blocks that it keeps
-PIECE = 8 << 20  # bytes per request while a file is brought over
+GAP = 64 << 10  # one request reads ranges with at most this many bytes between them
+MAX_SPAN = 4 << 20  # largest number of bytes of such a request
+BLOCK = 256 << 10  # bytes of a block of a `ByteStream`; HDF5 mostly reads descriptions of datasets
+MAX_BLOCKS = 64  # number of blocks that a `ByteStream` keeps
+PIECE = 8 << 20  # bytes per request of a copy to --cache-dir
 
 
-_pause_lock, _pauses, _was_enabled = threading.Lock(), 0, True  # of the garbage collector
+# state of the garbage collector: pauses in progress, and whether it was enabled before them
+_pause_lock, _pauses, _was_enabled = threading.Lock(), 0, True
 
 
 class Span(NamedTuple):
@@ -101,14 +102,14 @@ def request(url: str, stamp: Stamp) -> Fetch:
 class ReadAhead:
     """The requests of a datastore that are in progress, by a key such as the image's index.
 
-    It does not keep them alive: the caller of `start` does.
+    Only the caller of `start` keeps them alive.
     """
 
     def __init__(self) -> None:
         self._fetches: weakref.WeakValueDictionary[Hashable, Fetch] = weakref.WeakValueDictionary()
 
     def missing(self, keys: Iterable[Any]) -> set[Any]:
-        """Return the keys that no request in progress has."""
+        """Return the keys without a request in progress."""
         return {key for key in keys if self._pending(key) is None}
 
     def _pending(self, key):
@@ -130,7 +131,7 @@ class ReadAhead:
 class RemoteFile:
     """An object that is read by byte offset, with the methods of `files.RawFile`.
 
-    With `--cache-dir`, the object is brought over at the first `check`, once per node.
+    With `--cache-dir`, the first `check` copies the object to that folder, once per node.
 
     Parameters
     ----------
@@ -147,11 +148,11 @@ class RemoteFile:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the object has been brought over."""
+        """Whether the object has been copied to `--cache-dir`."""
         return self._copy is not None
 
     def check(self) -> None:
-        """Bring the object over if there is a `--cache-dir`. Every request checks the Stamp."""
+        """Copy the object to `--cache-dir`, if it is set. Every request checks the Stamp."""
         path = disk_cache.path_of(self.url, self.expected, ".file")
         if path is None:
             return
@@ -197,7 +198,7 @@ class RemoteFile:
         return self._pending.start(ranges, request)
 
     def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
-        """Fill the rows of a C-ordered array with the bytes from an offset per row on."""
+        """Fill each row of a C-ordered array with the bytes that start at the row's offset."""
         nbytes = rows.nbytes // max(len(rows), 1)
         if not nbytes:
             return
@@ -270,8 +271,8 @@ class ByteStream(io.RawIOBase):
     def in_hdf5(self) -> Iterator[None]:
         """Pause Python's garbage collector while the HDF5 library reads from this file.
 
-        h5py holds a lock while it waits for the thread of the requests. If that thread collected an
-        object of h5py, which needs the lock, both would wait for ever.
+        h5py holds a lock while it waits for the event loop's thread. To collect an object of h5py,
+        that thread would need the lock, and both would wait for ever.
         """
         global _pauses, _was_enabled
         with _pause_lock:
@@ -280,7 +281,7 @@ class ByteStream(io.RawIOBase):
                 gc.disable()
             _pauses += 1
         try:
-            # A collection that this thread has begun ends before its next task.
+            # Wait for a collection that the event loop's thread has already begun.
             store_of(self.file.url).wait_for_loop()
             yield
         finally:
@@ -290,7 +291,7 @@ class ByteStream(io.RawIOBase):
                     gc.enable()
 
     def give(self, spans: list[tuple[int, bytes]]) -> None:
-        """Provide bytes (offset, bytes) that this thread's next reads need."""
+        """Store pieces (offset, bytes), from which this thread's next reads take their bytes."""
         self._provided.spans = spans
 
     def readinto(self, buffer: Any) -> int:

@@ -32,7 +32,7 @@ PACKAGES = {
 }
 HTTP = ("http", "https")
 CONNECT_SECONDS, READ_SECONDS = 10, 30  # time-outs of one attempt
-# The entries of an object's description that change with its content; the first one counts.
+# Entries of an object's description that change with its content, in order of preference.
 VERSIONS = (
     "ETag",
     "etag",
@@ -65,11 +65,11 @@ class Store:
     def __init__(self, protocol: str, configuration: settings.Settings):
         self.protocol, self.configuration = protocol, configuration
         self.fs = _filesystem(protocol, configuration)
-        self._urls: dict[str, BucketUrls] = {}  # of S3, by bucket
+        self._urls: dict[str, BucketUrls] = {}  # {bucket: URLs of its objects}, for S3
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
-        import asyncio  # takes 40 ms, which local data do not need
+        import asyncio  # takes 40 ms, so programs with local data do without it
 
         self._slots = asyncio.Semaphore(configuration.requests)
 
@@ -80,7 +80,7 @@ class Store:
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
 
     def wait_for_loop(self) -> None:
-        """Wait until the thread of the event loop has ended what it was doing."""
+        """Wait until the event loop has finished its current work."""
         import asyncio
 
         self.start(asyncio.sleep(0)).result()
@@ -118,9 +118,9 @@ class Store:
         return _stamp_of(info) if info["type"] == "file" else None
 
     async def _http_stamp(self, url):
-        """Return the Stamp of an HTTP URL, or None for an index page or for nothing.
+        """Return the Stamp of an HTTP URL, or None if it is an index page or does not exist.
 
-        The method of fsspec would report any error as a missing file.
+        fsspec's own method reports every error as a missing file.
         """
         session = await self._http.set_session()
         for method in ("HEAD", "GET"):  # some servers know no HEAD
@@ -129,7 +129,7 @@ class Store:
                     return None
                 if method == "HEAD" and reply.status in (405, 501):
                     continue
-                if reply.status >= 300:  # a redirection without a target included
+                if reply.status >= 300:  # including a redirection without a target
                     raise refusal(reply.status, reply.reason, await reply.read())
                 if reply.content_length is not None:
                     return Stamp(reply.content_length, _version(reply.headers))
@@ -216,7 +216,7 @@ class Store:
         headers = {"Range": span} if span else {}
         async with session.get(URL(url, encoded=True), headers=headers) as reply:
             content = await reply.read()
-            if reply.status >= 300:  # a redirection without a target included
+            if reply.status >= 300:  # including a redirection without a target
                 raise refusal(reply.status, reply.reason, content)
             total = reply.headers.get("Content-Range", "").rpartition("/")[2]
             size = int(total) if total.isdigit() else len(content)
@@ -235,8 +235,8 @@ async def _http_client(**options):
         connector=TCPConnector(ssl=ssl.create_default_context(cafile=bundle)),
         timeout=ClientTimeout(None, connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
         headers={"Accept-Encoding": "identity"},
-        auto_decompress=False,  # of objects that are stored compressed
-        trust_env=bool(getproxies()),  # it costs time for each request
+        auto_decompress=False,  # objects may be stored compressed
+        trust_env=bool(getproxies()),  # looking for proxies costs time for each request
     )
 
 
@@ -299,7 +299,7 @@ def _stamp_of(info):
 
 
 def _version(info):
-    """Return a number that changes with the version of an object, at least 0."""
+    """Return a number, at least 0, that changes with the content of an object."""
     version = next((info[name] for name in VERSIONS if info.get(name) is not None), "")
     if isinstance(version, datetime.datetime):  # a listing may give the time as a number
         version = version.timestamp()

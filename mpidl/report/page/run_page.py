@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.report.page import svg_charts
+from mpidl.report import svg_charts
 from mpidl.report.page.elements import Content, element, page, table
 from mpidl.report.progress.rows import clock
 from mpidl.report.run_files import TIMES, ConfusionTable, RunFiles
@@ -54,18 +54,10 @@ tr.differs th, tr.differs td { background: #fff3cd; }
 .hash { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; word-break: break-all; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
   gap: 22px 28px; }
-figure { margin: 0; break-inside: avoid; }
-figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--dim); }
+figure { break-inside: avoid; }
+figcaption { display: flex; flex-wrap: wrap; gap: 2px 0; font-size: 13px; color: var(--dim); }
 figcaption b { color: var(--ink); font-size: 14px; }
-figcaption i { display: inline-block; width: 20px; border-top: 2.5px solid; margin: 0 6px 4px 0; }
-figcaption i.dashed { border-top-style: dashed; }
-figcaption i.faint { border-top-width: 1.5px; opacity: 0.45; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font-size: 13px; fill: var(--dim); }
-.grid { stroke: var(--line); }
-polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
-polyline.dashed { stroke-dasharray: 6 4; }
-polyline.faint { stroke-width: 1; opacity: 0.4; }
+svg { height: auto; display: block; }
 details summary { cursor: pointer; color: var(--dim); margin: 8px 0; }
 @media print { main { max-width: none; padding: 0; } h2 { break-after: avoid; }
   table, figure { break-inside: avoid; } .wide { overflow: visible; }
@@ -201,8 +193,7 @@ def _curves(runs, names):
         lines = [
             svg_charts.Line(
                 "" if len(runs) == 1 else name,
-                getattr(run.history, kind).iteration,
-                getattr(getattr(run.history, kind), field),
+                _points(getattr(run.history, kind), field),
                 colour,
             )
             for run, name, colour in zip(runs, names, colours, strict=True)
@@ -226,9 +217,13 @@ def _lines(run, field, prefix, colour):
         if len(series) and not hidden:
             name = title if single else f"{prefix}{title.split(',')[0]}"
             shade = svg_charts.COLOURS[1] if single and kind == "validation" else colour
-            values = getattr(series, field) * factor
-            lines.append(svg_charts.Line(name, series.iteration, values, shade, style))
+            lines.append(svg_charts.Line(name, _points(series, field, factor), shade, style))
     return lines
+
+
+def _points(series, field, factor=1):
+    values = getattr(series, field) * factor
+    return list(zip(series.iteration.tolist(), values.tolist(), strict=True))
 
 
 def _options(runs, names):

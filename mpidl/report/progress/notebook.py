@@ -11,13 +11,15 @@ import os
 import sys
 import time
 from typing import Any
+from xml.etree import ElementTree
 
-from mpidl.report import plots
+from mpidl.report import plots, svg_charts
 from mpidl.report.metrics import number
-from mpidl.report.progress import chart, rows
+from mpidl.report.progress import rows
 
 FLUSH_SECONDS = 0.3  # longest time that rank 0 holds back a record
 DRAW_SECONDS = 0.5  # shortest time between two drawings
+CHART_SIZE = 430, 230  # pixels
 PREFIX = "live-"  # of the files; a number follows
 
 _folder: str | None = None
@@ -61,7 +63,7 @@ class Run:
         self.start_time, self.end_time = time.monotonic(), 0.0
         self.epochs = self.iterations = self.first = 0.0
         self.last: dict[str, Any] = {}  # the last iteration
-        self.curves: dict[str, chart.Curve] = {}  # {series: points (iteration, value)}
+        self.curves: dict[str, svg_charts.Curve] = {}  # {series: points (iteration, value)}
         self.validation: dict[str, Any] = {}
         self.epoch_start = 0.0
         self.state = "starting"
@@ -92,7 +94,7 @@ class Run:
                 x, self.epoch_start = (self.epoch_start + x) / 2, x
             for name in ("loss", "accuracy"):
                 if record[name] is not None:
-                    curve = self.curves.setdefault(f"{kind} {name}", chart.Curve())
+                    curve = self.curves.setdefault(f"{kind} {name}", svg_charts.Curve())
                     curve.add(x, record[name])
 
     def end(self) -> None:
@@ -132,25 +134,26 @@ class Run:
         if not self.end_time:
             x_end = min(1.25 * x_end, self.iterations)  # room for what follows
         charts = [
-            chart.chart(name, self._lines(name), x_end, y_end)
-            for name, y_end in (("loss", None), ("accuracy", 1.0))
+            svg_charts.chart(name, self._lines(name), log=log, ends=(x_end, y_end), size=CHART_SIZE)
+            for name, log, y_end in (("loss", True, None), ("accuracy", False, 1.0))
             if f"iteration {name}" in self.curves
         ]
+        drawn = "".join(ElementTree.tostring(c, "unicode", method="html") for c in charts)
         style = "font-family:sans-serif;font-size:13px;margin:4px 0"
-        return f'<div><div style="{style}">{" · ".join(self.facts())}</div>{"".join(charts)}</div>'
+        columns = f"display:grid;grid-template-columns:repeat(auto-fill,{CHART_SIZE[0]}px)"
+        facts = " · ".join(self.facts())
+        return f'<div style="{style}">{facts}<div style="{columns}">{drawn}</div></div>'
 
     def _lines(self, name):
+        series = (
+            ("mini-batch", "iteration", plots.TRAINING, "faint"),
+            ("epoch", "epoch", plots.TRAINING, "line"),
+            ("validation", "validation", plots.VALIDATION, "line"),
+        )
         return [
-            chart.Line("mini-batch", plots.FAINT, self._points(f"iteration {name}"), 0.8),
-            chart.Line("epoch", plots.TRAINING, self._points(f"epoch {name}"), 1.8, True),
-            chart.Line(
-                *("validation", plots.VALIDATION, self._points(f"validation {name}")),
-                *(1.8, True),
-            ),
+            svg_charts.Line(label, list(self.curves.get(f"{kind} {name}", ())), colour, style)
+            for label, kind, colour, style in series
         ]
-
-    def _points(self, series):
-        return list(self.curves.get(series, ()))
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/html": self.html(), "text/plain": ", ".join(self.facts())}

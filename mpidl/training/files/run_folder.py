@@ -17,20 +17,22 @@ from typing import Any
 import numpy as np
 
 from mpidl.comm import World, hang_report
-from mpidl.errors import NotFinite, UserError
+from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.report import Metrics, history, metrics, plots, status
 from mpidl.report.trackers import tracking
 from mpidl.training import timeline
 from mpidl.training.audit import audit
-from mpidl.training.files import checkpoint
+from mpidl.training.files import checkpoint, lock_file
+from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import Position
 
 BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files is that of a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
-# Files that a new run in the folder of another one removes, besides the event files.
+# Files that a new run in the folder of another one removes, besides the event files. The lock is
+# not one of them: the new run holds it.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -49,6 +51,7 @@ RESULTS = (
 COPIED = (history.FILE, TENSORBOARD)  # into the folder of a run that resumes another one
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
+RECORD_LOOK_SECONDS = 2 * lock_file.RENEW_SECONDS  # a run that was suspended looks at its lock
 PLOT_SECONDS = 10.0  # minimum time between two plots, because training waits for a plot
 # Arguments that set the folder, resume a run and replace a run, as error messages write them.
 COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
@@ -141,6 +144,8 @@ class RunFolder:
         Arguments of `dl.train`.
     world : World
         The ranks.
+    lock : RunLock
+        The constructor takes the lock of an existing folder; `make` that of a new one.
 
     Attributes
     ----------
@@ -153,30 +158,44 @@ class RunFolder:
     ------
     UserError
         On all ranks, if `resume` is neither a folder nor a loaded checkpoint, if the checkpoint
-        cannot be loaded, or if `out` holds another run and `overwrite` is false. The constructor
-        changes no files.
+        cannot be loaded, if `out` holds another run and `overwrite` is false, or if another process
+        uses the folder. The constructor changes no files of the run.
     """
 
-    def __init__(self, out: Any, resume: Any, overwrite: bool, world: World) -> None:
+    def __init__(self, out: Any, resume: Any, overwrite: bool, world: World, lock: RunLock) -> None:
         is_folder = resume is None or isinstance(resume, str | os.PathLike)
         if not is_folder and not isinstance(resume, tuple):
             kind = type(resume).__name__
             raise UserError(f"resume: expected the folder of a run, found {kind}")
         self.resumed = resume if is_folder else None
         self.out, self.resume = self.resumed if out is None else out, resume
+        self.lock, self._spelled = lock, PYTHON_WORDS[1 if out is None else 0]
         # A caller that loaded the checkpoint itself has already prepared the folder.
         self.is_to_be_cleared = is_folder and (overwrite or resume is not None)
-        if is_folder and self.out is not None and not overwrite:
-            on_rank_0(world, lambda: refuse_a_run(self.out, resume, PYTHON_WORDS))
+        if self.out is not None:
+            lock.take(self.out, self._spelled, create=False)
+        self._may_hold_a_run = overwrite or not is_folder
+        self._refuse_a_run()
         if self.resumed is not None:
             self.resume = on_rank_0(world, lambda: checkpoint.load(resume))
 
     def make(self) -> None:
-        """Create the folder and remove an earlier run's files. Raises UserError."""
+        """Create and lock the folder, and remove an earlier run's files. Collective.
+
+        Raises UserError.
+        """
+        self.lock.take(self.out, self._spelled)
+        self._refuse_a_run()  # another job may have used a new folder before this one has locked it
+        if self.is_to_be_cleared:
+            on_rank_0(self.lock.world, self._clear)
+
+    def _refuse_a_run(self):
+        if self.out is not None and not self._may_hold_a_run:
+            on_rank_0(self.lock.world, lambda: refuse_a_run(self.out, self.resumed, PYTHON_WORDS))
+
+    def _clear(self):
         try:
-            if self.is_to_be_cleared:
-                make_folder(self.out, self.resumed)
-            os.makedirs(self.out, exist_ok=True)
+            make_folder(self.out, self.resumed)
         except OSError as error:
             raise UserError(f"{self.out}: cannot be created: {reason(error)}") from error
 
@@ -195,8 +214,9 @@ def _recorded(path):
 class RunWriter:
     """Collects the records of a run, and writes its files on rank 0 if the run has a folder.
 
-    `save`, `plot` and the constructor are collective. If rank 0 cannot write, all ranks raise
-    UserError. If `record` cannot write, all ranks raise UserError at the next checkpoint.
+    `save`, `write`, `plot` and the constructor are collective. If rank 0 cannot write, all ranks
+    raise UserError, or LostLock if another process has taken over the folder. If `record` cannot
+    write, all ranks raise at the next checkpoint.
 
     Parameters
     ----------
@@ -222,22 +242,27 @@ class RunWriter:
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
         self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
-        self.record_error: UserError | None = None
+        self.record_error: UserError | LostLock | None = None
         self.plot_time = -math.inf
         self.recorder = history.HistoryRecorder()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self.before_checkpoint: list[Callable[[], None]] = []
         if folder.out is not None:
-            self._on_rank_0(folder.make)
+            folder.make()
             path = os.path.join(self.out, history.FILE)
             open_metrics = functools.partial(Metrics, path, world.rank, cut=last_iteration)
             self.metrics = call_together(world, open_metrics)
             if last_iteration:
                 self.recorder = on_rank_0(world, lambda: _recorded(path))
 
-    def _on_rank_0(self, function):
-        """Call a function on rank 0, and raise its UserError on all ranks. Collective."""
-        call_together(self.world, function if self.world.rank == 0 else lambda: None)
+    def write(self, function: Callable[[], object]) -> None:
+        """Call a function that writes files on rank 0, and raise its errors on all. Collective."""
+
+        def write():
+            self.folder.lock.check()
+            function()
+
+        call_together(self.world, write if self.world.rank == 0 else lambda: None)
 
     def record(self, *numbers: Any) -> None:
         """Add a record to the history, call the listeners, and write a line to metrics.jsonl.
@@ -260,8 +285,9 @@ class RunWriter:
         """Call a function, unless an earlier call failed; keep its error for the checkpoint."""
         if self.record_error is None:
             try:
+                self.folder.lock.check(RECORD_LOOK_SECONDS)
                 write(*arguments)
-            except UserError as error:
+            except (UserError, LostLock) as error:
                 self.record_error = error
 
     def save(
@@ -305,7 +331,7 @@ class RunWriter:
                 function()
             checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
 
-        self._on_rank_0(write)
+        self.write(write)
 
     def rewind(self, iteration: int) -> None:
         """Remove the records of later iterations, which the run computes again."""
@@ -322,11 +348,12 @@ class RunWriter:
                 self.plot_time = time.monotonic()
 
         if self.out is not None:
-            self._on_rank_0(draw)
+            self.write(draw)
 
     def close(self) -> None:
-        if self.metrics:
-            self.metrics.close()
+        """Close metrics.jsonl. After the loss of the lock, discard records not yet written."""
+        if self.metrics is not None:
+            self.metrics.close(discard=self.folder.lock.is_lost)
 
     def check_finite(
         self,

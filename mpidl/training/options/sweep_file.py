@@ -1,4 +1,4 @@
-"""Read the TOML file of a sweep: the options of every trial, and those that vary."""
+"""Read the TOML file of a sweep: its common options, and the options that vary."""
 
 import itertools
 import math
@@ -19,9 +19,9 @@ from mpidl.training.options.option_types import at_least, check_value, nearest
 
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
-DIGITS = 6  # significant digits of random numbers, which are then the same with any C library
+DIGITS = 6  # significant digits of random numbers; C libraries differ in the digits after them
 
-# Options that do not change the weights; a sweep may continue with others.
+# Options that do not change the weights; their values may change when a sweep continues.
 SPEED = (
     *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
     *("checkpoint_every", "verbose", "verbose_every", "plots"),

@@ -1,4 +1,4 @@
-"""Conversion of pixels to lanes: plain C loops, values by hand, decoded planes, threads."""
+"""Conversion of pixels to lanes: values by hand, decoded planes, threads."""
 
 import threading
 
@@ -11,7 +11,6 @@ from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES, blocks_of
 
 SHAPES = [(1, 28, 28), (3, 32, 32), (3, 5, 7), (1, 1, 1), (2, 3, 16), (1, 2, 17), (4, 2, 33)]
 
@@ -22,24 +21,6 @@ def moves(count, shape):
     shifts = [random.integers(-n - 2, n + 3, count, dtype=np.int32) for n in shape[1:]]
     mirrored = random.integers(0, 4, count, dtype=np.int32)
     return {"mirrored": mirrored, "top": shifts[0], "left": shifts[1]}
-
-
-@needs_kernels
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [1, 16, 40])
-def test_plain_loops_have_the_bytes_of_the_reference(shape, count):
-    """test_conformance.py compares the fast loops with the reference."""
-    pixels, (_, h, w) = pixels_of((count,), count, *shape), shape
-    for size in ((h, w), (max(1, h - 3), max(1, w // 2)), (h + 2, w + 9)):
-        options = moves(count, shape)
-        expected = reference.images(pixels, size, **options)
-        assert expected.shape == (blocks_of(count), shape[0], *size, LANES)
-        plain = np.empty_like(expected)
-        sizes = np.array([*shape, *size, 0], np.int64)
-        builds.kernels().images_plain(
-            pixels, count, sizes, *options.values(), None, None, None, plain
-        )
-        assert np.array_equal(plain, expected)
 
 
 @needs_kernels

@@ -31,7 +31,7 @@ def images(device):
     ],
 )
 def test_ops_of_numpy_arrays_refuse_device_arrays(images, call):
-    assert backends.of(images) is GPU
+    assert backends.of_value(images) is GPU
     with pytest.raises(
         TypeError, match="has no GPU kernel, but .* is on a GPU: run with --device cpu"
     ):

@@ -139,9 +139,9 @@ def test_a_rollback_records_the_step_again(world, monkeypatch):
     finish, count = StepProgram.finish, []
 
     def spoiled(self, handle):
-        loss, *others = finish(self, handle)
+        loss, *counts = finish(self, handle)
         count.append(1)
-        return (np.nan if len(count) == 3 else loss, *others)
+        return (np.nan if len(count) == 3 else loss, *counts)
 
     monkeypatch.setattr(StepProgram, "finish", spoiled)
     net, result = trained(world, on_nan="rollback", learning_rate=0.1)

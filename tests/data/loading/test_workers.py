@@ -179,5 +179,5 @@ threading.Thread(target=train).start()
 def test_threads_neither_hold_up_the_end_of_a_program_nor_need_its_main_thread(program, output):
     """The process ends even if a read never returns."""
     command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, output, "")
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, output, "")

@@ -103,9 +103,9 @@ def test_keys_that_only_the_client_has(session_keys, monkeypatch):
             client.generate_presigned_url = None  # the other URLs need no client
             return first, [await urls.url(key) for key in KEYS]
 
-    first, others = asyncio.run(signed_urls())
+    first, urls = asyncio.run(signed_urls())
     template = presigned.make_template(first, "a", "secret/key")
-    assert others == [template.sign(key) for key in KEYS]
+    assert urls == [template.sign(key) for key in KEYS]
 
 
 @pytest.mark.parametrize(

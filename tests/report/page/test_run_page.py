@@ -11,7 +11,6 @@ from image_sets import refusal
 import mpidl as dl
 from mpidl.cli import report
 from mpidl.report import Metrics, run_files
-from mpidl.report.page import svg_charts
 
 EVIL = '<script>alert("1")</script>'
 
@@ -142,7 +141,7 @@ def test_results_from_before_a_resume_are_left_out(tmp_path):
         (run / "summary.json").write_text(json.dumps(summary | {"iterations": iterations}))
         page = page_of(tmp_path / "run.html", run)
         assert page.row("state") == [state]
-        assert ("accuracy" in [row[0] for row in page.rows]) == (iterations == 8)
+        assert ("accuracy" in [cells[0] for cells in page.rows]) == (iterations == 8)
 
 
 def test_a_run_that_is_being_written(tmp_path):
@@ -177,7 +176,7 @@ def test_a_damaged_run_is_one_line(tmp_path, file, content, text):
 
 
 @pytest.mark.parametrize(
-    ("summary", "shown"),
+    ("summary", "row"),
     [
         ({"train_seconds": "x"}, ["training time", "0:00:04"]),
         ({"accuracy": "n/a", "loss": True}, None),
@@ -186,17 +185,17 @@ def test_a_damaged_run_is_one_line(tmp_path, file, content, text):
         ({"stopped": ["SIGTERM"], "ranks": {}}, ["state", "finished"]),
     ],
 )
-def test_results_of_a_wrong_type_are_left_out(tmp_path, summary, shown):
+def test_results_of_a_wrong_type_are_left_out(tmp_path, summary, row):
     """Each is beside a run with all results, in a table that names the best."""
     runs = [write_run(tmp_path / name) for name in ("a", "b")]
     results = json.loads((runs[0] / "summary.json").read_text())
     (runs[0] / "summary.json").write_text(json.dumps(results | summary))
     page_of(tmp_path / "both.html", *runs)
     page = page_of(tmp_path / "one.html", runs[0])
-    if shown is None:
-        assert not {"accuracy", "loss"} & {row[0] for row in page.rows}
+    if row is None:
+        assert not {"accuracy", "loss"} & {cells[0] for cells in page.rows}
     else:
-        assert page.row(shown[0]) == shown[1:]
+        assert page.row(row[0]) == row[1:]
 
 
 def test_records_with_unusual_numbers(tmp_path):
@@ -228,21 +227,6 @@ def test_wrong_arguments_are_one_line(tmp_path):
         ([run, "--htm", "a.html"], "unknown option --htm: did you mean --html?"),
     ):
         assert text in refusal(report.main, words)
-
-
-def test_ticks_are_round_and_span_the_values():
-    assert svg_charts.ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    assert svg_charts.ticks(0, 568) == [0, 200, 400, 600]
-    assert svg_charts.ticks(3, 3) == [3, 4]
-
-
-def test_long_lines_keep_their_extremes():
-    values = np.zeros(100_000)
-    values[70_001] = 5
-    line = svg_charts.Line("a", np.arange(len(values)), values, "red")
-    points = svg_charts.chart("Loss", [line]).find("svg/polyline").get("points").split()
-    assert len(points) <= svg_charts.MAX_POINTS
-    assert min(float(point.split(",")[1]) for point in points) == svg_charts.TOP
 
 
 @pytest.mark.parametrize(

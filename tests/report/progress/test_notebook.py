@@ -1,6 +1,5 @@
 """The live display of a notebook: its records, curves and numbers."""
 
-import math
 import sys
 import types
 import xml.etree.ElementTree as ElementTree
@@ -10,9 +9,7 @@ from short_training import pictures, small
 
 import mpidl as dl
 from mpidl.report import Console
-from mpidl.report.progress import chart, notebook
-
-SVG = "{http://www.w3.org/2000/svg}"
+from mpidl.report.progress import notebook
 
 
 @pytest.fixture
@@ -48,7 +45,7 @@ def recorded(monkeypatch, tmp_path):
 
 
 def elements(html, kind):
-    return list(ElementTree.fromstring(html).iter(SVG + kind))
+    return list(ElementTree.fromstring(html).iter(kind))
 
 
 def trained(world, **options):
@@ -122,45 +119,3 @@ def test_a_stopped_training_says_so(recorded, displays, world):
     trained(world, output_functions=lambda info: info.iteration == 2)
     notebook.LiveDisplay(str(recorded)).update()
     assert displays[0][1][0].endswith("elapsed, stopped")
-
-
-def test_a_chart():
-    lines = [
-        chart.Line("mini-batch", "#abc", [(i, 1 / i) for i in range(1, 401)]),
-        chart.Line("epoch", "#123", [(5, 0.5), (6, math.nan), (9, 0.25)], has_markers=True),
-        chart.Line("validation", "#f00", []),
-    ]
-    svg = chart.chart("loss", lines, 400)
-    long_line, short_line = elements(svg, "polyline")
-    assert len(long_line.get("points").split()) == 400
-    assert len(short_line.get("points").split()) == len(elements(svg, "circle")) == 2
-    texts = [element.text for element in elements(svg, "text")]
-    assert {"loss", "epoch", "mini-batch", "iteration", "0.1", "0.01", "400"} <= set(texts)
-    assert "validation" not in texts
-    points = [tuple(map(float, pair.split(","))) for pair in long_line.get("points").split()]
-    assert all(0 <= x <= chart.WIDTH and 0 <= y <= chart.HEIGHT for x, y in points)
-    assert points == sorted(points) and points[0][1] < points[-1][1]  # y grows downwards
-
-
-@pytest.mark.parametrize("values", [[], [0.0], [2.0], [-1.0, 3.0], [5.0, 5.0], [1e-9, 1e9]])
-def test_a_chart_of_unusual_values(values):
-    svg = chart.chart("loss", [chart.Line("a", "#000", list(enumerate(values)))], 0)
-    assert "nan" not in svg and elements(svg, "text")
-    assert elements(chart.chart("accuracy", [], 10, 1.0), "path")
-
-
-@pytest.mark.parametrize("count", [1, chart.MAX_POINTS // 2, 2 * chart.MAX_POINTS + 3, 100_001])
-def test_a_curve_keeps_its_extremes(count):
-    """However long it is, it has the same few points in every part, in their order."""
-    curve, spikes = chart.Curve(), {count // 3: -1.0, count // 2: 2.0}
-    for i in range(count):
-        curve.add(i, spikes.get(i, (i % 7) / 7))
-    points = list(curve)
-    assert points == sorted(points)
-    assert set(spikes.items()) <= set(points) or count == 1
-    if count <= chart.MAX_POINTS // 2:
-        assert [x for x, _ in points] == list(range(count))
-    else:
-        assert chart.MAX_POINTS // 4 < len(points) <= chart.MAX_POINTS
-        gaps = [after - before for (before, _), (after, _) in zip(points, points[1:], strict=False)]
-        assert max(gaps) <= 12 * count / chart.MAX_POINTS

@@ -1,0 +1,218 @@
+"""Draw curves as SVG, for pages about runs and for notebooks: axes, lines, points and a legend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+from xml.etree.ElementTree import Element
+
+from mpidl.report.page.elements import element
+
+SIZE = 720, 270  # pixels of a chart
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels
+MAX_POINTS = 600  # of a line, a multiple of 4; more would not be visible
+MAX_MARKS = 60  # of a line; more points are a line without marks
+LOG_RATIO = 20  # ratio of the largest to the smallest value from which an axis is logarithmic
+# Distinguishable with any colour vision, and on paper.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5c00", "#56b4e9", "#e69f00", "#555555")
+# {style of a line: (attributes of the line, CSS of its entry in the legend)}
+STYLES: dict[str, tuple[dict[str, str], str]] = {
+    "line": ({"stroke_width": "2"}, "2.5px solid"),
+    "dashed": ({"stroke_width": "2", "stroke_dasharray": "6 4"}, "2.5px dashed"),
+    "faint": ({"stroke_width": "1", "opacity": "0.4"}, "1.5px solid; opacity: 0.45"),
+}
+ENTRY = "display: inline-block; width: 20px; margin: 0 6px 4px 16px; border-top: "
+
+Point: TypeAlias = tuple[float, float]
+
+
+class Curve:
+    """The points of a line that grows, at most MAX_POINTS, which keep its extremes.
+
+    A long line is divided into parts of equal length. Each has its lowest and its highest point.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Point, Point]] = []  # the lowest and the highest of each part
+        self._count, self._size = 0, 1  # points so far, and points per part
+
+    def add(self, x: float, y: float) -> None:
+        """Append a point."""
+        part = (x, y), (x, y)
+        if self._count % self._size:
+            self._parts[-1] = _merged(self._parts[-1], part)
+        else:
+            if len(self._parts) == MAX_POINTS // 2:
+                pairs = zip(self._parts[::2], self._parts[1::2], strict=True)
+                self._parts, self._size = [_merged(*pair) for pair in pairs], 2 * self._size
+            self._parts.append(part)
+        self._count += 1
+
+    def __iter__(self) -> Iterator[Point]:
+        for part in self._parts:
+            yield from sorted(set(part))
+
+
+def _merged(part, following):
+    """Return the lowest and the highest point of two parts."""
+    points = *part, *following
+    return min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+
+
+class Line(NamedTuple):
+    """A line of a chart.
+
+    Attributes
+    ----------
+    name : str
+        Name in the legend; "" for a line without an entry.
+    points : sequence of (x, y)
+        The points, in ascending order of x. Points that are not finite are left out.
+    colour : str
+        Colour of the line.
+    style : {"line", "dashed", "faint"}
+        Solid with marks, dashed with marks, or thin and light.
+    """
+
+    name: str
+    points: Sequence[Point]
+    colour: str
+    style: str = "line"
+
+
+def chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    log: bool = False,
+    unit: str = "",
+    ends: tuple[float | None, float | None] = (None, None),
+    size: tuple[int, int] = SIZE,
+) -> Element:
+    """Draw lines against the iteration.
+
+    Parameters
+    ----------
+    title : str
+        Label of the vertical axis.
+    lines : sequence of Line
+        The lines; those without points are left out.
+    log : bool
+        Whether the vertical axis is logarithmic if the values differ by more than a factor of 20.
+    unit : str
+        Text behind the numbers of the vertical axis.
+    ends : (float or None, float or None)
+        Ends of the horizontal and the vertical axis; by default the largest values.
+    size : (int, int)
+        Width and height of the picture in pixels.
+
+    Returns
+    -------
+    Element
+        The SVG with its legend. It needs no style sheet.
+    """
+    lines = [line._replace(points=_visible(line.points)) for line in lines]
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return element("p", f"{title}: no numbers yet", class_="none")
+    values = [y for line in lines for _, y in line.points]
+    low, high = min(values), max(values) if ends[1] is None else ends[1]
+    is_log = log and low > 0 and high > LOG_RATIO * low
+    last = max(1.0, ends[0] or max(line.points[-1][0] for line in lines))
+    y_ticks = _decades(low, high) if is_log else ticks(min(low, 0.0), high)
+    axes = _Axes(size, last, (min(low, y_ticks[0]), max(high, y_ticks[-1])), is_log)
+
+    width, height = size
+    style = {
+        "font_size": "13",
+        "fill": "#5c6773",
+        "style": f"width: 100%; max-width: {width}px; background: #fff",
+    }
+    svg = element("svg", viewBox=f"0 0 {width} {height}", role="img", aria_label=title, **style)
+    ends_x = {"x1": str(LEFT), "x2": str(width - RIGHT)}
+    for tick in y_ticks:
+        y = f"{axes.y(tick):.1f}"
+        svg.append(element("line", stroke="#d9dde3", y1=y, y2=y, **ends_x))
+        text = f"{tick:.6g}{unit}"
+        svg.append(element("text", text, x=str(LEFT - 8), y=y, dy="4", text_anchor="end"))
+    for tick in ticks(0, last):
+        if tick == int(tick) and tick <= last:
+            place = {"x": f"{axes.x(tick):.1f}", "y": str(height - BOTTOM + 18)}
+            svg.append(element("text", f"{tick:g}", text_anchor="middle", **place))
+    place = {"x": str(width - RIGHT), "y": str(height - 6)}
+    svg.append(element("text", "iteration", text_anchor="end", **place))
+    for line in sorted(lines, key=lambda line: line.style != "faint"):
+        svg.extend(_draw(line, axes, line.name or title))
+    keys = [
+        element("span", element("i", style=f"color: {colour}; {ENTRY}{STYLES[style][1]}"), name)
+        for name, _, colour, style in lines
+        if name
+    ]
+    return element(
+        "figure", element("figcaption", element("b", title), *keys), svg, style="margin: 0"
+    )
+
+
+class _Axes:
+    """Places of values in the picture."""
+
+    def __init__(self, size, x_end, y_bounds, is_log):
+        self.size, self.x_end, self.is_log = size, x_end, is_log
+        self.low, self.high = map(self._scaled, y_bounds)
+        if self.low == self.high:
+            self.high += 1
+
+    def _scaled(self, value):
+        return math.log10(value) if self.is_log else value
+
+    def x(self, value):
+        return LEFT + value / self.x_end * (self.size[0] - LEFT - RIGHT)
+
+    def y(self, value):
+        fraction = (self._scaled(value) - self.low) / (self.high - self.low)
+        return self.size[1] - BOTTOM - fraction * (self.size[1] - TOP - BOTTOM)
+
+
+def _visible(points):
+    """Return the finite points, at most MAX_POINTS."""
+    points = [point for point in points if math.isfinite(point[1])]
+    if len(points) <= MAX_POINTS:
+        return points
+    curve = Curve()
+    for point in points:
+        curve.add(*point)
+    return list(curve)
+
+
+def _draw(line, axes, name):
+    places = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in line.points]
+    points, style = " ".join(map(",".join, places)), STYLES[line.style][0]
+    elements = [element("polyline", points=points, fill="none", stroke=line.colour, **style)]
+    if line.style != "faint" and len(places) <= MAX_MARKS:
+        for (x, y), (iteration, value) in zip(places, line.points, strict=True):
+            tip = element("title", f"{name}, iteration {iteration:g}: {value:.6g}")
+            elements.append(element("circle", tip, r="2.6", fill=line.colour, cx=x, cy=y))
+    return elements
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return about `count` round numbers that span the interval from `low` to `high`."""
+    span = high - low
+    if not span > 0:
+        return [low, low + 1] if low >= 0 else [low, 0.0]
+    step = 10 ** math.floor(math.log10(span / count))
+    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= count)
+    first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def _decades(low, high):
+    """Return powers of ten for a logarithmic axis; on a short axis also 2 and 5 times them."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    step = max(1, (last - first) // 6)
+    numbers = [factor * 10.0**n for n in range(first, last + 1, step) for factor in factors]
+    inside = [number for number in numbers if low <= number <= high]
+    below = max((n for n in numbers if n <= low), default=numbers[0])
+    return [below, *(number for number in inside if number > below)]

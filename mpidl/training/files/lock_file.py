@@ -1,0 +1,286 @@
+"""The file by which one job at a time writes to a folder: taken, renewed, taken over, removed.
+
+The file must work on any file system that nodes share. Locks of the operating system (flock) often
+hold on one node only, so the file itself is the lock:
+
+- A process takes the lock by `link`, which fails if the file exists, and gives the file its content
+  in the same step.
+- The holder renews the modification time. Nobody compares the clocks of two nodes: a renewal is a
+  change of the time, and an age is the difference from a file that was just written beside it.
+- To take over the lock of an ended process, a process first creates the file that claims the
+  succession of that holder; its name has the holder's token. Only one process can create it. If
+  that process ends too, others claim its succession.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import time
+from typing import NamedTuple
+
+from mpidl.errors import FolderInUse, LostLock
+from mpidl.training.files.lock_holder import Holder
+
+NAME = "run.lock"
+RENEW_SECONDS = 5.0  # time between two renewals
+# A lock of another machine whose file has not changed for this time is free.
+STALE_SECONDS = 60.0
+# Time for which a process at least watches a lock of another machine, however old the file looks.
+WATCH_SECONDS = 3 * RENEW_SECONDS
+MAX_BYTES = 4096
+# Errors of file systems without hard links.
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+LEFTOVER = re.compile(rf"\.{re.escape(NAME)}\.[0-9a-f]+\.(part|claim)")
+
+
+class Entry(NamedTuple):
+    """What a file of a lock holds: the holder, None if it is unreadable, and the file's times."""
+
+    holder: Holder | None
+    token: str
+    written: float  # seconds
+
+    @property
+    def description(self) -> str:
+        return self.holder.describe() if self.holder else "a process that cannot be identified"
+
+
+class LockFile:
+    """The lock of a folder, for a process that wants it or holds it.
+
+    Parameters
+    ----------
+    folder : path
+        An existing folder.
+    holder : Holder
+        This process.
+
+    Attributes
+    ----------
+    path : str
+        Path of the lock's file.
+    is_lost : bool
+        Whether the lock, once taken, has been removed or taken over by another process.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], holder: Holder) -> None:
+        self.folder, self.holder = os.fspath(folder), holder
+        self.path = os.path.join(self.folder, NAME)
+        self.is_lost = False
+        self._confirm_time = 0.0
+        self._first_looks: dict[str, tuple[float, float]] = {}
+
+    def attempt(self) -> Entry | None:
+        """Try to take the lock.
+
+        Returns
+        -------
+        Entry or None
+            None if this process now holds the lock. Otherwise the lock of a process of another
+            machine that may have ended. Try again until it is renewed, or until it is free.
+
+        Raises
+        ------
+        FolderInUse
+            If another process holds the lock.
+        OSError
+            If the folder cannot be written to.
+        """
+        start_time = time.monotonic()
+        with self._part(self.holder) as part:
+            now = os.stat(part).st_mtime
+            while not self._create(self.path, part, self.holder):
+                chain, is_free = self._chain(part, now)
+                if chain and not is_free:
+                    return chain[-1]
+                if chain and self._succeed(chain, part):
+                    break
+            self._confirm_time = start_time
+            self._remove_leftovers(now)
+        return None
+
+    def _chain(self, part, now):
+        """Return the entries of the holder and its successors, and whether the last one is free.
+
+        If it is, this process has claimed its succession. An empty chain means that the lock has
+        changed in between.
+        """
+        chain, path = [], self.path
+        while (entry := self._read(path)) is not None:
+            chain.append(entry)
+            if not self._is_free(entry, now):
+                return chain, False
+            path = self._claim_of(entry.token)
+            if self._create(path, part, self.holder):
+                return chain, True
+        return [], False
+
+    def _is_free(self, entry, now):
+        """Return whether the holder has ended; raise FolderInUse if it has not."""
+        if entry.holder is not None:
+            is_alive = entry.holder.is_alive()
+            if self.holder.follows(entry.holder) or is_alive is False:
+                return True
+            if is_alive:
+                raise FolderInUse(entry.description)
+        monotonic = time.monotonic()
+        written, look_time = self._first_looks.setdefault(entry.token, (entry.written, monotonic))
+        if written != entry.written:
+            raise FolderInUse(entry.description)
+        is_old = now - written >= STALE_SECONDS
+        return monotonic - look_time >= (WATCH_SECONDS if is_old else STALE_SECONDS)
+
+    def _succeed(self, chain, part):
+        """Replace the lock by this process's, unless it has changed since the chain was read."""
+        tokens = [entry.token for entry in chain]
+        paths = [self.path, *map(self._claim_of, tokens)]
+        entries = [self._read(path) for path in paths]
+        is_intact = [entry and entry.token for entry in entries] == [*tokens, self.holder.token]
+        if is_intact:
+            os.replace(part, self.path)
+        for path in paths[1:] if is_intact else paths[-1:]:
+            _remove(path)
+        return is_intact
+
+    def renew(self) -> None:
+        """Renew the lock, or set `is_lost`. If the file system does not answer, do nothing."""
+        start_time = time.monotonic()
+        try:
+            with _opened(self.path) as descriptor:
+                entry = _entry(descriptor)
+                if entry.token == self.holder.token:
+                    os.utime(descriptor)
+        except FileNotFoundError:
+            self.is_lost = True
+        except OSError:
+            return
+        else:
+            self.is_lost = self.is_lost or entry.token != self.holder.token
+        self._confirm_time = start_time
+
+    def check(self, seconds: float = 0.0) -> None:
+        """Raise LostLock if this process does not hold the lock any more.
+
+        Parameters
+        ----------
+        seconds : float
+            Look at the file only if the last look is longer ago.
+        """
+        if not self.is_lost and time.monotonic() - self._confirm_time >= seconds:
+            self.renew()
+        if self.is_lost:
+            entry = self._read(self.path)
+            cause = f"{entry.description} has it" if entry else "somebody has removed it"
+            raise LostLock(
+                f"{self.path}: this run has lost its lock: {cause}; it stops and writes nothing "
+                "more to the folder"
+            )
+
+    def release(self) -> None:
+        """Remove the lock, if this process still holds it. Never raises OSError."""
+        remover = self.holder.renamed()  # the lock is in use until its file is removed
+        claim = self._claim_of(self.holder.token)
+        try:
+            with self._part(remover) as part:
+                if not self._create(claim, part, remover):
+                    return  # another process takes it over
+        except OSError:  # on a full disk, another process cannot take it over either
+            self._remove_own()
+        else:
+            self._remove_own()
+            _remove(claim)
+
+    def _remove_own(self):
+        with contextlib.suppress(OSError):
+            entry = self._read(self.path)
+            if entry is not None and entry.token == self.holder.token:
+                os.unlink(self.path)
+
+    def _claim_of(self, token):
+        return os.path.join(self.folder, f".{NAME}.{token}.claim")
+
+    @contextlib.contextmanager
+    def _part(self, holder):
+        """Write a file that describes a holder, and remove it at the end of the block."""
+        path = os.path.join(self.folder, f".{NAME}.{holder.token}.part")
+        try:
+            _write(path, holder)
+            yield path
+        finally:
+            _remove(path)
+
+    @staticmethod
+    def _create(path, part, holder):
+        """Create a file with the content of `part`; return False if it exists."""
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError), _opened(path) as descriptor:
+                # A file server that repeats a request finds the link that it has made itself.
+                return _entry(descriptor).token == holder.token
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            try:
+                _write(path, holder)
+            except FileExistsError:
+                return False
+        return True
+
+    @staticmethod
+    def _read(path):
+        """Return the Entry of a file; None if there is none."""
+        try:
+            with _opened(path) as descriptor:
+                return _entry(descriptor)
+        except FileNotFoundError:
+            return None
+
+    def _remove_leftovers(self, now):
+        """Remove files of processes that were killed while they took or removed the lock."""
+        for name in os.listdir(self.folder):
+            path = os.path.join(self.folder, name)
+            if LEFTOVER.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    if now - os.stat(path).st_mtime > STALE_SECONDS:
+                        _remove(path)
+
+
+@contextlib.contextmanager
+def _opened(path):
+    """Open a file, which on NFS also asks the server for its current times."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _entry(descriptor):
+    status = os.fstat(descriptor)
+    holder = Holder.parse(os.read(descriptor, MAX_BYTES))
+    token = holder.token if holder else f"{status.st_ino:x}"
+    return Entry(holder, token, status.st_mtime)
+
+
+def _write(path, holder):
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to read it
+        os.write(descriptor, holder.content())
+    except OSError:
+        _remove(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path):
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,167 @@
+"""The process that holds the lock of a run's folder, as the lock's file describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+from mpidl.comm import job_process
+from mpidl.text import printable
+
+MAX_TEXT = 200  # characters of a text in a lock's file
+MAX_NUMBER = 2**40
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds the lock of a folder, or tries to take it.
+
+    Attributes
+    ----------
+    token : str
+        Random hexadecimal digits, which no other holder has.
+    host : str
+        Name of the host.
+    machine : str
+        The host's current boot and the namespace of process numbers; "" if the system does not
+        tell. Only processes with the same value can look at each other.
+    pid : int
+        Process number.
+    process_start : int
+        When the process started, in clock ticks since the boot; -1 if the system does not tell.
+        Another process that gets the same number later has another value.
+    since : float
+        When the process began to take the lock, in seconds since 1970 by the host's clock.
+    job : str
+        Slurm's job with the name of the cluster; "" outside of Slurm.
+    restart : int
+        How many times Slurm has requeued the job.
+    launch : str
+        Token of the `mpidl.launch` that started the process; "" if none did.
+    start : int
+        How many times `mpidl.launch` has started the training, including this time.
+    """
+
+    token: str
+    host: str
+    machine: str
+    pid: int
+    process_start: int
+    since: float
+    job: str = ""
+    restart: int = 0
+    launch: str = ""
+    start: int = 0
+
+    @staticmethod
+    def current(environment: Mapping[str, str] = os.environ) -> Holder:
+        """Return the holder that this process is; each call makes another token."""
+        job, cluster = (environment.get(f"SLURM_{name}", "") for name in ("JOB_ID", "CLUSTER_NAME"))
+        pid = os.getpid()
+        return Holder(
+            token=secrets.token_hex(8),
+            host=platform.node(),
+            machine=_machine(),
+            pid=pid,
+            process_start=_process_start(pid),
+            since=time.time(),
+            job=f"{job} of cluster {cluster}" if job and cluster else job,
+            restart=_number(environment.get("SLURM_RESTART_COUNT", "")),
+            launch=environment.get(job_process.VARIABLE, ""),
+            start=_number(environment.get(job_process.START_VARIABLE, "")),
+        )
+
+    def renamed(self) -> Holder:
+        """Return the same process with another token."""
+        return replace(self, token=secrets.token_hex(8))
+
+    def content(self) -> bytes:
+        """Return the content of the lock's file."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @staticmethod
+    def parse(content: bytes) -> Holder | None:
+        """Return the holder in the content of a file; None if it describes none."""
+        try:
+            values = json.loads(content)
+            holder = Holder(**values)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        is_valid = all(
+            isinstance(value, bool) is False and _fits(value, _TYPES[name])
+            for name, value in values.items()
+        )
+        return holder if is_valid and re.fullmatch("[0-9a-f]{16}", holder.token) else None
+
+    def describe(self) -> str:
+        """Describe the process in words: number, host, job, and since when it holds the lock."""
+        jobs = []
+        if self.job:
+            jobs.append(f"Slurm job {self.job}, restart {self.restart}")
+        if self.launch:
+            jobs.append(f"start {self.start} of mpidl launch")
+        job = f" ({'; '.join(jobs)})" if jobs else ""
+        since = time.strftime("%F %T", time.localtime(self.since))
+        return printable(f"process {self.pid} on host {self.host}{job} since {since}")
+
+    def follows(self, earlier: Holder) -> bool:
+        """Return whether this process is a later start of the same job.
+
+        Slurm and `mpidl.launch` end a job before they start it again.
+        """
+        is_requeued = self.job == earlier.job != "" and self.restart > earlier.restart
+        is_restarted = self.launch == earlier.launch != "" and self.start > earlier.start
+        return is_requeued or is_restarted
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process exists; None if this process cannot know that."""
+        if not self.machine or self.machine != _machine():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # a process of another user
+            pass
+        start = _process_start(self.pid)
+        if -1 in (start, self.process_start):
+            return None
+        return start == self.process_start
+
+
+_KINDS = {"int": int, "float": float, "str": str}
+_TYPES = {field.name: _KINDS[str(field.type)] for field in fields(Holder)}
+
+
+def _fits(value, kind):
+    if kind is str:
+        return isinstance(value, str) and len(value) <= MAX_TEXT
+    return isinstance(value, (int, kind)) and -1 <= value <= MAX_NUMBER
+
+
+def _number(text):
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
+def _machine():
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _process_start(pid):
+    """Return when a process started, in ticks; -1 if unknown, 0 if the process has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, *values = file.read().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return 0 if state in "XZ" else int(values[18])

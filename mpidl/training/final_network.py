@@ -1,0 +1,36 @@
+"""What a trainer does with its network after the last iteration and the last checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidl.comm.failure import Signals
+from mpidl.data import MinibatchQueue
+from mpidl.training.batchnorm_population import population_state
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
+
+
+def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
+    """Choose the best network and compute its population statistics, as the options require.
+
+    If a signal arrives during the validation or the computation, the rest is skipped. Collective.
+    """
+    net, options, world = trainer.net, trainer.options, trainer.world
+    validation, iteration = trainer.validation, trainer.position.iteration
+    if validation.store is not None and validation.last_iteration != iteration:
+        trainer.validate(interruptible=signals is not None)
+        if validation.owed:
+            return
+    trainer.step.close()
+    validation.give_best(net)
+    if options.batchnorm_statistics == "population" and iteration:
+        queue_options = {"prefetch": options.prefetch, **net.input_transform()}
+        queue_options["bad_images"] = trainer.bad_images
+        arguments = trainer.datastore, options.batch_size, options.seed, world, "never"
+        # replace the training queue, which frees its memory
+        trainer.queue = MinibatchQueue(*arguments, **queue_options)
+        with trainer.console.stage("batch-norm statistics", len(trainer.datastore)) as progress:
+            state = population_state(net.on(world.device), trainer.queue, world, signals, progress)
+        net.state = net.state if state is None else state
