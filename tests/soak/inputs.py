@@ -2,8 +2,9 @@
 
 Input number i of a parser is a valid file that `mutations.hostile` has damaged with random numbers
 of the key (seed, parser, i). The parser must accept it, or raise a UserError of one short line.
-Another exception, a signal, more than MEMORY of address space or more than SECONDS of time is a
-problem. Then the input is kept beside the log, with the lines of the last exception.
+Another exception, a signal, more than MEMORY of address space, more than CPU_SECONDS of work or
+more than WAIT_SECONDS in all is a problem. Then the input is kept beside the log, with the
+traceback.
 
 Processes that this one forks read the inputs, SHARE at a time, so that a crash ends only them. They
 say in shared memory which input they read.
@@ -26,7 +27,6 @@ import traceback
 import warnings
 from pathlib import Path
 
-import limits
 import mutations
 import parsers
 
@@ -34,10 +34,10 @@ from mpidl.data.formats import hdf5_probe
 
 MEMORY = 600 << 20  # bytes of address space that an input may add
 HARD_MEMORY = 8 << 30  # what the system refuses, so that this machine survives
-SECONDS = 20  # of a quiet machine
+CPU_SECONDS, WAIT_SECONDS = 20, 600  # whatever else the machine does
 PROBE_SECONDS = 3.0  # of the process that tries HDF5 files before mpidl reads them
 SHARE, SLOW_SHARE = 8000, 1000
-STATE = struct.Struct("<qd")  # number of the input, time of its begin
+STATE = struct.Struct("<qdd")  # number of the input, time and CPU time at its begin
 
 
 def content_of(seed, name, number, valid, beginning):
@@ -50,6 +50,12 @@ def address_space():
     return 1024 * int(re.search(r"VmPeak:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
+def cpu_time(pid):
+    """Return the CPU time of a process in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Worker:
     """A child process that reads the inputs `first` to `last` of one parser."""
 
@@ -58,14 +64,14 @@ class Worker:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.state = mmap.mmap(-1, STATE.size)
         self.problem = None
-        self._note(first - 1)  # while it prepares the valid file
+        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # it prepares the valid file
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
             self._run()
 
     def _note(self, number):
-        self.state[:] = STATE.pack(number, time.monotonic())
+        self.state[:] = STATE.pack(number, time.monotonic(), time.process_time())
 
     def _run(self):
         """Read the inputs and end the process; its error goes to the file `error`."""
@@ -111,10 +117,11 @@ class Worker:
             if code:
                 self.problem = self._last_line() if code > 0 else signal.Signals(-code).name
             return True
-        seconds = time.monotonic() - STATE.unpack(self.state)[1]
-        if seconds > SECONDS and seconds > SECONDS * limits.slowness():
+        _, begin, cpu_begin = STATE.unpack(self.state)
+        seconds, cpu_seconds = time.monotonic() - begin, cpu_time(self.pid) - cpu_begin
+        if seconds > WAIT_SECONDS or cpu_seconds > CPU_SECONDS:
             self.kill()
-            self.problem = f"hang: {seconds:.0f} s"
+            self.problem = f"hang: {seconds:.0f} s, {cpu_seconds:.0f} s of work"
             return True
         return False
 

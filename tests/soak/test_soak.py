@@ -122,7 +122,7 @@ def test_each_kind_of_problem_is_noticed_and_its_input_kept(tmp_path, monkeypatc
         path.write_bytes(b"1")
         return path, lambda: parsers.attempt(read_badly, path)
 
-    monkeypatch.setattr(inputs, "SECONDS", 1)
+    monkeypatch.setattr(inputs, "WAIT_SECONDS", 5)
     monkeypatch.setattr(inputs, "content_of", lambda seed, name, number, *_: b"%d" % number)
     monkeypatch.setattr(parsers, "PARSERS", {"bad": parsers.Parser(prepare)})
     options = argparse.Namespace(
