@@ -3,6 +3,7 @@
 import collections
 
 import house
+import suite
 
 SOURCE = '''"""A docstring,
 of two lines."""
@@ -98,3 +99,9 @@ def test_names_of_test_files_are_unique():
     tests = house.ROOT / "tests"
     names = collections.Counter(path.name for path in tests.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_quick_suite_is_short():
+    """By its recorded times on two cores; variants of a check belong to the slow parts."""
+    seconds = {name: run.expected(name, cores=2) for name, run in suite.QUICK.items()}
+    assert sum(seconds.values()) < 210, seconds

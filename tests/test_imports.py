@@ -15,7 +15,7 @@ BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
 SERVICES = {"comm", "data", "report"}
-LOSSES = NN | {"nn", "data", "cross_entropy"}
+LOSSES = NN | {"nn", "data", "cross_entropy_loss"}
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
@@ -29,7 +29,7 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "phases"},
-    "cross_entropy": NN | {"nn"},
+    "cross_entropy_loss": NN | {"nn"},
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,

@@ -208,8 +208,9 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
     Returns
     -------
     Namespace
-        The attribute ranks is a list of int. The attribute options is a dict {name: value} of the
-        training arguments that the user typed; it always contains max_iterations.
+        The attribute ranks is a list of int, and srun tells whether srun starts the ranks. The
+        attribute options is a dict {name: value} of the training arguments that the user typed; it
+        always contains max_iterations.
     """
     parser = Parser(
         "mpidl.verify",
@@ -226,6 +227,12 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         type=rank_counts,
         default=[1, 2, 3, 4],
     )
+    parser.add_argument(
+        "--srun",
+        action="store_true",
+        help="Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets its "
+        "option --mpi",
+    )
     _add_data(parser)
     add_preprocess(parser)
     add_storage(parser)
@@ -237,8 +244,8 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         max_iterations=5,
     )
     options = vars(parser.parse(argv))
-    ranks = options.pop("ranks")
-    return argparse.Namespace(ranks=ranks, options={"max_iterations": 5, **options})
+    ranks, srun = options.pop("ranks"), options.pop("srun", False)
+    return argparse.Namespace(ranks=ranks, srun=srun, options={"max_iterations": 5, **options})
 
 
 def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from typing import Any
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start
 from mpidl.comm import World, failure
-from mpidl.cross_entropy import is_cross_entropy
+from mpidl.cross_entropy_loss import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline

@@ -1,6 +1,6 @@
 """`python -m mpidl.verify`: train with different numbers of ranks and compare the weights.
 
-The command is run without mpirun; it starts mpirun itself for each number of ranks.
+The command is run without mpirun; it starts mpirun or srun itself for each number of ranks.
 """
 
 import json
@@ -34,12 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line)
     console = Console(stream=sys.stderr)
     print("ranks  iterations  loss          seconds  weights_sha256", flush=True)
-    with tempfile.TemporaryDirectory(prefix="mpidl-verify-") as folder:
+    # Rank 0 of a step of Slurm may be on another node, which sees the current folder.
+    parent = os.getcwd() if parsed.srun else None
+    with tempfile.TemporaryDirectory(prefix="mpidl-verify-", dir=parent) as folder:
         for number, ranks in enumerate(parsed.ranks):
             out = os.path.join(folder, str(number))
-            command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", *flags, "--out", out]
+            command = [*launcher(ranks, parsed.srun), sys.executable, "-m", "mpidl.train"]
             with console.stage(f"training on {ranks} rank{'s' if ranks > 1 else ''}"):
-                process = subprocess.run(command, env=environment(), capture_output=True, text=True)
+                process = subprocess.run(
+                    [*command, *flags, "--out", out],
+                    env=None if parsed.srun else environment(),
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                )
             if process.returncode:
                 lines = process.stderr.strip().splitlines() or ["no message"]
                 text = next((x for x in lines if x.startswith("mpidl: ")), lines[-1])

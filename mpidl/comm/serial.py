@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 from mpidl.comm import failure, mpi_start
 from mpidl.errors import UserError
+from mpidl.text import pip_install
 
 
 def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
@@ -57,7 +58,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
 def _reason_of(error):
     """Describe why mpi4py could not be imported."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "mpi4py":
-        return "mpi4py is not installed (pip install '.[mpich]', or run/install)"
+        return f"mpi4py is not installed ({pip_install('mpich')}, or run/install)"
     return f"mpi4py cannot be used: {' '.join(str(error).split())[:200]}"
 
 

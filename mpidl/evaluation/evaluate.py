@@ -13,7 +13,7 @@ from mpidl import losses, phases
 from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
-from mpidl.cross_entropy import CrossEntropy, is_cross_entropy
+from mpidl.cross_entropy_loss import CrossEntropy, is_cross_entropy
 from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
@@ -265,7 +265,7 @@ class _Totals:
         self.correct: float | None = 0.0
 
     def add(self, sums, images):
-        """Add the sums of a mini-batch (see `cross_entropy.Sums`) with its number of images."""
+        """Add the sums of a mini-batch (`cross_entropy_loss.Sums`) with its number of images."""
         labels, weight = sums[2:] or (images * self.labels_per_image, images)
         self.weighted_loss += sums[0] * weight
         self.weight, self.labels = self.weight + weight, self.labels + labels

@@ -17,7 +17,7 @@ SMALL = ["--network", jobs.SMALL, "--image", "1x12x12"]
 QUICK = [*SMALL, "--batch-size", 32, "--rounds", 2]
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,
-    reason="PyTorch is not installed (pip install '.[bench]')",
+    reason="PyTorch is not installed (pip install 'mpidl[bench]')",
 )
 
 
@@ -43,6 +43,7 @@ def assert_facts(record, command):
     assert 0 <= record["busy_before"] <= 1
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize("ranks", [pytest.param(None, marks=pytest.mark.slow("jobs")), 2])
 def test_step(bench, ranks):
     stdout, record = bench("step", *QUICK, ranks=ranks)
@@ -145,7 +146,7 @@ def test_accuracy(bench):
 def test_accuracy_without_torch(bench):
     words = [*SMALL, "--batch-size", 16]
     stdout, record = bench("accuracy", *words, program=("-c", WITHOUT_TORCH))
-    assert "PyTorch is not installed (pip install '.[bench]')" in stdout and "error" in record
+    assert "PyTorch is not installed (pip install 'mpidl[bench]')" in stdout and "error" in record
 
 
 @pytest.mark.slow("jobs")
@@ -169,7 +170,7 @@ def test_against_another_checkout(bench, tmp_path):
 def test_compare_without_torch():
     """The error is one line that names the extra."""
     line = jobs.refusal(mpirun(None, "-c", WITHOUT_TORCH, "compare"))
-    assert "pip install '.[bench]'" in line
+    assert "pip install 'mpidl[bench]'" in line
 
 
 @pytest.mark.slow("jobs")

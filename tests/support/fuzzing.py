@@ -17,7 +17,7 @@ from mpidl.data.formats import hdf5_probe
 
 EXAMPLES = int(os.environ.get("MPIDL_FUZZ", 0))
 FUZZ = settings(
-    max_examples=EXAMPLES or 20,
+    max_examples=EXAMPLES or 10,
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from mpidl.cross_entropy import OPTIONS as LABEL_OPTIONS
-from mpidl.cross_entropy import CrossEntropy
+from mpidl.cross_entropy_loss import OPTIONS as LABEL_OPTIONS
+from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage import settings
 from mpidl.data.transforms.augment import Augmenter

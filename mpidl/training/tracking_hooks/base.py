@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl.comm import World
-from mpidl.cross_entropy import is_cross_entropy
+from mpidl.cross_entropy_loss import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate

@@ -143,6 +143,7 @@ def drawn(monkeypatch):
     return drawn
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("seconds, count", [(0.0, 5), (1000.0, 2)])
 def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, drawn, seconds, count):
     """It is drawn after the first epoch, after others if enough time passed, and at the end."""
