@@ -121,7 +121,9 @@ class Chain:
     def run(self, plan):
         """Start the training once, and return what happened."""
         if checkpoint.exists(self.out):
-            words = jobs.command("train", "--resume", self.out, network=None)
+            # MPI starts before the time-out in the checkpoint is read.
+            options = "--resume", self.out, "--timeout", TIMEOUT
+            words = jobs.command("train", *options, network=None)
         else:
             words = jobs.command("train", *OPTIONS, "--overwrite", data=self.data, out=self.out)
         job = Job(
