@@ -56,6 +56,7 @@ CROSS_CUTTING = {
     "interchange/test_fuzz_weights.py": "damaged weight files",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
     "nn/test_freeze.py": "freezing, from layers to the optimizer",
+    "report/test_fuzz_run.py": "damaged files of runs, options and sweeps",
     "training/files/test_old_files.py": "files of earlier versions",
     "training/options/test_options_page.py": "docs/options.md",
     "training/test_stopped_runs.py": "trainings that a stop file ends",
@@ -75,7 +76,7 @@ CROSS_CUTTING |= dict.fromkeys(
 def package_tests():
     tests = house.ROOT / "tests"
     paths = [path.relative_to(tests) for path in tests.rglob("test_*.py")]
-    outside = ("launch", "slurm", "support", "benchmarks")
+    outside = ("launch", "slurm", "soak", "support", "benchmarks")
     return [path for path in paths if len(path.parts) > 1 and path.parts[0] not in outside]
 
 

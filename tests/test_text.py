@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpidl.errors import UserError
 from mpidl.text import pip_install, printable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_any_string_is_one_printable_line(text, expected):
     assert printable(text) == expected
     expected.encode()
+
+
+def test_the_message_of_an_error_is_one_short_line():
+    """It may quote a value of a file."""
+    assert str(UserError("a.toml: found b")) == "a.toml: found b"
+    assert str(UserError("found a\nb\udcff")) == "found a\\nb\\xff"
+    text = str(UserError(f"a.toml: found {'9' * 5000}; expected a number"))
+    assert len(text) < 1000 and text.startswith("a.toml: found 99")
+    assert " ... 99" in text and text.endswith("99; expected a number")
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpidl import startup
 from mpidl.comm import srun, ulfm
-from mpidl.comm.departure import LEAVING, OPERATION, Departure
+from mpidl.comm.departure import LEAVING, OPERATION, Departure, start_exit_guard
 from mpidl.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ def launched_rank() -> int:
     The function can be called before a `World` exists.
     """
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
+
+
+_parent = os.getppid()  # the launcher on this host, if one started this process
+
+
+def launcher_has_ended() -> bool:
+    """Return whether the launcher of several ranks has ended on this host, as after a SIGKILL."""
+    return launched_ranks() is not None and os.getppid() != _parent
 
 
 def refuse_foreign_launcher(size: int, library: str) -> None:
@@ -129,7 +137,9 @@ def _leave_together():
         transport.activity = LEAVING
         _meet(transport, progress=Departure(transport).look)
     if transport.has_left and not ulfm.lost_ranks(transport.MPI.COMM_WORLD):
-        transport.finalize()  # after a cancelled wait or a loss, MPI ends with the process
+        # After a cancelled wait or a loss, MPI ends with the process.
+        start_exit_guard(transport)
+        transport.finalize()
 
 
 def run(main: Callable[[], int]) -> None:

@@ -218,7 +218,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("iteration"), int):
                 records.append(record)
