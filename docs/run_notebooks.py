@@ -4,7 +4,7 @@
     python docs/run_notebooks.py white_paper        the white paper with all of its figures
 
 A picture that a cell draws is also written to docs/pictures if the cell has a tag "picture-NAME".
-The notebooks start ranks with `dl.launch` and need `pip install '.[docs,plots,notebook]'`.
+The notebooks start ranks with `dl.launch` and need `pip install 'mpidl[docs,plots,notebook]'`.
 """
 
 import base64

@@ -4,7 +4,7 @@
 
 Each block of commands (`sh`) is followed by a block that holds its output. The commands run in a
 temporary folder, and their times are those of this machine. The pictures that the commands write
-are copied to docs/pictures. This needs `pip install '.[plots]'`.
+are copied to docs/pictures. This needs `pip install 'mpidl[plots]'`.
 """
 
 import csv

@@ -36,7 +36,7 @@ from mpidl.blocks import from_images as from_images
 from mpidl.blocks import share as share
 from mpidl.comm import World as World
 from mpidl.comm.launch import launch as launch
-from mpidl.cross_entropy import CrossEntropy as CrossEntropy
+from mpidl.cross_entropy_loss import CrossEntropy as CrossEntropy
 from mpidl.data import ArrayDatastore as ArrayDatastore
 from mpidl.data import Augmenter as Augmenter
 from mpidl.data import ImageFolder as ImageFolder

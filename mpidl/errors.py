@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from mpidl.text import printable
+
+LONGEST = 1000  # characters of a message, which may quote a file
+
 
 class UserError(Exception):
     """Raised if options or data are unusable and the user must correct them.
@@ -9,6 +13,12 @@ class UserError(Exception):
     The message is one line. It names the file or option, and says what was expected and what was
     found. The commands print it on rank 0 without a traceback, and exit with code 2.
     """
+
+    def __str__(self) -> str:
+        text = printable(super().__str__())
+        if len(text) <= LONGEST:
+            return text
+        return f"{text[: LONGEST * 2 // 3]} ... {text[-LONGEST // 4 :]}"
 
 
 class FolderInUse(UserError):

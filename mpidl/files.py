@@ -241,7 +241,7 @@ def read_toml(path: str | os.PathLike[str], spelled: str) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise UserError(f"{spelled}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{spelled}: not a TOML file: {error}") from error
 
 

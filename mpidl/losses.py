@@ -11,7 +11,7 @@ import numpy as np
 from mpidl import ops
 from mpidl.autodiff import is_one_number
 from mpidl.blocks import Blocked
-from mpidl.cross_entropy import CrossEntropy, Sums, is_cross_entropy
+from mpidl.cross_entropy_loss import CrossEntropy, Sums, is_cross_entropy
 from mpidl.data.checks import check_classes
 from mpidl.data.datastore import need_datastore
 from mpidl.errors import UserError

@@ -46,6 +46,8 @@ def command() -> str | None:
     package, _, name = sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")
     if package != "mpidl":
         return None
+    if "." in name:  # a process that a command has started beside it
+        return None
     return name or next(iter(sys.argv[1:]), None)  # "python -m mpidl train"
 
 

@@ -27,6 +27,22 @@ def _escape(character):
     return character.encode("unicode_escape").decode()
 
 
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra of setup.cfg to this environment.
+
+    It names the package if pip has installed it, also from a checkout. Otherwise it names the
+    folder that Python imports, because another package of this name may be in an index.
+    """
+    import importlib.metadata  # late: only errors need it
+
+    try:
+        importlib.metadata.distribution("mpidl")
+        source = "mpidl"
+    except importlib.metadata.PackageNotFoundError:
+        source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return f"pip install '{source}[{extra}]'"
+
+
 def name_list(names: Sequence[str]) -> str:
     """Join names with commas: "circle, square, triangle". Names after the 10th are only counted."""
     rest = len(names) - NAMES_IN_A_LINE

@@ -171,9 +171,19 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     watched "installing packages" "$log" pip_in_root install "$@" -e ".$extras" ||
         explain_pip "$log"
     find_checkout_first
+    [ "$mpi" != system ] || link_system_mpi
     echo "$mpi" >"$venv/mpidl-mpi"
     installed >"$venv/mpidl-$kind"
     [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
+}
+
+link_system_mpi() { # let mpi4py find the machine's MPI, and note its ABI for the job scripts
+    local log=$venv/mpidl-mpi.log
+    if ! "$venv/bin/python" "$root/run/link_mpi.py" >"$venv/mpidl-abi" 2>"$log"; then
+        rm -f "$venv/mpidl-train" "$venv/mpidl-test" # of an earlier installation
+        die "--system-mpi: $(tail -n 1 "$log")"
+    fi
+    [ ! -s "$log" ] || say "$(tail -n 1 "$log")"
 }
 
 add_extra() { # add_extra EXTRA: install what an extra of setup.cfg names, unless it is installed

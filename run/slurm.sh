@@ -21,10 +21,16 @@ value_of() { # value_of OPTION ARGUMENT...: print the last value of an option, o
 }
 
 choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for the default of Slurm
-    case $(<"$venv/mpidl-mpi") in
+    local mpi
+    mpi=$(<"$venv/mpidl-mpi")
+    # The cluster's MPI works with Slurm's default, unless there is none.
+    if [ "$mpi" = system ] && scontrol show config 2>/dev/null | grep -q '^MpiDefault *= none'; then
+        mpi=$(cat "$venv/mpidl-abi" 2>/dev/null)
+    fi
+    case $mpi in
     mpich) srun_mpi=pmi2 ;;
     openmpi) srun_mpi=pmix PMIX_MCA_psec=${PMIX_MCA_psec:-native} && export PMIX_MCA_psec ;;
-    *) srun_mpi="" ;; # Slurm's default works with the cluster's MPI
+    *) srun_mpi="" ;;
     esac
     srun_mpi=${MPIDL_SRUN_MPI:-$srun_mpi}
     [ -n "$srun_mpi" ] || return 0

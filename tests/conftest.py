@@ -33,7 +33,7 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 # Tests of one rank: those that start mpirun, those of kernels on an emulated GPU, and files
 # without the word `world`.
 TESTS = Path(__file__).resolve().parent
-SINGLE_RANK = {TESTS / "backends" / "gpu", TESTS / "launch"}
+SINGLE_RANK = {TESTS / "backends" / "gpu", TESTS / "launch", TESTS / "soak"}
 SINGLE_RANK |= {path for path in TESTS.rglob("test_*.py") if "world" not in path.read_text()}
 
 

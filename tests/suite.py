@@ -97,7 +97,12 @@ PARTS = {
     "slurm": marked("jobs on a real Slurm of three nodes", "slurm", spread="worksteal"),
     "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
     "hangs": marked("ranks that hang or are stopped at any moment", "hangs"),
+    "soak": marked("trainings that are killed again and again; damaged inputs", "soak"),
     "restarts": marked("jobs that die and start again", "restarts"),
+    "saves": marked(
+        "checkpoints with faults at every system call; memory of long trainings", "saves"
+    ),
+    "shrink": marked("ranks that end while the others continue (Open MPI)", "shrink"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
     "notebooks": marked("trainings from a notebook, in a real kernel", "notebooks"),
@@ -115,6 +120,7 @@ PARTS = {
         arguments=(
             "tests/data/formats/test_fuzz_data.py",
             "tests/interchange/test_fuzz_weights.py",
+            "tests/report/test_fuzz_run.py",
         ),
         environment=(("MPIDL_FUZZ", "400"),),
         spread="worksteal",

@@ -25,8 +25,9 @@ MOST_EPOCHS = 5
 # Options of other programs that the documents mention.
 FOREIGN = {
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
-    *("--shm-size", "--array", "--constraint", "--cpu-bind", "--map-by", "--use-hwthread-cpus"),
-    *("--ntasks", "--logdir", "--backend-store-uri", "--no-kill"),
+    *("--shm-size", "--array", "--constraint", "--cpu-bind", "--map-by", "--bind-to"),
+    *("--use-hwthread-cpus", "--ntasks", "--logdir", "--backend-store-uri", "--no-kill"),
+    "--with-ft",
 }
 
 
@@ -48,7 +49,15 @@ def short_training(net, images, options=None, *, train=dl.train, **keywords):
     return train(net, images, options, **keywords)
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=[pytest.mark.slow_on_ranks] * (p.name != "guide.md"))
+        for p in DOCUMENTS
+        if blocks(p)
+    ],
+    ids=lambda p: p.name,
+)
 def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     folder = Path(world.broadcast(str(tmp_path)))  # one folder for all ranks
     if world.rank == 0:

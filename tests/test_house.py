@@ -3,6 +3,7 @@
 import collections
 
 import house
+import suite
 
 SOURCE = '''"""A docstring,
 of two lines."""
@@ -55,6 +56,7 @@ CROSS_CUTTING = {
     "interchange/test_fuzz_weights.py": "damaged weight files",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
     "nn/test_freeze.py": "freezing, from layers to the optimizer",
+    "report/test_fuzz_run.py": "damaged files of runs, options and sweeps",
     "training/files/test_old_files.py": "files of earlier versions",
     "training/options/test_options_page.py": "docs/options.md",
     "training/test_stopped_runs.py": "trainings that a stop file ends",
@@ -74,7 +76,7 @@ CROSS_CUTTING |= dict.fromkeys(
 def package_tests():
     tests = house.ROOT / "tests"
     paths = [path.relative_to(tests) for path in tests.rglob("test_*.py")]
-    outside = ("launch", "slurm", "support", "benchmarks")
+    outside = ("launch", "slurm", "soak", "support", "benchmarks")
     return [path for path in paths if len(path.parts) > 1 and path.parts[0] not in outside]
 
 
@@ -97,3 +99,9 @@ def test_names_of_test_files_are_unique():
     tests = house.ROOT / "tests"
     names = collections.Counter(path.name for path in tests.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_quick_suite_is_short():
+    """By its recorded times on two cores; variants of a check belong to the slow parts."""
+    seconds = {name: run.expected(name, cores=2) for name, run in suite.QUICK.items()}
+    assert sum(seconds.values()) < 210, seconds

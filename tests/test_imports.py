@@ -10,12 +10,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
 # The packages and top-level modules that each package or module may import.
 BOTTOM = set("startup errors text files phases keyed fold blocks deferred shapes".split())
-BOTTOM |= {"device_array", "matlab_names", "autodiff"}
+BOTTOM |= {"device_array", "matlab_names", "side_process", "autodiff"}
 BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
 SERVICES = {"comm", "data", "report"}
-LOSSES = NN | {"nn", "data", "cross_entropy"}
+LOSSES = NN | {"nn", "data", "cross_entropy_loss"}
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
@@ -28,8 +28,8 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "nn": NN,
     "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
     "data": BACKENDS | {"backends"},
-    "report": {"errors", "text", "files", "phases"},
-    "cross_entropy": NN | {"nn"},
+    "report": {"errors", "text", "files", "phases", "side_process"},
+    "cross_entropy_loss": NN | {"nn"},
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,

@@ -109,6 +109,7 @@ def custom_mse(net, images, targets):
     return dl.mean_squared_error(net(images), targets)
 
 
+@pytest.mark.slow_on_ranks
 def test_a_function_gives_the_weights_of_a_name(world):
     store = pairs(70, brightness)
     nets = [trained(world, to_numbers(), store, loss=loss)[0] for loss in ("mse", custom_mse)]
@@ -172,6 +173,7 @@ def test_metrics_of_a_loss_without_accuracy(world, tmp_path):
         assert kinds == ["iteration", "iteration", "epoch", "ranks"]
 
 
+@pytest.mark.slow_on_ranks
 def test_resume_and_another_loss(world, tmp_path):
     out, store = world.broadcast(str(tmp_path)), pairs(70, brightness)
     expected, _ = trained(world, to_numbers(), store, loss="mse", epochs=3)
@@ -194,6 +196,7 @@ def test_a_plain_number_counts_once_on_all_ranks(world):
     assert steps[-1].validation_accuracy == 20 / 50
 
 
+@pytest.mark.slow_on_ranks
 def test_refusals(world):
     labelled = dl.ArrayDatastore(pairs(20, brightness).images, np.arange(20) % CLASSES)
     bare = dl.ArrayDatastore(labelled.images)

@@ -107,7 +107,7 @@ def test_the_tutorial_prints_what_the_page_shows(tmp_path, monkeypatch):
 @pytest.mark.timeout(300)
 def test_the_site_builds_without_warnings(tmp_path):
     if importlib.util.find_spec("sphinx") is None:
-        pytest.skip("Sphinx is not installed: pip install '.[docs]'")
+        pytest.skip("Sphinx is not installed: pip install 'mpidl[docs]'")
     words = ["-m", "sphinx", "-c", DOCS, "-b", "html", "-W", "-q", "-d", tmp_path / "doctrees"]
     command = [sys.executable, *words, ROOT, tmp_path / "site"]
     result = subprocess.run([str(word) for word in command], capture_output=True, text=True)

@@ -208,23 +208,34 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
     Returns
     -------
     Namespace
-        The attribute ranks is a list of int. The attribute options is a dict {name: value} of the
-        training arguments that the user typed; it always contains max_iterations.
+        The attribute run is the folder of a run to check, or None. The attribute ranks is a list of
+        int, and srun tells whether srun starts the ranks. The attribute options is a dict
+        {name: value} of the training arguments that the user typed; it always contains
+        max_iterations.
     """
     parser = Parser(
         "mpidl.verify",
         "Train briefly on each number of ranks and compare the weights, which must be the same,\n"
-        "byte for byte.",
+        "byte for byte. With RUN: check whether the checkpoints and the model of a run can be\n"
+        "loaded.",
         quiet,
         VERIFY_COMMON,
-        epilog="exit codes: 0 the weights are equal; 1 they differ, or an error; 2 invalid options",
+        epilog="exit codes: 0 the weights are equal, or the newest files of the run are complete; "
+        "1 the weights differ, or an error; 2 invalid options, or a file of the run is damaged",
     )
+    text = "The results folder of a run, or its model.h5, to check instead of training"
+    parser.add_argument("run", metavar="RUN", nargs="?", help=text)
     parser.text(
         "--ranks",
         "N,N,...",
         "Numbers of ranks to compare; default: 1,2,3,4",
         type=rank_counts,
-        default=[1, 2, 3, 4],
+    )
+    parser.add_argument(
+        "--srun",
+        action="store_true",
+        help="Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets its "
+        "option --mpi",
     )
     _add_data(parser)
     add_preprocess(parser)
@@ -237,8 +248,12 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         max_iterations=5,
     )
     options = vars(parser.parse(argv))
-    ranks = options.pop("ranks")
-    return argparse.Namespace(ranks=ranks, options={"max_iterations": 5, **options})
+    run, ranks, srun = options.pop("run"), options.pop("ranks"), options.pop("srun")
+    typed = [*(["ranks"] if ranks else []), *(["srun"] if srun else []), *options]
+    if run is not None and typed:
+        raise UserError(f"{training_options.flag(typed[0])}: expected no RUN with it, found {run}")
+    options = {"max_iterations": 5, **options}
+    return argparse.Namespace(run=run, ranks=ranks or [1, 2, 3, 4], srun=srun, options=options)
 
 
 def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:

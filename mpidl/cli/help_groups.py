@@ -12,8 +12,8 @@ SHORT_LIST = 13  # a command with more options than this has a short --help
 # {title of a group: names of options, as in Python}; flags are in the order of their declaration.
 GROUPS: dict[str, Sequence[str]] = {
     "Run and results": (
-        *("ranks", "network", "model", "layers", "out", "resume", "overwrite", "config", "seed"),
-        *("preview", "upload", "checkpoint_every", "top_k", "confusion", "activations"),
+        *("ranks", "srun", "network", "model", "layers", "out", "resume", "overwrite", "config"),
+        *("seed", "preview", "upload", "checkpoint_every", "top_k", "confusion", "activations"),
         *("audit_every", "timeline", "timeline_mb", "tensorboard", "mlflow", "wandb"),
     ),
     "Images": (
@@ -53,7 +53,7 @@ GROUPS: dict[str, Sequence[str]] = {
     ),
     "Hardware and speed": (
         *("device", "gpus", "graphs", "precision", "threads", "worker_load", "winograd"),
-        *("workers", "prefetch", "cache_mb", "timeout"),
+        *("workers", "prefetch", "cache_mb", "on_lost_rank", "timeout"),
     ),
     "Progress": ("verbose", "verbose_every", "plots", "monitor"),
 }

@@ -21,6 +21,7 @@ from mpidl.comm.job_process import POLL_SECONDS, START_VARIABLE, JobProcess
 from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason
+from mpidl.report import status
 from mpidl.training.files import checkpoint
 from mpidl.training.options import training_options
 
@@ -135,7 +136,8 @@ class Supervisor:
             is_local = self.command.launcher is not None and not self.command.hosts
             code = job.wait(self.signals, is_local and not self.command.uses_srun)
             is_refused = code == 2 and job.has_message
-            if code in (0, arguments.STOPPED) or is_refused:
+            is_complete = code == 0 and not self._is_unfinished()
+            if is_complete or is_refused or code == arguments.STOPPED:
                 return code
             cause = job.cause(code)
             self._log(f"start {count + 1} ended after {time.monotonic() - begin:.0f} s: {cause}")
@@ -154,6 +156,18 @@ class Supervisor:
             f"last cause: {cause}; {os.path.join(self.out, LOG)} has all of them"
         )
 
+    def _is_unfinished(self):
+        """Return whether status.json says that the run goes on.
+
+        If Open MPI's mpirun --with-ft loses a host, it ends the job with exit code 0.
+        """
+        try:
+            with open(os.path.join(self.out, status.NAME), "rb") as file:
+                content = status.parse(file.read())
+        except OSError:
+            return False
+        return content is not None and content.state == status.RUNNING
+
     def _options(self):
         """Return the options of the next start, which resumes the run if it has a checkpoint."""
         if self._checkpoint() == self.foreign:
@@ -165,10 +179,10 @@ class Supervisor:
         """Return the inode and the time of the current checkpoint; None if there is none."""
         for name in (checkpoint.CURRENT, checkpoint.PREVIOUS):
             try:
-                status = os.stat(os.path.join(self.out, name))
+                facts = os.stat(os.path.join(self.out, name))
             except OSError:
                 continue
-            return status.st_ino, status.st_mtime_ns
+            return facts.st_ino, facts.st_mtime_ns
         return None
 
     def _state(self):

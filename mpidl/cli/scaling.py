@@ -17,6 +17,7 @@ from typing import Any
 from mpidl.cli import arguments, scaling_probe, start
 from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts, typed_command
 from mpidl.comm import failure
+from mpidl.comm.launcher import launcher
 from mpidl.comm.thread_budget import available_cores
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
@@ -410,7 +411,7 @@ def _probe(parsed, runs, threads, earlier):
     log_path = os.path.join(plan.out, "probe.log")
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=plan.out) as folder:
         file = os.path.join(folder, "probe.json")
-        words = [*study.start_words(ranks, plan.uses_srun), sys.executable, "-m", "mpidl.scaling"]
+        words = [*launcher(ranks, plan.uses_srun), sys.executable, "-m", "mpidl.scaling"]
         words += ["--probe", os.path.abspath(file), "--probe-seconds", str(parsed.probe_seconds)]
         with open(log_path, "w") as log:
             code = runs.execute("probe", [*words, "--", *plan.words], log)

@@ -9,8 +9,8 @@ from typing import Any
 
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start
-from mpidl.comm import World, failure
-from mpidl.cross_entropy import is_cross_entropy
+from mpidl.comm import World, failure, survival
+from mpidl.cross_entropy_loss import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
@@ -23,6 +23,7 @@ from mpidl.report.live import address, page_process
 from mpidl.report.trackers import tracking
 from mpidl.training import (
     input_pipeline,
+    lost_ranks,
     progress,
     skipped_images,
     status_hooks,
@@ -33,7 +34,7 @@ from mpidl.training.files.run_lock import RunLock
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
 from mpidl.training.train import train as train_network
-from mpidl.training.trainer import stopped_by
+from mpidl.training.trainer import Trainer, stopped_by
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +74,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
     world.transport.timeout = settings.timeout
     gpus = None if settings.gpus is None else str(settings.gpus)
     lines = world.use_device(settings.device, gpus)
+    lost_ranks.prepare(settings, world)
     device = start.device_of(world)
     console = Console(
         world.rank, verbose_every=settings.verbose_every, progress=settings.verbose == "on"
@@ -120,6 +122,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
     trackers = tracking_hooks.of_run(settings, run)
     page = _open_page(typed, world)
+    page_hooks = [_PageHook(page)] if "monitor" in typed else []
     title = pretrained.title(run)
     _lock_folder(typed, lock)
     out = on_rank_0(world, lambda: start.output_folder(typed, title))
@@ -165,58 +168,68 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
             console=console,
             resume=resume,
             facts={"run": run, **({"weights_file": weights_file} if source else {})},
-            hooks=[*trackers, status_hook],
+            hooks=[*trackers, status_hook, *page_hooks],
             signals=signals,
             lock=lock,
         )
-        stopped, test = result.stopped, None
-        skipped = BadImages.of_options(settings)  # of the test set
-        if stopped in (None, progress.PATIENCE):
-            if test_set is not None:
-                loss = settings.loss_for(net, train_set)
-                small = is_cross_entropy(loss) and confusion.is_small(net.output_shape[0])
-                with console.stage("test", len(test_set)) as advance:
-                    test = evaluate.evaluate(
-                        *(net, test_set),
-                        world=world,
-                        signals=signals,
-                        loss=loss,
-                        confusion=small,
-                        progress=advance,
-                        bad_images=skipped,
-                    )
+
+        def conclude():
+            """Test the network and write the results; return the exit code. Collective."""
+            stopped, test = result.stopped, None
+            skipped = BadImages.of_options(settings)  # of the test set
+            if stopped in (None, progress.PATIENCE):
+                if test_set is not None:
+                    loss = settings.loss_for(net, train_set)
+                    small = is_cross_entropy(loss) and confusion.is_small(net.output_shape[0])
+                    with console.stage("test", len(test_set)) as advance:
+                        test = evaluate.evaluate(
+                            *(net, test_set),
+                            world=world,
+                            signals=signals,
+                            loss=loss,
+                            confusion=small,
+                            progress=advance,
+                            bad_images=skipped,
+                        )
+                lock.confirm()
+                if skipped:
+                    _list_skipped(out, test_set, skipped, world, console)
+                stopped = stopped_by(signals, world)
             lock.confirm()
-            if skipped:
-                _list_skipped(out, test_set, skipped, result, world, console)
-            stopped = stopped_by(signals, world)
-        lock.confirm()
-        if stopped:
-            status_hook.status.stopped = stopped
-            problem = tracking_hooks.concluded(trackers, world, None, state=tracking.STOPPED)
-            console.close()
+            if stopped:
+                status_hook.status.stopped = stopped
+                problem = tracking_hooks.concluded(trackers, world, None, state=tracking.STOPPED)
+                console.close()
+                if problem is not None:
+                    console.line(f"warning: {problem}")
+                console.line(
+                    f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
+                    f"to continue, run again with --resume {out}"
+                )
+                return arguments.STOPPED
+            for line in _validation_lines(result, settings):
+                console.line(line)
+            with console.stage("writing the results"):
+                on_rank_0(
+                    world,
+                    lambda: _write_results(
+                        out, net, result, test, skipped, world, device, weights_file
+                    ),
+                )
+                problem = tracking_hooks.concluded(trackers, world, out, test)
+            console.finish(out, result.train_seconds, test)
+            console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
+            if run["upload"] is not None:
+                with console.stage("uploading the results"):
+                    on_rank_0(world, lambda: remote.upload(out, run["upload"]))
+                console.line(f"Uploaded: {run['upload']}")
             if problem is not None:
-                console.line(f"warning: {problem}")
-            console.line(
-                f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
-                f"to continue, run again with --resume {out}"
-            )
-            return arguments.STOPPED
-        for line in _validation_lines(result, settings):
-            console.line(line)
-        with console.stage("writing the results"):
-            on_rank_0(
-                world, lambda: _write_results(out, net, result, test, world, device, weights_file)
-            )
-            problem = tracking_hooks.concluded(trackers, world, out, test)
-        console.finish(out, result.train_seconds, test)
-        console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
-        if run["upload"] is not None:
-            with console.stage("uploading the results"):
-                on_rank_0(world, lambda: remote.upload(out, run["upload"]))
-            console.line(f"Uploaded: {run['upload']}")
-        if problem is not None:
-            raise problem
-    return 0
+                raise problem
+            return 0
+
+        return survival.attempt(
+            world, conclude, lambda: lost_ranks.restart_test(world, console, signals, lock, result)
+        )
 
 
 def _open_page(typed, world):
@@ -228,6 +241,20 @@ def _open_page(typed, world):
 
     has_page = world.rank == 0 and "monitor" in typed
     return call_together(world, listen if has_page else lambda: None)
+
+
+class _PageHook:
+    """Says that the live page has ended with the rank that served it."""
+
+    def __init__(self, page: address.Address | None) -> None:
+        self.page = page
+
+    def lost(self, run: Trainer) -> None:
+        if self.page is None:
+            run.console.line(
+                "warning: --monitor: the page has ended with its rank; python -m mpidl.monitor "
+                f"{run.writer.out} shows the run"
+            )
 
 
 @contextlib.contextmanager
@@ -357,14 +384,13 @@ def _write_options(out, resolved, world, weights_file):
     configuration.write_options(path, resolved, versions, weights_file)
 
 
-def _list_skipped(out, test_set, skipped, result, world, console):
-    """Count the skipped test images, and add them to the list in the folder of the run."""
-    result.skipped_images += len(skipped)
+def _list_skipped(out, test_set, skipped, world, console):
+    """Add the skipped test images to the list in the folder of the run."""
     console.line(f"Skipped images: {len(skipped)} of test")
     on_rank_0(world, lambda: skipped_images.write_list(out, {"test": (test_set, skipped)}))
 
 
-def _write_results(out, net, result, test, world, device, weights_file):
+def _write_results(out, net, result, test, skipped, world, device, weights_file):
     model_file.save_model(os.path.join(out, "model.h5"), net)
     if test is not None and test.confusion is not None:
         test.confusion.save(os.path.join(out, run_folder.CONFUSION))
@@ -383,7 +409,8 @@ def _write_results(out, net, result, test, world, device, weights_file):
         "validation_accuracy": result.validation_accuracy,
         "stopped": result.stopped,
         "rollbacks": result.rollbacks,
-        "skipped_images": result.skipped_images,
+        "lost_ranks": len(world.lost_ranks),
+        "skipped_images": result.skipped_images + (0 if skipped is None else len(skipped)),
         "weights_sha256": model_file.weights_sha256(net),
     }
     if weights_file is not None:

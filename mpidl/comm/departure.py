@@ -1,10 +1,14 @@
-"""End the job if this rank has ended its program while other ranks wait for it."""
+"""What a rank does after the end of its program: it waits for the others, and all exit together."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
+
+from mpidl.comm import acts, exit_guard, launcher
 
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
@@ -47,22 +51,21 @@ class Departure:
         if self._all_asked and remaining and not self._unanswered:
             self._end_the_job()
         self._all_asked = is_waiting
-        for rank in sorted(remaining) if is_waiting else sorted(remaining)[:1]:
-            if rank not in self._unanswered:
-                self.transport.ask(rank)
-                self._unanswered.add(rank)
+        asked_ranks = remaining if is_waiting else sorted(remaining)[:1]
+        for rank in set(asked_ranks) - self._unanswered:
+            self.transport.roll_call.ask(rank)
+            self._unanswered.add(rank)
 
     def _read_answers(self):
         """Read the answers that have arrived; return whether a rank gave the same one as before."""
-        is_waiting = False
-        while (answer := self.transport.take_answer()) is not None:
-            rank, text = answer
-            self._unanswered.discard(rank)
-            if text.startswith(f"{LEAVING}:"):
-                self._left.add(rank)
-            else:
-                is_waiting |= self._answers.get(rank) == text
-            self._answers[rank] = text
+        answers = self.transport.roll_call.answers()
+        self._unanswered -= answers.keys()
+        self._left |= {rank for rank, act in answers.items() if act.startswith(f"{LEAVING}:")}
+        is_waiting = any(
+            rank not in self._left and self._answers.get(rank) == act
+            for rank, act in answers.items()
+        )
+        self._answers |= answers
         return is_waiting
 
     def _end_the_job(self):
@@ -77,3 +80,23 @@ class Departure:
         lines = [f"  rank {rank}, {self._answers[rank]}" for rank in waiting]
         print("\n".join([head, *lines]), file=sys.stderr, flush=True)
         transport.abort(1)
+
+
+def start_exit_guard(transport: Transport) -> None:
+    """Have the first rank of each host start the program that watches the exit of its ranks.
+
+    All ranks must be about to call MPI_Finalize, in which they wait for each other.
+    """
+    host = transport.hosts[transport.rank]
+    ranks = [rank for rank, name in enumerate(transport.hosts) if name == host]
+    if transport.size == 1 or transport.rank != ranks[0] or not sys.executable:
+        return
+    words = [sys.executable, "-I", "-S", exit_guard.__file__, str(transport.timeout)]
+    for rank in ranks:
+        address = transport.peers[rank].address
+        if acts.state_of(address) != acts.HIDDEN:
+            tick = exit_guard.start_tick(address.pid)
+            name = f"rank {rank} on host {host} (process {address.pid})"
+            words.append(f"{address.pid} {tick} {name}")
+    with contextlib.suppress(OSError):  # no memory for a process: the ranks leave unwatched
+        os.posix_spawn(words[0], words, launcher.environment())  # which is not a rank's

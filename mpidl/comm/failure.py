@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl import startup
-from mpidl.comm import srun
-from mpidl.comm.departure import LEAVING, OPERATION, Departure
+from mpidl.comm import srun, ulfm
+from mpidl.comm.departure import LEAVING, OPERATION, Departure, start_exit_guard
 from mpidl.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ def launched_rank() -> int:
     The function can be called before a `World` exists.
     """
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
+
+
+_parent = os.getppid()  # the launcher on this host, if one started this process
+
+
+def launcher_has_ended() -> bool:
+    """Return whether the launcher of several ranks has ended on this host, as after a SIGKILL."""
+    return launched_ranks() is not None and os.getppid() != _parent
 
 
 def refuse_foreign_launcher(size: int, library: str) -> None:
@@ -92,20 +100,32 @@ def abort_on_exception(transport: Transport) -> None:
         _transport = transport
     if transport.size == 1 or previous_size > 1:
         return
-
-    def hook(kind, error, trace):
-        if transport.rank:
-            time.sleep(2)  # if all ranks fail, rank 0 prints its error and ends the others
-        head = (
-            f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} failed, "
-            f"{transport.activity}:"
-        )
-        text = "".join(traceback.format_exception(kind, error, trace))
-        print(f"{head}\n{text}", file=sys.stderr, end="", flush=True)
-        transport.abort(1)
-
-    sys.excepthook = hook
+    sys.excepthook = _abort
     atexit.register(_leave_together)
+
+
+def replace_transport(old: Transport, new: Transport) -> None:
+    """Let the hook use the transport of the ranks that are left after some were lost."""
+    global _transport
+    if _transport is old:
+        _transport = new
+
+
+def _abort(kind, error, trace):
+    """Print an uncaught exception, and end the job."""
+    transport = _transport
+    if transport.rank:
+        time.sleep(2)  # if all ranks fail, rank 0 prints its error and ends the others
+    own_rank = f"rank {transport.rank} on host {transport.hosts[transport.rank]}"
+    if ulfm.is_loss(error, transport.comm):
+        lost = ulfm.lost_ranks(transport.comm)
+        names = ", ".join(f"rank {rank} on host {transport.hosts[rank]}" for rank in lost)
+        print(f"mpidl: {own_rank}, {transport.activity}: lost {names or 'a rank'}", file=sys.stderr)
+    else:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        head = f"mpidl: {own_rank} failed, {transport.activity}:"
+        print(f"{head}\n{text}", file=sys.stderr, end="")
+    transport.abort(1)
 
 
 def _leave_together():
@@ -116,7 +136,9 @@ def _leave_together():
     if not transport.has_left:
         transport.activity = LEAVING
         _meet(transport, progress=Departure(transport).look)
-    if transport.has_left:  # otherwise a wait was cancelled
+    if transport.has_left and not ulfm.lost_ranks(transport.MPI.COMM_WORLD):
+        # After a cancelled wait or a loss, MPI ends with the process.
+        start_exit_guard(transport)
         transport.finalize()
 
 
@@ -181,14 +203,19 @@ def _meet(transport, failed=False, seconds=math.inf, progress=None):
     """
     failed_rank = np.array([transport.rank if failed else transport.size])
     lowest = np.empty(1, int)
-    request = transport.control.Iallreduce(failed_rank, lowest, transport.MPI.MIN)
     deadline = time.monotonic() + seconds
 
     def is_over():
         transport.has_left = transport.has_left or request.Test()
         return transport.has_left or time.monotonic() > deadline
 
-    transport.wait_until(is_over, OPERATION, progress, math.inf)
+    try:
+        request = transport.control.Iallreduce(failed_rank, lowest, transport.MPI.MIN)
+        transport.wait_until(is_over, OPERATION, progress, math.inf)
+    except Exception as error:
+        if not ulfm.is_loss(error, transport.control):
+            raise
+        transport.control.Revoke()  # so that the other ranks stop waiting, too
     return int(lowest[0]) if transport.has_left else None
 
 

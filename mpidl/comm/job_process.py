@@ -191,7 +191,8 @@ def _cause_of_launcher(tail):
     if openmpi is not None:
         rank, pid, host, outcome = openmpi.groups()
         return f"rank {rank} (process {pid}) on host {host} has ended: {outcome.rstrip('.')}"
-    return ""
+    lost_host = re.search(r"Remote daemon: \[\S+\] on node (\S+)", text)
+    return "" if lost_host is None else f"mpirun has lost host {lost_host[1]}"
 
 
 def _cause_of_code(name, code):

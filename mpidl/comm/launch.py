@@ -21,6 +21,7 @@ from mpidl.comm.launcher import launcher
 from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
 from mpidl.report.progress import notebook
+from mpidl.text import pip_install
 
 Returned = TypeVar("Returned")
 
@@ -48,7 +49,8 @@ def launch(
     function : callable
         Function to call on each rank, with the rank's `World` as its first argument. It may be
         defined in a module, in the running script or in a notebook. Functions defined in a
-        notebook, lambdas and nested functions require cloudpickle (`pip install '.[notebook]'`).
+        notebook, lambdas and nested functions require cloudpickle
+        (`pip install 'mpidl[notebook]'`).
     *arguments
         Arguments of the function after the `World`. They must be picklable; each rank gets a copy.
     ranks : int, optional
@@ -184,7 +186,7 @@ def _write_task(folder, function, arguments, show, is_live):
     if by_value and launch_worker.cloudpickle() is None:
         raise UserError(
             "launch: functions defined in a notebook require cloudpickle, which is not "
-            "installed: pip install '.[notebook]', or move the function to a module"
+            f"installed: {pip_install('notebook')}, or move the function to a module"
         )
     task = {
         "path": [os.path.abspath(entry) for entry in sys.path],  # "" means the current folder
@@ -202,7 +204,7 @@ def _write_task(folder, function, arguments, show, is_live):
             hint = (
                 ""
                 if launch_worker.cloudpickle()
-                else " (with pip install '.[notebook]', more can be sent)"
+                else f" (with {pip_install('notebook')}, more can be sent)"
             )
             raise UserError(
                 f"launch: the function or its arguments cannot be sent: {error}{hint}"

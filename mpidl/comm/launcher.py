@@ -9,21 +9,48 @@ from mpidl.errors import UserError
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_")
 
 
-def launcher(ranks: int) -> list[str]:
+def launcher(ranks: int, uses_srun: bool = False) -> list[str]:
     """Return the command line that starts this many ranks.
 
-    The command is the mpirun in the folder of this Python, or else the first one on PATH.
+    The command is the mpirun in the folder of this Python, or else the first one on PATH. With
+    srun, the ranks fill one node of the allocation after the other.
 
     Raises
     ------
     UserError
-        If no mpirun is found.
+        If no mpirun or srun is found.
     """
+    if uses_srun:
+        return _srun(ranks)
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = mpirun if os.access(mpirun, os.X_OK) else shutil.which("mpirun")
     if path is None:
         raise UserError("no mpirun beside this Python or on PATH: run/install installs one")
     return [path, "-n", str(ranks)]
+
+
+def _srun(ranks):
+    srun = shutil.which("srun")
+    if srun is None:
+        raise UserError("--srun: expected srun on PATH, found none")
+    words = [srun, "-K", f"--ntasks={ranks}"]
+    per_node = _slurm_ranks_per_node()
+    if per_node:
+        words += [f"--nodes={-(-ranks // per_node)}", f"--ntasks-per-node={min(ranks, per_node)}"]
+    if os.environ.get("SLURM_CPUS_PER_TASK"):
+        words.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
+    if os.environ.get("MPIDL_SRUN_MPI"):
+        words.append(f"--mpi={os.environ['MPIDL_SRUN_MPI']}")
+    return words
+
+
+def _slurm_ranks_per_node():
+    """Return the tasks per node of the Slurm allocation, or 0 outside of one."""
+    text = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    if text.isdigit():
+        return int(text)
+    tasks, nodes = (os.environ.get(f"SLURM_{name}", "") for name in ("NTASKS", "NNODES"))
+    return -(-int(tasks) // int(nodes)) if tasks.isdigit() and nodes.isdigit() else 0
 
 
 def environment() -> dict[str, str]:

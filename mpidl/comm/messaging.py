@@ -45,11 +45,15 @@ class Messaging:
     """
 
     def __init__(self, transport: Transport) -> None:
+        self._handler: Callable[[Any], object] | None = None
+        self._use(transport)
+
+    def _use(self, transport: Transport) -> None:
+        """Use a transport, without anything that was sent over another one."""
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.pending_exchanges: list[PendingExchange] = []
         self._next_tag = 0
-        self._handler: Callable[[Any], object] | None = None
         self._sent_count = self._received_count = 0
         self._outbox: list[MPI.Request] = []
 

@@ -17,7 +17,7 @@ import threading
 import time
 from types import ModuleType
 
-from mpidl.comm import failure, foreign_launcher, shared_segments
+from mpidl.comm import failure, foreign_launcher, shared_segments, ulfm
 from mpidl.errors import UserError
 
 START_SECONDS = 10.0  # in addition to the time-out: a busy host starts MPI slowly
@@ -58,6 +58,7 @@ def initialize(mpi: ModuleType, timeout: float) -> None:
             _end_all_hosts(error)
         raise
     handler = signal.getsignal(signal.SIGUSR1)
+    ulfm.prepare()
     with Watch(timeout), _without_network() if is_one_host else contextlib.nullcontext():
         _init_thread(mpi)
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
@@ -110,7 +111,8 @@ class Watch:
 
     The time in which this process itself was stopped does not count. Under mpirun, the process also
     ends if another rank of this host has ended. MPI_Init would wait for it, and mpirun does not
-    notice each rank that ends before it has called MPI_Init.
+    notice each rank that ends before it has called MPI_Init. It also ends if the launcher has
+    ended.
 
     Parameters
     ----------
@@ -140,6 +142,8 @@ class Watch:
             if waited > self.timeout + START_SECONDS:
                 limit = f"{self.timeout:g} s (--timeout) and {START_SECONDS:g} s for its start"
                 self._end(f"within {limit}{_stopped_ranks()}")
+            if failure.launcher_has_ended():
+                self._end("because the launcher on this host has ended")
             states = _states_of_ranks() if watched_ranks else {}
             is_gone = os.getpid() in states and watched_ranks > _count_alive(states)
             gone_seconds = gone_seconds + seconds if is_gone else 0.0
@@ -152,11 +156,9 @@ class Watch:
         # If several ranks end, the lowest prints its line, and the launcher ends the others.
         if self._is_over.wait(0.3 * min(rank, 10)):
             return
-        print(
-            f"mpidl: rank {rank} on host {platform.node()}: MPI did not start {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"mpidl: rank {rank} on host {platform.node()}: MPI did not start {reason}"
+        with contextlib.suppress(OSError):  # the launcher, which reads stderr, may have ended
+            print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 

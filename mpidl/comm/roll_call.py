@@ -1,7 +1,8 @@
-"""Find out what all ranks do after a wait has timed out, report it, and end the job.
+"""Ask ranks over MPI what they wait for, and end the job if they wait in vain.
 
-The rank whose wait has timed out asks all ranks over MPI. Ranks that wait as well answer. A rank
-that computes, hangs or is stopped does not answer, so a rank of the same host looks at its process.
+The rank whose wait has timed out asks all ranks, and so does a rank that has ended its program
+(`departure`). Ranks that wait as well answer. A rank that computes, hangs or is stopped does not
+answer. After a time-out, a rank of the same host then looks at its process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from mpidl.comm.hang_report import Hang
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-PING, PONG = 1, 2  # tags of the control communicator: a question to all ranks, and its answer
+# Tags of the control communicator: a question, which says whether its rank has timed out, and its
+# answer.
+QUESTION, ANSWER = 1, 2
 LOOK, SIGHTINGS = 9, 10  # a request to look at ranks of the same host, and its answer
 ANSWER_SECONDS = 0.8  # time for the other ranks to answer
 LOOK_SECONDS = 0.8  # time for ranks of other hosts to look at silent ranks there
@@ -70,14 +73,27 @@ class RollCall:
             The operation for which this rank waits.
         """
         control, ranks = self.transport.control, []
-        while control.Iprobe(tag=PING):
-            source, _ = self._receive(PING)
-            ranks.append(source)
-            self._send(self._own_act(operation), source, PONG)
+        while control.Iprobe(tag=QUESTION):
+            source, has_timed_out = self._receive(QUESTION)
+            if has_timed_out:
+                ranks.append(source)
+            self._send(self._own_act(operation), source, ANSWER)
         while control.Iprobe(tag=LOOK):
             source, silent = self._receive(LOOK)
             self._send(self._look_at(silent), source, SIGHTINGS)
         return ranks
+
+    def ask(self, rank: int, has_timed_out: bool = False) -> None:
+        """Ask a rank what it waits for; it answers once it waits."""
+        self._send(has_timed_out, rank, QUESTION)
+
+    def answers(self) -> dict[int, str]:
+        """Return {rank: its act} of the answers that have arrived since the last call."""
+        acts_of_ranks = {}
+        while self.transport.control.Iprobe(tag=ANSWER):
+            source, act = self._receive(ANSWER)
+            acts_of_ranks[source] = act
+        return acts_of_ranks
 
     def end_job(self, operation: str, problem: str) -> None:
         """Report what all ranks do, and abort the job.
@@ -94,9 +110,9 @@ class RollCall:
         transport = self.transport
         other_ranks = [rank for rank in range(transport.size) if rank != transport.rank]
         for rank in other_ranks:
-            self._send("", rank, PING)
+            self.ask(rank, has_timed_out=True)
         answers: dict[int, str] = {}
-        rivals = self._collect(operation, PONG, answers, ANSWER_SECONDS, len(other_ranks))
+        rivals = self._collect(operation, ANSWER, answers, ANSWER_SECONDS, len(other_ranks))
         if any(rank < transport.rank for rank in rivals):
             return
         answers[transport.rank] = self._own_act(operation)

@@ -12,8 +12,9 @@ import platform
 import sys
 from types import ModuleType, SimpleNamespace
 
-from mpidl.comm import failure, mpi_start
+from mpidl.comm import failure, mpi_start, ulfm
 from mpidl.errors import UserError
+from mpidl.text import pip_install
 
 
 def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
@@ -38,7 +39,8 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
         import mpi4py
 
         # These matter at the first import only.
-        mpi4py.rc.thread_level, mpi4py.rc.initialize, mpi4py.rc.finalize = "funneled", False, True
+        mpi4py.rc.thread_level, mpi4py.rc.initialize = "funneled", False
+        mpi4py.rc.finalize = not ulfm.is_enabled()  # MPI_Finalize may hang after the loss of a rank
         mpi = importlib.import_module("mpi4py.MPI")
         if not mpi.Is_initialized():
             mpi_start.initialize(mpi, timeout)
@@ -57,7 +59,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
 def _reason_of(error):
     """Describe why mpi4py could not be imported."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "mpi4py":
-        return "mpi4py is not installed (pip install '.[mpich]', or run/install)"
+        return f"mpi4py is not installed ({pip_install('mpich')}, or run/install)"
     return f"mpi4py cannot be used: {' '.join(str(error).split())[:200]}"
 
 

@@ -15,8 +15,9 @@ import time
 from mpidl.errors import UserError
 
 FOLDER = "/dev/shm"
-# Files of MPICH and Open MPI.
+# Files of MPICH and Open MPI, and of UCX, which both use. UCX may open those of other ranks late.
 PREFIXES = ("mpich_shm_", "mpich_vci_", "mpich_shar_tmp", "sm_segment.", "vader_segment.")
+LATE_PREFIXES = ("ucx_shm_posix_",)
 BYTES_PER_RANK = {"MPICH": 1_080_000}  # that MPI_Init allocates
 INITIAL_NAMESPACE = 4026531836  # the number of Linux's first PID namespace
 YOUNG_SECONDS = 2.0  # in which a process that has created a segment maps it
@@ -61,10 +62,13 @@ def remove_dead(folder: str = FOLDER) -> list[str]:
     """Remove this user's segments that no process uses; return their names.
 
     In a PID namespace, such as a container, processes of other namespaces may use them unseen.
-    There, segments of the last minute stay: an older job does not need the names any more.
+    There, segments of the last minute stay: an older job does not need the names any more. Those of
+    UCX stay in any case.
     """
-    youngest = time.time() - (YOUNG_SECONDS if _sees_all_processes() else UNSEEN_SECONDS)
-    candidates = {path for path, status in _segments(folder).items() if status.st_mtime <= youngest}
+    sees_all = _sees_all_processes()
+    youngest = time.time() - (YOUNG_SECONDS if sees_all else UNSEEN_SECONDS)
+    segments = _segments(folder, PREFIXES + (LATE_PREFIXES if sees_all else ()))
+    candidates = {path for path, status in segments.items() if status.st_mtime <= youngest}
     dead = sorted(candidates - _used(candidates, folder)) if candidates else []
     for path in dead:
         with contextlib.suppress(OSError):  # another job removes it, too
@@ -127,16 +131,16 @@ def _start_time():
 
 def _bytes_since(start_time, folder):
     """Return the bytes of this user's segments that were created after a time."""
-    segments = _segments(folder).values()
+    segments = _segments(folder, PREFIXES + LATE_PREFIXES).values()
     return sum(x.st_blocks * 512 for x in segments if x.st_mtime >= start_time - 1)
 
 
-def _segments(folder):
-    """Return {path: status} of this user's segments."""
+def _segments(folder, prefixes):
+    """Return {path: status} of this user's segments whose names have one of the prefixes."""
     segments = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith(PREFIXES):
+            if entry.name.startswith(prefixes):
                 with contextlib.suppress(OSError):  # removed in the meantime
                     segments[entry.path] = entry.stat(follow_symlinks=False)
     return {path: status for path, status in segments.items() if status.st_uid == os.geteuid()}

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 CANCEL = 5  # tag of the message that ends the waits of other ranks
-QUESTION, ANSWER = 7, 8  # tags of the messages of `departure`
 CANCELLED = "another rank failed"
 YIELD_SECONDS = 30.0  # extension of a wait after another rank has timed out, which reports
 START_SECONDS = 20.0  # added to the time-out while the ranks meet for the first time
@@ -73,6 +72,8 @@ class Transport:
         Total time in seconds that this rank has waited for other ranks.
     has_left : bool
         Whether this rank has met all other ranks at the end of the program.
+    roll_call : RollCall
+        Questions to other ranks, and answers to theirs.
     """
 
     def __init__(self, comm: MPI.Comm, timeout: float) -> None:
@@ -95,9 +96,9 @@ class Transport:
         self.hosts: list[str] = [peer.host for peer in self.peers]
         host_cores = [cores for peer, cores in ranks if peer.host == host]
         self.oversubscribed = len(host_cores) > thread_budget.usable_cores(host_cores)
-        self._roll_call = RollCall(self)
+        self.roll_call = RollCall(self)
         if self.size > 1:
-            watchdog.start(self.rank, self._roll_call.describe_block)
+            watchdog.start(self.rank, self.roll_call.describe_block)
 
     @property
     def activity(self) -> str:
@@ -190,17 +191,16 @@ class Transport:
             if self.control.Iprobe(tag=CANCEL):
                 self._is_cancelled = True
                 raise Cancelled(CANCELLED)
-            self._answer_question(operation)
-            if self._roll_call.answer(operation):
+            if self.roll_call.answer(operation):
                 deadline = max(deadline, now + YIELD_SECONDS)
             if now > deadline:
                 problem = f"{operation} did not complete within {timeout:g} s (--timeout)."
-                self._roll_call.end_job(operation, problem)
+                self.roll_call.end_job(operation, problem)
                 deadline = time.monotonic() + YIELD_SECONDS
-            elif timeout == math.inf and self._roll_call.neighbour_is_stopped(now):
+            elif timeout == math.inf and self.roll_call.neighbour_is_stopped(now):
                 problem = f"{operation} waits for a process that has been stopped for "
                 problem += f"{self.timeout:g} s (--timeout)."
-                self._roll_call.end_job(operation, problem)
+                self.roll_call.end_job(operation, problem)
 
     def cancel_others(self) -> None:
         """Make all other ranks raise `Cancelled` in their current or next wait.
@@ -211,25 +211,6 @@ class Transport:
         for rank in range(self.size):
             if rank != self.rank:
                 self.control.isend("", rank, CANCEL)
-
-    def ask(self, rank: int) -> None:
-        """Ask a rank what it waits for; `take_answer` returns its answer once it waits."""
-        self.control.isend("", rank, QUESTION)
-
-    def take_answer(self) -> tuple[int, str] | None:
-        """Return (rank, activity) for an answer to `ask` that has arrived, or None."""
-        if not self.control.Iprobe(tag=ANSWER):
-            return None
-        status = self.MPI.Status()
-        text = self.control.recv(tag=ANSWER, status=status)
-        return status.source, text
-
-    def _answer_question(self, operation):
-        """Answer a question of another rank, if one has arrived."""
-        if self.control.Iprobe(tag=QUESTION):
-            status = self.MPI.Status()
-            self.control.recv(tag=QUESTION, status=status)
-            self.control.isend(f"{self.activity}: waits for {operation}", status.source, ANSWER)
 
     def close(self) -> None:
         """Free the communicators. Collective; the transport cannot be used afterwards."""

@@ -50,7 +50,6 @@ class Watchdog:
         self.rank = 0
         self.describe: Describe = _describe
         self._count, self._seconds = -1, 0.0
-        self._parent = None if failure.launched_ranks() is None else os.getppid()
 
     def run(self) -> None:
         """Look at the main thread until the process ends."""
@@ -69,7 +68,7 @@ class Watchdog:
         seconds : float
             Time since the previous look.
         """
-        if self._parent not in (None, os.getppid()):
+        if failure.launcher_has_ended():
             self._end_with(f"{_process()}: the launcher on this host has ended")
         operation, limit, count = self.record.operation, self.record.limit, self.record.count
         if operation is None or count != self._count:

@@ -6,14 +6,14 @@ import functools
 import html
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.blocks import OneRank
-from mpidl.comm import devices, failure, serial, thread_budget, watchdog
+from mpidl.comm import devices, failure, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.reducer import Reducer, is_on_host
 from mpidl.comm.transport import START_SECONDS, Transport, allocate_shared, free_shared_bytes
@@ -48,6 +48,13 @@ MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR",
 
 # Errors, besides UserError, that `raise_if_any` raises on all ranks.
 SHARED_ERRORS = (FolderInUse, StorageFault, LostLock)
+
+
+class LostRank(NamedTuple):
+    """A rank that has ended while the others continue: its first number, and its host."""
+
+    rank: int
+    host: str
 
 
 class World(Messaging):
@@ -86,6 +93,12 @@ class World(Messaging):
         Number of threads of each rank; empty until `use_threads` is called.
     device : CudaDevice or None
         GPU of this rank; None if the rank computes on the CPU.
+    outlives_ranks : bool
+        Whether the world continues if ranks are lost; see `outlive_ranks`.
+    first_ranks : list of int
+        The rank that each rank had before the first loss.
+    lost_ranks : list of LostRank
+        The ranks that were lost, in order.
 
     Notes
     -----
@@ -122,6 +135,9 @@ class World(Messaging):
         self.plain, self.neighbours = plain, neighbours
         self.hosts: list[str] = self.transport.hosts
         self.host: str = self.hosts[self.rank]
+        self.outlives_ranks = False
+        self.first_ranks = list(range(self.size))
+        self.lost_ranks: list[LostRank] = []
         # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None
         self.counts: Counts | None = None
@@ -130,6 +146,7 @@ class World(Messaging):
         self.device_request: tuple[str, str | None] | None = None
         self._one_rank = OneRank()  # sums values on one rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
+        self._abandoned_windows: list[MPI.Win | None] = []  # with ranks that were lost
         failure.abort_on_exception(self.transport)
         builds.settle(self)
         self.threads: list[int] = []
@@ -194,6 +211,50 @@ class World(Messaging):
         devices.use_gpu(self, gpu)
         self.device_request = device, gpus
         return lines if self.rank == 0 else []
+
+    def outlive_ranks(self, spelled: str = "outlive_ranks") -> None:
+        """Continue after the loss of ranks in `survival.attempt`, which shrinks this world.
+
+        Parameters
+        ----------
+        spelled : str
+            What requires it, for the error message.
+
+        Raises
+        ------
+        UserError
+            If the MPI library, its launcher or the device cannot do it. All ranks raise it.
+        """
+        problem = ulfm.refusal(self.transport.MPI, self.size)
+        if problem is None and self.device is not None:
+            problem = "expected --device cpu, found GPUs, whose sums cannot lose a rank"
+        if problem is None and self.neighbours is not None:
+            problem = "expected one run per job, found several at a time"
+        if problem is not None:
+            raise UserError(f"{spelled}: {problem}")
+        self.outlives_ranks = True
+
+    def continue_with(self, transport: Transport, survivors: Sequence[int]) -> None:
+        """Continue with some of the ranks, after the others were lost. Collective over them.
+
+        Shared arrays stay, but their memory is not freed before the process ends.
+
+        Parameters
+        ----------
+        transport : Transport
+            The ranks that are left.
+        survivors : sequence of int
+            Their present numbers, in the order of the new ones.
+        """
+        for rank, host in enumerate(self.hosts):
+            if rank not in survivors:
+                self.lost_ranks.append(LostRank(self.first_ranks[rank], host))
+        self.first_ranks = [self.first_ranks[rank] for rank in survivors]
+        self.threads = [self.threads[rank] for rank in survivors] if self.threads else []
+        self._use(transport)
+        self.hosts = transport.hosts
+        self._abandoned_windows += self._windows.values()
+        self._windows = dict.fromkeys(self._windows)
 
     # sums and other reductions
 
@@ -455,7 +516,7 @@ class World(Messaging):
         array : ndarray
             An array of `shared_array`.
         """
-        window = self._windows.pop(id(array))
+        window = self._windows.pop(id(array), None)
         if window is not None:
             self.barrier()  # unlike MPI's Free, the barrier times out if a rank is missing
             with watchdog.guard("shared memory", self.transport.timeout):

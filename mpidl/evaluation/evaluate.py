@@ -13,7 +13,7 @@ from mpidl import losses, phases
 from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
-from mpidl.cross_entropy import CrossEntropy, is_cross_entropy
+from mpidl.cross_entropy_loss import CrossEntropy, is_cross_entropy
 from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
@@ -88,7 +88,10 @@ def _representation(record):
 
 
 def agreed(
-    batches: Generator[Any, Any, None], world: World, signals: Signals | None = None
+    batches: Generator[Any, Any, None],
+    world: World,
+    signals: Signals | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Generator[tuple, None, None]:
     """Yield each mini-batch after all ranks have read their part of it.
 
@@ -105,17 +108,20 @@ def agreed(
     signals : Signals, optional
         Requests to stop that this process has received. If any rank has one, the generator sets
         ``signals.agreed`` and ends on all ranks.
+    check : callable, optional
+        Function that this rank calls before each mini-batch, and whose error all ranks raise.
 
     Raises
     ------
     UserError, StorageFault
-        On all ranks, if any rank cannot read its images.
+        On all ranks, if any rank cannot read its images, or if its `check` raises the error.
     """
     bad = None  # for each rank, the images that it could not read
     while True:
         ready: list[Any] = [None]
         problem = None
         try:
+            check()
             with phases.Phase(phases.INPUT, "input"):
                 ready = [batches.send(bad) if bad else next(batches, None)]
         except (UserError, StorageFault) as error:
@@ -265,7 +271,7 @@ class _Totals:
         self.correct: float | None = 0.0
 
     def add(self, sums, images):
-        """Add the sums of a mini-batch (see `cross_entropy.Sums`) with its number of images."""
+        """Add the sums of a mini-batch (`cross_entropy_loss.Sums`) with its number of images."""
         labels, weight = sums[2:] or (images * self.labels_per_image, images)
         self.weighted_loss += sums[0] * weight
         self.weight, self.labels = self.weight + weight, self.labels + labels

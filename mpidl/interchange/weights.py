@@ -20,7 +20,7 @@ from mpidl.files import unreadable, write_whole
 from mpidl.interchange import weight_names
 from mpidl.interchange.weight_names import LIBRARIES, Names
 from mpidl.nn import Network
-from mpidl.text import NAMES_IN_A_LINE, name_list, printable
+from mpidl.text import NAMES_IN_A_LINE, name_list, pip_install, printable
 from mpidl.training.files import model_file
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
@@ -38,7 +38,7 @@ def library(name: str, path: str | os.PathLike[str], extra: str) -> Any:
     except ImportError:
         raise UserError(
             f"{printable(path)}: expected the package {name.partition('.')[0]}, which is not "
-            f"installed (pip install 'mpidl[{extra}]')"
+            f"installed ({pip_install(extra)})"
         ) from None
 
 

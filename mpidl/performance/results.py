@@ -173,7 +173,7 @@ def read_json(path: str) -> dict[str, Any]:
     try:
         with open(path) as file:
             content = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected a JSON file, found: {reason(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")

@@ -116,39 +116,9 @@ class Run:
 
     def command(self) -> list[str]:
         """Return the command line that starts or resumes the run."""
-        words = [*start_words(self.ranks, self.plan.uses_srun), sys.executable, "-m", "mpidl.train"]
+        words = [*launcher(self.ranks, self.plan.uses_srun), sys.executable, "-m", "mpidl.train"]
         words += [*self.plan.words, "--out", self.folder]
         return [*words, *(["--resume", self.folder] if checkpoint.exists(self.folder) else [])]
-
-
-def start_words(ranks: int, uses_srun: bool) -> list[str]:
-    """Return the command line that starts this many ranks with mpirun or srun.
-
-    With srun, the ranks fill one node of the allocation after the other.
-    """
-    if not uses_srun:
-        return launcher(ranks)
-    srun = shutil.which("srun")
-    if srun is None:
-        raise UserError("--srun: expected srun on PATH, found none")
-    words = [srun, "-K", f"--ntasks={ranks}"]
-    per_node = slurm_ranks_per_node()
-    if per_node:
-        words += [f"--nodes={-(-ranks // per_node)}", f"--ntasks-per-node={min(ranks, per_node)}"]
-    if os.environ.get("SLURM_CPUS_PER_TASK"):
-        words.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
-    if os.environ.get("MPIDL_SRUN_MPI"):
-        words.append(f"--mpi={os.environ['MPIDL_SRUN_MPI']}")
-    return words
-
-
-def slurm_ranks_per_node() -> int:
-    """Return the tasks per node of the Slurm allocation, or 0 outside of one."""
-    text = os.environ.get("SLURM_NTASKS_PER_NODE", "")
-    if text.isdigit():
-        return int(text)
-    tasks, nodes = (os.environ.get(f"SLURM_{name}", "") for name in ("NTASKS", "NNODES"))
-    return -(-int(tasks) // int(nodes)) if tasks.isdigit() and nodes.isdigit() else 0
 
 
 def earlier_start(out: str) -> dict[str, Any]:

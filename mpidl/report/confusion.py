@@ -8,6 +8,7 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.report.plots import new_figure, png_of
+from mpidl.text import pip_install
 
 COLOURS = "Blues"
 MAX_NUMBERS = 30  # with more classes, the cells are too small for numbers
@@ -18,8 +19,8 @@ def need_matplotlib(path: str | os.PathLike[str]) -> None:
     """Raise UserError if matplotlib is not installed; the message names the picture's path."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            f"{path}: drawing a picture requires matplotlib, which is not installed (pip install "
-            "'.[plots]'); a .csv file does not"
+            f"{path}: drawing a picture requires matplotlib, which is not installed "
+            f"({pip_install('plots')}); a .csv file does not"
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import array
-import bisect
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -60,6 +58,8 @@ class Series:
 
 FIELDS = tuple(field.name for field in fields(Series))
 POSITION = ("epoch", "iteration")  # the fields that are whole numbers
+VALUES = tuple(name for name in FIELDS if name not in POSITION)
+MOST_RESERVED = 1 << 18  # records, of 14 MiB
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,36 +119,85 @@ class HistoryRecorder:
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._columns = {kind: _empty_columns() for kind in KINDS}
+        self._columns = {kind: _Columns() for kind in KINDS}
         for record in records:
             self.add(record)
+
+    def reserve(self, iterations: float) -> None:
+        """Take the memory for the records of a run of so many iterations now.
+
+        The memory of a long run then stays the same to its end. At most `MOST_RESERVED` records are
+        provided for, because a run may end early.
+        """
+        self._columns["iteration"].reserve(int(min(iterations, MOST_RESERVED)))
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record with the keys of metrics.jsonl; ignore records of other kinds."""
         kind = record.get("kind")
         if kind not in KINDS or not all(_is_position(record.get(name)) for name in POSITION):
             return
-        for name, column in self._columns[kind].items():
-            column.append(record[name] if name in POSITION else _number(record.get(name)))
+        position = [record[name] for name in POSITION]
+        self._columns[kind].append(position, [_number(record.get(name)) for name in VALUES])
 
     def cut(self, iteration: int) -> None:
         """Remove the records of iterations after `iteration`."""
         for columns in self._columns.values():
-            row_count = bisect.bisect_right(columns["iteration"], iteration)
-            for column in columns.values():
-                del column[row_count:]
+            columns.cut(iteration)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records as metrics.jsonl holds them, in its order."""
+        rows = [
+            {"kind": kind} | dict(zip((*POSITION, *VALUES), row, strict=True))
+            for kind, columns in self._columns.items()
+            for row in columns.rows()
+        ]
+        for row in sorted(rows, key=lambda row: row["iteration"]):
+            record = {k: metrics.number(v) if isinstance(v, float) else v for k, v in row.items()}
+            if record["accuracy"] is None:
+                del record["accuracy"]
+            yield record
 
     def history(self) -> History:
         """Return the records so far; later records do not change the result."""
-        return History(**{kind: _series(columns) for kind, columns in self._columns.items()})
+        return History(**{kind: columns.series() for kind, columns in self._columns.items()})
 
 
-def _empty_columns():
-    return {name: array.array("q" if name in POSITION else "d") for name in FIELDS}
+class _Columns:
+    """The records of one kind: a column of whole numbers and one of floats per record."""
 
+    def __init__(self) -> None:
+        self.count = 0
+        self.positions = np.zeros((len(POSITION), 16), np.int64)
+        self.values = np.zeros((len(VALUES), 16))
 
-def _series(columns):
-    return Series(**{name: np.array(column) for name, column in columns.items()})
+    def reserve(self, count: int) -> None:
+        """Provide memory for `count` records, and use it, so that the system hands it out."""
+        if count > self.positions.shape[1]:
+            self.positions, self.values = (
+                np.pad(array[:, : self.count], ((0, 0), (0, count - self.count)), constant_values=1)
+                for array in (self.positions, self.values)
+            )
+
+    def append(self, position: list[int], values: list[float]) -> None:
+        if self.count == self.positions.shape[1]:
+            self.reserve(self.count + self.count // 2)
+        self.positions[:, self.count] = position
+        self.values[:, self.count] = values
+        self.count += 1
+
+    def cut(self, iteration: int) -> None:
+        iterations = self.positions[POSITION.index("iteration"), : self.count]
+        self.count = int(np.searchsorted(iterations, iteration, "right"))
+
+    def rows(self) -> list[tuple[int | float, ...]]:
+        arrays = self.positions[:, : self.count], self.values[:, : self.count]
+        positions, values = (array.T.tolist() for array in arrays)
+        return [(*p, *v) for p, v in zip(positions, values, strict=True)]
+
+    def series(self) -> Series:
+        columns = [*self.positions[:, : self.count], *self.values[:, : self.count]]
+        names = (*POSITION, *VALUES)
+        return Series(**{name: column.copy() for name, column in zip(names, columns, strict=True)})
 
 
 def _is_position(value):

@@ -1,7 +1,7 @@
 """Read and write metrics.jsonl, which holds one JSON object per line.
 
-There is a record per iteration, epoch and validation, and about every two seconds one of the kind
-"ranks" with the times of each rank.
+There is a record per iteration, epoch and validation, about every two seconds one of the kind
+"ranks" with the times of each rank, and one of the kind "lost" whenever ranks were lost.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpidl.errors import UserError
@@ -22,7 +22,8 @@ FLUSH_SECONDS = 2.0
 class Metrics:
     """Writer of the records of a metrics file.
 
-    The methods do nothing on ranks other than 0.
+    The methods do nothing on ranks other than 0, except for `rewind`: a rank that calls it writes
+    the file from there on.
 
     Parameters
     ----------
@@ -129,6 +130,25 @@ class Metrics:
             position = {"kind": "ranks", "epoch": int(epoch), "iteration": int(iteration)}
             self._append({**position, **fields})
 
+    def record_lost(self, epoch: int, iteration: int, facts: Mapping[str, Any]) -> None:
+        """Append a record of ranks that were lost.
+
+        Parameters
+        ----------
+        epoch, iteration : int
+            Position in the run from which it continues.
+        facts : mapping
+            Numbers and "hosts" of the lost "ranks", the number "ranks_left", and "seconds_lost".
+
+        Raises
+        ------
+        UserError
+            If the file cannot be written.
+        """
+        if self.file is not None:
+            position = {"kind": "lost", "epoch": int(epoch), "iteration": int(iteration)}
+            self._append({**position, **facts})
+
     def _append(self, record):
         is_brief = record["kind"] == "iteration"
         with self._writing():
@@ -138,11 +158,10 @@ class Metrics:
                 self.flushed = time.monotonic()
 
     def flush(self) -> None:
-        """Write all records to disk. Call this method before each checkpoint."""
+        """Hand all records to the operating system. Call this method before each checkpoint."""
         if self.file is not None:
             with self._writing():
                 self.file.flush()
-                os.fsync(self.file.fileno())
 
     def close(self, discard: bool = False) -> None:
         """Close the file; if `discard` is true, without the records that are not yet written."""
@@ -161,13 +180,25 @@ class Metrics:
         records = [record for record in read(self.path) if record["iteration"] <= iteration]
         write_whole(self.path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
-    def rewind(self, iteration: int) -> None:
-        """Remove the records of iterations after `iteration`, and continue from there."""
-        if self.file is not None:
-            self.close()
-            with self._writing():
-                self.cut(iteration)
-                self.file = open(self.path, "a")
+    def rewind(self, iteration: int, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Remove the records of iterations after `iteration`, and continue from there.
+
+        Parameters
+        ----------
+        iteration : int
+            The iteration.
+        records : iterable of mapping
+            The records up to there. Those are added that the file lacks, because the lost rank had
+            not written them.
+        """
+        self.close()
+        with self._writing():
+            self.cut(iteration)
+            written = {_position(record) for record in read(self.path)}
+            self.file = open(self.path, "a")
+        for record in records:
+            if _position(record) not in written:
+                self._append(record)
 
     @contextlib.contextmanager
     def _writing(self):
@@ -187,11 +218,15 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("iteration"), int):
                 records.append(record)
     return records
+
+
+def _position(record):
+    return record.get("kind"), record.get("epoch"), record["iteration"]
 
 
 def number(value: float | None) -> float | None:

@@ -170,7 +170,7 @@ def _read_summary(path):
         return {}
     except OSError as error:
         raise unreadable(path, error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected JSON, found {error}") from error
     if not isinstance(summary, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(summary).__name__}")

@@ -25,6 +25,8 @@ class Status:
         The error of a run that failed, in one line.
     ranks : int
         Number of ranks.
+    lost_ranks : int
+        Number of ranks that were lost; see the option on_lost_rank.
     host : str
         Host of rank 0.
     epochs : int
@@ -40,6 +42,7 @@ class Status:
     stopped: str | None = None
     error: str | None = None
     ranks: int = 0
+    lost_ranks: int = 0
     host: str = ""
     epochs: int = 0
     iterations_per_epoch: int = 0

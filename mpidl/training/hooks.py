@@ -13,6 +13,7 @@ it calls in reverse order.
     finish(trainer)             after the last mini-batch, before the network is finalized (choice
                                 of the best network, population statistics)
     end(trainer)                when the network is final; the run's files are complete then
+    lost(trainer)               after ranks were lost, before the others repeat the iteration
 
 `trainer.stop()` ends the run after the current mini-batch, on all ranks.
 """
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from mpidl.training.steps import StepResult
     from mpidl.training.trainer import Trainer
 
-EVENTS = ("start", "iteration", "step", "epoch", "finish", "end")
+EVENTS = ("start", "iteration", "step", "epoch", "finish", "end", "lost")
 
 
 def check_hooks(hooks: Any) -> list[Any]:
@@ -69,6 +70,7 @@ class Hooks:
     epoch: Callable[..., None]
     finish: Callable[..., None]
     end: Callable[..., None]
+    lost: Callable[..., None]
 
     def __init__(self, hooks: Iterable[Any]) -> None:
         hooks = list(hooks)
@@ -126,6 +128,10 @@ class ConsoleHook:
         numbers = trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
         has_validation = trainer.validation.store is not None
         trainer.console.start(*numbers, trainer.position.epoch, has_validation)
+
+    def lost(self, trainer: Trainer) -> None:
+        if not trainer.console.is_started:  # the console of another rank 0
+            self.start(trainer)
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         info, numbers = result.info, (result.loss, result.images_per_second, result.accuracy)
@@ -243,14 +249,18 @@ class CheckpointHook:
     def step(self, trainer: Trainer) -> None:
         interval = trainer.options.checkpoint_every
         if interval and trainer.position.iteration % interval == 0 and not trainer.leaves_epoch:
-            trainer.save()
+            trainer.save(wait=False)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        trainer.save()
+        trainer.save(wait=False)
 
     def finish(self, trainer: Trainer) -> None:
         if trainer.signals.agreed or trainer.position.batch:
-            trainer.save()
+            trainer.save(wait=False)
+
+    def end(self, trainer: Trainer) -> None:
+        with trainer.console.stage("checkpoint"):
+            trainer.writer.wait()
 
 
 class PlotHook:

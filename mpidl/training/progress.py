@@ -190,6 +190,8 @@ class Result:
         Results of the last validation, or of the best network if the run returns that network.
     rollbacks : int
         Number of times that the run returned to an earlier state; see the option on_nan.
+    lost_ranks : int
+        Number of ranks that were lost; see the option on_lost_rank.
     skipped_images : int
         Number of training and validation images that could not be read; see the option
         on_bad_image.
@@ -208,5 +210,6 @@ class Result:
     validation_loss: float | None = None
     validation_accuracy: float | None = None
     rollbacks: int = 0
+    lost_ranks: int = 0
     skipped_images: int = 0
     history: History = field(default_factory=lambda: History.from_records([]), repr=False)

@@ -37,6 +37,8 @@ class RankTimesHook:
         self.meeting_time, self.meeting = self.start_time, self.recorded
         self.next_meeting = self.recorded + 1
 
+    lost = start
+
     def step(self, trainer: Trainer) -> None:
         iteration = trainer.position.iteration
         if trainer.writer.out is None or iteration != self.next_meeting:

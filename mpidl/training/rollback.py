@@ -46,7 +46,7 @@ class Rollback:
             trainer.audit()  # raises a Fault if only some of the ranks have this problem
         if problem is not None:
             raise problem
-        self.arrays = _copied(tables)
+        self.arrays = run_state.copied(tables)
         self.facts = {"position": asdict(position), **copy.deepcopy(facts)}
 
     def load(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -77,8 +77,9 @@ class Rollback:
         count = trainer.position.rollbacks + 1
         if count > LIMIT:
             raise Fault(f"{problem}; the run has rolled back {LIMIT} times (--on-nan rollback)")
+        trainer.writer.wait()
         with trainer.renewed_step():
-            run_state.set_progress(trainer, _copied(self.arrays), self.facts)
+            run_state.set_progress(trainer, run_state.copied(self.arrays), self.facts)
             trainer.position.rollbacks = count
         trainer.writer.rewind(trainer.position.iteration)
         trainer.console.line(
@@ -87,14 +88,6 @@ class Rollback:
             f"learning rates are now multiplied by {trainer.position.rate_factor:g} (rollback "
             f"{count} of at most {LIMIT})"
         )
-
-
-def _copied(tables):
-    """Copy arrays by table: optimizers overwrite arrays in place."""
-    return {
-        table: {name: np.array(array) for name, array in arrays.items()}
-        for table, arrays in tables.items()
-    }
 
 
 class RollbackHook:

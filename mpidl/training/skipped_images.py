@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
@@ -31,16 +32,24 @@ def write_list(folder: str | os.PathLike[str], sets: Mapping[str, Any]) -> None:
     sets : mapping
         {name of a set: (Datastore, BadImages)}
     """
-    path, rows = os.path.join(folder, BAD_IMAGES), []
-    if os.path.exists(path):
-        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
-            rows = [row for row in list(csv.reader(file))[1:] if row[0] not in sets]
+    path = os.path.join(folder, BAD_IMAGES)
+    rows = [row for row in _read_rows(path) if row[0] not in sets]
     for name, (store, bad_images) in sets.items():
         reasons = sorted(bad_images.reasons.items())
         rows += [[name, store.located(i), reason] for i, reason in reasons]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([HEADINGS, *rows])
     write_whole(path, text.getvalue().encode("utf-8", "surrogateescape"))
+
+
+def _read_rows(path):
+    """Return the rows of a list without its headings, as far as they are not damaged."""
+    rows: list[list[str]] = []
+    if os.path.exists(path):
+        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            with contextlib.suppress(csv.Error):
+                rows += csv.reader(file)
+    return [row for row in rows if len(row) == len(HEADINGS) and row != HEADINGS]
 
 
 def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
@@ -80,6 +89,9 @@ class SkippedImagesHook:
 
     def step(self, trainer: Trainer) -> None:
         self._tell(trainer)
+
+    def lost(self, trainer: Trainer) -> None:
+        self.listed = 0  # the number may differ between ranks
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self._tell(trainer)

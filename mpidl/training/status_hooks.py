@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mpidl.comm import World
+from mpidl.comm import World, survival
 from mpidl.comm.failure import Signals
 from mpidl.comm.groups import describe
 from mpidl.errors import LostLock, UserError
@@ -47,18 +47,18 @@ def watched(
     lock : RunLock
         The lock of the folder.
     """
-    if folder is None or world.rank or signals.look is not None:
+    if folder is None or signals.look is not None:
         yield
         return
-    stop_file.remove(folder)
-    file = StopFile(folder)
+    file = StopFile(folder, world)
+    file.remove()
     signals.look = lambda: lock_file.NAME if lock.is_lost else file.look()
     try:
         yield
     finally:
         signals.look = None
         if not lock.is_lost:
-            stop_file.remove(folder)
+            file.remove()
 
 
 class StopFile:
@@ -68,15 +68,22 @@ class StopFile:
     ----------
     folder : path
         Folder of the run.
+    world : World
+        The ranks of the run. The methods do nothing on ranks other than 0.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder, self.look_time = folder, -math.inf
+    def __init__(self, folder: str | os.PathLike[str], world: World) -> None:
+        self.folder, self.world, self.look_time = folder, world, -math.inf
+
+    def remove(self) -> None:
+        """Remove the file of an earlier job, or of this one at its end."""
+        if self.world.rank == 0:
+            stop_file.remove(self.folder)
 
     def look(self) -> str | None:
         """Return the reason to stop now, or None. Read at most once per `stop_file.SECONDS`."""
         now = time.monotonic()
-        if now - self.look_time < stop_file.SECONDS:
+        if self.world.rank or now - self.look_time < stop_file.SECONDS:
             return None
         self.look_time = now
         return stop_file.REASON if stop_file.read(self.folder) == stop_file.NOW else None
@@ -116,7 +123,7 @@ class StatusHook:
 
     def __init__(self, folder: str | os.PathLike[str], world: World, lock: RunLock) -> None:
         self.folder, self.world, self.lock = folder, world, lock
-        self.status = status.Status(ranks=world.size, host=world.host)
+        self.status = status.Status()
 
     def __enter__(self) -> StatusHook:
         self._write()
@@ -130,13 +137,16 @@ class StatusHook:
     ) -> None:
         if error is None:
             self.status.state = status.FINISHED
-            self._write()
+            survival.attempt(self.world, self._write, self.lock.take_over)
         elif self.world.rank == 0:
             text = describe(error).encode("utf-8", "backslashreplace").decode()
             self.status.state, self.status.error = status.FAILED, text
             with contextlib.suppress(UserError, LostLock):  # the run's own error is the one to show
                 self.lock.check()
                 status.write(self.folder, self.status)
+
+    def lost(self, trainer: Trainer) -> None:
+        self._write()
 
     def start(self, trainer: Trainer) -> None:
         self.status.epochs = trainer.options.epochs
@@ -148,6 +158,9 @@ class StatusHook:
         self.status.stopped = trainer.stopped
 
     def _write(self):
+        self.status.ranks, self.status.host = self.world.size, self.world.hosts[0]
+        self.status.lost_ranks = len(self.world.lost_ranks)
+
         def write():
             self.lock.check()
             status.write(self.folder, self.status)

@@ -45,6 +45,11 @@ class TimelineHook:
         phases.iteration_ends()
         self.before = phases.seconds()
 
+    def lost(self, trainer: Trainer) -> None:
+        if trainer.world.gop("or", self.is_recording):  # record the ranks that are left
+            self.totals = [0.0] * len(phases.KINDS)
+            self.start(trainer)
+
     def step(self, trainer: Trainer) -> None:
         if not self.is_recording:
             return

@@ -17,7 +17,7 @@ from mpidl.evaluation.validation import held_out
 from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
-from mpidl.training import input_pipeline, status_hooks, tracking_hooks
+from mpidl.training import input_pipeline, lost_ranks, status_hooks, tracking_hooks
 from mpidl.training.files.run_folder import RunFolder
 from mpidl.training.files.run_lock import RunLock
 from mpidl.training.optimizers import Optimizer, of_options
@@ -125,6 +125,7 @@ def train(
         hooks = [*hooks, status_hook] if status_hook else hooks
         backends.configure(winograd=options.winograd, precision=options.precision)
         _use_device(world, options)
+        lost_ranks.prepare(options, world)
         if console is None:
             is_verbose = options.verbose == "on"
             console = Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)

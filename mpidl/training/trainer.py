@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpidl import phases
-from mpidl.comm import World
+from mpidl.comm import World, survival
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.data.datastore import Datastore
@@ -27,6 +27,7 @@ from mpidl.report.history import History
 from mpidl.training import hooks as hook_classes
 from mpidl.training import (
     input_pipeline,
+    lost_ranks,
     memory_budget,
     skipped_images,
 )
@@ -85,6 +86,8 @@ class Trainer:
         Training images that were skipped; None if they are not skipped.
     rollback : Rollback or None
         The state to which the run returns if its loss is not finite; None if it then ends.
+    iteration_start : IterationStart
+        The state to which the run returns if ranks are lost.
     stopped : str or None
         The reason for an early end, as in `Result`. None during the training.
     """
@@ -141,7 +144,10 @@ class Trainer:
         self.start_time = time.monotonic() - self.position.seconds
         last_iteration = None if folder.resume is None else self.position.iteration
         self.writer = RunWriter(folder, world, last_iteration)
+        self.writer.recorder.reserve(self.total_iterations)
         self.hooks = hook_classes.of_run(hooks, options, balancer, self.rollback)
+        self.iteration_start = lost_ranks.IterationStart(world)
+        self._has_started = False
 
     @property
     def history(self) -> History:
@@ -214,7 +220,10 @@ class Trainer:
         """
         try:
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                return self._run()
+                self.iteration_start.keep(self)
+                return survival.attempt(
+                    self.world, self._run, lambda: self.iteration_start.restore(self)
+                )
         finally:
             phases.take_spans()  # a run that failed may have left them
             self.step.close()
@@ -222,7 +231,9 @@ class Trainer:
                 self.writer.close()
 
     def _run(self):
-        self.hooks.start(self)
+        if not self._has_started:
+            self.hooks.start(self)
+            self._has_started = True
         while (problem := self._train_to_the_end()) is not None:
             self.rollback.restore(self, problem)
         position = self.position
@@ -242,6 +253,7 @@ class Trainer:
             self.validation.iteration or None,
             *self.validation.of_the_result(),
             position.rollbacks,
+            self.iteration_start.losses,
             sum(len(bad) for _, bad in skipped_images.sets_of(self).values()),
             self.history,
         )
@@ -265,8 +277,10 @@ class Trainer:
         position = self.position
         batches = self.queue.epoch(position.epoch, start=position.batch)
         start_time, images_before = time.monotonic() - self._seconds_apart, position.images
+        self.iteration_start.reach()
         with contextlib.closing(batches):
             for images, targets in self._agreed(batches):
+                self.iteration_start.keep(self)
                 with phases.span("learning rate"):
                     info = self._next_step(images.batch.count)
                 self._report(self.step.submit(images, targets, info))
@@ -274,6 +288,8 @@ class Trainer:
                 self.hooks.step(self)
                 if self.leaves_epoch:
                     break
+                self.iteration_start.reach()
+        self.iteration_start.keep(self)  # if the ranks have agreed to stop
         self.wait()
         if self.at_epoch_end:
             seconds = time.monotonic() - self._seconds_apart - start_time
@@ -284,7 +300,7 @@ class Trainer:
     def _agreed(self, batches):
         """Yield the mini-batches; write a checkpoint if one of them cannot be read."""
         try:
-            yield from agreed(batches, self.world, self.signals)
+            yield from agreed(batches, self.world, self.signals, self.writer.check)
         except (StorageFault, UserError) as error:
             raise self.after_checkpoint(error) from None
 
@@ -427,11 +443,34 @@ class Trainer:
         if self.world.device is not None:  # a recorded step has its own memory
             self.queue, self.step = self._make_step()
 
-    def save(self) -> None:
-        """Write a checkpoint if the run has a folder. Collective."""
+    def restart(self) -> None:
+        """Let the run continue on the ranks that are left, with its state restored. Collective."""
+        self._results.clear()
+        self.signals.agreed = False
+        # a new queue, because measured shares include those of lost ranks
+        self.queue, _ = self._make_step()
+        self.writer.folder.lock.take_over()
+        self.writer.rewind(self.position.iteration)
+        if self.world.rank == 0:
+            self.console.take_over()
+        self._has_started = self.world.gop("and", self._has_started)
+        if self._has_started:
+            self.hooks.lost(self)
+
+    def save(self, wait: bool = True) -> None:
+        """Write a checkpoint if the run has a folder. Collective.
+
+        Parameters
+        ----------
+        wait : bool
+            Return after the file is written. Otherwise a large checkpoint is written while the
+            training goes on, and the ranks raise the error before a later mini-batch if that fails.
+        """
         if self.writer.out is None:
             return
         self.wait()
         with self._apart("checkpoint"):
             tables, facts = run_state.collect(self)
             self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
+            if wait:
+                self.writer.wait()

@@ -80,6 +80,7 @@ def data(world, count, dtype=np.float64):
     )
 
 
+@pytest.mark.slow_on_ranks
 @each_model
 def test_gradients_against_finite_differences(world, model):
     p, batch = learnables(model), data(world, 37)

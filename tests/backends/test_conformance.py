@@ -51,20 +51,26 @@ def first_cases(cases):
 FIRST = first_cases(CASES)
 
 
-def on_cases(backend, cases=CASES, limit=None, each_function_once=False):
+def on_cases(backend, cases=CASES, limit=None, each_function_once=False, each_case_once=True):
     """Parametrize a test by the cases of a backend, each with its first `limit` settings.
 
-    On CPUs, settings after the first are slow cross-checks. With `each_function_once`, all cases
-    of a function but the first are slow cross-checks, too.
+    Slow cross-checks are the settings after the first, without `each_case_once` only those of the
+    cases after a function's first. With `each_function_once`, these cases are slow altogether.
     """
-    variants = {str(case) for case in cases} if each_function_once else set()
-    variants -= {str(case) for case in first_cases(cases).values()}
+    firsts = {str(case) for case in first_cases(cases).values()}
     part = pytest.mark.slow({"cpu": "ranks", "gpu": "gpu"}[backend])
+
+    def is_slow(case, setting):
+        is_variant = str(case) not in firsts
+        return (is_variant and each_function_once) or (
+            setting > 0 and (is_variant or each_case_once)
+        )
+
     rows = [
         pytest.param(
             *(case, values),
             id=", ".join([str(case), *(f"{k}={v}" for k, v in values.items())]),
-            marks=[part] * (str(case) in variants or (backend == "cpu" and i > 0)),
+            marks=[part] * is_slow(case, i),
         )
         for case in cases
         if backend in case.backends
@@ -149,7 +155,7 @@ def test_the_cpu_computes_what_the_reference_does(case, values):
         assert_near(case, actual)
 
 
-@on_cases("gpu")
+@on_cases("gpu", each_case_once=False)
 def test_a_gpu_computes_what_the_reference_does(device, case, values):
     assert_near(case, results(case, GPU))
 
@@ -171,7 +177,10 @@ PARTLY_USED = [case for case in COUNTED if case.function != "images"] + [BETWEEN
 PARTLY_USED += [BY_NAME["moments, (20, 3, 5)"], BY_NAME["batchnorm_dx, (4, 6, 6)"]]
 
 
-@pytest.mark.parametrize("blocks, last", [(1, 1), (2, 0), (2, LANES), (3, -25)])
+@pytest.mark.parametrize(
+    "blocks, last",
+    [(1, 1), (3, -25), *(pytest.param(2, n, marks=pytest.mark.slow("gpu")) for n in (0, LANES))],
+)
 @on_cases("gpu", PARTLY_USED, limit=1)
 def test_a_gpu_ignores_unused_images(device, case, values, blocks, last):
     assert_near(case, results(case, GPU, blocks, last=last), blocks, last)
@@ -251,7 +260,7 @@ def test_fused_calls_have_the_bytes_of_separate_functions_on_a_cpu(case, values)
     on_all_builds(lambda: assert_separate(case, CPU))
 
 
-@on_cases("gpu", DEFERRED)
+@on_cases("gpu", DEFERRED, each_function_once=True)
 def test_fused_calls_have_the_bytes_of_separate_functions_on_a_gpu(device, case, values):
     assert_separate(case, GPU)
 

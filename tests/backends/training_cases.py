@@ -35,9 +35,9 @@ def label_rules(classes, pixels, label, scores, large):
 def reciprocal(backend, arguments):
     """Call the function with a sum over all ranks, as `World.gplus` returns it."""
     total = arguments["total"]
-    if backend.arrays_on_device:
-        return backend.reciprocal(types.SimpleNamespace(roots=[total])).array
-    return np.array([backend.reciprocal(total[0])])
+    if isinstance(total, np.ndarray):
+        return np.array([backend.reciprocal(total[0])])
+    return backend.reciprocal(types.SimpleNamespace(roots=[total])).array
 
 
 SCORES = [(10, ()), (1, ()), (2, ()), (33, ()), (1000, ()), (4, (1, 1)), (3, (2, 3)), (40, (3, 5))]

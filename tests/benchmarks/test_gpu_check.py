@@ -80,6 +80,7 @@ def test_an_unknown_gpu_has_measured_rates():
 # parity
 
 
+@pytest.mark.slow("gpu")
 @needs_compiler
 def test_parity_with_float64_passes_and_finds_an_error(gpu, monkeypatch):
     report = Report("parity")

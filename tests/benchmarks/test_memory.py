@@ -1,76 +1,37 @@
-"""Memory that the benchmarks measure: peaks, and the processes of a job."""
+"""The verdict of `python -m benchmarks memory`; tests/launch/test_benchmarks.py trains."""
 
-import contextlib
-import mmap
-import os
-import subprocess
-import sys
+import types
 
-import numpy as np
-from limits import wait_until
+import pytest
 
-from benchmarks import arguments, machine, memory
-from mpidl.data import PackedDatastore
+from benchmarks import arguments, memory
+from mpidl.comm import World
+from mpidl.errors import Fault
 
 
-def test_the_peak_of_memory_that_was_freed_again():
-    before = machine.start_of_peak()
-    pixels = np.ones(8 << 20, np.float32)
-    del pixels
-    assert 30 << 20 < machine.peak() - before < 64 << 20
+def test_samples_begin_after_the_warm_up():
+    sampler = memory.MemorySampler(steps=3000, warm_up=1000)
+    for iteration in range(1, 3001):
+        sampler.step(types.SimpleNamespace(position=types.SimpleNamespace(iteration=iteration)))
+    assert [step for step, _ in sampler.samples] == list(range(1000, 3001, 20))
+    assert all(nbytes > 1 << 20 for _, nbytes in sampler.samples)
 
 
-def test_peaks_beyond_a_training_on_one_mini_batch(monkeypatch, capsys):
-    options = arguments.parse("input --memory --batch-size 8 --ranks 2 --side 4".split())
-    assert options.memory and options.ranks == [2]
-    assert (options.gigabytes, options.cache_mb) == (4, 256)
-    assert memory.images_in(4 * 10**9, 227) == 25875 and memory.images_in(1, 227) == 1
-    runs = {}
-
-    def train_peak(options, ranks, data, steps, folder):
-        count = len(PackedDatastore(data))
-        runs[count] = ranks, steps
-        return memory.MemoryUse((count - 1) << 20, 1 << 19)
-
-    monkeypatch.setattr(memory, "train_peak", train_peak)
-    options.gigabytes, options.busy = 48 * 10 / 1e9, 0.0
-    mib = memory.run(options)["mib"]["2"]
-    assert runs == {10: (2, memory.CUT_STEPS), 8: (2, memory.CUT_STEPS)}
-    assert mib["whole"] == {"anonymous": 9, "shared": 0.5} and mib["beyond"] == 2
-    assert "difference 2.0 MiB, 2.1 MB" in capsys.readouterr().out
+def test_growth_is_that_of_the_largest_sample():
+    assert memory.growth_of([(1, 100), (2, 90), (3, 103), (4, 100)]) == pytest.approx(0.03)
+    assert memory.growth_of([(1, 100), (2, 90)]) == 0
 
 
-@contextlib.contextmanager
-def started(code):
-    """Run a Python process that has printed a line, until its input closes."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as job:
-        job.stdout.readline()
-        yield job
-
-
-def test_the_memory_of_processes():
-    """It is the RssAnon of all live processes plus the shared memory once."""
-    code = "import numpy, sys; a = numpy.ones(4 << 20); print(flush=True); sys.stdin.read()"
-    with started(code) as job:
-        child = memory.memory_of([job.pid])
-        shared = mmap.mmap(-1, 8 << 20)  # of this process and its children
-        shared.write(bytes(8 << 20))
-        before, both = memory.memory_of([os.getpid()]), memory.memory_of([os.getpid(), job.pid])
-        assert 32 << 20 <= child.anonymous < 64 << 20 and child.shared == 0
-        assert before.shared >= 8 << 20 and both.shared - before.shared < 1 << 20
-        assert both.anonymous - before.anonymous >= 32 << 20
-        job.stdin.close()
-    assert memory.memory_of([job.pid]) == memory.MemoryUse()
-
-
-def test_ranks_are_found_below_their_launcher():
-    """The launcher's variables identify each rank once, also if it starts other processes."""
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    start = f"import subprocess as s, sys; p = [s.Popen([sys.executable, '-c', {code!r}], env={{"
-    start += "'PMI_RANK': str(r)}) for r in range(2)]; print(flush=True); [x.wait() for x in p]"
-    with started(start) as job:
-        wait_until(lambda: len(memory.ranks_below(job.pid)) == 2)
-        assert job.pid not in memory.ranks_below(job.pid)
-        job.stdin.close()
-    assert memory.ranks_below(job.pid) == []
+@pytest.mark.parametrize("last, is_flat", [(1005 << 10, True), (1011 << 10, False)])
+def test_a_training_that_takes_more_and_more_memory_fails(monkeypatch, capsys, last, is_flat):
+    samples = [(1000, 1000 << 10), (2000, last), (3000, 1000 << 10)]
+    monkeypatch.setattr(memory, "train", lambda *arguments: samples)
+    monkeypatch.setattr(memory, "World", lambda **options: World())
+    options = arguments.parse(["memory", "--steps", "3000"])
+    options.busy = 0.0
+    if is_flat:
+        assert memory.main(options)["growth"] == [pytest.approx(0.005)]
+        assert "flat within 1 % after step 1000" in capsys.readouterr().out
+    else:
+        with pytest.raises(Fault, match="has grown by 1.10 % since step 1000, expected at most 1"):
+            memory.main(options)

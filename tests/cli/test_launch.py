@@ -10,15 +10,18 @@ from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 
 # Each start writes its options to a file and ends with the next exit code in the file `codes`. The
-# code "c1" stands for 1 after a checkpoint, and 2 comes with a message.
+# code "c1" stands for 1 after a checkpoint, "r0" for 0 in the middle of a run, and 2 comes with a
+# message.
 MPIRUN = """#!/bin/sh
 shift 3
 echo "$*" >> {folder}/starts
 echo "$MPIDL_JOB_TOKEN $MPIDL_JOB_START" >> {folder}/numbers
 code=$(sed -n "$(wc -l < {folder}/starts)p" {folder}/codes)
 case $code in c*) mkdir -p {folder}/run; date +%N > {folder}/run/checkpoint.h5 ;; esac
+case $code in r*) mkdir -p {folder}/run; echo '{{"state": "running"}}' > {folder}/run/status.json ;;
+    *) rm -f {folder}/run/status.json ;; esac
 case $code in 2) echo "mpidl: refused" >&2 ;; k) kill -9 $$ ;; w) sleep 600 ;; esac
-exit ${{code#c}}
+exit ${{code#[cr]}}
 """
 
 
@@ -69,6 +72,13 @@ def test_a_death_resumes_from_the_checkpoint(launched):
     assert begin == "start 2: from the beginning, because there is no checkpoint"
     assert resume.startswith("start 3: from the checkpoint of ")
     assert killed == "start 3 ended after 0 s: mpirun was killed by SIGKILL"
+
+
+def test_an_exit_code_0_in_the_middle_of_a_run_is_a_death(launched):
+    """So ends Open MPI's mpirun --with-ft ulfm if it loses a host."""
+    assert launched("r0 0", "--epochs", "3") == 0
+    assert starts(launched) == ["--epochs 3"] * 2
+    assert log(launched)[0] == "start 1 ended after 0 s: mpirun ended with exit code 0"
 
 
 def test_the_starts_of_a_job_have_a_token_and_numbers(launched):

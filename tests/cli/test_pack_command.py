@@ -40,7 +40,13 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow("jobs")] * (kind not in ("folder", "hdf5")))
+        for kind in SOURCES
+    ],
+)
 def test_every_source_is_packed(tmp_path, kind, capsys):
     folder = tmp_path / "source"
     folder.mkdir()

@@ -62,6 +62,7 @@ def before(monkeypatch, module, name, action):
     monkeypatch.setattr(module, name, call)
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize(("module", "name"), [(input_pipeline, "prepare"), (evaluate, "evaluate")])
 def test_a_request_before_the_training_or_in_the_test(world, folder, monkeypatch, module, name):
     """The run stops as after a signal, and the resumed run does what it left out."""

@@ -31,6 +31,12 @@ prterun noticed that process rank 1 with PID 4711 on node n7 exited on
 signal 9 (Killed).
 --------------------------------------------------------------------------
 """
+LOST_HOST = """
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-n1-4242@0,0] on node n1
+  Remote daemon: [prterun-n1-4242@0,1] on node n7
+"""
 HANG = """
 mpidl: epoch 1, iteration 3: gop max did not complete within 3 s (--timeout).
   rank 1 on host n7 (process 4711) does not answer: its process is stopped (SIGSTOP)
@@ -46,6 +52,7 @@ ZeroDivisionError: division by zero
 CAUSES = {
     MPICH: "process 4711 on host n7 has ended: Killed",
     OPEN_MPI: "rank 1 (process 4711) on host n7 has ended: signal 9 (Killed)",
+    LOST_HOST: "mpirun has lost host n7",
     HANG: "epoch 1, iteration 3: gop max did not complete within 3 s (--timeout). rank 1 on host "
     "n7 (process 4711) does not answer: its process is stopped (SIGSTOP)",
     RAISED: "rank 1 on host n7 failed, epoch 1, iteration 3: ZeroDivisionError: division by zero",

@@ -15,6 +15,7 @@ def watched(monkeypatch):
     """Return a function that watches a block for some seconds, and returns why it would end."""
     monkeypatch.setattr(mpi_start, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(mpi_start, "GONE_SECONDS", 0.05)
+    monkeypatch.setattr(mpi_start, "START_SECONDS", 0.02)
 
     def watch(timeout, seconds, states=None):
         """states: those of the ranks of this host, as under MPICH's mpirun."""
@@ -38,13 +39,13 @@ def watched(monkeypatch):
 
 
 def test_a_start_that_takes_too_long(watched):
-    assert watched(0.1, 60) == ["within 0.1 s (--timeout)"]
+    assert watched(0.1, 60) == ["within 0.1 s (--timeout) and 0.02 s for its start"]
 
 
 def test_a_stopped_rank_is_named(watched):
     states = {os.getpid(): "R", 77: "T"}
     assert watched(0.1, 60, states) == [
-        "within 0.1 s (--timeout): stopped on this host: process 77"
+        "within 0.1 s (--timeout) and 0.02 s for its start: stopped on this host: process 77"
     ]
 
 
@@ -52,6 +53,26 @@ def test_a_stopped_rank_is_named(watched):
 def test_a_rank_that_has_ended(watched, states):
     text = "because another rank on this host has ended before it started MPI"
     assert watched(100, 60, states) == [text]
+
+
+def test_a_launcher_that_has_ended(watched, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(mpi_start.os, "getppid", lambda: 1)
+    assert watched(100, 60) == ["because the launcher on this host has ended"]
+
+
+def test_a_process_ends_although_nobody_reads_its_message(monkeypatch):
+    """A launcher that was killed does not read stderr any more."""
+    codes = []
+
+    class Pipe:
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(mpi_start.sys, "stderr", Pipe())
+    monkeypatch.setattr(mpi_start.os, "_exit", codes.append)
+    mpi_start.Watch(1)._end("within 1 s")
+    assert codes == [1]
 
 
 @pytest.mark.parametrize("states", [None, {os.getpid(): "R", 77: "S"}, {}])

@@ -67,6 +67,15 @@ def test_a_young_segment_stays_in_a_container(folder, monkeypatch):
     assert shared_segments.remove_dead(str(folder)) == ["mpich_shm_77_0"]
 
 
+def test_dead_segments_of_ucx_are_removed_where_all_processes_are_seen(folder, monkeypatch):
+    """A rank may open them at any time."""
+    old_segment(folder / "ucx_shm_posix_3c7d16b0")
+    monkeypatch.setattr(shared_segments, "_sees_all_processes", lambda: False)
+    assert shared_segments.remove_dead(str(folder)) == ["mpich_shm_5f3a_0"]
+    monkeypatch.setattr(shared_segments, "_sees_all_processes", lambda: True)
+    assert shared_segments.remove_dead(str(folder)) == ["ucx_shm_posix_3c7d16b0"]
+
+
 def test_only_the_first_rank_of_a_host_removes(folder, monkeypatch):
     monkeypatch.setenv("MPI_LOCALRANKID", "1")
     monkeypatch.setenv("MPI_LOCALNRANKS", "2")

@@ -12,7 +12,7 @@ import mpidl as dl
 from mpidl.comm import World
 from mpidl.comm.thread_budget import available_cores
 from mpidl.comm.transport import Transport
-from mpidl.errors import FolderInUse, LostLock, StorageFault
+from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
 from mpidl.fold import replicated
 
 
@@ -302,3 +302,36 @@ def test_rank_0_reports(world, capsys):
     printed = capsys.readouterr().out
     expected = "Epoch: 1, Loss: 0.3071, Learning rate: 0.0100, Note: fine\n"
     assert printed == (expected if world.rank == 0 else "")
+
+
+def test_a_world_continues_with_some_of_its_ranks(world):
+    """The last rank leaves a world of all ranks; the others use it as before."""
+    job = World(threads=1)
+    array = job.shared_array((3,), np.int32)
+    last = job.size - 1
+    survivors = list(range(last)) or [0]
+    is_lost = job.size > 1 and job.rank == last
+    comm = job.transport.comm.Split(int(is_lost), job.rank)
+    if not is_lost:
+        job.continue_with(Transport(comm, 60), survivors)
+        assert (job.size, job.rank) == (len(survivors), comm.rank)
+        assert job.first_ranks == survivors and len(job.hosts) == len(job.threads) == job.size
+        lost = [(last, job.host)] if last else []
+        assert [tuple(rank) for rank in job.lost_ranks] == lost
+        assert job.gop("sum", 1) == job.size and job.allgather(job.rank) == survivors
+        array[...] = 7  # memory that the lost rank shared stays
+        job.free(array)
+        job.barrier()
+
+
+def test_a_world_that_cannot_outlive_its_ranks_says_what_would(world, monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
+    monkeypatch.setattr(world, "outlives_ranks", False)
+    if world.size == 1:
+        world.outlive_ranks()
+        assert world.outlives_ranks
+        return
+    with pytest.raises(UserError) as error:
+        world.outlive_ranks("--on-lost-rank shrink")
+    start = "--on-lost-rank shrink: expected Open MPI 5 and mpirun --with-ft ulfm -n"
+    assert str(error.value).startswith(start) and not world.outlives_ranks

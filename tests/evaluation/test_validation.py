@@ -65,6 +65,7 @@ EPOCH = "Epoch: {}, Loss: , Accuracy: , Images"
 LAST = "Iteration: {}, Epoch: 2, Loss: , Images"
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize(
     "frequency, limit, expected",
     [

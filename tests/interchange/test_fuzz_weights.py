@@ -1,30 +1,26 @@
 """Any bytes of a weight file give weights or a UserError of one line, in little memory."""
 
-import functools
 import json
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import onnx
-from fuzzing import FUZZ, attempt, bounded
+import parsers
+import pytest
+from fuzzing import FUZZ, bounded, fuzz, impatient
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
+from parsers import attempt
 
 import mpidl as dl
-from mpidl.interchange import network_files, onnx_import
+from mpidl.interchange import onnx_import
 
-__all__ = ["bounded"]
-
-
-def network():
-    return dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.Dense(3, name="fc")], (2, 6, 5))
+__all__ = ["bounded", "impatient"]
 
 
-def build(input_shape, outputs):
-    layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.Dense(outputs, name="fc")]
-    return dl.Network(layers, input_shape, seed=None)
+@pytest.mark.parametrize("name", parsers.NETWORKS)
+def test_damaged_files_of_networks(tmp_path, name):
+    fuzz(name, tmp_path)
 
 
 HEADERS = st.dictionaries(
@@ -42,47 +38,12 @@ HEADERS = st.dictionaries(
 
 @FUZZ
 @given(header=HEADERS, length=st.sampled_from([None, 0, 3, 2**40, 2**63]), data=st.binary())
-def test_damaged_files(tmp_path_factory, header, length, data):
+def test_hostile_headers(tmp_path_factory, header, length, data):
     path = tmp_path_factory.mktemp("fuzz") / "a.safetensors"
     text = json.dumps(header).encode()
     size = len(text) if length is None else length
     path.write_bytes(size.to_bytes(8, "little") + text + data)
-    attempt(dl.load_weights, network(), path)
-
-
-@FUZZ
-@given(data=st.data())
-def test_damaged_valid_files(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("fuzz") / "a.safetensors"
-    dl.save_weights(network(), path)
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    attempt(dl.load_weights, network(), path)
-    attempt(network_files.load_into, path, build, (2, 6, 5), 3)
-
-
-@functools.cache
-def onnx_bytes():
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "a.onnx"
-        layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.MaxPool2D(2), dl.Dropout(), dl.Dense(3)]
-        dl.save_onnx(dl.Network(layers, (2, 6, 5)), path)
-        proto = onnx.load(path)
-        del proto.metadata_props[:]
-        return path.read_bytes(), proto.SerializeToString()
-
-
-@FUZZ
-@given(data=st.data())
-def test_damaged_onnx_files(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("fuzz") / "a.onnx"
-    content = bytearray(data.draw(st.sampled_from(onnx_bytes())))
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.sampled_from([None, len(content) // 2]))])
-    attempt(dl.load_onnx, path)
+    attempt(dl.load_weights, parsers.network(), path)
 
 
 OPERATORS = sorted(onnx_import.OPERATORS) + ["Constant", "ConstantOfShape"]

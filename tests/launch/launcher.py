@@ -46,14 +46,14 @@ def environment(extra=None):
     return env | {name: str(value) for name, value in (extra or {}).items()}
 
 
-def command(ranks, *args, wrapper=()):
-    """Return `mpirun -n ranks wrapper python args...`, without mpirun if ranks is None."""
+def command(ranks, *args, wrapper=(), options=()):
+    """Return `mpirun options -n ranks wrapper python args...`, without mpirun if ranks is None."""
     python = [*wrapper, sys.executable, *map(str, args)]
     if ranks is None:
         return python
     path = environment()["PATH"]
     mpirun = shutil.which("mpirun", path=path) or pytest.fail(f"no mpirun on PATH={path}")
-    return [mpirun, "-n", str(ranks), *python]
+    return [mpirun, *options, "-n", str(ranks), *python]
 
 
 class Job(subprocess.Popen):
@@ -101,10 +101,11 @@ def start(
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     wrapper=(),
+    options=(),
 ):
-    """Start `mpirun -n ranks wrapper python args...` (text pipes) and return the Job."""
+    """Start `mpirun options -n ranks wrapper python args...` (text pipes) and return the Job."""
     return Job(
-        command(ranks, *args, wrapper=wrapper),
+        command(ranks, *args, wrapper=wrapper, options=options),
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,

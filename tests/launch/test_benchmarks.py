@@ -9,7 +9,7 @@ import pool
 import pytest
 from launcher import ROOT, mpirun
 
-from benchmarks import arguments, memory
+from benchmarks import arguments, input_memory
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import runpy; "
 WITHOUT_TORCH += "runpy.run_module('benchmarks', run_name='__main__')"
@@ -17,7 +17,7 @@ SMALL = ["--network", jobs.SMALL, "--image", "1x12x12"]
 QUICK = [*SMALL, "--batch-size", 32, "--rounds", 2]
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,
-    reason="PyTorch is not installed (pip install '.[bench]')",
+    reason="PyTorch is not installed (pip install 'mpidl[bench]')",
 )
 
 
@@ -43,6 +43,7 @@ def assert_facts(record, command):
     assert 0 <= record["busy_before"] <= 1
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize("ranks", [pytest.param(None, marks=pytest.mark.slow("jobs")), 2])
 def test_step(bench, ranks):
     stdout, record = bench("step", *QUICK, ranks=ranks)
@@ -145,7 +146,7 @@ def test_accuracy(bench):
 def test_accuracy_without_torch(bench):
     words = [*SMALL, "--batch-size", 16]
     stdout, record = bench("accuracy", *words, program=("-c", WITHOUT_TORCH))
-    assert "PyTorch is not installed (pip install '.[bench]')" in stdout and "error" in record
+    assert "PyTorch is not installed (pip install 'mpidl[bench]')" in stdout and "error" in record
 
 
 @pytest.mark.slow("jobs")
@@ -153,6 +154,26 @@ def test_logging(bench):
     stdout, record = bench("logging", "--rounds", 1)
     assert "metrics" in record["ratios"] and record["ranks"] == 1 and "the same weights" in stdout
     assert all(ratio["median"] > 0 for ratio in record["ratios"].values())
+
+
+@pytest.mark.slow("saves")
+def test_saves(bench):
+    words = ["--network", "cifar", "--batch-size", 16, "--rounds", 1, "--iterations", 2]
+    stdout, record = bench("saves", *words, ranks=2)
+    assert record["bytes"] > 1e6 and record["wait_ms"]["min"] > 0 and record["ranks"] == 2
+    assert record["processor_ms"]["min"] > 0 and "cost, epoch of ImageNet" in stdout
+
+
+@pytest.mark.slow("saves")
+@pytest.mark.timeout(300)
+def test_the_memory_of_a_training_stays_the_same(tmp_path):
+    path = tmp_path / "memory.json"
+    words = ["--steps", 3000, "--warm-up", 1000, "--json", path]
+    result = mpirun(2, "-m", "benchmarks", "memory", *words, check=0)
+    assert "flat within 1 % after step 1000" in result.stdout
+    record = json.loads(path.read_text())
+    assert max(record["growth"]) <= 0.01
+    assert [len(samples) for samples in record["bytes"]] == [101, 101]
 
 
 @pytest.mark.slow("jobs")
@@ -169,7 +190,7 @@ def test_against_another_checkout(bench, tmp_path):
 def test_compare_without_torch():
     """The error is one line that names the extra."""
     line = jobs.refusal(mpirun(None, "-c", WITHOUT_TORCH, "compare"))
-    assert "pip install '.[bench]'" in line
+    assert "pip install 'mpidl[bench]'" in line
 
 
 @pytest.mark.slow("jobs")
@@ -269,7 +290,7 @@ def test_input_memory():
     """The record has every way to read; the set is too small for meaningful figures."""
     options = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())
     options.gigabytes, options.busy = 5e-4, 0.0
-    record = memory.run(options)
+    record = input_memory.run(options)
     assert_facts(record, "input")
     (row,) = record["mib"].values()
     assert set(row) == {"whole", "cut", "beyond"}

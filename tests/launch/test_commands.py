@@ -177,7 +177,7 @@ def test_verify_refuses(tmp_path):
         assert text in jobs.refusal(pool.run(ranks, *words))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow("jobs"))])
 def test_info(ranks):
     lines = pool.run(ranks, "-m", "mpidl.info", check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
@@ -288,6 +288,7 @@ for main, words in zip((train.main, predict.main), json.loads(sys.argv[1])):
 """
 
 
+@pytest.mark.slow("jobs")
 def test_pictures_are_drawn(model, pictures, tmp_path):
     """A training draws its progress, and a prediction the confusion matrix."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")

@@ -98,6 +98,7 @@ def test_targets(kind, network, loss, resident, pairs, tmp_path):
     jobs.assert_same_end(tmp_path / "1", tmp_path / "3")
 
 
+@pytest.mark.slow("gpu")
 def test_predict(single, pictures, tmp_path):
     """Ranks that share a GPU write the same scores and activations."""
     files = {}

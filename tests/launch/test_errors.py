@@ -150,6 +150,7 @@ def spoiled(pictures, tmp_path):
     return shutil.copytree(pictures, tmp_path / "images")
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["box/33.png", pytest.param("dot/69.png", marks=SLOW)])
 def test_a_corrupt_image(spoiled, tmp_path, name):
     """Any rank may read the damaged file, in the training or in the test."""

@@ -46,6 +46,7 @@ def test_custom_loop_is_the_training_command(folder, tmp_path):
     assert value_of("Accuracy", printed) in command
 
 
+@pytest.mark.slow("jobs")
 def test_custom_loop_is_dl_train(folder):
     text = "import sys, mpidl as dl; world = dl.World(); "
     text += "images, _ = dl.data.open_data(sys.argv[1], world); train, test = images.split(0.9); "
@@ -91,10 +92,14 @@ def test_from_a_notebook(folder):
     assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)
 
 
-def test_denoise_removes_noise_and_gives_one_hash(folder):
+def test_denoise_gives_one_hash(folder):
     printed = {ranks: run("denoise.py", ranks, folder, 6) for ranks in (1, 2)}
     ends = {tuple(text.splitlines()[-2:]) for text in printed.values()}  # errors and hash
     assert len(ends) == 1, printed
+
+
+@pytest.mark.slow("jobs")
+def test_denoise_removes_noise(folder):
     text = run("denoise.py", 1, folder, 60)
     noisy, denoised = re.search(r"Noisy: (\S+), Denoised: (\S+)", text).groups()
     assert float(denoised) < 0.95 * float(noisy), text

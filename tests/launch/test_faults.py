@@ -68,6 +68,7 @@ def test_an_exception_on_one_rank(program, rank):
     assert "done" not in result.stdout
 
 
+@pytest.mark.slow("jobs")
 def test_an_exception_on_all_ranks(program):
     """If several ranks fail, only one of them prints a traceback."""
     result = ended_in(20, 2, "-c", "import mpidl as dl; dl.World(); 1 / 0")

@@ -113,6 +113,7 @@ def test_sys_exit_is_an_error():
         assert caught.value.rank == 1
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("statement", "text"),
     [
@@ -329,7 +330,7 @@ def test_a_notebook():
 @SLOW
 def test_a_notebook_without_cloudpickle():
     text = "from mpidl.comm import launch_worker; launch_worker.cloudpickle = lambda: None\n"
-    assert "pip install '.[notebook]'" in last_error("-c", text + SCRIPT + "\nmain(work)\n")
+    assert "pip install 'mpidl[notebook]'" in last_error("-c", text + SCRIPT + "\nmain(work)\n")
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGKILL])

@@ -92,6 +92,65 @@ def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
     assert_gone(pids.values())
 
 
+AFTER_MPI = """
+import atexit, os, signal, sys, time
+
+def stop():  # the first function that is registered is the last that is called
+    if world.rank == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        time.sleep(float(sys.argv[2]))
+
+atexit.register(stop)
+import mpidl as dl
+world = dl.World(timeout=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "seconds"),
+    [
+        pytest.param(0, 0, id="the others have ended"),
+        pytest.param(1, 0, id="the first one has ended"),
+        pytest.param(0, 2.5, id="the others still exit"),
+    ],
+)
+def test_a_rank_that_is_stopped_after_mpi_has_ended(rank, seconds):
+    """Only mpirun waits for it, which would wait for ever."""
+    with start(3, "-c", AFTER_MPI, rank, seconds) as job:
+        wait_until(lambda: rank in job.rank_pids())
+        pids = job.rank_pids()
+        result = finish(job)
+    assert result.returncode != 0
+    assert jobs.error_lines(result) == [
+        "mpidl: leaving: a process has been stopped for 1 s (--timeout), and is ended",
+        f"  rank {rank} on host {HOST} (process {pids[rank]}) does not answer: its process is "
+        "stopped (SIGSTOP)",
+    ]
+    assert_gone(pids.values())
+
+
+@pytest.mark.parametrize("turn", range(16))
+def test_a_rank_that_is_stopped_at_a_random_moment_of_its_exit(tmp_path, turn):
+    numbers, path = random.Random(turn), tmp_path / "time"
+    source = "import sys, mpidl as dl; dl.World(timeout=1); open(sys.argv[1], 'w')"
+    rank = numbers.randrange(2)
+    with start(2, "-c", source, path) as job:
+        wait_until(path.exists, 0.001)
+        pids = job.rank_pids()
+        time.sleep(numbers.uniform(0, 0.15))
+        start_time = time.monotonic()
+        try:
+            os.kill(pids[rank], signal.SIGSTOP)
+        except ProcessLookupError:
+            return  # the job has ended
+        result = finish(job)
+    assert not exceeded(start_time, 1 + 2.5)
+    is_named = f"process {pids[rank]}" in result.stderr and "is stopped (SIGSTOP)" in result.stderr
+    assert is_named == (result.returncode != 0), result.stderr  # it may be over before the signal
+    assert_gone(pids.values())
+
+
 @pytest.mark.parametrize("turn", range(12))
 def test_a_training_that_hangs_at_a_random_moment(pictures, tmp_path, turn):
     """The report is in the folder of the run, and the message names the rank and the step."""

@@ -21,6 +21,7 @@ WARPED = [
 RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
 
 
+@pytest.mark.slow("ranks")
 @pytest.mark.parametrize(
     "cases",
     [[(1, 1, 1), (2, 2, 4)], pytest.param(RANKS_THREADS_WORKERS, marks=pytest.mark.slow("ranks"))],

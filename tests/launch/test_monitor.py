@@ -50,6 +50,7 @@ def test_bad_input_is_one_line(pictures, tmp_path):
     assert jobs.refusal(pool.run(2, *words)) == "monitor is one process: run it without mpirun"
 
 
+@pytest.mark.slow("pages")
 def test_without_bokeh_the_option_names_the_extra(pictures, tmp_path):
     """A stand-in for the search for packages finds no Bokeh."""
     script = tmp_path / "train.py"

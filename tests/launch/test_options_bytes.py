@@ -102,6 +102,7 @@ def test_patience_ends_the_run_and_the_result_is_the_best_network(runs, pictures
     assert best == jobs.weights_hash(runs[1])
 
 
+@pytest.mark.slow("jobs")
 def test_the_load_does_not_change_the_weights(pictures, tmp_path):
     words = ("--epochs", 1, "--threads", 1, "--worker-load")
     hashes = {

@@ -98,6 +98,7 @@ def written(part):
         return 0
 
 
+@pytest.mark.slow("jobs")
 def test_a_killed_packing_continues(tmp_path):
     grow(tmp_path / "set", per_class=40, shape=(3, 64, 64))
     with start(None, "-m", "mpidl.pack", tmp_path / "set", tmp_path / "x.h5") as job:

@@ -27,6 +27,7 @@ def content(out):
     return json.loads((out / "scaling.json").read_text())
 
 
+@SLOW
 def test_the_runs_are_trainings_by_hand(pictures, tmp_path):
     out = tmp_path / "study"
     lines = study(pictures, out, "--ranks", "1,2", "--epochs", 1).stdout.splitlines()

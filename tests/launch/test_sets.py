@@ -121,7 +121,7 @@ def test_unknown_labels_are_reported(pictures, tmp_path):
     assert text.endswith(f"expected images with labels, found none in --data {other}: {reason}")
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow("jobs")), 3])
 def test_numbers_as_a_table(tmp_path, count):
     """--out FILE.csv has the outputs of a regression network and the targets of the images."""
     images = dl.ArrayDatastore(pixels_of(0, 50, 1, 4, 4))

@@ -55,6 +55,7 @@ def test_a_signal_stops_all_ranks(pictures, tmp_path, name, target):
         assert jobs.iterations(out) == list(range(1, iteration + 6))
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize(
     ("network", "until", "iteration"),
     [
@@ -76,6 +77,7 @@ def test_before_and_after_the_training(pictures, tmp_path, network, until, itera
     assert jobs.summary(out)["iterations"] == 1 and jobs.iterations(out) == [1]
 
 
+@SLOW
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_a_second_int_ends_at_once(pictures, tmp_path, rank):
     """The job ends without waiting for the current step, which takes a minute."""

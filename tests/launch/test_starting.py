@@ -56,7 +56,11 @@ def assert_stopped(result, out, name):
 
 @pytest.mark.parametrize(
     ("name", "seconds"),
-    [("SIGUSR1", 0.0), ("SIGTERM", 0.5), pytest.param("SIGUSR1", 0.3, marks=SLOW)],
+    [
+        ("SIGUSR1", 0.0),
+        pytest.param("SIGTERM", 0.5, marks=SLOW),
+        pytest.param("SIGUSR1", 0.3, marks=SLOW),
+    ],
 )
 def test_a_signal_in_the_first_second(pictures, tmp_path, name, seconds):
     result = signalled(pictures, tmp_path / "run", signal.Signals[name], seconds)
@@ -128,6 +132,7 @@ print("done")
 """
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize(
     "fault",
     ["exit 3", *(pytest.param(name, marks=SLOW) for name in ("exit", "die", "kill", "raise"))],

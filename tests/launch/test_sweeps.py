@@ -181,7 +181,7 @@ def test_options_that_are_refused(write, tmp_path, options, message):
 @SLOW
 def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
     """The trials have different URLs, and the training is not repeated."""
-    pytest.importorskip("s3fs", reason="pip install '.[s3]'")
+    pytest.importorskip("s3fs", reason="pip install 'mpidl[s3]'")
     out, closed = tmp_path / "out", "http://127.0.0.1:9"
     common = {"upload": "s3://bucket/x/", "endpoint_url": closed, "retry_seconds": 0.1}
     file = write(common, grid={"seed": [0]})
@@ -192,6 +192,7 @@ def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
     assert "Resumed after iteration 6, " in (out / "trial-001" / "console.log").read_text()
 
 
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize(
     ("name", "target"),
     [

@@ -12,7 +12,10 @@ SHADES, PIXELS = jobs.network("shades"), jobs.network("pixels")
 OPTIONS = ["--epochs", 2, "--learning-rate", 0.1]
 
 
-@pytest.mark.parametrize("kind, network", [("numbers", "digits"), ("images", SHADES)])
+@pytest.mark.parametrize(
+    "kind, network",
+    [pytest.param("numbers", "digits", marks=pytest.mark.slow("jobs")), ("images", SHADES)],
+)
 def test_mean_squared_error(pairs, tmp_path, kind, network):
     for ranks in (1, 2):
         out = tmp_path / str(ranks)

@@ -21,7 +21,7 @@ EXTRAS = {"mlflow": "mlflow", "wandb": "wandb"}  # {package: extra}
 def needs(package):
     return pytest.mark.skipif(
         importlib.util.find_spec(package) is None,
-        reason=f"{package} is not installed (pip install '.[{EXTRAS[package]}]')",
+        reason=f"{package} is not installed (pip install 'mpidl[{EXTRAS[package]}]')",
     )
 
 

@@ -15,6 +15,7 @@ import mpidl as dl
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.interchange import network_files
 
+SLOW = pytest.mark.slow("ranks")
 LOCAL = ["--batchnorm", "local", "--epochs", 1]
 WORDS = ["--new-layer-factor", 5, "--freeze-up-to", "batchnorm1"]
 
@@ -55,7 +56,7 @@ def train(ranks, data, out, path, *options, **keywords):
 
 @pytest.mark.parametrize(
     ("ranks", "suffix"),
-    [(2, "safetensors"), (3, "onnx"), pytest.param(4, "h5", marks=pytest.mark.slow("ranks"))],
+    [(3, "onnx"), *(pytest.param(*case, marks=SLOW) for case in ((2, "safetensors"), (4, "h5")))],
 )
 def test_one_hash_on_any_number_of_ranks(pictures, weights, expected, tmp_path, ranks, suffix):
     train(ranks, pictures, tmp_path / "run", weights[suffix], "--epochs", 2)

@@ -45,6 +45,7 @@ def test_more_ranks_are_refused(script, pictures, tmp_path):
     assert "the launcher started 2 tasks (PMI_SIZE=2)" in line and "mpi4py is not installed" in line
 
 
+@pytest.mark.slow("jobs")
 def test_the_error_of_mpi4py_is_printed(script, pictures, tmp_path):
     """mpi4py is installed, but not the MPI library that it loads."""
     broken = tmp_path / "mpi4py"

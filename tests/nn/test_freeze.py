@@ -123,6 +123,7 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("names", GRADIENTS)
 def test_gradients_go_through_frozen_layers(world, names):
     net = in_float64(network().freeze(*names))

@@ -49,6 +49,7 @@ def mini_batch(world, count=41, shape=(1, 12, 12)):
     return blocked(world, images, labels)
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("count", [41, 16, 3])
 @pytest.mark.parametrize("scope", ["global", "local"])
 @pytest.mark.parametrize("name", LAYERS)

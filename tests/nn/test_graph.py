@@ -81,7 +81,8 @@ def loss_by_hand(p, images, labels):
     return -logs[np.arange(len(labels)), labels].mean()
 
 
-def test_a_residual_network_against_numpy():
+@pytest.mark.parametrize("elements", [1, pytest.param(3, marks=pytest.mark.slow("ranks"))])
+def test_a_residual_network_against_numpy(elements):
     world = SingleRank()
     net = in_float64(network(seed=3))
     images, labels = batch_of(world, dtype=np.float64)
@@ -91,7 +92,7 @@ def test_a_residual_network_against_numpy():
     scores = all_images(world, net.bind(net.parameters)(images))
     np.testing.assert_allclose(scores, by_hand(net.parameters, arrays[0]), rtol=1e-10, atol=1e-12)
     differences = finite_differences(
-        lambda p: loss_by_hand(p, *arrays), net.parameters, step=1e-6, max_elements=3
+        lambda p: loss_by_hand(p, *arrays), net.parameters, step=1e-6, max_elements=elements
     )
     # biases before a batch normalization have gradient 0, which `assert_slopes` measures by 1e-3
     assert_slopes(gradients, differences, tolerance=2e-6)

@@ -26,6 +26,7 @@ WINDOWS = {
     "one": ((2, 3, 4), {"size": 1}),
     "a byte of places": ((1, 17, 16), {"size": 16, "stride": 1}),
 }
+QUICK = ("2x2, pixels left over", "asymmetric padding", "same, gaps")
 KINDS = {"max": dl.max_pool2d, "average": dl.average_pool2d}
 LAYERS = {"max": dl.MaxPool2D, "average": dl.AveragePool2D}
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -117,6 +118,8 @@ class TestPool(OpChecks):
             [(3, 4, 5)],
         )
     }
+    # test_against_loops has all windows
+    variants = [f"{kind}, {name}" for kind in KINDS for name in WINDOWS if name not in QUICK]
     last_block_sizes = (1, 7, 8, 15)  # the reference is slow; more of them below
     errors = [
         (lambda x, f, i: dl.max_pool2d(np.zeros((5, 1, 9, 9)), 2), TypeError, "a value per image"),

@@ -8,7 +8,7 @@ import pytest
 from image_sets import refusal
 
 import mpidl as dl
-from mpidl.report import Metrics, metrics
+from mpidl.report import Metrics, history, metrics
 from mpidl.report.history import HistoryRecorder
 
 
@@ -49,6 +49,15 @@ def test_a_recorder_removes_later_records(tmp_path):
     assert len(recorder.history().epoch) == 0
 
 
+def test_a_recorder_returns_the_records_of_the_file(tmp_path):
+    write(tmp_path / "metrics.jsonl")
+    records = metrics.read(tmp_path / "metrics.jsonl")
+    recorded = list(HistoryRecorder(records).records())
+    assert [r["iteration"] for r in recorded] == sorted(r["iteration"] for r in recorded)
+    numbers = [record for record in records if record["kind"] in ("iteration", "epoch")]
+    assert all(record in recorded for record in numbers)
+
+
 def test_a_run_that_is_being_written_can_be_read(tmp_path):
     """Half a line, records of other kinds and values of other types are left out."""
     path = tmp_path / "metrics.jsonl"
@@ -83,3 +92,19 @@ def test_an_empty_history_has_empty_columns(tmp_path, kind):
     series = getattr(dl.history(tmp_path), kind)
     assert len(series) == 0 and series.loss.shape == (0,)
     assert repr(series) == "Series(0 records)"
+
+
+@pytest.mark.parametrize("reserved", [0, 40, 1e9, math.inf])
+def test_a_recorder_grows_beyond_the_memory_that_it_has_reserved(reserved, monkeypatch):
+    monkeypatch.setattr(history, "MOST_RESERVED", 50)
+    recorder = HistoryRecorder()
+    recorder.reserve(reserved)
+    first = None
+    for iteration in range(1, 201):
+        recorder.add({"kind": "iteration", "epoch": 1, "iteration": iteration, "loss": iteration})
+        first = recorder.history() if iteration == 20 else first
+    np.testing.assert_array_equal(recorder.history().iteration.loss, np.arange(1.0, 201))
+    recorder.cut(120)
+    recorder.add({"kind": "iteration", "epoch": 2, "iteration": 121})
+    assert recorder.history().iteration.iteration[-2:].tolist() == [120, 121]
+    assert first.iteration.iteration.tolist() == [*range(1, 21)]  # a copy

@@ -62,8 +62,21 @@ def test_records_are_cut_while_the_file_is_written(tmp_path):
                 records.rewind(1)
             records.record("iteration", 1, iteration, 0.5, 0.01, 100.0, float(iteration))
     assert [record["iteration"] for record in metrics.read(path)] == [1, 2, 3]
-    Metrics(path, rank=1).rewind(1)  # rank 0 writes the file
-    assert len(metrics.read(path)) == 3
+
+
+def test_another_rank_continues_the_file_with_the_records_that_are_missing(tmp_path):
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other.jsonl"
+    write(path, (1, 2, 3))  # of a rank that was lost before it had written the fourth record
+    write(other, (1, 2, 3, 4))
+    heir = Metrics(path, rank=1)
+    heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)  # still of no effect
+    heir.rewind(4, metrics.read(other))
+    heir.record_lost(1, 4, {"ranks": [0], "hosts": ["n1"], "ranks_left": 3, "seconds_lost": 0.5})
+    heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)
+    heir.close()
+    records = [(record["kind"], record["iteration"]) for record in metrics.read(path)]
+    numbers = [("iteration", i) for i in (1, 2, 3, 4)]
+    assert records == [*numbers, ("lost", 4), ("iteration", 5)]
 
 
 def test_other_ranks_write_nothing(tmp_path):

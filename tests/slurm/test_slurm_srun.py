@@ -64,3 +64,12 @@ def test_the_wrong_type(cluster, shapes, tmp_path):
 def test_the_types_are_listed(cluster):
     types = srun.parse_types(cluster.run("srun", "--mpi=list"))
     assert {"none", "pmi2"} <= set(types)
+
+
+def test_verify_starts_srun(cluster, tmp_path):
+    """In a job of 2 × 2 tasks: on one rank, on one node and on two."""
+    words = "-m mpidl.verify --srun --ranks 1,2,4 --max-iterations 2 --batch-size 64"
+    options = ["--nodes=2", "--ntasks-per-node=2", f"--wrap={sys.executable} {words}"]
+    job = cluster.submit(tmp_path, *options, env={"MPIDL_SRUN_MPI": trainings.MPI_TYPE})
+    job.wait("COMPLETED")
+    assert "the same weights, byte for byte, on 1, 2, 4 ranks" in job.log()

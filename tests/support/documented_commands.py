@@ -102,7 +102,8 @@ def _problem(words):
         if rest[1] == "benchmarks":
             return _options("benchmarks", rest[2:])
         if package != "mpidl":
-            return next((f"no {w}" for w in rest if w.startswith("tests") and not _exists(w)), None)
+            paths = [word.replace("tests.", "tests/") for word in rest if word.startswith("tests")]
+            return next((f"no {path}" for path in paths if not _exists(path)), None)
         return _options(name, rest[2:]) if name in PARSERS else f"no command {rest[1]}"
     folder = rest[0].partition("/")[0] if rest and "/" in rest[0] else ""
     if folder and (ROOT / folder).is_dir() and not _exists(rest[0]):

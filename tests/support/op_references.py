@@ -122,13 +122,19 @@ class OpChecks:
     """
 
     cases = {}  # name: Case
+    variants = ()  # names of cases that are slow cross-checks
     errors = ()  # (function of images (2, 4, 4), features (3,) and integers (), error, message)
     last_block_sizes = range(1, LANES)
     unused_lanes = 1e30
 
     def pytest_generate_tests(self, metafunc):
         if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", self.cases.values(), ids=self.cases)
+            slow = {
+                name: [pytest.mark.slow("ranks")] * (name in self.variants) for name in self.cases
+            }
+            metafunc.parametrize(
+                "case", [pytest.param(c, id=n, marks=slow[n]) for n, c in self.cases.items()]
+            )
         if "error" in metafunc.fixturenames:
             metafunc.parametrize("call, error, message", self.errors)
 

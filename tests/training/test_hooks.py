@@ -217,6 +217,7 @@ def test_the_parameters_that_an_optimizer_returns_are_checked(world):
     assert dl.weights_sha256(net) == dl.weights_sha256(train(world, optimizer=SignSGD(0.01))[0])
 
 
+@pytest.mark.slow_on_ranks
 def test_a_resumed_run_refuses_other_arguments_of_the_optimizer(world, tmp_path):
     out = world.broadcast(str(tmp_path))
     train(world, [StopsOnOneRank(0, 4)], dl.SGDM(0.01, momentum=0.5), out=out)

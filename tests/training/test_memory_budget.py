@@ -127,6 +127,7 @@ def peak_memory(world, monkeypatch, **options):
 LANES = 64 * 4 * PIXELS  # of a mini-batch; its labels are too small for an arena
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("prefetch, workers", [(2, 1), (2, 3), (1, 1), (0, 1)])
 def test_training_stays_within_the_budget(world, monkeypatch, prefetch, workers):
     peak, cached = peak_memory(world, monkeypatch, cache_mb=3, prefetch=prefetch, workers=workers)

@@ -12,6 +12,7 @@ from mpidl.training.files import checkpoint
 pytestmark = pytest.mark.usefixtures("without_plots")
 PER_EPOCH = 3  # iterations
 SLOW = pytest.mark.slow("ranks")
+SLOW_ON_RANKS = pytest.mark.slow_on_ranks
 
 
 class Spoil:
@@ -60,11 +61,14 @@ def halved_after(*iterations, rate=0.01):
 @pytest.mark.parametrize(
     ("spoiled", "interval", "returns"),
     [
-        ([4], 0, [3]),  # the loss of iteration 5 is NaN; epoch 1 ended with iteration 3
+        pytest.param(
+            [4], 0, [3], marks=SLOW_ON_RANKS
+        ),  # the loss of iteration 5 is NaN; epoch 1 ended with iteration 3
         ([5], 2, [4]),  # a periodic checkpoint
-        ([1], 0, [0]),
-        ([6], 0, [3]),  # at the end of an epoch, before its state is kept
-        ([4, 8, 10], 0, [3, 6, 9]),
+        pytest.param([1], 0, [0], marks=SLOW_ON_RANKS),
+        # at the end of an epoch, before its state is kept
+        pytest.param([6], 0, [3], marks=SLOW_ON_RANKS),
+        pytest.param([4, 8, 10], 0, [3, 6, 9], marks=SLOW_ON_RANKS),
     ],
 )
 def test_the_run_continues_from_the_last_state_with_half_the_rate(
@@ -81,6 +85,7 @@ def test_the_run_continues_from_the_last_state_with_half_the_rate(
     assert iterations.learning_rate.tolist() == expected_rates
 
 
+@pytest.mark.slow_on_ranks
 def test_the_option_does_not_change_a_run_without_nan(world):
     assert train(world)[0] == train(world, on_nan="stop")[0]
 
@@ -90,6 +95,7 @@ def test_without_rollback_the_run_ends(world):
         train(world, [Spoil(4)], on_nan="stop")
 
 
+@pytest.mark.slow_on_ranks
 def test_the_number_of_rollbacks_is_limited(world):
     class Always(Spoil):
         def step(self, trainer):
@@ -104,7 +110,7 @@ def test_the_number_of_rollbacks_is_limited(world):
 @pytest.mark.parametrize(
     ("interval", "stop"),
     [
-        (0, 4),
+        pytest.param(0, 4, marks=SLOW_ON_RANKS),
         (2, 7),
         *(pytest.param(*pair, marks=SLOW) for pair in [(0, 5), (0, 7), (2, 4), (2, 5)]),
     ],
@@ -124,6 +130,7 @@ def test_a_resumed_run_returns_to_the_same_states(world, tmp_path, interval, sto
         assert [r["iteration"] for r in records] == list(range(1, 13))
 
 
+@pytest.mark.slow_on_ranks
 def test_a_regular_checkpoint_stores_one_state(world, tmp_path):
     out = world.broadcast(str(tmp_path / "run"))
     train(world, out=out)
@@ -147,6 +154,7 @@ def test_the_validation_is_restored(world):
     assert iterations == plain.history.validation.iteration.tolist()
 
 
+@pytest.mark.slow_on_ranks
 def test_state_of_the_optimizer(world):
     options = {"solver": "adam", "learning_rate": 0.01}
     weights, result = train(world, [Spoil(4, element=np.inf)], **options)

@@ -60,6 +60,7 @@ def test_the_run_is_that_of_the_other_images(world, normalization):
     assert weights != train(world, pictures(100), **options)[0]
 
 
+@pytest.mark.slow_on_ranks
 def test_settings_of_the_input_do_not_matter(world):
     store = Damaged(pictures(100), 5, 41, 70)
     expected, _ = train(world, store)

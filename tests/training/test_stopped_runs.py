@@ -12,6 +12,7 @@ from mpidl.report import status, stop_file
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 PER_EPOCH = 3  # iterations
+SLOW_ON_RANKS = pytest.mark.slow_on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +57,8 @@ def read_status(world, out):
 @pytest.mark.parametrize(
     ("moment", "iteration", "expected"),
     [
-        (stop_file.NOW, 4, 4),
-        (stop_file.NOW, PER_EPOCH, PER_EPOCH),
+        pytest.param(stop_file.NOW, 4, 4, marks=SLOW_ON_RANKS),
+        pytest.param(stop_file.NOW, PER_EPOCH, PER_EPOCH, marks=SLOW_ON_RANKS),
         (stop_file.EPOCH, 4, 2 * PER_EPOCH),
     ],
 )
@@ -85,7 +86,10 @@ def validations(world, out):
     return [r["iteration"] for r in records if r["kind"] == "validation"]
 
 
-@pytest.mark.parametrize(("moment", "complete"), [(stop_file.NOW, []), (stop_file.EPOCH, [2])])
+@pytest.mark.parametrize(
+    ("moment", "complete"),
+    [(stop_file.NOW, []), pytest.param(stop_file.EPOCH, [2], marks=SLOW_ON_RANKS)],
+)
 def test_a_request_during_the_validation_of_an_epoch(world, folder, moment, complete):
     """As after a signal, the resumed run repeats the validation that was interrupted."""
     out, options = folder / "run", {"validation_fraction": 0.2, "validation_frequency": 0}
@@ -109,7 +113,10 @@ class RequestAtTheEnd:
             stop_file.request(self.folder, stop_file.NOW)
 
 
-@pytest.mark.parametrize(("statistics", "reason"), [("population", "stop file"), ("moving", None)])
+@pytest.mark.parametrize(
+    ("statistics", "reason"),
+    [("population", "stop file"), pytest.param("moving", None, marks=SLOW_ON_RANKS)],
+)
 def test_a_request_during_the_statistics(world, folder, statistics, reason):
     out, options = folder / "run", {"batchnorm_statistics": statistics}
     _, result = train(world, out, [RequestAtTheEnd(out)], **options)
@@ -150,6 +157,7 @@ def test_a_request_before_the_first_iteration(world, folder):
     assert sha256 == train(world, folder / "reference", **options)[0]
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("moment", [stop_file.NOW, stop_file.EPOCH])
 def test_a_request_at_the_end_of_the_last_epoch_changes_nothing(world, folder, moment):
     out = folder / "run"
@@ -158,6 +166,7 @@ def test_a_request_at_the_end_of_the_last_epoch_changes_nothing(world, folder, m
     assert read_status(world, out).stopped is None and not (out / "stop").exists()
 
 
+@pytest.mark.slow_on_ranks
 def test_a_request_to_an_earlier_job_is_dropped(world, folder):
     out = folder / "run"
     if world.rank == 0:
@@ -168,6 +177,7 @@ def test_a_request_to_an_earlier_job_is_dropped(world, folder):
     assert result.stopped is None and not (out / "stop").exists()
 
 
+@pytest.mark.slow_on_ranks
 def test_without_a_look_the_file_has_no_effect(world, folder, monkeypatch):
     """The negative control of the tests above."""
     monkeypatch.setattr(stop_file, "read", lambda folder: None)
@@ -182,6 +192,7 @@ class Fails:
             raise dl.UserError("a.png: not an image\nits second line")
 
 
+@pytest.mark.slow_on_ranks
 def test_the_status_names_the_error_of_a_run(world, folder):
     out = folder / "run"
     with pytest.raises(dl.UserError, match="not an image"):
@@ -194,6 +205,7 @@ def test_the_status_names_the_error_of_a_run(world, folder):
     assert (content.state, content.error) == (status.FINISHED, None)
 
 
+@pytest.mark.slow_on_ranks
 def test_a_new_run_removes_the_files_of_an_earlier_one(world, folder):
     out = folder / "run"
     train(world, out)

@@ -2,14 +2,18 @@
 
 import os
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from image_sets import refusal
+from limits import wait_until
 
 import mpidl as dl
 from mpidl.comm import groups
+from mpidl.training import sweep
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (90, 1, 8, 8), dtype=np.uint8)
 
@@ -91,3 +95,16 @@ class signal_after:
         if trainer.position.iteration == self.iterations:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.01)
+
+
+def test_a_request_to_stop_without_the_folder_of_claims(tmp_path, monkeypatch):
+    """The thread goes on; the rank itself notices that the folder is gone."""
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    monkeypatch.setattr(sweep, "STOP_SECONDS", 0.01)
+    looks = []
+    monkeypatch.setattr(sweep, "_is_stopping", lambda signals: looks.append(signals) or True)
+    group = SimpleNamespace(is_leader=True)
+    with sweep._stops(tmp_path / "gone", group, None):
+        wait_until(lambda: len(looks) > 2)
+    assert errors == []

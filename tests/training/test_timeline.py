@@ -68,6 +68,7 @@ def test_a_timeline_has_the_iterations_of_all_ranks(world, out):
         assert ("Slowest rank:" in text) == ("Largest wait:" in text) == (world.size > 1)
 
 
+@pytest.mark.slow_on_ranks
 def test_the_weights_have_the_same_bytes_with_and_without(world, out):
     nets = [train(world, f"{out}{count}", timeline=count) for count in (0, 2, float("inf"))]
     assert len({weights_sha256(net) for net in nets}) == 1
@@ -88,6 +89,7 @@ def coverage_of_digits(world, out):
     return timeline_of(out)["otherData"]["coverage"] if world.rank == 0 else [1.0]
 
 
+@pytest.mark.slow_on_ranks
 def test_the_spans_cover_the_iterations(world, out, monkeypatch):
     """In CPU time, which does not contain the pauses of a busy machine."""
     monkeypatch.setattr(phases, "now", time.thread_time_ns)
@@ -100,6 +102,7 @@ def test_the_spans_cover_the_iterations(world, out, monkeypatch):
         coverage_of_digits(world, f"{out}-without")
 
 
+@pytest.mark.slow_on_ranks
 def test_the_recording_ends_when_its_memory_is_full(world, out, monkeypatch):
     stream = io.StringIO()
     store_spans = phases.store_spans

@@ -20,15 +20,15 @@ from mpidl.data.storage.presigned import BucketUrls
 from mpidl.data.storage.retries import describe, refusal, retried
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed
-from mpidl.text import printable
+from mpidl.text import pip_install, printable
 
 T = TypeVar("T")
-# {protocol: (package, argument of pip install)}
+# {protocol: (package, the extra that installs it; None if no extra does)}
 PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), ("s3fs", "mpidl[s3]")),
-    **dict.fromkeys(("http", "https"), ("aiohttp", "mpidl[s3]")),
-    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcsfs")),
-    "abfs": ("adlfs", "adlfs"),
+    **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3")),
+    **dict.fromkeys(("http", "https"), ("aiohttp", "s3")),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", None)),
+    "abfs": ("adlfs", None),
 }
 HTTP = ("http", "https")
 CONNECT_SECONDS, READ_SECONDS = 10, 30  # time-outs of one attempt
@@ -252,8 +252,8 @@ def _filesystem(protocol, configuration):
         import fsspec
     except ModuleNotFoundError:
         raise UserError(
-            f"{protocol}://: expected the package fsspec, which is not installed: pip install "
-            "mpidl[s3]"
+            f"{protocol}://: expected the package fsspec, which is not installed: "
+            + pip_install("s3")
         ) from None
     options: dict[str, Any] = {}
     if protocol in ("s3", "s3a"):
@@ -275,8 +275,9 @@ def _filesystem(protocol, configuration):
     except ImportError as error:
         text = f"a package is missing: {describe(error)}"
         if protocol in PACKAGES:
-            package, source = PACKAGES[protocol]
-            text = f"expected the package {package}, which is not installed: pip install {source}"
+            package, extra = PACKAGES[protocol]
+            command = pip_install(extra) if extra else f"pip install {package}"
+            text = f"expected the package {package}, which is not installed: {command}"
         raise UserError(f"{protocol}://: {text}") from None
     except Exception as error:
         is_protocol = protocol in fsspec.available_protocols()

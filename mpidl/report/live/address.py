@@ -12,6 +12,7 @@ import socket
 from typing import NamedTuple
 
 from mpidl.errors import UserError
+from mpidl.text import pip_install
 
 LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 16
@@ -106,7 +107,7 @@ def _bracketed(address):
 
 def need_bokeh(option: str) -> None:
     """Raise UserError if Bokeh is not installed or too old; `option` is what needs it."""
-    way = "pip install 'mpidl[monitor]'"
+    way = pip_install("monitor")
     if importlib.util.find_spec("bokeh") is None:
         raise UserError(f"{option}: expected the package bokeh: {way}")
     version = importlib.metadata.version("bokeh")

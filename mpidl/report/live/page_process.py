@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 
+from mpidl import side_process
 from mpidl.report.live.address import Address
 from mpidl.report.live.run import runs_of
 
-NICE = 5  # the server gives way to the training
 EXIT_SECONDS = 2.0  # after this long, the server no longer waits for open pages
 
 
@@ -31,12 +31,10 @@ class PageProcess:
 
     def __init__(self, folder: str, address: Address) -> None:
         descriptor = address.listener.fileno()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(descriptor), folder],
-            stdin=subprocess.PIPE,
+        self.process = side_process.start(
+            ["-m", __name__, str(descriptor), folder],
             stdout=subprocess.DEVNULL,
             pass_fds=[descriptor],
-            start_new_session=True,  # Ctrl-C on the terminal is for the training
         )
         address.listener.close()
         with contextlib.suppress(BrokenPipeError):
@@ -53,9 +51,7 @@ def main() -> int:
     """Serve the page until stdin ends, which rank 0 holds open."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     runs = runs_of(sys.argv[2:])
-    os.nice(NICE)
-    with contextlib.suppress(OSError):  # leave the core to which rank 0 is bound
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    side_process.give_way()
     token = sys.stdin.readline().strip()
     # Bokeh is imported when the first browser connects; until then the process uses no CPU time.
     readable, _, _ = select.select([listener, sys.stdin], [], [])

@@ -70,6 +70,12 @@ class Console:
         self.lock = threading.RLock()  # the ticker prints as well
         self.ticker: Ticker | None = None
 
+    def take_over(self) -> None:
+        """Print from now on, because this rank has become rank 0; do nothing if it was."""
+        if self.stream is None:
+            self.stream = sys.stdout
+            self.width = terminal_width(self.stream) if self.follows_terminal else self.width
+
     def __enter__(self) -> Console:
         self.depth += 1
         return self

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
+from mpidl.text import pip_install
 
 GROUPS = {"iteration": "train", "epoch": "epoch", "validation": "validation"}
 NUMBERS = ("loss", "accuracy", "learning_rate", "images_per_second")
@@ -106,7 +107,7 @@ def need(package: str, subject: str, extra: str) -> None:
         is_installed = True
     if not is_installed:
         raise UserError(
-            f"{subject}: requires {package}, which is not installed (pip install '.[{extra}]')"
+            f"{subject}: requires {package}, which is not installed ({pip_install(extra)})"
         )
 
 

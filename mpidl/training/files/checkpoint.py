@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.files import write_whole
+from mpidl.files import stamp, write_whole
 from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
@@ -46,15 +46,30 @@ def save(
     UserError
         If the file cannot be written. In this case, the existing checkpoints are unchanged.
     """
+    write(folder, arrays, attributes_of(facts))
+
+
+def attributes_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the root attributes of a checkpoint, which JSON can hold; `facts` as for `save`."""
     optional = {name: facts.get(name) for name in OPTIONAL_DESCRIPTION}
     attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **optional)
     described = (*DESCRIPTION, *OPTIONAL_DESCRIPTION)
     remaining_facts = {name: value for name, value in facts.items() if name not in described}
     attributes["facts"] = json.dumps(remaining_facts, default=_python_number)
+    return attributes
+
+
+def write(
+    folder: str, arrays: Mapping[str, Mapping[str, np.ndarray]], attributes: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint as `save` does, with the attributes that `attributes_of` returned."""
+    global _written
     current = os.path.join(folder, CURRENT)
     # A checkpoint.h5 that a crash damaged must not replace a complete previous checkpoint.
-    previous = os.path.join(folder, PREVIOUS) if _is_whole(current) else None
+    is_known = _written is not None and _identity(current) == _written
+    previous = os.path.join(folder, PREVIOUS) if is_known or _is_whole(current) else None
     write_whole(current, model_file.pack(arrays, attributes), previous)
+    _written = _identity(current)
 
 
 def load(
@@ -101,6 +116,18 @@ def load(
 def exists(folder: str) -> bool:
     """Return whether the folder has a checkpoint, complete or damaged."""
     return any(os.path.lexists(os.path.join(folder, name)) for name in (CURRENT, PREVIOUS))
+
+
+_written: tuple | None = None  # identity of the checkpoint that this process has written last
+
+
+def _identity(path):
+    """Return what tells a file from others, and from itself after a change; None if it is gone."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, stamp(status)
 
 
 def _is_whole(path):

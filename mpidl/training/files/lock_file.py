@@ -57,6 +57,8 @@ class LockFile:
         An existing folder.
     holder : Holder
         This process.
+    predecessor : str, optional
+        Token of a holder that is known to have ended.
 
     Attributes
     ----------
@@ -66,8 +68,10 @@ class LockFile:
         Whether the lock, once taken, has been removed or taken over by another process.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], holder: Holder) -> None:
-        self.folder, self.holder = os.fspath(folder), holder
+    def __init__(
+        self, folder: str | os.PathLike[str], holder: Holder, predecessor: str | None = None
+    ) -> None:
+        self.folder, self.holder, self._predecessor = os.fspath(folder), holder, predecessor
         self.path = os.path.join(self.folder, NAME)
         self.is_lost = False
         self._confirm_time = 0.0
@@ -121,7 +125,7 @@ class LockFile:
     def _is_free(self, entry, now):
         """Return whether the holder has ended; raise FolderInUse if it has not."""
         if entry.holder is not None:
-            is_alive = entry.holder.is_alive()
+            is_alive = entry.token != self._predecessor and entry.holder.is_alive()
             if self.holder.follows(entry.holder) or is_alive is False:
                 return True
             if is_alive:

@@ -81,7 +81,8 @@ def pack(
             file.attrs[name] = value
         file.attrs["format"] = "mpidl"
         file.attrs["format_version"] = FORMAT_VERSION
-        file.attrs["sha256"] = _digest(*_content(file))
+        groups = ((table, _arrays(group, "")) for table, group in file.items())
+        file.attrs["sha256"] = _digest(groups, _attributes(file))
     return buffer.getbuffer()
 
 
@@ -105,7 +106,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
                     f"its format_version is {version}, but this version of mpidl reads "
                     f"{FORMAT_VERSION}"
                 )
-            tables, attributes = _content(file)
+            tables = {table: dict(_arrays(group, "")) for table, group in file.items()}
+            attributes = _attributes(file)
             checksum = _plain(file.attrs.get("sha256"))
     except Torn:
         raise
@@ -116,16 +118,15 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
     except Exception as error:  # damaged bytes make h5py raise many types
         reason = str(error).split("\n")[0] or type(error).__name__
         raise Torn(f"it cannot be read: {reason}") from error
-    if checksum != _digest(tables, attributes):
+    groups = ((table, arrays.items()) for table, arrays in tables.items())
+    if checksum != _digest(groups, attributes):
         raise Torn("its content does not match its checksum")
     return tables, attributes
 
 
-def _content(file):
-    """Return the tables and attributes of an open file, without the checksum."""
-    tables = {table: dict(_arrays(group, "")) for table, group in file.items()}
-    attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "sha256"}
-    return tables, attributes
+def _attributes(file):
+    """Return the attributes of an open file, without the checksum."""
+    return {name: _plain(value) for name, value in file.attrs.items() if name != "sha256"}
 
 
 def _arrays(group, prefix):
@@ -141,10 +142,13 @@ def _plain(value):
 
 
 def _digest(tables, attributes):
-    """Return the SHA-256 of all attributes and of all arrays with their names, types and shapes."""
+    """Return the SHA-256 of all attributes and of all arrays with their names, types and shapes.
+
+    `tables` is an iterable of (table, pairs of name and array), which needs one array at a time.
+    """
     digest = hashlib.sha256()
-    for table, arrays in tables.items():
-        for name, array in arrays.items():
+    for table, arrays in tables:
+        for name, array in arrays:
             array = np.asarray(array)
             digest.update(json.dumps([table, name, array.dtype.str, array.shape]).encode())
             digest.update(np.ascontiguousarray(array))
@@ -360,7 +364,12 @@ def weights_sha256(net: Network) -> str:
     str
         64 hexadecimal digits. Networks whose weights are the same bytes have the same digest.
     """
+    return sha256_of(net.parameters, net.state)
+
+
+def sha256_of(learnables: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> str:
+    """Return the hash of `weights_sha256` for the arrays of a network."""
     sha256 = hashlib.sha256()
-    for array in (*net.parameters.values(), *net.state.values()):
+    for array in (*learnables.values(), *state.values()):
         sha256.update(np.ascontiguousarray(array, "<f4"))
     return sha256.hexdigest()

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import glob
-import math
 import os
 import shutil
 import time
@@ -19,11 +18,12 @@ import numpy as np
 from mpidl.comm import World, hang_report
 from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
-from mpidl.report import Metrics, history, metrics, plots, status
+from mpidl.report import Metrics, history, metrics, status
 from mpidl.report.trackers import tracking
 from mpidl.training import timeline
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
+from mpidl.training.files.background import BackgroundWriter
 from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import Position
 
@@ -52,7 +52,7 @@ COPIED = (history.FILE, TENSORBOARD)  # into the folder of a run that resumes an
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
 RECORD_LOOK_SECONDS = 2 * lock_file.RENEW_SECONDS  # a run that was suspended looks at its lock
-PLOT_SECONDS = 10.0  # minimum time between two plots, because training waits for a plot
+PLOT_SECONDS = 10.0  # minimum time between two plots, and from the start of a run to the first
 # Arguments that set the folder, resume a run and replace a run, as error messages write them.
 COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
 PYTHON_WORDS = ("out={}", "resume={}", "overwrite=True")
@@ -214,9 +214,10 @@ def _recorded(path):
 class RunWriter:
     """Collects the records of a run, and writes its files on rank 0 if the run has a folder.
 
-    `save`, `write`, `plot` and the constructor are collective. If rank 0 cannot write, all ranks
-    raise UserError, or LostLock if another process has taken over the folder. If `record` cannot
-    write, all ranks raise at the next checkpoint.
+    `save`, `write`, `plot`, `wait` and the constructor are collective. If rank 0 cannot write, all
+    ranks raise UserError, or LostLock if another process has taken over the folder. If `record`
+    cannot write, all ranks raise at the next checkpoint. Checkpoints and plots may be written while
+    the training goes on; `check` reports their errors.
 
     Parameters
     ----------
@@ -243,7 +244,9 @@ class RunWriter:
         self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
         self.record_error: UserError | LostLock | None = None
-        self.plot_time = -math.inf
+        # Without a process: that of a lost rank 0 could write while the next rank 0 does.
+        self.background = BackgroundWriter(starts_process=not world.outlives_ranks)
+        self.plot_time = time.monotonic()
         self.recorder = history.HistoryRecorder()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self.before_checkpoint: list[Callable[[], None]] = []
@@ -297,7 +300,9 @@ class RunWriter:
         facts: Mapping[str, Any],
         learning_rate: float,
     ) -> None:
-        """Write a checkpoint.
+        """Start to write a checkpoint, after the one before is written.
+
+        The arrays may change once the method returns.
 
         Parameters
         ----------
@@ -316,7 +321,7 @@ class RunWriter:
             If the ranks' arrays differ or are not finite. A run could not continue from such
             arrays, so the previous checkpoint is kept.
         UserError
-            If the checkpoint or an earlier record cannot be written.
+            If an earlier checkpoint, plot or record could not be written, or this checkpoint.
         """
         if self.out is None:
             return
@@ -329,29 +334,53 @@ class RunWriter:
             self.metrics.flush()
             for function in self.before_checkpoint:
                 function()
-            checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
+            all_facts = {"position": asdict(position), **facts}
+            self.background.save(self.out, tables, all_facts, self.metrics.path)
 
         self.write(write)
 
-    def rewind(self, iteration: int) -> None:
-        """Remove the records of later iterations, which the run computes again."""
-        self.recorder.cut(iteration)
+    def check(self) -> None:
+        """Raise UserError on rank 0 if a checkpoint or a plot could not be written."""
+        self.background.check()
+
+    def wait(self) -> None:
+        """Return when all checkpoints and plots are written."""
+        if self.out is not None:
+            call_together(self.world, self.background.wait)
+
+    def record_lost(self, *arguments: Any) -> None:
+        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record_lost`."""
         if self.metrics is not None:
-            self._try(self.metrics.rewind, iteration)
+            self._try(self.metrics.record_lost, *arguments)
+
+    def rewind(self, iteration: int) -> None:
+        """Remove the records of later iterations, which the run computes again.
+
+        Rank 0 may be another one than before.
+        """
+        self.recorder.cut(iteration)
+        if self.metrics is not None and self.world.rank == 0:
+            self._try(self.metrics.rewind, iteration, self.recorder.records())
 
     def plot(self, end: bool = False) -> None:
-        """Draw progress.png, at most once per PLOT_SECONDS before the end of the run."""
+        """Start to draw progress.png, at most once per PLOT_SECONDS; at the end, wait for it."""
 
         def draw():
             if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:
-                plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
+                self.metrics.flush()
+                path = os.path.join(self.out, "progress.png")
+                self.background.plot(self.metrics.path, path, wait=end)
                 self.plot_time = time.monotonic()
 
         if self.out is not None:
             self.write(draw)
 
     def close(self) -> None:
-        """Close metrics.jsonl. After the loss of the lock, discard records not yet written."""
+        """Wait for the files that are being written, and close metrics.jsonl.
+
+        After the loss of the lock, discard records not yet written.
+        """
+        self.background.close()
         if self.metrics is not None:
             self.metrics.close(discard=self.folder.lock.is_lost)
 

@@ -34,6 +34,8 @@ class RunLock:
         self.world = world
         self._file: LockFile | None = None  # None on the other ranks
         self._is_taken = False
+        self._folder: str | os.PathLike[str] = ""
+        self._token: str | None = None  # of the lock's holder
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mpidl lock", daemon=True)
 
@@ -77,7 +79,7 @@ class RunLock:
             return
         if not create and not on_rank_0(self.world, lambda: os.path.isdir(folder)):
             return
-        file, is_announced = LockFile(folder, Holder.current()), False
+        file, is_announced = LockFile(folder, Holder.current(), self._token), False
         while (holder := on_rank_0(self.world, lambda: self._attempt(file, spelled))) is not None:
             if self.world.rank == 0 and not is_announced:
                 print(
@@ -87,7 +89,14 @@ class RunLock:
                     flush=True,
                 )
                 is_announced = True
-        self._is_taken = True
+        self._is_taken, self._folder = True, folder
+        self._token = self.world.broadcast(file.holder.token)
+
+    def take_over(self) -> None:
+        """Let the present rank 0 hold the lock, if the rank that held it was lost. Collective."""
+        if self._is_taken and not self.world.broadcast(self._file is not None):
+            self._is_taken = False
+            self.take(self._folder)
 
     def _attempt(self, file, spelled):
         """Return None if the lock is taken now, otherwise a description of its possible holder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,6 +83,14 @@ def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> 
         )
     set_progress(trainer, arrays, facts)
     skipped_images.restore(trainer, facts)
+
+
+def copied(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
+    """Copy arrays by table: optimizers overwrite arrays in place."""
+    return {
+        table: {name: np.array(array) for name, array in arrays.items()}
+        for table, arrays in tables.items()
+    }
 
 
 def set_progress(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -109,9 +109,10 @@ def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
 
 
 def _read_json(path):
-    """Return the content of a JSON file; {} if there is none or it cannot be read."""
+    """Return the content of a JSON file; {} if it holds no object or cannot be read."""
     try:
         with open(path) as file:
-            return json.load(file)
-    except (OSError, ValueError):
+            content = json.load(file)
+    except (OSError, ValueError, RecursionError):
         return {}
+    return content if isinstance(content, dict) else {}

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from mpidl.cross_entropy import OPTIONS as LABEL_OPTIONS
-from mpidl.cross_entropy import CrossEntropy
+from mpidl.cross_entropy_loss import OPTIONS as LABEL_OPTIONS
+from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage import settings
 from mpidl.data.transforms.augment import Augmenter
@@ -201,6 +201,11 @@ class TrainingOptions(ImageOptions, SolverOptions):
         "checkpoint and continue with half the learning rate, at most 5 times",
         default="stop",
     )
+    on_lost_rank: Literal["stop", "shrink"] = choice(
+        "If the process of a rank dies: stop, or continue on the ranks that are left, to the same "
+        "weights; the latter needs Open MPI 5 and mpirun --with-ft ulfm, and CPUs",
+        default="stop",
+    )
     timeout: float = option(
         positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
     )
@@ -219,7 +224,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     plots: Literal["training-progress", "none"] = choice(
         "Draw progress.png in the results folder if matplotlib is installed: at the end of "
-        "epochs, at most every 10 s, and at the end of the run",
+        "epochs, at most every 10 s, beside the training; and at the end of the run",
         default="training-progress",
         matlab="Plots",
     )
@@ -271,6 +276,20 @@ class TrainingOptions(ImageOptions, SolverOptions):
             raise UserError(
                 "--sampling partition and --worker-load measured: each rank's images would depend "
                 "on timing; give numbers instead"
+            )
+
+        if self.on_lost_rank == "shrink":
+            self._check_shrink()
+
+    def _check_shrink(self):
+        """Raise UserError if another option makes the weights depend on the number of ranks."""
+        numbers = self.worker_load not in (None, "measured")
+        text = f"--worker-load {self.worker_load}" if numbers else ""
+        for name, value in (("sampling", "partition"), ("batchnorm", "local")):
+            text = f"{flag(name)} {value}" if getattr(self, name) == value else text
+        if text:
+            raise UserError(
+                f"--on-lost-rank shrink and {text}: expected options that suit any number of ranks"
             )
 
     def __repr__(self) -> str:

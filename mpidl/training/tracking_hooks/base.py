@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl.comm import World
-from mpidl.cross_entropy import is_cross_entropy
+from mpidl.cross_entropy_loss import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
@@ -79,9 +79,10 @@ class TrackingHook:
     def _start(self, trainer):
         position = trainer.position.iteration
         self._trainer, self._step, self._tracker = trainer, position, self.open(trainer)
-        trainer.writer.listeners.append(self._record)
-        trainer.writer.before_checkpoint.append(self._flush)
-        trainer.step.observe_gradients(self._gradients)
+        if self._record not in trainer.writer.listeners:  # as after the loss of a rank
+            trainer.writer.listeners.append(self._record)
+            trainer.writer.before_checkpoint.append(self._flush)
+            trainer.step.observe_gradients(self._gradients)
         self._tracker.parameters(_parameters(trainer))
         if not position:
             self._draw_gallery(trainer)
@@ -119,6 +120,17 @@ class TrackingHook:
             call_together(trainer.world, write)
         except UserError as error:
             raise trainer.after_checkpoint(error) from None
+
+    def lost(self, trainer: Trainer) -> None:
+        """Continue the record on another rank 0, as a resumed run does. Collective.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The run.
+        """
+        if not trainer.world.broadcast(self._tracker is not None):
+            self.start(trainer)
 
     def end(self, trainer: Trainer) -> None:
         """Record the end of the training. Collective.

@@ -91,7 +91,9 @@ def test_tf32_products_match_float64_to_three_digits(emulated, monkeypatch, labe
     assert dbias_error <= LIMITS["fp32"]
 
 
-@pytest.mark.parametrize("label", ["3x3", "several tiles"])
+@pytest.mark.parametrize(
+    "label", ["3x3", pytest.param("several tiles", marks=pytest.mark.slow("gpu"))]
+)
 def test_tile_size_does_not_change_a_byte(emulated, monkeypatch, label):
     outputs = []
     for processors, height in ((132, 64), (1, 128)):

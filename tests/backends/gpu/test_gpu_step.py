@@ -87,7 +87,10 @@ def test_recorded_and_eager_steps_give_the_same_bytes(world):
 
 
 def test_graphs_do_not_change_a_byte(world):
-    assert weights_sha256(trained(world)) == weights_sha256(trained(world, graphs="off"))
+    assert (
+        len({weights_sha256(trained(world, graphs=graphs, epochs=1)) for graphs in ("auto", "off")})
+        == 1
+    )
 
 
 @pytest.mark.slow("gpu")
@@ -122,6 +125,7 @@ def test_frozen_weights_are_not_trained(world, frozen):
         np.testing.assert_allclose(value, host.parameters[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow("gpu")
 def test_data_larger_than_the_device_memory_are_staged(world, monkeypatch):
     expected = weights_sha256(trained(world))
     monkeypatch.setattr(device_queue, "RESIDENT", 0.0)
@@ -182,7 +186,8 @@ def test_a_failed_recording_leaves_the_network_on_the_host(world, device, monkey
         with pytest.raises(MemoryError, match="no room"):
             trained(world, net=net)
     assert not net.on_device
-    assert weights_sha256(trained(world, net=net)) == weights_sha256(trained(world))
+    hashes = {weights_sha256(trained(world, net=n, epochs=1)) for n in (net, small())}
+    assert len(hashes) == 1
 
 
 def test_a_loss_without_kernels_is_refused(world):
@@ -228,13 +233,13 @@ ALL_LAYERS = [
 
 
 def trained_parameters(world, **options):
-    """Train a network of all layers for two epochs, with a smaller last mini-batch."""
+    """Train a network of all layers for an epoch, with a smaller last mini-batch."""
     pixels = np.random.default_rng(0).integers(0, 256, (70, 1, 6, 6), dtype=np.uint8)
     store, net = (
         dl.ArrayDatastore(pixels, np.arange(70) % 3),
         dl.Network(ALL_LAYERS, (1, 6, 6), seed=1),
     )
-    return trained(world, store, net, learning_rate=0.1, **options).parameters
+    return trained(world, store, net, epochs=1, learning_rate=0.1, **options).parameters
 
 
 def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):

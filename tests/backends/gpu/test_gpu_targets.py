@@ -288,7 +288,7 @@ TASKS = {
     [
         pytest.param(
             task,
-            marks=[pytest.mark.slow("gpu")] * (task in ("maps", "image of labels", "denoiser")),
+            marks=[pytest.mark.slow("gpu")] * (task not in ("number", "label per pixel")),
         )
         for task in TASKS
     ],
@@ -302,10 +302,10 @@ def test_recorded_steps_learn_as_the_cpu(world, task, resident, monkeypatch):
 @pytest.mark.parametrize(
     "task",
     [
-        *("number", "label per pixel"),
+        "number",
         *(
             pytest.param(task, marks=pytest.mark.slow("gpu"))
-            for task in ("numbers", "denoiser", "maps")
+            for task in ("label per pixel", "numbers", "denoiser", "maps")
         ),
     ],
 )

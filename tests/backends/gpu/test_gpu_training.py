@@ -59,7 +59,15 @@ def trained(world, **changes):
     return net, dl.train(net, pictures(80), training_options(**changes), world=world)
 
 
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(
+            solver, id=name, marks=[pytest.mark.slow("gpu")] * (name not in ("adam", "sgdm"))
+        )
+        for name, solver in SOLVERS.items()
+    ],
+)
 def test_recorded_and_eager_steps_give_the_same_bytes(world, solver):
     """A replayed step uses the current rate and step count; the weights agree with the CPU's."""
     recorded, _ = trained(world, **solver)

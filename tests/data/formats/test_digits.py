@@ -25,6 +25,18 @@ def drawn():
         return module.draw()
 
 
+STEP = 25  # every 25th image, 40 of each class
+SAMPLE_SHA256 = "12b1c067e6942cbb066b706bab40cd17ab02fbb17c0af569fd6192d63bfd9330"
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """(images, labels) of every 25th image, because to draw all takes seconds."""
+    glyphs = [[module._glyph(face, digit) for face in FACES.values()] for digit in range(10)]
+    labels = np.repeat(np.arange(10), module.PER_CLASS)[::STEP]
+    return np.stack([module._image(glyphs[c], STEP * i) for i, c in enumerate(labels)]), labels
+
+
 @pytest.fixture(scope="module")
 def halves(drawn):
     """(training pixels, their labels, test pixels, their labels): float32 (n, 784) in 0..1."""
@@ -45,8 +57,15 @@ def squared_distances(x, points):
     return (points * points).sum(axis=1) - 2 * (x @ points.T)
 
 
-def test_bytes_are_the_published_ones(drawn):
+def test_a_sample_has_the_published_bytes(sample):
+    assert module.sha256(*sample) == SAMPLE_SHA256
+
+
+@pytest.mark.slow("jobs")
+def test_bytes_are_the_published_ones(drawn, sample):
     images, labels = drawn
+    for values, part in zip(drawn, sample, strict=True):
+        assert np.array_equal(values[::STEP], part)
     assert images.shape == (10_000, 28, 28) and images.dtype == np.uint8
     assert labels.dtype == np.int64 and np.array_equal(labels, np.repeat(np.arange(10), 1000))
     assert module.sha256(images, labels) == module.SHA256
@@ -69,9 +88,12 @@ def test_faces_differ_and_every_segment_has_a_length():
             assert np.abs(np.ptp(glyph[..., 1]) - 1) < 0.1
 
 
-def test_no_digit_is_cut_off(drawn):
+@pytest.mark.parametrize(
+    "digits", ["sample", pytest.param("drawn", marks=pytest.mark.slow("jobs"))]
+)
+def test_no_digit_is_cut_off(request, digits):
     # The outermost pixels contain noise and at most a trace of a stroke.
-    images = drawn[0]
+    images = request.getfixturevalue(digits)[0]
     rim = np.concatenate([images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]], axis=1)
     assert rim.max() < module.WHITE[0]
 
@@ -118,9 +140,9 @@ def test_simple_classifiers_fail(halves, classify, low, high):
     assert low <= accuracy <= high
 
 
-def test_folder_is_drawn_once_and_read_back(drawn, tmp_path, monkeypatch):
+def test_folder_is_drawn_once_and_read_back(sample, tmp_path, monkeypatch):
     """Write 20 images per class; other tests write all."""
-    images, labels = (part.reshape(10, 1000, -1)[:, :20] for part in drawn)
+    images, labels = (part.reshape(10, 1000 // STEP, -1)[:, :20] for part in sample)
     drawn = images.reshape(-1, 28, 28), labels.reshape(-1)
     monkeypatch.setattr(module, "draw", lambda: drawn)
     monkeypatch.setattr(module, "PER_CLASS", 20)

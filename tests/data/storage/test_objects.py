@@ -32,7 +32,7 @@ def _default_settings():
     configure_storage()
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", pytest.param("file", marks=pytest.mark.slow("stores"))])
 def put(request, tmp_path):
     """Return a function that copies a local folder or file to a store and returns its URL."""
     memory = fsspec.filesystem("memory")

@@ -8,7 +8,7 @@ import pytest
 
 from mpidl.data.storage import presigned
 
-REASON = "botocore is not installed: pip install mpidl[s3]"
+REASON = "botocore is not installed: pip install 'mpidl[s3]'"
 sessions = pytest.importorskip("botocore.session", reason=REASON)
 KEYS = ["a.jpg", "a b/ü~+&=?#%41.jpg", "./x//../y", "/", "'()*!,:@$;[]"]
 

@@ -186,7 +186,7 @@ def test_without_fsspec_or_a_package_for_the_store(monkeypatch, tmp_path):
     url = f"file://{tmp_path}/photos"
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     configure_storage(requests=7)  # settings of their own, so a Store of its own
-    expected = "expected the package fsspec, which is not installed: pip install mpidl[s3]"
+    expected = "expected the package fsspec, which is not installed: pip install 'mpidl[s3]'"
     assert refusal(ImageFolder, url) == f"file://: {expected}"
     monkeypatch.undo()
     monkeypatch.setitem(__import__("sys").modules, "paramiko", None)

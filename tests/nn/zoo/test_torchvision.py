@@ -24,6 +24,11 @@ LEARNABLES = {
     "squeezenet1_1": 1_235_496,
     "mobilenet_v2": 3_504_872,
 }
+FAST = {"resnet18", "squeezenet1_1"}
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name not in FAST))
+    for name in LEARNABLES
+]
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(keyed, "uniform", lambda seed, key, count: np.zeros(count, np.float32))
 
 
-@pytest.mark.parametrize("name", LEARNABLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_learnables_and_shapes(name, undrawn):
     """Built for small images, and for 224x224 ones from the shapes alone."""
     net, shapes, learnables = zoo.NETWORKS[name]((3, 64, 64)), {"images": (3, 224, 224)}, 0
@@ -70,13 +75,6 @@ def test_images_of_other_sizes_and_channels():
     # windows that end outside: ceil((29 - 3) / 2) + 1 and so on
     assert [shapes[f"features_{i}"][1:] for i in (2, 5, 8)] == [(14, 11), (7, 5), (3, 2)]
     assert zoo.resnet18((1, 40, 33), 5).output_shape == (5,)
-
-
-FAST = {"resnet18", "squeezenet1_1"}
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name not in FAST))
-    for name in LEARNABLES
-]
 
 
 @pytest.mark.parametrize("name", NAMES)

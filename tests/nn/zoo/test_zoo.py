@@ -81,16 +81,16 @@ def test_the_tables_of_alexnet():
     assert products == expected + 9216 * 4096 + 4096 * 4096 + 4096 * 1000
 
 
-ALEXNET = pytest.param("alexnet", (3, 67, 67), 4, 20, marks=pytest.mark.slow("ranks"))  # 47 MB
+SLOW = pytest.mark.slow("ranks")
 
 
 @pytest.mark.parametrize(
     "name, shape, classes, count",
     [
-        ("digits", (1, 28, 28), 10, 37),
         ("cifar", (3, 32, 32), 10, 37),
-        ("resnet", (2, 12, 12), 4, 20),
-        ALEXNET,
+        pytest.param("digits", (1, 28, 28), 10, 37, marks=SLOW),
+        pytest.param("resnet", (2, 12, 12), 4, 20, marks=SLOW),
+        pytest.param("alexnet", (3, 67, 67), 4, 20, marks=SLOW),  # 47 MB
     ],
 )
 def test_one_result_on_any_number_of_ranks(world, name, shape, classes, count):
@@ -113,6 +113,7 @@ def test_every_network_has_a_recipe():
     assert (options.momentum, options.l2, options.shuffle) == (0.9, 1e-10, "every-epoch")
 
 
+@pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.slow("jobs")), 3])
 def test_the_command_trains_the_cifar_network(world, without_plots, tmp_path, channels):
     from mpidl.cli.train import main

@@ -28,6 +28,15 @@ def report_run(run_console, validation=None):
         c.finish("runs/digits", 61.0, dl.Evaluation(0.999, 0.01, 1000))
 
 
+def test_a_rank_that_becomes_rank_0_prints_from_then_on(capsys):
+    with Console(rank=2) as other:
+        other.line("before")
+        other.take_over()
+        other.line("after")
+        other.take_over()
+    assert capsys.readouterr().out == "after\n"
+
+
 def without_escapes(stream):
     """Return the text of a stream without the escape sequences of a terminal."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())

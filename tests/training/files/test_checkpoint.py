@@ -6,7 +6,11 @@ import hashlib
 import json
 import os
 import resource
+import subprocess
+import sys
 
+import faulty_calls
+import faulty_saves
 import h5py
 import numpy as np
 import pytest
@@ -223,6 +227,62 @@ def test_a_full_disk(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"{folder}/checkpoint.h5: cannot be written: " in str(error.value)
     assert before == {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+
+
+def walk(tmp_path, *words, start=()):
+    """Let system calls of a save fail in another process; return its report."""
+    library = faulty_calls.library(tmp_path)
+    (tmp_path / "walk").mkdir()
+    command = [*start, sys.executable, faulty_saves.__file__, tmp_path / "walk", *words]
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+FAULTS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "lasting-EIO", "lasting-EROFS", "KILL")
+
+
+@pytest.mark.parametrize(
+    "faults", [("ENOSPC", "KILL"), pytest.param(FAULTS, marks=pytest.mark.slow("saves"))]
+)
+def test_a_checkpoint_loads_whichever_system_call_fails_or_kills(tmp_path, faults):
+    """At most one line, and nothing is left behind after the next save."""
+    report = walk(tmp_path, "save", *faults)
+    assert report["problems"] == []
+    assert {"open", "read", "write", "fsync", "close", "rename"} <= set(report["calls"])
+    assert report["old"] and report["new"] and report["no current"]
+    written = report["calls"][report["calls"].index("write") :]
+    order = [name for name in written if name in ("fsync", "rename")]
+    assert order == ["fsync", "rename", "fsync", "rename", "fsync"]  # of the file, then folders
+
+
+def test_a_save_that_is_not_safe_is_noticed(tmp_path):
+    report = walk(tmp_path, "careless", "ENOSPC", "KILL")
+    assert len(report["problems"]) == 2 and all("write" in text for text in report["problems"])
+
+
+MOUNT = ("unshare", "--map-root-user", "--mount", "sh", "-c")
+
+
+@pytest.mark.slow("saves")
+def test_a_full_disk_and_a_read_only_one(tmp_path):
+    """A file system of 400 KB takes two checkpoints of 130 KB, and no third one."""
+    script = 'mount -t tmpfs -o size=400k tmpfs "$1" && shift && exec "$@"'
+    (tmp_path / "walk").mkdir()
+    words = [*MOUNT, script, "sh", tmp_path / "walk"]
+    trial = subprocess.run([*words, "true"], capture_output=True, text=True)
+    if trial.returncode:
+        pytest.skip(f"no file system can be mounted here: {trial.stderr.strip()}")
+    command = [*words, sys.executable, faulty_saves.__file__, tmp_path / "walk", "disk"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["lines"] == [
+        f"{tmp_path}/walk/checkpoint.h5: cannot be written: No space left on device",
+        f"{tmp_path}/walk/checkpoint.h5: cannot be written: Read-only file system",
+    ]
+    assert report["iterations"] == [8, 9, 9]
 
 
 def test_a_file_instead_of_a_folder_is_refused(tmp_path):

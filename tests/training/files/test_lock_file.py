@@ -336,3 +336,14 @@ def test_a_repeated_request_of_a_file_server(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", link_twice)
     taken(tmp_path).check()
+
+
+def test_the_lock_of_a_process_that_is_known_to_have_ended_is_free_at_once(tmp_path):
+    """Also on another machine: the ranks that are left know that rank 0 was lost."""
+    first = taken(tmp_path, machine="other")
+    heir = LockFile(tmp_path, Holder.current({}), predecessor=first.holder.token)
+    assert heir.attempt() is None
+    with pytest.raises(LostLock):
+        first.check()
+    heir.release()
+    assert names(tmp_path) == []

@@ -65,6 +65,7 @@ def test_a_model_predicts_the_same_bytes(world, run):
     assert hashlib.sha256(scores).hexdigest() == EXPECTED[run]["scores"]
 
 
+@pytest.mark.slow_on_ranks
 @needs_kernels
 @pytest.mark.parametrize("run", RUNS)
 def test_a_checkpoint_resumes_to_the_same_bytes(world, tmp_path, run):

@@ -244,3 +244,23 @@ def test_a_folder_that_cannot_be_written_to(world, folder):
     path.touch()
     with RunLock(world) as lock, pytest.raises(UserError, match=f"^--out {path}/run: cannot be wr"):
         lock.take(path / "run", "--out {}")
+
+
+def test_the_next_rank_0_takes_over_the_lock_of_a_lost_one(world, folder, monkeypatch):
+    machine = dataclasses.replace(Holder.current({}), machine="other", host="n1")
+    with RunLock(world) as lock:
+        with monkeypatch.context() as patch:
+            patch.setattr(run_lock.Holder, "current", lambda: machine)
+            lock.take(folder)
+        lock.take_over()
+        file, token = lock._file, lock._token
+        assert token == machine.token  # rank 0 is still there
+        lock._file = None  # as on a rank that has never held it
+        lock._thread = run_lock.threading.Thread(target=lock._renew, daemon=True)
+        lock.take_over()
+        assert lock._token != token and (world.rank or lock._file.attempt is not None)
+        lock.confirm()
+        if world.rank == 0:
+            with pytest.raises(LostLock):
+                file.check()
+    assert NAME not in content(world, folder)

@@ -146,6 +146,7 @@ def test_a_chain_may_have_a_penalty_and_a_decoupled_decay():
         assert (np.abs(unpenalized[name] - weight).max() > 1e-3) == name.endswith("weight")
 
 
+@pytest.mark.slow_on_ranks
 def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
     def chain():
         return Optimizer(0.05, Clip(1.0), Momentum(0.9), Rate())

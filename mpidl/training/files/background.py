@@ -1,0 +1,286 @@
+"""Write checkpoints and plots in a process beside rank 0, while the training goes on.
+
+h5py and matplotlib hold the interpreter's lock for long, so a thread would stop the training: for
+up to half a second at a time while it packs the checkpoint of AlexNet. The process receives a copy
+of the arrays through memory that has no name, so nothing remains of it if both processes die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpidl import side_process
+from mpidl.errors import Fault, UserError
+from mpidl.report import plots
+from mpidl.training.files import checkpoint
+
+CHECKPOINT, PLOT = "checkpoint", "plot"
+SMALL = 8 << 20  # bytes of a checkpoint that is written sooner than a process starts
+ALIGNMENT = 64  # of arrays in the shared memory, in bytes
+
+Tables = Mapping[str, Mapping[str, np.ndarray]]
+
+
+class BackgroundWriter:
+    """Writes the large files of a run. The first job that takes long starts the process.
+
+    At most one checkpoint is being written: `save` waits for the one before. The methods are for
+    rank 0 only.
+
+    Parameters
+    ----------
+    starts_process : bool
+        Whether a process may be started. Without one, rank 0 writes the files itself.
+
+    Attributes
+    ----------
+    problem : UserError or None
+        Why a file could not be written. All later calls raise it.
+    process : Popen or None
+        The process, from the first job that takes long on.
+    """
+
+    def __init__(self, *, starts_process: bool = True) -> None:
+        self.starts_process = starts_process
+        self.problem: UserError | None = None
+        self.process: subprocess.Popen | None = None
+        self._memory = -1  # file descriptor
+        self._pending: list[str] = []  # kinds of the jobs that the process has not answered
+        self._replies = b""
+
+    def save(self, folder: str, tables: Tables, facts: Mapping[str, Any], metrics: str) -> None:
+        """Write a checkpoint from a copy of the arrays.
+
+        Parameters
+        ----------
+        folder, tables, facts
+            Arguments of `checkpoint.save`.
+        metrics : path
+            File whose records must be on the disk before the checkpoint is.
+
+        Raises
+        ------
+        UserError
+            If this or an earlier file cannot be written.
+        """
+        while CHECKPOINT in self._pending:
+            self._receive()
+        self.check()
+        attributes = checkpoint.attributes_of(facts)
+        nbytes = sum(np.asarray(a).nbytes for arrays in tables.values() for a in arrays.values())
+        job = {"kind": CHECKPOINT, "folder": os.fsdecode(folder), "metrics": os.fsdecode(metrics)}
+        if nbytes > SMALL and not self.process:
+            self._start()
+        if self.process:
+            with contextlib.suppress(OSError):  # no room for a copy
+                layout = _copy(tables, self._memory)
+                self._send({**job, "layout": layout, "attributes": attributes})
+                return
+            os.ftruncate(self._memory, 0)
+        _save(job, tables, attributes)
+
+    def plot(self, metrics: str, path: str, *, wait: bool) -> None:
+        """Draw progress.png; leave it out if the one before is still being drawn.
+
+        Parameters
+        ----------
+        metrics, path : path
+            Arguments of `plots.progress`.
+        wait : bool
+            Return after the picture is written.
+
+        Raises
+        ------
+        UserError
+            If this or an earlier file cannot be written.
+        """
+        if wait:
+            self.wait()
+        self.check()
+        if PLOT in self._pending:
+            return
+        job = {"kind": PLOT, "metrics": os.fsdecode(metrics), "path": os.fsdecode(path)}
+        if not wait and not self.process:
+            self._start()
+        if self.process:
+            self._send(job)
+        else:
+            plots.progress(metrics, path)
+        if wait:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise the UserError of a file that could not be written. Does not wait."""
+        while self._pending and self._has_reply():
+            self._receive()
+        if self.problem is not None:
+            raise self.problem
+
+    def wait(self) -> None:
+        """Return when all files are written; raise the UserError if one cannot be."""
+        while self._pending:
+            self._receive()
+        self.check()
+
+    def close(self) -> None:
+        """Wait for the files that are being written, and end the process."""
+        with contextlib.suppress(UserError, Fault):  # the run reports the error that ends it
+            self.wait()
+        self._end()
+
+    def _start(self):
+        """Start the process; if that fails, this process goes on writing the files."""
+        if not self.starts_process:
+            return
+        self._memory = _nameless_memory()
+        try:
+            self.process = side_process.start(
+                ["-c", f"from {__name__} import main; main()", str(self._memory)],
+                stdout=subprocess.PIPE,
+                pass_fds=[self._memory],
+            )
+        except OSError:  # such as at a limit on the number of processes
+            self._end()
+
+    def _end(self):
+        if self.process is not None:
+            process, self.process = self.process, None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            process.wait()
+            process.stdout.close()
+        if self._memory >= 0:
+            os.close(self._memory)
+        self._memory, self._pending, self._replies = -1, [], b""
+
+    def _send(self, job):
+        # The paths are relative to the folder in which this process works now.
+        line = json.dumps({**job, "working_folder": os.getcwd()}) + "\n"
+        self._pending.append(job["kind"])
+        with contextlib.suppress(BrokenPipeError):  # `_receive` will notice the end of the process
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+
+    def _has_reply(self):
+        poll = select.poll()
+        poll.register(self.process.stdout, select.POLLIN)
+        return b"\n" in self._replies or bool(poll.poll(0))
+
+    def _receive(self):
+        """Wait for the reply to the oldest job, and keep its error."""
+        while b"\n" not in self._replies:
+            received = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not received:
+                raise self._fault()
+            self._replies += received
+        line, _, self._replies = self._replies.partition(b"\n")
+        if self._pending.pop(0) == CHECKPOINT:
+            os.ftruncate(self._memory, 0)  # free the memory
+        problem = json.loads(line)
+        if problem is not None and self.problem is None:
+            self.problem = UserError(problem)
+
+    def _fault(self):
+        """Return the Fault for a process that has ended."""
+        process, kind = self.process, self._pending[0]
+        self._end()
+        code = process.returncode
+        end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return Fault(f"the process that was writing the {kind} {end}; the last checkpoint is kept")
+
+
+def _nameless_memory():
+    """Return the descriptor of memory, or of a file, that no path leads to."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mpidl-checkpoint")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _copy(tables, descriptor):
+    """Write arrays to a file; return {table: {name: [type, shape, offset]}}."""
+    layout: dict[str, dict[str, list]] = {}
+    with open(descriptor, "wb", closefd=False) as file:
+        file.seek(0)
+        for table, arrays in tables.items():
+            layout[table] = {}
+            for name, values in arrays.items():
+                array = np.asarray(values)
+                file.seek(-(-file.tell() // ALIGNMENT) * ALIGNMENT)
+                layout[table][name] = [array.dtype.str, array.shape, file.tell()]
+                file.write(np.ascontiguousarray(array).data)
+        file.truncate(file.tell() + 1)  # an empty file cannot be mapped
+    return layout
+
+
+def _save(job, tables, attributes):
+    _flush(job["metrics"])
+    checkpoint.write(job["folder"], tables, attributes)
+
+
+def _flush(path):
+    """Flush a file to the disk; raise UserError if that fails."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+# The functions below run in the process beside rank 0.
+
+
+def main() -> None:
+    """Do the jobs that arrive on stdin, one per line, and answer each with its error or null."""
+    side_process.give_way()
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no reply
+    jobs: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_pass_on, args=[jobs], daemon=True).start()
+    memory = int(sys.argv[1])
+    while True:
+        problem = None
+        try:
+            _perform(json.loads(jobs.get()), memory)
+        except UserError as error:
+            problem = str(error)
+        os.write(replies, f"{json.dumps(problem)}\n".encode())
+
+
+def _pass_on(jobs):
+    """End the process when stdin ends: another job may write the same files from then on."""
+    for line in sys.stdin.buffer:
+        jobs.put(line)
+    os._exit(0)
+
+
+def _perform(job, memory):
+    os.chdir(job["working_folder"])
+    if job["kind"] == PLOT:
+        plots.progress(job["metrics"], job["path"])
+    else:
+        mapped = mmap.mmap(memory, 0, access=mmap.ACCESS_READ)
+        tables = {
+            table: {
+                name: np.ndarray(shape, dtype, mapped, offset)
+                for name, (dtype, shape, offset) in arrays.items()
+            }
+            for table, arrays in job["layout"].items()
+        }
+        _save(job, tables, job["attributes"])

@@ -1,0 +1,104 @@
+"""Check the checkpoints and the model of a run, without a network and without MPI."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from typing import NamedTuple
+
+from mpidl.errors import UserError
+from mpidl.text import printable
+from mpidl.training.files import checkpoint, model_file
+
+MODEL = "model.h5"
+
+
+class Generation(NamedTuple):
+    """What is known about a checkpoint or a model file.
+
+    Attributes
+    ----------
+    name : str
+        Name of the file.
+    date : str
+        Time of the last write, local time.
+    iteration, epoch : int or None
+        Position of a checkpoint: the number of iterations, and the epoch of the last one.
+    weights_sha256 : str
+        Hash of the weights, as `dl.weights_sha256` returns it.
+    problem : str or None
+        Why the file cannot be loaded; None if it is complete.
+    """
+
+    name: str
+    date: str = ""
+    iteration: int | None = None
+    epoch: int | None = None
+    weights_sha256: str = ""
+    problem: str | None = None
+
+
+def generations(path: str | os.PathLike[str]) -> list[Generation]:
+    """Read and check the files of a run.
+
+    Parameters
+    ----------
+    path : path
+        The folder of a run, or one of its files.
+
+    Returns
+    -------
+    list of Generation
+        The newest checkpoint, the previous one, and the model, as far as they exist. A checkpoint
+        that is missing although there is an older one is part of the list.
+
+    Raises
+    ------
+    UserError
+        If there is no such folder or file, or nothing to check in the folder.
+    """
+    if not os.path.exists(path):
+        raise UserError(f"{printable(path)}: expected the folder of a run, found nothing there")
+    if not os.path.isdir(path):
+        return [_check(os.fspath(path))]
+    names = [checkpoint.CURRENT, checkpoint.PREVIOUS] if checkpoint.exists(os.fspath(path)) else []
+    names += [MODEL]
+    paths = [os.path.join(path, name) for name in names]
+    paths = [path for path in paths if os.path.lexists(path) or _is_current(path)]
+    if not paths:
+        raise UserError(
+            f"{printable(path)}: expected the folder of a run, found neither {checkpoint.CURRENT} "
+            f"nor {MODEL} in it"
+        )
+    return [_check(path) for path in paths]
+
+
+def are_newest_complete(checked: list[Generation]) -> bool:
+    """Return whether all files are complete that a user needs: all but the previous checkpoint."""
+    return not any(file.problem for file in checked if file.name != checkpoint.PREVIOUS)
+
+
+def _is_current(path):
+    return os.path.basename(path) == checkpoint.CURRENT
+
+
+def _check(path):
+    file = Generation(os.path.basename(path))
+    try:
+        seconds = int(os.stat(path).st_mtime)
+        file = file._replace(date=str(datetime.datetime.fromtimestamp(seconds)))
+        tables, attributes = model_file.read(path)
+    except OSError as error:
+        problem = "it is missing" if isinstance(error, FileNotFoundError) else error.strerror
+        return file._replace(problem=problem)
+    except model_file.Torn as error:
+        return file._replace(problem=str(error))
+    digest = model_file.sha256_of(tables.get("learnables", {}), tables.get("state", {}))
+    file = file._replace(weights_sha256=digest)
+    if "facts" not in attributes:  # a model
+        return file
+    position = json.loads(attributes["facts"]).get("position", {})
+    epoch = position.get("epoch", 0)
+    is_between = not position.get("batch")
+    return file._replace(iteration=position.get("iteration"), epoch=epoch - is_between)

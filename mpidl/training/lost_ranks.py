@@ -1,0 +1,159 @@
+"""Let a run continue on the ranks that are left after some were lost, to the same bytes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.comm import World
+from mpidl.comm.world import LostRank
+from mpidl.evaluation.validation import BEST
+from mpidl.training import skipped_images
+from mpidl.training.files import run_state
+from mpidl.training.options.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from mpidl.comm.failure import Signals
+    from mpidl.report import Console
+    from mpidl.training.files.run_lock import RunLock
+    from mpidl.training.progress import Result
+    from mpidl.training.trainer import Trainer
+
+
+def prepare(options: TrainingOptions, world: World) -> None:
+    """Let the world outlive its ranks if the option `on_lost_rank` says so.
+
+    Raises
+    ------
+    UserError
+        If it cannot.
+    """
+    if options.on_lost_rank == "shrink" and not world.outlives_ranks:
+        world.outlive_ranks("--on-lost-rank shrink")
+
+
+def describe(lost: Sequence[LostRank], world: World) -> str:
+    """Return the beginning of the line about lost ranks."""
+    names = ", ".join(f"rank {rank} on host {host}" for rank, host in lost)
+    verb = "were" if len(lost) > 1 else "was"
+    left = f"{world.size} rank{'s continue' if world.size > 1 else ' continues'}"
+    return f"warning: {names} {verb} lost: {left}"
+
+
+def restart_test(
+    world: World, console: Console, signals: Signals, lock: RunLock, result: Result
+) -> None:
+    """Prepare to repeat the test after ranks were lost in it, and print a line. Collective.
+
+    Parameters
+    ----------
+    world : World
+        The ranks that are left.
+    console : Console
+        The console of the run.
+    signals : Signals
+        Requests to stop, on which the ranks agree again.
+    lock : RunLock
+        The lock of the run's folder.
+    result : Result
+        The result of the training, which counts the ranks that were lost before.
+    """
+    if world.rank == 0:
+        console.take_over()
+    signals.agreed = False
+    lock.take_over()
+    lost = world.lost_ranks[result.lost_ranks :]
+    console.line(f"{describe(lost, world)} with the test, which starts again")
+
+
+class IterationStart:
+    """A copy of the state with which the current iteration started.
+
+    A loss interrupts the ranks at different places, some of them an iteration ahead of others. All
+    of them return to the start of the last iteration that each of them has reached. A rank reaches
+    the start of an iteration when it asks the others whether to go on. When it has their answer,
+    all of them have reached it, so nobody returns to an earlier one.
+
+    Parameters
+    ----------
+    world : World
+        The ranks of the run. If it does not outlive its ranks, there are no copies.
+
+    Attributes
+    ----------
+    losses : int
+        Number of ranks that the run has lost and announced.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.is_kept = world.outlives_ranks
+        self.losses, self._losses_before = 0, len(world.lost_ranks)
+        self._is_reached = self.is_kept  # the state of the trainer is the start of an iteration
+        self._number = self._kept_number = 0  # of starts, which rollbacks do not turn back
+        self._time = self._kept_time = time.monotonic()
+        self._arrays: dict[str, dict[str, np.ndarray]] = {}
+        self._facts: dict[str, Any] = {}
+
+    def reach(self) -> None:
+        """Note that this rank has completed an iteration with all hooks, or an epoch."""
+        self._is_reached = self.is_kept
+        self._number, self._time = self._number + 1, time.monotonic()
+
+    def keep(self, trainer: Trainer) -> None:
+        """Copy the state, after all ranks have reached it; do nothing if that has been done."""
+        if not self._is_reached:
+            return
+        tables, facts = run_state.progress(trainer)
+        for table, arrays in tables.items():
+            if table not in BEST:  # the best network is replaced, never changed
+                tables[table] = _copy_into(self._arrays.get(table, {}), arrays)
+        self._arrays = tables
+        self._facts = {"position": asdict(trainer.position), **copy.deepcopy(facts)}
+        self._is_reached, self._kept_number, self._kept_time = False, self._number, self._time
+
+    def restore(self, trainer: Trainer) -> None:
+        """Return to the start of the last iteration that all ranks have reached. Collective."""
+        world, start_time = trainer.world, time.monotonic()
+        number = self._number if self._is_reached else self._kept_number
+        number = world.gop("min", number)
+        if number == self._number:
+            self.keep(trainer)
+        self._number, self._is_reached = number, False
+        repeated_seconds = start_time - self._kept_time
+        run_state.set_progress(trainer, run_state.copied(self._arrays), self._facts)
+        for _, bad_images in skipped_images.sets_of(trainer).values():
+            bad_images.merge(world.allgather(bad_images.reasons))
+        trainer.restart()
+        self._announce(trainer, start_time, repeated_seconds)
+
+    def _announce(self, trainer, start_time, repeated_seconds):
+        """Record the loss, and print a line."""
+        world, position = trainer.world, trainer.position
+        times = np.array([repeated_seconds, time.monotonic() - start_time])
+        repeated_seconds, seconds = world.gop("max", times)
+        lost = world.lost_ranks[self._losses_before + self.losses :]
+        self.losses += len(lost)
+        facts = {"ranks": [rank for rank, _ in lost], "hosts": [host for _, host in lost]}
+        facts |= {"ranks_left": world.size, "seconds_lost": round(repeated_seconds + seconds, 3)}
+        trainer.writer.record_lost(position.epoch, position.iteration, facts)
+        trainer.console.line(
+            f"{describe(lost, world)} after iteration {position.iteration}; time lost: "
+            f"{repeated_seconds:.2f} s of work to repeat and {seconds:.2f} s to restore the state"
+        )
+
+
+def _copy_into(copies, arrays):
+    """Return copies of arrays by name, in the memory of earlier copies if these have their shapes.
+
+    The optimizer overwrites arrays in place.
+    """
+    if {k: a.shape for k, a in copies.items()} != {k: np.shape(a) for k, a in arrays.items()}:
+        return {name: np.array(array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        np.copyto(copies[name], array)
+    return copies

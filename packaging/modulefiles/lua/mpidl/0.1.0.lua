@@ -1,0 +1,13 @@
+-- Tried: Lmod 8.6 loads and unloads it, and runs mpidl.
+-- Copy it to a folder of MODULEPATH and set root, the checkout with the environment of run/install.
+
+local root = "/apps/mpidl/0.1.0"
+
+whatis("Deep learning on MPI: the same weights, byte for byte, on any number of ranks")
+help("Commands: mpidl --help. Job scripts: sbatch " .. root .. "/run/train.slurm")
+
+-- With `run/install --system-mpi`, name the module of the MPI here:
+-- depends_on("openmpi/5.0")
+
+prepend_path("PATH", pathJoin(root, ".venv/bin"))
+setenv("MPIDL_VENV", pathJoin(root, ".venv"))

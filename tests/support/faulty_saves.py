@@ -1,0 +1,172 @@
+"""Saves in which a system call fails or kills; a process that preloads `faulty_calls` runs this.
+
+The arguments are a folder, the name of a save and those of faults; or a folder and "disk", for
+saves on a small file system. Every call of the save is made
+to fail once with each error, or to kill a child once (KILL). With "lasting-", the calls after it
+fail, too. The result is a line of JSON.
+"""
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import faulty_calls
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.training.files import checkpoint, model_file
+from mpidl.training.files.background import BackgroundWriter
+
+LASTING = "lasting-"
+FACTS = {"network": [], "classes": None, "input_shape": [1, 2, 2], "normalization": "none"}
+NAMES = (checkpoint.CURRENT, checkpoint.PREVIOUS)
+
+
+def arguments(iteration):
+    """Return the tables and facts of a checkpoint."""
+    weights = np.random.default_rng(iteration).standard_normal(5000).astype(np.float32)
+    return {"learnables": {"a.weight": weights}}, {**FACTS, "iteration": iteration}
+
+
+def save(folder, iteration=9):
+    """Write a checkpoint as a training does."""
+    BackgroundWriter().save(str(folder), *arguments(iteration), str(folder / "metrics.jsonl"))
+
+
+def careless(folder, iteration=9):
+    """Write a checkpoint over the one before, which the walks must notice."""
+    tables, facts = arguments(iteration)
+    content = model_file.pack(tables, checkpoint.attributes_of(facts))
+    try:
+        (folder / checkpoint.CURRENT).write_bytes(content)
+    except OSError as problem:
+        raise UserError(f"{folder}: cannot be written") from problem
+
+
+SAVES = {"save": save, "careless": careless}
+
+
+class Walk:
+    """Saves of iteration 9 in a folder that holds the iterations 7 and 8."""
+
+    def __init__(self, folder, function):
+        self.folder, self.function = folder / "run", function
+        self.folder.mkdir()
+        (self.folder / "metrics.jsonl").touch()
+        self.generations = {}
+        for iteration in (7, 8, 9, 10):
+            save(self.folder, iteration)
+            self.generations[iteration] = (self.folder / checkpoint.CURRENT).read_bytes()
+        self.problems, self.outcomes = [], {"old": 0, "new": 0, "no current": 0}
+
+    def reset(self):
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        (self.folder / "metrics.jsonl").touch()
+        for name, iteration in zip(NAMES, (8, 7), strict=True):
+            (self.folder / name).write_bytes(self.generations[iteration])
+
+    def run(self, number, error):
+        """Save with a fault; return the calls and the exception."""
+        self.reset()
+        return faulty_calls.calls(lambda: self.function(self.folder), self.folder, number, error)
+
+    def look(self, label, may_leave_part):
+        """Note what is wrong with the files after a fault, and after the next good save."""
+        files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
+        current, previous = (files.get(name) for name in NAMES)
+        lines: list = []
+        try:
+            iteration = checkpoint.load(str(self.folder), lines.append)[1]["iteration"]
+        except UserError as problem:
+            self.problems.append(f"{label}: {problem}")
+            return
+        outcomes = {self.generations[8]: "old", self.generations[9]: "new", None: "no current"}
+        if current not in outcomes or previous not in (self.generations[7], self.generations[8]):
+            self.problems.append(f"{label}: torn, {iteration} is loaded")
+            return
+        self.outcomes[outcomes[current]] += 1
+        leftover = set(files) - {*NAMES, "metrics.jsonl"}
+        if iteration not in (8, 9) or len(lines) > 1 or (leftover and not may_leave_part):
+            self.problems.append(f"{label}: {iteration} is loaded, {lines}, {leftover}")
+        save(self.folder, 10)
+        left = sorted(path.name for path in self.folder.iterdir())
+        if left != sorted([*NAMES, "metrics.jsonl"]):
+            self.problems.append(f"{label}: {left} after the next save")
+        if (self.folder / checkpoint.CURRENT).read_bytes() != self.generations[10]:
+            self.problems.append(f"{label}: the next save is wrong")
+
+    def errors(self, name):
+        """Let every call fail in turn, until a save makes fewer calls; return that save's calls."""
+        is_lasting, error = name.startswith(LASTING), getattr(errno, name.removeprefix(LASTING))
+        for number in itertools.count(1):
+            names, problem = self.run(-number if is_lasting else number, error)
+            if len(names) < number:
+                return names
+            label = f"{names[number - 1]} {number}: {name}"
+            if problem is not None and not (
+                isinstance(problem, UserError)
+                and "cannot be written" in str(problem)
+                and "\n" not in str(problem)
+            ):
+                self.problems.append(f"{label}: {problem!r}")
+            self.look(label, may_leave_part=is_lasting)
+
+    def kills(self):
+        """Let every call kill the process in turn: a child of this one, which runs no MPI."""
+        names, _ = self.run(0, 0)
+        for number in range(1, len(names) + 1):
+            child = os.fork()
+            if not child:
+                self.run(number, faulty_calls.KILL)
+                os._exit(0)
+            label = f"{names[number - 1]} {number}: killed"
+            if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+                self.problems.append(f"{label}: it was not killed")
+            self.look(label, may_leave_part=True)
+        return names
+
+
+def disk(folder):
+    """Save on a small file system until it is full, with more room again, and read-only."""
+    (folder / "metrics.jsonl").touch()
+    lines, iterations = [], []
+
+    def try_to_save(iteration):
+        try:
+            save(folder, iteration)
+        except UserError as problem:
+            lines.append(str(problem))
+        iterations.append(checkpoint.load(str(folder))[1]["iteration"])
+        names = {path.name for path in folder.iterdir()}
+        assert names <= {*NAMES, "metrics.jsonl", "filler"}, names
+
+    for iteration in (7, 8):
+        save(folder, iteration)
+    size = (folder / checkpoint.CURRENT).stat().st_size
+    room = os.statvfs(folder)
+    (folder / "filler").write_bytes(bytes(room.f_bavail * room.f_bsize - size // 2))
+    try_to_save(9)
+    (folder / "filler").unlink()
+    try_to_save(9)
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    try_to_save(10)
+    print(json.dumps({"lines": lines, "iterations": iterations}))
+
+
+def main():
+    if sys.argv[2] == "disk":
+        return disk(Path(sys.argv[1]))
+    walk, names = Walk(Path(sys.argv[1]), SAVES[sys.argv[2]]), []
+    for fault in sys.argv[3:]:
+        names = walk.kills() if fault == "KILL" else walk.errors(fault)
+    print(json.dumps({"calls": names, "problems": walk.problems, **walk.outcomes}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Damage the bytes of a file at random."""
+
+NUMBERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]  # sizes or offsets
+# Pieces of text that parsers of JSON, TOML and CSV may take badly.
+TOKENS = [
+    *(b"[" * 2000, b'{"a":' * 2000, b"a." * 2000, b"9" * 5000, b"1e999", b"-1e999", b"NaN", b"inf"),
+    *(b"-1", b"0", b"null", b"true", b"{}", b"[]", b'""', b'"', b"'", b"\n", b"\r\n", b"\r", b","),
+    *(
+        b"=",
+        b"\0",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b'"\\ud800"',
+        b"\xef\xbb\xbf",
+        b"18446744073709551616",
+    ),
+]
+DAMAGES = ["set", "set", "bits", "number", "token", "word", "cut", "out", "twice"]
+
+
+def damaged(content, numbers):
+    """Return bytes of a file with some of them changed, removed, doubled, or cut off.
+
+    numbers: a random.Random.
+    """
+    data = bytearray(content)
+    for _ in range(numbers.randint(1, 4)):
+        i, damage = numbers.randint(0, max(len(data) - 1, 0)), numbers.choice(DAMAGES)
+        if damage == "set":
+            data[i : i + 1] = bytes([numbers.randrange(256)])
+        elif damage == "bits" and data:
+            data[i] ^= 1 << numbers.randrange(8)
+        elif damage == "number":
+            value = numbers.choice(NUMBERS)
+            data[i : i + 8] = value.to_bytes(8, numbers.choice(["little", "big"]))
+        elif damage == "token":
+            data[i:i] = numbers.choice(TOKENS)
+        elif damage == "word":  # a value of JSON, TOML or CSV
+            start, end = _word(data, i)
+            data[start:end] = numbers.choice(TOKENS)
+        elif damage == "cut":
+            del data[i:]
+        elif damage == "out":
+            del data[i : i + numbers.randint(1, 64)]
+        else:
+            data[i:i] = data[i : i + numbers.randint(1, 64)]
+    return bytes(data)
+
+
+def _word(data, i):
+    """Return the bounds of the word around a position, between separators of text."""
+    separators = b" ,:=[]{}\n"
+    start, end = i, i
+    while start > max(0, i - 40) and data[start - 1] not in separators:
+        start -= 1
+    while end < min(len(data), i + 40) and data[end] not in separators:
+        end += 1
+    return start, end
+
+
+def random_bytes(content, beginning, numbers):
+    """Return the first bytes of a valid file with up to 600 random ones behind them."""
+    return content[:beginning] + numbers.randbytes(numbers.randint(0, 600))
+
+
+def hostile(content, beginning, numbers):
+    """Return damaged bytes of a valid file or, one time in eight, a beginning and random bytes."""
+    if numbers.random() < 0.125:
+        return random_bytes(content, beginning, numbers)
+    return damaged(content, numbers)

@@ -1,0 +1,170 @@
+"""packaging/: its versions and dependencies are those of setup.cfg; the module files load."""
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mpidl
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGING = ROOT / "packaging"
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+LMOD = Path("/usr/share/lmod/lmod/libexec/lmod")
+MODULECMD = sorted(Path("/usr/lib").glob("*/modulecmd.tcl"))
+
+
+def requirements(text):
+    """Return {package: oldest version} of a list in setup.cfg."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    pairs = [line.partition(";")[0].split(">=") for line in lines]
+    return {name.strip().lower().replace("_", "-"): version.strip() for name, version in pairs}
+
+
+REQUIRED = requirements(SETUP["options"]["install_requires"])
+PYTHON = SETUP["options"]["python_requires"].removeprefix(">=")
+
+
+class SpackRecipe:
+    """What a recipe for Spack tells, by definitions of the names that it imports."""
+
+    def __init__(self, path):
+        self.versions, self.dependencies, self.variants = [], defaultdict(dict), set()
+        defaults = {}
+
+        @contextmanager
+        def default_args(**keywords):
+            defaults.update(keywords)
+            yield
+            defaults.clear()
+
+        def depends_on(spec, type=None, when=""):
+            name, _, version = spec.partition("@")
+            kinds = type or defaults.get("type", ())
+            key = "build" if kinds == "build" else when
+            self.dependencies[key][name.removeprefix("py-")] = version.removesuffix(":")
+
+        names = {
+            "version": self.versions.append,
+            "variant": lambda name, **keywords: self.variants.add(name),
+            "depends_on": depends_on,
+            "default_args": default_args,
+            "license": lambda name: None,
+            "PythonPackage": object,
+        }
+        source = re.sub(r"^from .*import .*$", "", path.read_text(), flags=re.MULTILINE)
+        exec(compile(source, path, "exec"), names)
+
+
+def test_spack():
+    recipe = SpackRecipe(PACKAGING / "spack/spack_repo/mpidl/packages/mpidl/package.py")
+    assert recipe.versions == [mpidl.__version__]
+    always = recipe.dependencies[""] | recipe.dependencies["^python@:3.10"]
+    assert always == REQUIRED | {"python": PYTHON}
+    assert recipe.dependencies["build"] == {"c": "", "setuptools": setuptools_version()}
+    optional = {key[1:]: value for key, value in recipe.dependencies.items() if key[:1] == "+"}
+    extras = SETUP["options.extras_require"]
+    assert optional == {name: requirements(extras[name]) for name in recipe.variants}
+
+
+def setuptools_version():
+    """Return the oldest setuptools that pyproject.toml allows."""
+    return re.search(r"setuptools >= ([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
+
+
+def test_conda():
+    text = (PACKAGING / "conda/recipe.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    assert recipe["context"]["version"] == mpidl.__version__
+    run = dict(line.split(" >=") for line in recipe["requirements"]["run"])
+    assert run == REQUIRED | {"python": PYTHON}
+    assert f"setuptools >={setuptools_version()}" in recipe["requirements"]["host"]
+    command = SETUP["options.entry_points"]["console_scripts"].strip()
+    assert recipe["build"]["python"]["entry_points"] == [command]
+
+
+def test_easybuild():
+    """The versions of the toolchain's modules are new enough."""
+    (path,) = (PACKAGING / "easybuild").glob("*.eb")
+    recipe: dict = {}
+    exec(compile(path.read_text(), path, "exec"), recipe)
+    assert (recipe["name"], recipe["version"]) == ("mpidl", mpidl.__version__)
+    toolchain = "{name}-{version}".format(**recipe["toolchain"])
+    assert path.name == f"mpidl-{mpidl.__version__}-{toolchain}.eb"
+    modules = {name.lower(): numbers(version) for name, version in recipe["dependencies"]}
+    bundles = {"numpy": "scipy-bundle"}
+    bundles |= dict.fromkeys(("rich", "threadpoolctl", "tomli-w"), "python-bundle-pypi")
+    for name, oldest in (REQUIRED | {"python": PYTHON}).items():
+        if name in bundles:
+            assert bundles[name] in modules
+        elif name != "tomli":  # for Python 3.10 only
+            assert modules[name] >= numbers(oldest), name
+
+
+def numbers(version):
+    return tuple(map(int, version.split(".")))
+
+
+def test_apptainer():
+    text = (PACKAGING / "apptainer/mpidl.def").read_text()
+    assert f"    Version {mpidl.__version__}\n" in text
+    sections = re.findall(r"^%(\w+)$", text, re.MULTILINE)
+    assert sections == ["files", "post", "environment", "runscript", "test", "labels"]
+    for name in ("post", "environment", "runscript", "test"):
+        script = re.search(rf"^%{name}\n(.*?)(?=^%|\Z)", text, re.MULTILINE | re.DOTALL)[1]
+        subprocess.run(["sh", "-n", "-c", script], check=True)
+
+
+@pytest.fixture
+def modules(tmp_path):
+    """A folder with the module files for this environment, in a stand-in for a checkout."""
+    shutil.copytree(PACKAGING / "modulefiles", tmp_path / "modules")
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / ".venv").symlink_to(sys.prefix)
+    for path in (tmp_path / "modules").glob("*/mpidl/*"):
+        text = path.read_text()
+        assert "/apps/mpidl/0.1.0" in text and path.name.removesuffix(".lua") == mpidl.__version__
+        path.write_text(text.replace("/apps/mpidl/0.1.0", str(tmp_path / "checkout")))
+    return tmp_path / "modules"
+
+
+PROGRAMS = [("lmod", "lua"), ("lmod", "tcl"), ("modulecmd", "tcl")]
+
+
+@pytest.mark.parametrize(("program", "language"), PROGRAMS)
+def test_module_files(modules, program, language):
+    """`module load` finds the command, and `module unload` leaves nothing."""
+    if program == "lmod":
+        if not LMOD.exists():
+            pytest.skip(f"no {LMOD}: apt-get install lmod")
+        command = f'"{LMOD}" bash'
+    else:
+        if not MODULECMD or not shutil.which("tclsh"):
+            pytest.skip("no modulecmd.tcl: apt-get install environment-modules")
+        command = f'tclsh "{MODULECMD[0]}" bash'
+    script = f"""
+        eval "$({command} load mpidl)"
+        type -P mpidl && mpidl --version && echo "$MPIDL_VENV"
+        eval "$({command} unload mpidl)"
+        type -P mpidl || echo "${{MPIDL_VENV-unset}}"
+    """
+    env = {"HOME": str(modules), "PATH": "/usr/bin:/bin", "MODULEPATH": str(modules / language)}
+    result = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    venv = modules.parent / "checkout" / ".venv"
+    expected = [f"{venv}/bin/mpidl", f"mpidl {mpidl.__version__}", str(venv), "unset"]
+    assert result.stdout.splitlines() == expected, result.stderr
+
+
+def test_the_readme_names_each_recipe():
+    text = (PACKAGING / "README.md").read_text()
+    names = set(re.findall(r"^\| `([\w/]+)` \|", text, re.MULTILINE))
+    folders = {path.name for path in PACKAGING.iterdir() if path.is_dir()} - {"modulefiles"}
+    assert names == folders | {"modulefiles/lua", "modulefiles/tcl"}

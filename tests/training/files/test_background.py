@@ -1,0 +1,219 @@
+"""Checkpoints and plots that a process writes beside rank 0, and faults at any of its calls."""
+
+import errno
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import faulty_calls
+import faulty_saves
+import limits
+import numpy as np
+import pytest
+from short_training import pictures, small
+
+import mpidl as dl
+from mpidl.errors import Fault, UserError
+from mpidl.report import plots
+from mpidl.training.files import background, checkpoint
+from mpidl.training.files.background import BackgroundWriter
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    """A writer whose process writes checkpoints of any size."""
+    monkeypatch.setattr(background, "SMALL", 0)
+    writer = BackgroundWriter()
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    return tmp_path
+
+
+def save(writer, folder, tables, iteration):
+    facts = {**faulty_saves.FACTS, "iteration": iteration}
+    writer.save(str(folder), tables, facts, str(folder / "metrics.jsonl"))
+
+
+def all_kinds_of_arrays():
+    return {
+        "learnables": {
+            "a.weight": np.asfortranarray(np.arange(12, dtype=np.float32).reshape(3, 4)),
+            "b.empty": np.zeros((0, 3), np.float32),
+            "c.big": np.arange(5, dtype=">f8"),
+        },
+        "none": {},
+        "sums": {"loss": np.array(0.1), "flags": np.array([True, False]), "n": np.int64(7)},
+    }
+
+
+def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, folder):
+    tables = all_kinds_of_arrays()
+    checkpoint.save(folder, tables, {**faulty_saves.FACTS, "iteration": 1})
+    expected = (folder / "checkpoint.h5").read_bytes()
+    save(writer, folder, tables, 1)
+    writer.process.send_signal(signal.SIGTERM)  # a scheduler sends it to all processes of a job
+    tables["learnables"]["a.weight"][:] = -1  # the next training step
+    writer.plot(str(folder / "metrics.jsonl"), str(folder / "progress.png"), wait=False)
+    save(writer, folder, tables, 2)  # waits for the checkpoint before
+    assert (folder / "checkpoint.h5").read_bytes() == expected
+    writer.wait()
+    assert (folder / "checkpoint-previous.h5").read_bytes() == expected
+    arrays, facts = checkpoint.load(folder)
+    assert (arrays["learnables"]["a.weight"] == -1).all() and facts["iteration"] == 2
+    names = {"checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl"}
+    assert set(os.listdir(folder)) - {"progress.png"} == names
+    assert (folder / "progress.png").exists() == bool(plots.progress(*[os.devnull] * 2))
+
+    shutil.rmtree(folder)
+    process = writer.process
+    save(writer, folder, tables, 3)
+    for call in (writer.wait, writer.check, lambda: save(writer, folder, tables, 4)):
+        with pytest.raises(UserError, match="metrics.jsonl: cannot be written: No such file"):
+            call()
+    writer.close()
+    assert process.returncode == 0
+
+
+def test_a_process_that_is_killed_is_a_fault(writer, folder):
+    save(writer, folder, all_kinds_of_arrays(), 1)
+    writer.wait()
+    writer.process.kill()
+    save(writer, folder, all_kinds_of_arrays(), 2)
+    with pytest.raises(Fault, match="writing the checkpoint was killed by signal 9; the last"):
+        writer.wait()
+    assert checkpoint.load(folder)[1]["iteration"] == 1
+
+
+def test_small_checkpoints_and_a_last_plot_need_no_process(folder, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(background.side_process, "start", refuse)
+    writer = BackgroundWriter()
+    save(writer, folder, all_kinds_of_arrays(), 1)
+    assert checkpoint.load(folder)[1]["iteration"] == 1
+    drawn = []
+    monkeypatch.setattr(plots, "progress", lambda *paths: drawn.append(paths))
+    writer.plot("metrics.jsonl", "progress.png", wait=True)
+    assert drawn == [("metrics.jsonl", "progress.png")]
+    monkeypatch.setattr(background, "SMALL", 0)  # at a limit on processes, rank 0 writes itself
+    save(writer, folder, all_kinds_of_arrays(), 2)
+    assert checkpoint.load(folder)[1]["iteration"] == 2
+    writer.close()
+
+
+class RemovesTheMetrics:
+    """A hook that removes metrics.jsonl, without which no checkpoint is written; counts steps."""
+
+    def __init__(self, folder):
+        self.folder, self.steps = folder, 0
+
+    def step(self, trainer):
+        self.steps += 1
+        if trainer.position.iteration == 2 and trainer.world.rank == 0:
+            os.unlink(os.path.join(self.folder, "metrics.jsonl"))
+
+
+def train(world, out, **arguments):
+    net = small()
+    options = dl.TrainingOptions(
+        epochs=40, batch_size=40, checkpoint_every=1, plots="none", verbose="off"
+    )
+    return net, dl.train(net, pictures(100), options, world=world, out=out, **arguments)
+
+
+def test_all_ranks_end_when_a_checkpoint_cannot_be_written(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "SMALL", 0)
+    folder = world.broadcast(str(tmp_path / "run"))
+    hook = RemovesTheMetrics(folder)
+    with pytest.raises(UserError, match="run/metrics.jsonl: cannot be written: No such file"):
+        train(world, folder, hooks=[hook])
+    assert 2 <= hook.steps < 120
+
+
+def test_a_run_ends_when_its_files_are_written(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "SMALL", 0)
+    folder = world.broadcast(str(tmp_path / "run"))
+    net, result = train(world, folder)
+    if world.rank == 0:
+        arrays, facts = checkpoint.load(folder)
+        assert facts["position"]["iteration"] == result.iterations == 120
+        assert sorted(os.listdir(folder)) == [
+            "checkpoint-previous.h5",
+            "checkpoint.h5",
+            "metrics.jsonl",
+            "status.json",
+        ]
+    world.barrier()
+
+
+@pytest.mark.slow("saves")
+@pytest.mark.timeout(300)
+def test_a_checkpoint_loads_whichever_system_call_kills_the_process(folder, monkeypatch, tmp_path):
+    library = str(faulty_calls.library(tmp_path))
+    run = folder / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    monkeypatch.setattr(background, "SMALL", 0)
+    for iteration in (1, 2):
+        checkpoint.save(run, all_kinds_of_arrays(), {**faulty_saves.FACTS, "iteration": iteration})
+    for number in itertools.count(1):
+        writer = BackgroundWriter()
+        with monkeypatch.context() as patch:
+            patch.setenv("LD_PRELOAD", library)
+            patch.setenv("FAULTY_FOLDER", str(run))
+            patch.setenv("FAULTY_CALL", str(number))
+            patch.setenv("FAULTY_ERROR", str(faulty_calls.KILL))
+            save(writer, run, all_kinds_of_arrays(), 2 + number)
+        try:
+            writer.wait()
+        except Fault as fault:
+            assert str(fault).endswith("was killed by signal 9; the last checkpoint is kept")
+        else:
+            break
+        finally:
+            writer.close()
+        assert checkpoint.load(run, warn=lambda line: None)[1]["iteration"] in (
+            1 + number,
+            2 + number,
+        )
+        checkpoint.save(run, all_kinds_of_arrays(), {**faulty_saves.FACTS, "iteration": 2 + number})
+        files = {"checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl"}
+        assert set(os.listdir(run)) == files
+    assert number > 15
+
+
+ORPHAN = """
+import pathlib, sys, time
+import faulty_saves
+from mpidl.training.files import background
+background.SMALL = 0
+folder = pathlib.Path(sys.argv[1])
+(folder / "metrics.jsonl").touch()
+writer = background.BackgroundWriter()
+writer.save(str(folder), *faulty_saves.arguments(1), str(folder / "metrics.jsonl"))
+print(writer.process.pid, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.slow("saves")
+def test_the_process_ends_when_rank_0_is_killed(folder):
+    path = os.pathsep.join([os.path.dirname(faulty_saves.__file__), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, folder],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as rank:
+        process = int(rank.stdout.readline())
+        rank.kill()
+    limits.wait_until(lambda: not os.path.exists(f"/proc/{process}"))
