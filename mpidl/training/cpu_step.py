@@ -15,7 +15,7 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.blocks import LANES, Batch, Blocked
 from mpidl.comm.recorded_world import RecordedWorld
-from mpidl.cross_entropy import CrossEntropy
+from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.training.optimizers import Optimizer
 
 if TYPE_CHECKING:
