@@ -11,6 +11,7 @@ Temporary arrays come from an arena of the recorder. A replay writes to the same
 
 import bisect
 import contextlib
+import threading
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class Recorder:
 
     def __init__(self, owned):
         self.problem, self.arena, self.inputs = None, _Arena(), Inputs()
-        self.arena.on_take = self._allocated
+        self.arena.on_take, self._thread = self._allocated, threading.get_ident()
         self._starts, self._ranges = [], {}
         self._alive, self._parts = [owned], [[]]
         for array in owned:
@@ -244,6 +245,8 @@ class Recorder:
 
     def _called(self, name, arguments):
         """Note a call of the library, which has just returned."""
+        if threading.get_ident() != self._thread:
+            return
         steps = self._parts[-1]
         if not (steps and isinstance(steps[-1], Calls)):
             steps.append(Calls(builds.kernels()))
