@@ -133,9 +133,9 @@ class StepProgram:
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
         """Return whether the program can compute the step of a mini-batch."""
-        batch, own = images.batch, self.batch
+        batch, recorded = images.batch, self.batch
         return (
-            (batch.count, batch.tree, batch.seed) == (own.count, own.tree, own.seed)
+            (batch.count, batch.tree, batch.seed) == (recorded.count, recorded.tree, recorded.seed)
             and (_format(images), _format(targets)) == self._formats
             and images.lanes.flags.c_contiguous
             and targets.lanes.flags.c_contiguous

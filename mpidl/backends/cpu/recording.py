@@ -33,9 +33,9 @@ def scalar(name, value):
     """Return a number that may change between steps; each replay can set it under this name."""
     if _recorder is None:
         return value
-    named = (_NamedFloat if isinstance(value, float) else _NamedInt)(value)
-    named.name = name
-    return named
+    result = (_NamedFloat if isinstance(value, float) else _NamedInt)(value)
+    result.name = name
+    return result
 
 
 def numbers(values):
