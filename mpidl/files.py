@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -210,8 +211,10 @@ def write_whole(
     Raises
     ------
     UserError
-        If the disk is full, or if the folder cannot be written to.
+        If the disk is full, if the folder cannot be written to, or if the path is that of a device.
     """
+    if _is_special(path):  # a rename would replace it, such as /dev/null for root
+        raise UserError(f"{path}: expected the path of a file, found a device or a pipe")
     folder, name = os.path.split(os.path.abspath(path))
     part = os.path.join(folder, f".{name}.part")
     try:
@@ -228,6 +231,14 @@ def write_whole(
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _is_special(path):
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def read_toml(path: str | os.PathLike[str], spelled: str) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class World(Messaging):
         self.host: str = self.hosts[self.rank]
         self.outlives_ranks = False
         self.first_ranks = list(range(self.size))
+        self.replays_steps = True  # whether a training step on CPUs may be recorded and replayed
         self.lost_ranks: list[LostRank] = []
         # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None

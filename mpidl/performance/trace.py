@@ -60,6 +60,7 @@ class TracingWorld(World):
     def __init__(self, comm: Any) -> None:
         super().__init__(comm, threads=None)
         self.events: list[tuple[float, Event]] = []
+        self.replays_steps = False  # a replay on one rank makes no exchanges
         self._is_nested = False
 
     def note(self, event: Event) -> None:

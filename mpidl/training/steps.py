@@ -107,7 +107,7 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     labels_per_image = losses.labels_per_image(datastore)
     if world.device is None:
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
-        step_class = ReplayedStep if is_recordable else EagerStep
+        step_class = ReplayedStep if is_recordable and world.replays_steps else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
         return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code

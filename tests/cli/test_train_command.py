@@ -13,6 +13,7 @@ from mpidl.evaluation import evaluate
 from mpidl.report import status, stop_file
 from mpidl.report.live.run import LiveRun
 from mpidl.training import input_pipeline
+from mpidl.training.files.run_lock import RunLock
 
 NETWORK = """
 import mpidl as dl
@@ -41,8 +42,9 @@ def run(folder, *options):
     words = ["--data", folder / "set.npz", "--network", f"{folder / 'network.py'}:layers"]
     words += ["--out", folder / "run", "--epochs", 2, "--batch-size", 16, "--plots", "none"]
     world = dl.World(threads=1)
-    with failure.Signals() as signals:
-        code = train.train(arguments.train([str(x) for x in (*words, *options)]), world, signals)
+    typed = arguments.train([str(x) for x in (*words, *options)])
+    with failure.Signals() as signals, RunLock(world) as lock:
+        code = train.train(typed, world, signals, lock)
     world.barrier()
     return code, read_status(folder / "run")
 

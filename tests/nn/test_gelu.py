@@ -65,7 +65,7 @@ def test_memory_is_what_a_step_stores(monkeypatch):
     )
     x = images(dl.OneRank(), count)
     net.bind({name: dl.Var(v, name=name) for name, v in net.parameters.items()})(x)
-    stored = sum(array.nbytes for array in outputs if array.dtype == np.float32)
+    stored = sum(array.nbytes for array in outputs if array.dtype == np.float32 and array.ndim > 1)
     rows = {row.name: row for row in net.analyze(count).rows}
     assert rows["gelu1"].memory == 4 * count * 4 * 4 * 4 and rows["gelu2"].memory == 4 * count * 8
     assert stored == net.analyze(count).memory

@@ -95,7 +95,7 @@ def test_a_step_stores_as_much_as_the_summary_counts(monkeypatch):
     )
     images, _ = blocked(dl.OneRank(), numbers("x", count, 3, 16, 16).astype("f4"), np.arange(count))
     net.bind({name: dl.Var(v, name=name) for name, v in net.parameters.items()})(images)
-    stored = sum(array.nbytes for array in arrays if array.dtype == np.float32)
+    stored = sum(array.nbytes for array in arrays if array.dtype == np.float32 and array.ndim > 1)
     assert stored == net.analyze(count).memory
 
 

@@ -73,7 +73,9 @@ def test_events_come_in_order_on_every_rank(world):
 def test_a_wrong_hook_is_refused_before_any_file_is_written(world, tmp_path):
     out = world.broadcast(str(tmp_path / "run"))
     train(world, out=out)
+    world.barrier()  # rank 0 has removed the lock
     files = sorted(os.listdir(out))
+    world.barrier()
     for hooks, text in (
         (Recorder(), "hooks: expected a list of hooks, found Recorder"),
         (None, "expected a list of hooks, found NoneType"),

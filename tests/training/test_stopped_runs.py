@@ -198,7 +198,10 @@ def test_the_status_names_the_error_of_a_run(world, folder):
     with pytest.raises(dl.UserError, match="not an image"):
         train(world, out, [Fails()])
     content = read_status(world, out)
-    assert (content.state, content.error) == (status.FAILED, "a.png: not an image")
+    assert (content.state, content.error) == (
+        status.FAILED,
+        r"a.png: not an image\nits second line",
+    )
     assert content.iterations == 3 * PER_EPOCH
     train(world, out)
     content = read_status(world, out)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpidl import nn
+from mpidl import files, nn
 from mpidl.errors import UserError
 from mpidl.training.files import checkpoint, model_file
 
@@ -389,3 +390,12 @@ def test_weights_sha256_is_over_the_bytes_in_table_order():
     assert model_file.weights_sha256(net) == hashlib.sha256(content).hexdigest()
     net.state = {**net.state, "batchnorm1.mean": np.full(2, 1e-30, np.float32)}
     assert model_file.weights_sha256(net) != hashlib.sha256(content).hexdigest()
+
+
+def test_a_device_is_not_replaced(tmp_path):
+    """A rename onto a device, such as /dev/null, would replace it by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="expected the path of a file, found a device or a pipe"):
+        files.write_whole(pipe, b"content")
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and os.listdir(tmp_path) == ["pipe"]
