@@ -86,7 +86,8 @@ class Flip:
     def step(self, trainer):
         if self.place == "weight" and self.is_due():
             name = "conv1.weight"
-            trainer.net.parameters[name] = flip_bit(trainer.net.parameters[name])
+            weight = trainer.net.parameters[name]
+            weight[...] = flip_bit(weight)
 
 
 @pytest.mark.parametrize("place", ["weight", "sum"])
@@ -112,9 +113,7 @@ def test_a_weight_that_is_nan_on_one_rank_is_no_reason_to_roll_back(world):
     class Spoil:
         def step(self, trainer):
             if trainer.position.iteration == 4 and world.rank == 0:
-                weight = np.array(trainer.net.parameters["conv1.weight"])
-                weight.flat[0] = np.inf
-                trainer.net.parameters["conv1.weight"] = weight
+                trainer.net.parameters["conv1.weight"].flat[0] = np.inf
 
     options = {"epochs": 4, "batch_size": 40, "checkpoint_every": 4, "on_nan": "rollback"}
     options = dl.TrainingOptions(**options, verbose="off")
