@@ -147,12 +147,21 @@ from mpidl.backends.cpu import arenas
 def limit(nbytes):
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
 
+def grow_stack():
+    # some MB of the stack, which may not grow under the limit
+    sys.setrecursionlimit(10000)
+    nested = []
+    for _ in range(9000):
+        nested = [nested]
+    repr(nested)
+
 def is_refused(case):
+    grow_stack()
     values = arguments(case, CPU, share(3))
     arenas.empty((16 << 20,))
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
-    limit(pages * os.sysconf("SC_PAGE_SIZE") + (1 << 20))  # the stack may grow
+    limit(pages * os.sysconf("SC_PAGE_SIZE") + (1 << 20))
     try:
         call(case, CPU, values)
     except MemoryError as error:
