@@ -132,7 +132,7 @@ FAULTS = [
     Fault(
         *("loss", "unused images have a loss"),
         *("(long long)*valid * size);", "(long long)(*valid + 1) * size);"),
-        *(check_on_gpu, ("cross_entropy, 10 classes",)),
+        *(check_on_gpu, ("errors, 10 classes, power 2",)),
     ),
     Fault(
         *("loss", "a part of an image reaches into the next"),
