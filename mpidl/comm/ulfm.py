@@ -58,7 +58,7 @@ def refusal(mpi: Any, size: int) -> str | None:
         return f"{expected}, found mpirun without --with-ft ulfm"
     try:
         mpi.COMM_SELF.Is_revoked()
-    except NotImplementedError:
+    except NotImplementedError:  # mpi4py raises it for functions that the MPI library lacks
         return f"{expected}, found an Open MPI that was compiled without ULFM"
     return None
 

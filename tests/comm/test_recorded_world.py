@@ -1,7 +1,7 @@
 """Sums over the ranks in a recorded step, and in its replays."""
 
 import numpy as np
-import pytest
+from cpu_builds import needs_kernels
 
 from mpidl.backends.cpu import arenas, builds
 from mpidl.backends.cpu.call import partial_of_rows
@@ -9,7 +9,7 @@ from mpidl.backends.cpu.recording import Recorder
 from mpidl.blocks import share
 from mpidl.comm.recorded_world import RecordedWorld
 
-pytestmark = pytest.mark.skipif(builds.kernels() is None, reason="no compiled kernels")
+pytestmark = needs_kernels
 IMAGES, WIDTH = 60, 4  # 4 blocks; some ranks may hold none
 
 

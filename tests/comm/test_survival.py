@@ -12,7 +12,7 @@ class Lost(Exception):
 
 
 class Ranks:
-    """Stands for a world of ranks of which some are lost, and records the calls."""
+    """A fake world that loses ranks and records the calls of its methods."""
 
     outlives_ranks = True
 

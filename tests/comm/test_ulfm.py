@@ -15,7 +15,8 @@ def mpi(vendor=OPEN_MPI, is_revoked=lambda: False):
     )
 
 
-def not_implemented():
+def lacking():
+    """Fail as mpi4py does for a function that the MPI library lacks."""
     raise NotImplementedError
 
 
@@ -37,7 +38,7 @@ def enabled(monkeypatch):
             {"PMIX_NAMESPACE": "slurm.pmix.12.0"},
             "srun, which ends the job with its first rank",
         ),
-        (mpi(is_revoked=not_implemented), {}, "an Open MPI that was compiled without ULFM"),
+        (mpi(is_revoked=lacking), {}, "an Open MPI that was compiled without ULFM"),
     ],
 )
 def test_the_refusal_names_the_command(monkeypatch, enabled, library, environment, cause):

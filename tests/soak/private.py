@@ -1,7 +1,7 @@
-"""A file system of one's own for a trial: an empty /dev/shm, and a small disk that can be filled.
+"""Give a trial a private, empty /dev/shm and a small disk that it can fill.
 
-Other jobs of this machine use /dev/shm, too. In a mount namespace, every file in it belongs to
-the trial.
+Other jobs of the machine also use /dev/shm. In a mount namespace, all files there are those of the
+trial.
 """
 
 import os

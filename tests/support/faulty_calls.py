@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 KILL = -1  # instead of an error number
 
 
-def library(folder):
+def compiled(folder):
     """Compile the library into a folder; return its path, for LD_PRELOAD."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -42,8 +42,8 @@ def calls(function, folder, number=0, error=0):
     Returns
     -------
     names : list of str
-        The system calls on the files of the folder, of which the `number`-th has failed; with a
-        negative number, all from there on.
+        The system calls on the files of the folder. The call with this number has failed. If the
+        number is negative, all later calls have failed as well.
     problem : Exception or None
         What the function raised.
     """

@@ -5,19 +5,19 @@ import functools
 
 import numpy as np
 import pytest
+from cpu_builds import needs_kernels
 from short_training import SIDE, pictures, small, trained
 from single_rank import numbers
 
 import mpidl as dl
 from mpidl import phases
-from mpidl.backends.cpu import builds
 from mpidl.data import MinibatchQueue
 from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.steps import EagerStep, ReplayedStep, StepInfo
 
-pytestmark = pytest.mark.skipif(builds.kernels() is None, reason="no compiled kernels")
+pytestmark = needs_kernels
 
 
 def residual():

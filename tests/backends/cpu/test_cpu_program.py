@@ -1,11 +1,11 @@
 """Replays of recorded kernel calls, against the same functions in NumPy."""
 
 import numpy as np
-import pytest
+from cpu_builds import needs_kernels
 
 from mpidl.backends.cpu import arenas, builds, optimizer, recording
 
-pytestmark = pytest.mark.skipif(builds.kernels() is None, reason="no compiled kernels")
+pytestmark = needs_kernels
 
 
 def test_replays_read_new_inputs_and_numbers():

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from cpu_builds import needs_kernels
 
 from mpidl.backends.cpu import arenas, builds, recording
 
-pytestmark = pytest.mark.skipif(builds.kernels() is None, reason="no compiled kernels")
+pytestmark = needs_kernels
 
 
 @pytest.fixture

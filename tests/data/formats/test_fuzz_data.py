@@ -1,8 +1,7 @@
 """Any bytes of a data file give a datastore or a UserError of one line, in little memory.
 
-Each format is fuzzed with random bytes behind a valid beginning, and with valid files of which a
-few places were changed, removed, doubled or cut off. What opens is read as well. The examples are
-those of `fuzzing`.
+The inputs are random bytes after a valid header, and valid files with a few bytes changed, removed,
+repeated or cut off. Files that open are also read. The module `fuzzing` chooses the examples.
 """
 
 import h5py

@@ -159,7 +159,7 @@ def test_a_run_ends_when_its_files_are_written(world, tmp_path, monkeypatch):
 @pytest.mark.slow("saves")
 @pytest.mark.timeout(300)
 def test_a_checkpoint_loads_whichever_system_call_kills_the_process(folder, monkeypatch, tmp_path):
-    library = str(faulty_calls.library(tmp_path))
+    library = str(faulty_calls.compiled(tmp_path))
     run = folder / "run"
     run.mkdir()
     (run / "metrics.jsonl").touch()

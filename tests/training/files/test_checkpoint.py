@@ -232,7 +232,7 @@ def test_a_full_disk(folder):
 
 def walk(tmp_path, *words, start=()):
     """Let system calls of a save fail in another process; return its report."""
-    library = faulty_calls.library(tmp_path)
+    library = faulty_calls.compiled(tmp_path)
     (tmp_path / "walk").mkdir()
     command = [*start, sys.executable, faulty_saves.__file__, tmp_path / "walk", *words]
     environment = {**os.environ, "LD_PRELOAD": str(library)}
