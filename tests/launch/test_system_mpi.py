@@ -120,8 +120,8 @@ def test_a_library_that_is_none(environment, mpirun, kind):
     result = link(environment, mpirun, MPI4PY_LIBMPI=library)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        f"expected an MPI library{kind}, found {library}: load the cluster's MPI (module load ...), "
-        "or name its library in MPI4PY_LIBMPI\n"
+        f"expected an MPI library{kind}, found {library}: load the cluster's MPI (module load "
+        "...), or name its library in MPI4PY_LIBMPI\n"
     )
 
 
