@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
+from mpidl.cross_entropy_loss import OPTIONS as LABEL_OPTIONS
+from mpidl.cross_entropy_loss import CrossEntropy
+from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
 from mpidl.losses import LOSSES
+from mpidl.nn import Network
 from mpidl.training.optimizers import SOLVERS, SolverName
 from mpidl.training.optimizers.sgdm import NESTEROV
 from mpidl.training.optimizers.transforms import RULES
@@ -262,6 +267,47 @@ class SolverOptions:
         resume="fixed",
         matlab="GradientThresholdMethod",
     )
+
+    def _loss(self):
+        """Return the loss, where "balanced" class weights have no numbers yet."""
+        rule = {name: getattr(self, name) for name in LABEL_OPTIONS}
+        options = [n for n, value in rule.items() if value != getattr(type(self), n)]
+        if not options:
+            return self.loss
+        if self.loss != "crossentropy":
+            flag = options[0].replace("_", "-")
+            raise UserError(
+                f"--{flag} {rule[options[0]]}: expected the loss crossentropy, found {self.loss}"
+            )
+        weights = rule["class_weights"]
+        if weights not in (None, "balanced"):
+            rule["class_weights"] = tuple(map(float, weights.split(",")))
+        return CrossEntropy(**rule)
+
+    def loss_for(self, net: Network, datastore: Datastore) -> str | Callable[..., Any]:
+        """Return the loss with the options that change it, for a training set.
+
+        Parameters
+        ----------
+        net : Network
+            The network.
+        datastore : Datastore
+            The training set, for class weights that follow from it.
+
+        Returns
+        -------
+        str or callable
+            `loss`, or a `CrossEntropy`.
+
+        Raises
+        ------
+        UserError
+            If class weights cannot be computed from the training set.
+        """
+        loss = self._loss()
+        if isinstance(loss, CrossEntropy):
+            return loss.for_images(datastore, net.output_shape[0])
+        return loss
 
 
 # Options that depend on the solver: the learning rate, and options that only some solvers use.

@@ -14,13 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from mpidl.cross_entropy_loss import OPTIONS as LABEL_OPTIONS
-from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage import settings
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
-from mpidl.nn import Network
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.options.image_options import ImageOptions
 from mpidl.training.options.option_types import (
@@ -324,47 +321,6 @@ class TrainingOptions(ImageOptions, SolverOptions):
         if name not in RECIPES:
             raise UserError(f"no recipe {name}: expected one of {', '.join(RECIPES)}")
         return cls(**{**recipe_options(name, overrides), **overrides})
-
-    def _loss(self):
-        """Return the loss, where "balanced" class weights have no numbers yet."""
-        rule = {name: getattr(self, name) for name in LABEL_OPTIONS}
-        options = [n for n, value in rule.items() if value != getattr(TrainingOptions, n)]
-        if not options:
-            return self.loss
-        if self.loss != "crossentropy":
-            flag = options[0].replace("_", "-")
-            raise UserError(
-                f"--{flag} {rule[options[0]]}: expected the loss crossentropy, found {self.loss}"
-            )
-        weights = rule["class_weights"]
-        if weights not in (None, "balanced"):
-            rule["class_weights"] = tuple(map(float, weights.split(",")))
-        return CrossEntropy(**rule)
-
-    def loss_for(self, net: Network, datastore: Datastore) -> str | Callable[..., Any]:
-        """Return the loss with the options that change it, for a training set.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        datastore : Datastore
-            The training set, for class weights that follow from it.
-
-        Returns
-        -------
-        str or callable
-            `loss`, or a `CrossEntropy`.
-
-        Raises
-        ------
-        UserError
-            If class weights cannot be computed from the training set.
-        """
-        loss = self._loss()
-        if isinstance(loss, CrossEntropy):
-            return loss.for_images(datastore, net.output_shape[0])
-        return loss
 
     def for_ranks(self, ranks: int) -> "TrainingOptions":
         """Return a copy whose `batch_size` is `batch_per_rank` times the ranks, if that is set.
