@@ -198,19 +198,20 @@ class Pipeline:
     def read_or_find(
         self, indices: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Call `read`; if it fails and `found` is a dict, find the images that fail alone.
+        """Call `read`; if it fails and `unreadable_images` is a dict, find the images that fail.
 
         Returns
         -------
         tuple or None
-            The result of `read`. None if `found` has received {index: error message} of images.
+            The result of `read`. None if `unreadable_images` has received {index: error message} of
+            images.
         """
         if unreadable_images is None:
             return self.read(indices, epoch, seed)
         data = []
         reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), indices)
         unreadable_images.update(reasons)
-        return None if reasons else data[-1]  # the last call read all of them
+        return None if reasons else data[-1]  # the last call succeeded for all images
 
     def _read(self, indices, epoch, seed):
         pixels = read_images(self.datastore, indices)
