@@ -133,7 +133,7 @@ class Command:
         self.sweep, self.out, self.retry_failed = sweep, out, retry_failed
         self.all = self.folders = trial_folder.folders_of(sweep, out)
         self.writes_table = True
-        self.skipped_code = 0  # the exit code for trials of this group that another job trains
+        self.skipped_code = 0  # the exit code if another job trains a trial of this group
 
     def select(self, number: int) -> None:
         """Train only the trial with this number. Other jobs may train the others."""

@@ -155,7 +155,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         console,
         tracking_hooks.abandoned_on_error(trackers),
         status_hooks.watched(out, world, signals, lock),
-        # The page ends after the status, so that it shows the last one.
+        # The page ends after the status, so that it shows the last status.
         _served(page, out, console),
         status_hooks.StatusHook(out, world, lock) as status_hook,
     ):
@@ -244,7 +244,7 @@ def _open_page(typed, world):
 
 
 class _PageHook:
-    """Says that the live page has ended with the rank that served it."""
+    """Prints that the live page has ended with the rank that served it."""
 
     def __init__(self, page: address.Address | None) -> None:
         self.page = page

@@ -23,7 +23,7 @@ SCORES = (
     "accuracy",
     "validation_loss",
     "loss",
-)  # the trials are compared by the first that all have
+)  # the first score that all trials have ranks them
 MAX_PANELS = 6
 
 # "trial" (its number), the columns of the options that vary, and RESULTS; None if missing
@@ -38,8 +38,8 @@ def column_of(option: str) -> str:
 def score_of(rows: Sequence[Row]) -> str:
     """Return the name of the score by which to compare trials that have ended.
 
-    It is the validation accuracy if all of them have one, else the test accuracy, the validation
-    loss or the test loss. It is "loss" if no trial has ended.
+    It is the first of these that all trials have: validation accuracy, test accuracy, validation
+    loss, test loss. It is "loss" if no trial has ended.
     """
     trained = [row for row in rows if row["state"] == "done"]
     for name in SCORES:
@@ -49,7 +49,7 @@ def score_of(rows: Sequence[Row]) -> str:
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
-    """Return the trial with the best score, the first of several; None if none has a score."""
+    """Return the first trial with the best score; None if no trial has a score."""
     score = score_of(rows)
     scored = [row for row in rows if row["state"] == "done" and row[score] is not None]
     sign = -1 if score.endswith("accuracy") else 1
@@ -73,7 +73,7 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
     varied : sequence of str
         Columns of the options that vary.
     writer : int
-        Number of the process that writes; several may write at the same time.
+        Number of the writing process, because several may write at the same time.
 
     Raises
     ------

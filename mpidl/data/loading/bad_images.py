@@ -30,9 +30,9 @@ class Unreadable(NamedTuple):
 class BadImages:
     """The images of a set that mini-batches leave out, because they cannot be read.
 
-    All ranks hold the same images. If a rank cannot read an image of its share, the ranks tell each
-    other (`evaluation.agreed`), and make the mini-batch again without the image. The other images
-    of the mini-batch are divided among the ranks as in any smaller mini-batch.
+    All ranks hold the same images. If a rank cannot read an image of its share, all ranks learn of
+    it (`evaluation.agreed`), and make the mini-batch again without the image. The other images of
+    the mini-batch are divided among the ranks as in any smaller mini-batch.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class BadImages:
         return len(self.reasons)
 
     def merge(self, ranks: Iterable[Mapping[int, str]]) -> None:
-        """Add what each rank found; the message of the lowest rank is kept.
+        """Add the images that each rank could not read; keep the message of the lowest rank.
 
         Parameters
         ----------

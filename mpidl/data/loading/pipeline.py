@@ -212,7 +212,7 @@ class Pipeline:
     def read_or_find(
         self, samples: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Call `read`; if it fails and there is a dict, find the images that fail alone.
+        """Call `read`; if it fails and `unreadable_images` is a dict, find the images that fail.
 
         Returns
         -------
@@ -227,7 +227,7 @@ class Pipeline:
         unreadable_images.update(
             {int(self.image_indices(sample)): text for sample, text in reasons.items()}
         )
-        return None if reasons else data[-1]  # the last call read all of them
+        return None if reasons else data[-1]  # the last call succeeded for all images
 
     def _read(self, samples, epoch, seed):
         indices = self.image_indices(samples)

@@ -204,7 +204,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     audit_every: int = option(
         at_least(0),
         "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
-        "bytes; checkpoints compare them too, and 0 leaves it at that",
+        "bytes; checkpoints always compare them; 0 adds no further comparisons",
         default=0,
     )
     on_nan: Literal["stop", "rollback"] = choice(
