@@ -27,7 +27,7 @@ IDLE = 3.0  # seconds without work after which the helper ends
 OWN_SECONDS = 5.0  # in addition, until a helper ends itself that nobody else has ended
 OBJECTS = 10000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
-SERVED_BYTES = 1 << 20  # the same for a file that this process reads for the helper
+SERVED_BYTES = 1 << 20  # the same limit for a file whose bytes this process sends to the helper
 READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
 
 _helper = None
@@ -45,7 +45,7 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
     stamp : hashable
         A value that changes whenever the file changes.
     stream : binary file, optional
-        A file that is not on a file system. The helper asks this process for its bytes.
+        A file that is not on a file system; this process sends its bytes to the helper.
 
     Returns
     -------
@@ -80,7 +80,7 @@ def _ask(path, stream):
                 _serve(stream)
         except OSError:
             pass
-        except BaseException:  # the stream cannot be read
+        except BaseException:  # the stream itself cannot be read
             _helper.kill()
             _end()
             raise
