@@ -258,6 +258,7 @@ def _train(world, net, store, options, clock, seed):
         scale_rate=None,
         validation=None,
         validation_fraction=0.0,
+        fold=None,
         validation_patience=math.inf,
         output_network="last-iteration",
         batchnorm_statistics="moving",

@@ -79,9 +79,9 @@ class BadImages:
         Parameters
         ----------
         indices : np.ndarray
-            Indices of images, such as those of a mini-batch.
+            Sample numbers, such as those of a mini-batch; the image of s is s % len(datastore).
         datastore : Datastore
-            The images, for the error message.
+            The images.
 
         Returns
         -------
@@ -95,9 +95,10 @@ class BadImages:
         """
         if not self.reasons:
             return indices
-        readable_indices = indices[~np.isin(indices, list(self.reasons))]
+        images = indices % len(datastore)
+        readable_indices = indices[~np.isin(images, list(self.reasons))]
         if len(indices) and not len(readable_indices):
-            reason = self.reasons[int(indices[0])]
+            reason = self.reasons[int(images[0])]
             raise UserError(
                 f"{datastore.describe()}: expected a mini-batch with images, but none of its "
                 f"{len(indices)} images can be read; the first: {reason}"
