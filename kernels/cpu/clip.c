@@ -7,7 +7,7 @@
 #include "mpidl.h"
 #include "team.h"
 
-enum { CHUNK = 1 << 14 };             /* floats of a tile */
+enum { CHUNK = 1 << 14 };             /* floats per tile */
 enum { EACH, ALL, NUMBERS };          /* method: what the threshold limits */
 enum { LARS, LAMB };                  /* method: what a trust ratio divides by */
 
@@ -24,7 +24,7 @@ struct job {
     float threshold;
 };
 
-struct part { /* the part of a parameter that a tile holds */
+struct part { /* the part of a parameter that belongs to a tile */
     const float *weight, *gradient;
     float *clipped, decay;
     int64_t which, count;
