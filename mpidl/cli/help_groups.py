@@ -40,10 +40,12 @@ GROUPS: dict[str, Sequence[str]] = {
             "solver",
             "learning_rate",
             "scale_rate",
+            "linear_scaling",
             "momentum",
             "nesterov",
         ),
-        *("gradient_decay_factor", "squared_gradient_decay_factor", "epsilon", "l2"),
+        *("gradient_decay_factor", "squared_gradient_decay_factor", "epsilon"),
+        *("trust_coefficient", "l2", "decay_exclude"),
         *("gradient_threshold", "gradient_threshold_method"),
         *("batchnorm", "batchnorm_statistics"),
     ),
@@ -53,7 +55,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *("warmup_iterations", "warmup_epochs", "warmup_factor"),
     ),
     "Validation": (
-        *("validation_data", "validation_fraction", "validation_frequency"),
+        *("validation_data", "validation_fraction", "fold", "validation_frequency"),
         *("validation_patience", "output_network"),
     ),
     "Hardware and speed": (
