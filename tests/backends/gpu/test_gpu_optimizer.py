@@ -21,6 +21,9 @@ from mpidl.training.optimizers import (
     AdamMoments,
     Clip,
     CorrectedAdamMoments,
+    LambTrustRatio,
+    LarsTrustRatio,
+    Momentum,
     NesterovMomentum,
     Optimizer,
     Rate,
@@ -189,6 +192,10 @@ CHAINS = {
     "adam, decay": lambda: (AdamMoments(), WeightDecay(0.01), Rate()),
     "adamw, fused": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
     "nesterov, fused": lambda: (Rate(), NesterovMomentum(0.9)),
+    "lars, fused": lambda: (WeightDecay(0.1), LarsTrustRatio(0.1), Rate(), Momentum(0.9)),
+    "lamb, fused": lambda: (
+        *(CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), LambTrustRatio(), Rate()),
+    ),
     "nesterov": lambda: (Rate(), Identity(), NesterovMomentum(0.9)),
     "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), Identity(), WeightDecay(0.1), Rate()),
 }
