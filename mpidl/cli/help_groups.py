@@ -21,7 +21,12 @@ GROUPS: dict[str, Sequence[str]] = {
         *("partial_minibatch", "normalization", "colour", "resize", "cover", "centre_crop"),
         *("on_bad_image",),
     ),
-    "Augmentation": (*("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop"),),
+    "Augmentation": (
+        *("flip", "flip_mode", "translate", "rotation", "scale", "shear", "fill", "random_crop"),
+        *("resized_crop", "crop_area", "crop_aspect"),
+        *("brightness", "contrast", "saturation", "hue"),
+        *("erase", "erase_area", "erase_aspect", "erase_value"),
+    ),
     "Object stores": ("endpoint_url", "requests", "cache_dir", "retry_seconds"),
     "Start from weights": ("weights", "new_layer_factor", "freeze_up_to"),
     "Length and mini-batches": ("epochs", "max_iterations", "batch_size", "batch_per_rank"),

@@ -70,8 +70,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
     Parameters
     ----------
     augmenter : Augmenter, optional
-        Random transformations of training images. It replaces the options flip, translate,
-        rotation, scale, shear, fill and random_crop.
+        Random transformations of training images. It replaces the options of augmentation, from
+        flip to erase_value.
     validation : Datastore, optional
         Validation images. The command's flag --validation-data sets it.
     output_functions : function or sequence of functions
