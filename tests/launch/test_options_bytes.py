@@ -90,6 +90,9 @@ SOLVERS = {
         *("--average", "swa", "--average-start", 1, "--average-every", 2),
         *("--validation-data", "test", "--output-network", "best-validation"),
     ],
+    "accumulate": [
+        *("--accumulate", 4, "--batch-size", 100, "--flip", "horizontal"),
+    ],
     "nesterov": [
         *("--nesterov", "on", "--learning-rate", 0.05, "--l2", 0.01),
         *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),
