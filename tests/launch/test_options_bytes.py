@@ -91,7 +91,7 @@ SOLVERS = {
         *("--validation-data", "test", "--output-network", "best-validation"),
     ],
     "accumulate": [
-        *("--accumulate", 4, "--batch-size", 100, "--flip", "horizontal"),
+        *("--accumulate", 4, "--batch-size", 100, "--flip", "x"),
     ],
     "nesterov": [
         *("--nesterov", "on", "--learning-rate", 0.05, "--l2", 0.01),
