@@ -1,6 +1,7 @@
 """Options of the data give the same bytes on any ranks, threads and workers, also resumed."""
 
 import jobs
+import pool
 import pytest
 
 SLOW = pytest.mark.slow("jobs")
@@ -57,6 +58,24 @@ def test_folds(pictures, tmp_path):
     line = jobs.refusal(jobs.resume(1, tmp_path / "halted", "--fold", "1/3", check=2))
     assert "--fold was 2/3, is 1/3" in line
     assert_other_weights(pictures, tmp_path, ["--fold", "1/3", *FOLD[2:]], results[1])
+
+
+@SLOW  # test_encoded_packs.py compares the mini-batches
+def test_packs_of_image_files_in_shards(pictures, tmp_path):
+    """The weights of the folder, with which a run may continue."""
+    words = ["--shuffle", "every-epoch", "--cache-mb", 0]
+    folder = jobs.trained_hash(1, pictures, tmp_path / "folder", "--epochs", 2, *words)
+    packs = {}
+    for options in (("encoded",), ("encoded", "--shards", 5), ("decoded", "--shards", 2)):
+        path, runs = tmp_path / f"{'-'.join(map(str, options))}.h5", tmp_path / str(len(packs))
+        pool.run(None, "-m", "mpidl.pack", pictures, path, "--images", *options, check=0)
+        runs.mkdir()
+        packs |= {(options, ranks): h for ranks, h in hashes(path, runs, words).items()}
+    jobs.assert_same_weights(packs | {"folder": folder})
+    halted = tmp_path / "halted"
+    jobs.train(2, pictures, halted, "--epochs", 2, *words, "--max-iterations", 3)
+    jobs.resume(3, halted, "--max-iterations", "none", "--data", tmp_path / "encoded.h5")
+    assert jobs.weights_hash(halted) == folder
 
 
 REFUSED = {
