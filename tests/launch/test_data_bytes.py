@@ -15,15 +15,15 @@ def hashes(data, folder, words, network=jobs.SMALL):
     The second run halts on 3 ranks with 2 workers, and ends on 2 ranks with 2 threads each.
     """
     words = ["--epochs", 2, *words]
-    one, halted = folder / "1", folder / "halted"
-    jobs.train(1, data, one, *words, "--threads", 1, network=network)
+    single, halted = folder / "1", folder / "halted"
+    jobs.train(1, data, single, *words, "--threads", 1, network=network)
     jobs.train(
         *(3, data, halted, *words, "--threads", 1, "--workers", 2, "--max-iterations", 3),
         network=network,
     )
-    assert jobs.summary(halted)["iterations"] == 3 < jobs.summary(one)["iterations"]
+    assert jobs.summary(halted)["iterations"] == 3 < jobs.summary(single)["iterations"]
     jobs.resume(2, halted, "--max-iterations", "none", "--threads", 2, "--workers", 3)
-    return {1: jobs.weights_hash(one), "3, then 2": jobs.weights_hash(halted)}
+    return {1: jobs.weights_hash(single), "3, then 2": jobs.weights_hash(halted)}
 
 
 def assert_other_weights(data, folder, words, expected):
@@ -60,7 +60,7 @@ def test_folds(pictures, tmp_path):
     assert_other_weights(pictures, tmp_path, ["--fold", "1/3", *FOLD[2:]], results[1])
 
 
-@SLOW  # test_encoded_packs.py compares the mini-batches
+@SLOW  # test_pack_layout.py compares the mini-batches
 def test_packs_of_image_files_in_shards(pictures, tmp_path):
     """The weights of the folder, with which a run may continue."""
     words = ["--shuffle", "every-epoch", "--cache-mb", 0]

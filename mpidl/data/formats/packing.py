@@ -196,14 +196,14 @@ def _shard_count(sources, shards, shard_mb):
     if shards is None and shard_mb is None:
         return 0
     images = sum(len(source.store) for source in sources.values())
-    most = min(images, MAX_SHARDS)
+    limit = min(images, MAX_SHARDS)
     if shard_mb is not None:
         if not shard_mb > 0:
             raise UserError(f"--shard-mb must be above 0, got {shard_mb}")
         nbytes = sum(source.nbytes for source in sources.values())
-        return max(1, min(most, round(nbytes / (shard_mb * 1e6))))
-    if not 1 <= shards <= most:
-        raise UserError(f"--shards {shards}: expected from 1 to {most} shards of {images} images")
+        return max(1, min(limit, round(nbytes / (shard_mb * 1e6))))
+    if not 1 <= shards <= limit:
+        raise UserError(f"--shards {shards}: expected from 1 to {limit} shards of {images} images")
     return int(shards)
 
 

@@ -106,8 +106,8 @@ def test_images_of_many_sizes_and_kinds_are_converted_while_decoding(tmp_path, s
     assert_same_set_without_verify(*pair)
     train, _ = open_data(str(tmp_path / "x.h5"), preprocess=fit)
     assert train.preprocess == fit and train.fingerprint() == pair[1].fingerprint()
-    again = [preprocessed(s, dl.Preprocess(size=(4, 4))) for s in pair]
-    assert np.array_equal(again[0].read([3, 0]), again[1].read([3, 0]))
+    smaller = [preprocessed(s, dl.Preprocess(size=(4, 4))) for s in pair]
+    assert np.array_equal(smaller[0].read([3, 0]), smaller[1].read([3, 0]))
 
 
 def assert_same_set_without_verify(store, expected):
@@ -170,8 +170,8 @@ def test_many_shards_are_opened_for_each_read(tmp_path, monkeypatch):
     assert np.array_equal(store.read(np.arange(9)), folder.read(np.arange(9)))
     assert open_shards(tmp_path) == 0
     monkeypatch.setattr(file_set, "MAX_OPEN", 9)
-    kept = PackedDatastore(tmp_path / "x.h5")  # negative control
-    kept.read(np.arange(9))
+    other = PackedDatastore(tmp_path / "x.h5")  # negative control
+    other.read(np.arange(9))
     assert open_shards(tmp_path) > 4
 
 
@@ -204,10 +204,10 @@ def test_an_interrupted_packing_continues(tmp_path, monkeypatch, stops):
     )
     assert not (tmp_path / "x.h5").exists() and (tmp_path / ".x.h5.part").exists()
     with h5py.File(tmp_path / ".x.h5.part", locking=False) as file:
-        done = (file["train/checksums"][()] != 0).any(axis=1)
+        flags = (file["train/checksums"][()] != 0).any(axis=1)
     monkeypatch.setattr(packing, "_write", spy(packing._write))
     assert packing.pack({"train": folder}, tmp_path / "x.h5", **options)
-    assert len(written) == 2 * (len(done) - done.sum()) and done.sum() >= stops
+    assert len(written) == 2 * (len(flags) - flags.sum()) and flags.sum() >= stops
     assert_same_set(PackedDatastore(tmp_path / "x.h5"), folder)
 
 
@@ -229,14 +229,14 @@ def test_a_missing_or_foreign_shard_is_named(tmp_path):
     path.unlink()
     text = refusal(open_data, str(tmp_path / "x.h5"))
     assert text == f"{path}: no such file: expected this shard of the packed set"
-    for other, found in (
+    for name, description in (
         ("x-00001-of-00003.bin", "shard 1 of this or another set"),
         ("y-00002-of-00003.bin", "shard 2 of this or another set"),
     ):
-        data = (tmp_path / other).read_bytes()[: len(content)]
+        data = (tmp_path / name).read_bytes()[: len(content)]
         path.write_bytes(data + bytes(len(content) - len(data)))
         text = refusal(open_data, str(tmp_path / "x.h5"))
-        assert text == f"{path}: expected shard 2 of this packed set, found {found}"
+        assert text == f"{path}: expected shard 2 of this packed set, found {description}"
     path.write_bytes(bytes(len(content)))
     assert refusal(open_data, str(tmp_path / "x.h5")).endswith("found another file")
     path.write_bytes(content[:-1])
