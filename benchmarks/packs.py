@@ -1,21 +1,28 @@
 """Compare packed JPEG files with the folder that holds them: speed in turns, and size.
 
 `input` calls this module for `--packs`. An epoch of each set reads, decodes and crops all images in
-threads, without a network. Rates are images per second; the ratio of processor times is less
-disturbed by other work on the machine.
+threads, without a network. The addresses of libjpeg's buffers change the times, as in `decoding`,
+so each round runs in a process with other holes in its heap. The ratios of processor times are
+less disturbed by other work on the machine than those of the rates.
 """
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
 
 from benchmarks import report, turns
+from benchmarks.decoding import make_holes
 from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore
 from mpidl.data.formats import pack_contents, packing
+from mpidl.errors import Fault
 
-SHARDS = 4
+FOLDER, PACK, SHARDS = "folder", "pack", 4
+TURNS = 4  # turns per round, after one that warms up
 
 
 def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
@@ -36,33 +43,34 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
         By number of workers and set: summaries of images/s, and the median ratios of the rates and
         of the processor times, each in favour of the pack if above 1. "size" has the bytes of the
         packs divided by those of decoded pixels.
+
+    Raises
+    ------
+    Fault
+        If the process of a round fails.
     """
     files = ImageFolder(folder)
-    stores, size = {"folder": files}, {}
-    for name, shards in (("pack", None), (f"{SHARDS} shards", SHARDS)):
-        path = os.path.join(os.path.dirname(folder), f"packed-{shards or 0}.h5")
-        packing.pack({"train": files}, path, images="encoded", shards=shards)
-        stores[name] = PackedDatastore(path)
-        total = sum(map(os.path.getsize, pack_contents.files_of(path)))
+    paths, size = {FOLDER: folder}, {}
+    for name, shards in ((PACK, None), (f"{SHARDS} shards", SHARDS)):
+        paths[name] = os.path.join(os.path.dirname(folder), f"packed-{shards or 0}.h5")
+        packing.pack({"train": files}, paths[name], images="encoded", shards=shards)
+        total = sum(map(os.path.getsize, pack_contents.files_of(paths[name])))
         size[name] = total / (len(files) * 3 * file_side**2)
-    augmenter = Augmenter(reflect_x=True, crop=(options.side, options.side))
-    record, rows = {"size": size}, [["images/s", "workers", *stores, "ratio", "CPU ratio", "size"]]
+    record, rows = {"size": size}, [["images/s", "workers", *paths, "ratio", "CPU ratio", "size"]]
     for workers in options.workers:
-        queues = {
-            name: MinibatchQueue(store, options.batch_size, workers=workers, augmenter=augmenter)
-            for name, store in stores.items()
-        }
-        wall, processor = _epochs(queues, options.rounds)
-        rates = {name: len(files) / np.array(times) for name, times in wall.items()}
-        figures = {name: {"rate": report.summary(rates[name])} for name in stores}
+        facts = {"paths": paths, "workers": workers, "side": options.side}
+        facts |= {"batch_size": options.batch_size}
+        rounds = [_round(facts, number) for number in range(options.rounds)]
+        rates = {name: [r[name]["rate"] for r in rounds] for name in paths}
+        figures = {name: {"rate": report.summary(values)} for name, values in rates.items()}
         for name in size:
-            figures[name]["ratio"] = report.median(rates[name] / rates["folder"])
-            used = np.array(processor["folder"]) / np.array(processor[name])
-            figures[name]["processor_ratio"] = report.median(used)
+            for key in ("rate", "processor_rate"):
+                ratios = [r[name][key] / r[FOLDER][key] for r in rounds]
+                figures[name][f"{key}_ratio"] = report.median(ratios)
             rows.append(
                 [name, workers]
-                + [f"{figures[other]['rate']['median']:.0f}" for other in stores]
-                + [f"{figures[name][key]:.3f}" for key in ("ratio", "processor_ratio")]
+                + [f"{figures[other]['rate']['median']:.0f}" for other in paths]
+                + [f"{figures[name][f'{key}_ratio']:.3f}" for key in ("rate", "processor_rate")]
                 + [f"{size[name]:.3f}"]
             )
         record[str(workers)] = figures
@@ -70,15 +78,35 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     return record
 
 
-def _epochs(queues, rounds):
-    """Return the seconds and the processor seconds of an epoch, by queue, for each round."""
-    wall = {name: [] for name in queues}
-    processor = {name: [] for name in queues}
-    for number, name in turns.alternate(queues, rounds + 1):
+def _round(facts, number):
+    """Run a round in a new process and return its rates."""
+    code = "import sys; from benchmarks import packs; packs.main(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, json.dumps(facts), str(number)]
+    job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if job.returncode:
+        raise Fault(f"a round ended with {job.returncode}: {turns.last_message(job.stderr)}")
+    return json.loads(job.stdout)
+
+
+def main(facts: str, number: str) -> None:
+    """Measure one round in this process and print its rates as JSON."""
+    options = json.loads(facts)
+    holes = make_holes(int(number))
+    augmenter = Augmenter(reflect_x=True, crop=(options["side"], options["side"]))
+    queues = {}
+    for name, path in options["paths"].items():
+        store = ImageFolder(path) if name == FOLDER else PackedDatastore(path)
+        queues[name] = MinibatchQueue(
+            store, options["batch_size"], workers=options["workers"], augmenter=augmenter
+        )
+    times: dict[str, list] = {name: [] for name in queues}
+    for turn, name in turns.alternate(queues, TURNS + 1):
         start, used = time.perf_counter(), time.process_time()
-        for images, labels in queues[name].epoch(number):
+        for images, labels in queues[name].epoch(turn):
             del images, labels
-        if number:  # the first round warms up
-            wall[name].append(time.perf_counter() - start)
-            processor[name].append(time.process_time() - used)
-    return wall, processor
+        if turn:  # the first turn brings code and data into the cache
+            times[name].append((time.perf_counter() - start, time.process_time() - used))
+    holes.clear()
+    count = len(queues[FOLDER].datastore)
+    rates = {name: count / np.median(np.array(pairs), axis=0) for name, pairs in times.items()}
+    print(json.dumps({n: {"rate": r[0], "processor_rate": r[1]} for n, r in rates.items()}))

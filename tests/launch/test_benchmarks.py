@@ -293,7 +293,7 @@ def test_packs(bench):
     assert all(0 < size <= 0.3 for size in record["packs"]["size"].values())
     for figures in record["packs"]["1"].values():
         assert figures["rate"]["median"] > 0
-    assert record["packs"]["1"]["4 shards"]["ratio"] > 0
+    assert record["packs"]["1"]["4 shards"]["processor_rate_ratio"] > 0
 
 
 @pytest.mark.slow("jobs")

@@ -78,6 +78,35 @@ def test_packs_of_image_files_in_shards(pictures, tmp_path):
     assert jobs.weights_hash(halted) == folder
 
 
+@pytest.fixture(scope="module")
+def table(pictures):
+    """A table of the pictures with two labels of 0 or 1, and all three parts."""
+    rows = []
+    for i, image in enumerate(sorted(pictures.glob("*/*.png"))):
+        part = "test" if i % 9 == 0 else "validation" if i % 9 == 1 else "train"
+        name = image.parent.name
+        cells = [str(image.relative_to(pictures)), int(name == "bar"), int(name != "dot"), part]
+        rows.append(",".join(map(str, cells)))
+    path = pictures.parent / "shapes.csv"
+    rows = [f"shapes/{row}" for row in rows]
+    path.write_text("\n".join(["path,tall,large,split", *rows]) + "\n")
+    return path
+
+
+@SLOW  # test_table.py reads tables on several ranks
+def test_a_table_with_several_labels(table, tmp_path):
+    """Rows of the table validate and test the network, which has an output per label."""
+    words = ["--loss", "mse", "--validation-frequency", 2]
+    jobs.assert_same_weights(hashes(table, tmp_path, words))
+    kinds = [record["kind"] for record in jobs.metrics(tmp_path / "1")]
+    assert "validation" in kinds and jobs.summary(tmp_path / "1")["loss"] > 0
+    text = jobs.refusal(
+        jobs.train(None, table, tmp_path / "x", *words, "--validation-fraction", 0.1, check=2)
+    )
+    expected = f"--data {table} with validation images and --validation-fraction 0.1: expected at"
+    assert text.startswith(expected)
+
+
 REFUSED = {
     "balanced, never": (
         ["--sampling", "balanced", "--shuffle", "never"],

@@ -97,7 +97,8 @@ class ImageList(Datastore):
         # Hash relative paths, so that a copy of the folder has the same fingerprint.
         if self.conversion:
             return digest(self.files_fingerprint(), self.conversion)
-        return digest(super().fingerprint(), *self.files, self.sizes)
+        targets = self._digested_targets()
+        return digest(super().fingerprint(), *self.files, self.sizes, *targets)
 
     def files_fingerprint(self) -> str:
         """Return a hex digest of the files and labels, without the shape of the images.
@@ -107,7 +108,12 @@ class ImageList(Datastore):
         str
             Hexadecimal digits. The fingerprint of converted images depends on them.
         """
-        return digest("files", *self.classes, self.labels, *self.files, self.sizes)
+        facts = [*self.classes, self.labels, *self.files, self.sizes, *self._digested_targets()]
+        return digest("files", *facts)
+
+    def _digested_targets(self) -> tuple[object, ...]:
+        """Return the arrays that distinguish the targets of two sets; () without targets."""
+        return ()
 
     def preprocessed(self, preprocess: Preprocess) -> Datastore:
         """Return a datastore of the same files that applies a `Preprocess` while decoding.
