@@ -225,7 +225,7 @@ def evaluate(
     _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
-    totals, n, in_top_k = _Totals(losses.labels_per_image(datastore)), 0, 0
+    totals, n, in_top_k = _Totals(losses.labels_per_image(net, datastore)), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     label_range = losses.label_range(loss, net)
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
@@ -382,10 +382,11 @@ def regression_errors(
     need_datastore(datastore, "images")
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
-    if squeezed(datastore.targets_shape) != squeezed(net.output_shape):
+    shape = losses.targets_shape(net, datastore) or ()
+    if squeezed(shape) != squeezed(net.output_shape):
         raise UserError(
             f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
-            f"network's outputs, found {datastore.targets_shape}"
+            f"network's outputs, found {shape}"
         )
     _check_count(datastore)
     world = World() if world is None else world

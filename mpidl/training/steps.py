@@ -104,7 +104,7 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
         If an option or the optimizer does not work on a GPU.
     """
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
-    labels_per_image = losses.labels_per_image(datastore)
+    labels_per_image = losses.labels_per_image(net, datastore)
     if world.device is None:
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
         step_class = ReplayedStep if is_recordable and world.replays_steps else EagerStep

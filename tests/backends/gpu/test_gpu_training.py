@@ -35,7 +35,10 @@ RMSPROP = {
 }
 SGDM = {"gradient_threshold": 0.1, "learn_rate_schedule": "polynomial", "l2": 0.01}
 NESTEROV = SGDM | {"nesterov": True, "learn_rate_schedule": "cosine"}
+LARS = {"solver": "lars", "l2": 0.01, "trust_coefficient": 0.01, "linear_scaling": 10}
+LAMB = ADAM | {"solver": "lamb", "l2": 0.5, "epsilon": 0.01, "decay_exclude": "none"}
 SOLVERS = {"adam": ADAM, "adamw": ADAMW, "rmsprop": RMSPROP, "sgdm": SGDM, "nesterov": NESTEROV}
+SOLVERS |= {"lars": LARS, "lamb": LAMB}
 
 
 def small():
