@@ -148,6 +148,25 @@ def test_packs_of_image_files_and_shards(put, reads, cache, tmp_path):
     assert text.endswith(f"{name}: no such file: expected this shard of the packed set")
 
 
+def test_a_table_lists_objects_below_its_prefix(put, tmp_path):
+    images = sorted(grow(tmp_path / "set" / "photos", per_class=6))
+    rows = [
+        f"photos/{image},{image[:3]},{'test' if i % 5 else 'train'}"
+        for i, image in enumerate(images)
+    ]
+    (tmp_path / "set" / "t.csv").write_text("\n".join(["path,label,split", *rows]))
+    url = put(tmp_path / "set")
+    remote, local = (open_data(f"{place}/t.csv") for place in (url, tmp_path / "set"))
+    for pair in zip(remote, local, strict=True):
+        assert_same_set(*pair)
+    (tmp_path / "set" / "t.csv").write_text("path,label\nphotos/none.png,a\n")
+    text = refusal(open_data, f"{put(tmp_path / 'set')}/t.csv")
+    assert "t.csv, line 2, column path: " in text and text.endswith("none.png: no such file")
+    (tmp_path / "set" / "t.csv").write_text(f"path,label\n{tmp_path}/a.png,a\n")
+    text = refusal(open_data, f"{put(tmp_path / 'set')}/t.csv")
+    assert "column path: expected a path relative to the table" in text
+
+
 def test_rows_that_are_close_are_read_together(put, reads, tmp_path):
     images = pixels_of(0, 40, 1, 64, 64)
     datafiles.hdf5(tmp_path / "rows.h5", images, np.arange(40) % 4)
