@@ -22,7 +22,7 @@ from mpidl.data.formats import pack_contents, packing
 from mpidl.errors import Fault
 
 FOLDER, PACK, SHARDS = "folder", "pack", 4
-TURNS = 4  # turns per round, after one that warms up
+TURNS = 12  # turns per round, after one that warms up
 
 
 def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
@@ -40,9 +40,9 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     Returns
     -------
     dict
-        By number of workers and set: summaries of images/s, and the median ratios of the rates and
-        of the processor times, each in favour of the pack if above 1. "size" has the bytes of the
-        packs divided by those of decoded pixels.
+        By number of workers and set: summaries of images/s, and the medians over all turns of the
+        ratios of rates, and of rates per second of processor time, to those of the folder. "size"
+        has the bytes of the packs divided by those of decoded pixels.
 
     Raises
     ------
@@ -61,12 +61,12 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
         facts = {"paths": paths, "workers": workers, "side": options.side}
         facts |= {"batch_size": options.batch_size}
         rounds = [_round(facts, number) for number in range(options.rounds)]
-        rates = {name: [r[name]["rate"] for r in rounds] for name in paths}
-        figures = {name: {"rate": report.summary(values)} for name, values in rates.items()}
+        # Arrays (turns of all rounds, 2): images per second, and per second of processor time
+        rates = {name: np.concatenate([r[name] for r in rounds]) for name in paths}
+        figures = {name: {"rate": report.summary(pairs[:, 0])} for name, pairs in rates.items()}
         for name in size:
-            for key in ("rate", "processor_rate"):
-                ratios = [r[name][key] / r[FOLDER][key] for r in rounds]
-                figures[name][f"{key}_ratio"] = report.median(ratios)
+            ratios = np.median(rates[name] / rates[FOLDER], axis=0)
+            figures[name] |= {"rate_ratio": ratios[0], "processor_rate_ratio": ratios[1]}
             rows.append(
                 [name, workers]
                 + [f"{figures[other]['rate']['median']:.0f}" for other in paths]
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
 
 
 def _round(facts, number):
-    """Run a round in a new process and return its rates."""
+    """Run a round in a new process and return {set: rates of its turns}."""
     code = "import sys; from benchmarks import packs; packs.main(*sys.argv[1:])"
     command = [sys.executable, "-c", code, json.dumps(facts), str(number)]
     job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -108,5 +108,4 @@ def main(facts: str, number: str) -> None:
             times[name].append((time.perf_counter() - start, time.process_time() - used))
     holes.clear()
     count = len(queues[FOLDER].datastore)
-    rates = {name: count / np.median(np.array(pairs), axis=0) for name, pairs in times.items()}
-    print(json.dumps({n: {"rate": r[0], "processor_rate": r[1]} for n, r in rates.items()}))
+    print(json.dumps({name: (count / np.array(pairs)).tolist() for name, pairs in times.items()}))
