@@ -48,6 +48,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *("gradient_decay_factor", "squared_gradient_decay_factor", "epsilon"),
         *("trust_coefficient", "l2", "decay_exclude"),
         *("gradient_threshold", "gradient_threshold_method"),
+        *("average", "average_decay", "average_start", "average_every", "average_use"),
         *("batchnorm", "batchnorm_statistics"),
     ),
     "Learning rate schedule": (

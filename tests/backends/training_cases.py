@@ -90,6 +90,7 @@ FORMULAS = {  # the numbers of each, and the lowest number of each array that it
     "adam": (ADAM, [-1.0, 0.0]),
     "adamw": ((*ADAM, 0.3), [-1.0, 0.0]),
     "rmsprop": ((0.01, 0.999, 1 - 0.999, 1e-8), [0.0]),
+    "average": ((0.3,), [-1.0]),
 }
 
 

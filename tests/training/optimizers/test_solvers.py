@@ -416,7 +416,7 @@ def test_the_options_have_the_defaults_of_their_solver():
 
 
 def test_the_decay_of_a_recipe_belongs_to_its_solver():
-    """A decoupled decay has another size."""
+    """A decoupled decay has another magnitude."""
     assert dl.TrainingOptions(solver="adamw").l2 == dl.AdamW().transforms[2].l2 == 0.01
     assert dl.TrainingOptions.from_recipe("cifar", solver="adamw").l2 == 0.01
     assert dl.TrainingOptions.from_recipe("cifar", solver="adamw", l2=0.5).l2 == 0.5
