@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 
-from benchmarks import machine, subject, torch_step, turns
+from benchmarks import machine, prediction, subject, torch_step, turns
 from mpidl.comm.launcher import environment
 
 
@@ -31,7 +31,10 @@ def main(argv=None):
     net, images, labels = subject.prepare(job)
     count = len(images) // job.ranks
     part = slice(job.rank * count, (job.rank + 1) * count)
-    step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
+    if job.predict:
+        step = prediction.torch_pass(net, images, job.variant)
+    else:
+        step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
 
     def describe():
         return {
@@ -40,6 +43,8 @@ def main(argv=None):
         }
 
     def losses(count):
+        if job.predict:
+            return [prediction.mean_loss(step(), labels)]
         values = [step() for _ in range(count)]
         step.reset()
         step.check_compiled()
@@ -121,7 +126,7 @@ def side(
     """
     cores = machine.cores_of(ranks, options.threads)
     meeting = os.path.join(folder, f"{variant}.meeting")
-    shared = {"variant": variant, "ranks": ranks, "meeting": meeting}
+    shared = {"variant": variant, "ranks": ranks, "meeting": meeting, "predict": options.predict}
     tasks = [subject.task(options, cores, rank=rank, **shared) for rank in range(ranks)]
     commands = [[sys.executable, "-m", "benchmarks.theirs", task] for task in tasks]
     variables = environment() | (variables or {})

@@ -15,7 +15,7 @@ from mpidl.data import PackedDatastore
 
 def test_the_peak_of_memory_that_was_freed_again():
     before = machine.start_of_peak()
-    # malloc maps more than 32 MiB anew; less may be memory of this process that was resident before.
+    # malloc maps more than 32 MiB anew; less may be resident memory that was freed before.
     pixels = np.ones(16 << 20, np.float32)
     del pixels
     assert 62 << 20 < machine.peak() - before < 96 << 20
