@@ -3,7 +3,7 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
-# Before anything else, which takes time: a signal may arrive.
+# First of all: a signal may arrive during the imports below.
 from mpidl import startup
 
 startup.begin()

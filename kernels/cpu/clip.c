@@ -7,7 +7,7 @@
 #include "mpidl.h"
 #include "team.h"
 
-enum { CHUNK = 1 << 14 };             /* floats of a tile */
+enum { CHUNK = 1 << 14 };             /* floats per tile */
 enum { EACH, ALL, NUMBERS };          /* method: what the threshold limits */
 
 struct parameter { /* int64_t[4] in Python */
@@ -23,7 +23,7 @@ struct job {
     float threshold;
 };
 
-struct part { /* the part of a parameter that a tile holds */
+struct part { /* the part of a parameter that belongs to a tile */
     const float *weight, *gradient;
     float *clipped, decay;
     int64_t which, count;

@@ -48,7 +48,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *("warmup_iterations", "warmup_epochs", "warmup_factor"),
     ),
     "Validation": (
-        *("validation_data", "validation_fraction", "validation_frequency"),
+        *("validation_data", "validation_fraction", "fold", "validation_frequency"),
         *("validation_patience", "output_network"),
     ),
     "Hardware and speed": (

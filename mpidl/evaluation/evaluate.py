@@ -25,7 +25,7 @@ from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
-_STOPS, _REPEATS, _FAILS = 1, 2, 3  # what a rank proposes; the largest number wins
+_STOPS, _REPEATS, _FAILS = 1, 2, 3  # proposals of a rank; the largest number wins
 
 
 class Evaluation(NamedTuple):
@@ -250,7 +250,7 @@ def evaluate(
                 tally(table, local_labels, local_scores.argmax(axis=1))
             if top_k:
                 in_top_k += int((places(local_scores, local_labels) < top_k).sum())
-        del images, labels  # frees their memory for the next mini-batch
+        del images, labels  # free their memory for the next mini-batch
     return Evaluation(
         totals.accuracy,
         totals.loss,
@@ -395,7 +395,7 @@ def regression_errors(
     for images, targets in batches:
         totals += world.gplus(_errors(net(images), targets))
         n += images.batch.count
-        del images, targets  # frees their memory for the next mini-batch
+        del images, targets  # free their memory for the next mini-batch
     elements = max(n * int(np.prod(net.output_shape)), 1)
     squared, absolute = totals / elements
     return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)

@@ -26,10 +26,11 @@ GRADIENT, UPDATE = range(2)  # the parts of a recorded step
 
 
 def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
-    """Return whether the step may be recorded: whether the Python code of all its parts is ours.
+    """Return whether the step may be recorded: whether mpidl defines all of its parts.
 
-    A custom layer, loss, optimizer or transform may do something else in the next step, so that
-    such a step stays eager. So does a loss that divides by a number that depends on the labels.
+    A custom layer, loss, optimizer or transform may behave differently in the next step, so a step
+    with one of these stays eager. So does a loss that divides by a number that depends on the
+    labels.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     is_mean = isinstance(loss, CrossEntropy) and loss.class_weights is None
@@ -111,7 +112,7 @@ class StepProgram:
         return value, gradients, state
 
     def record_update(self, gradients: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-        """Update and record the update; return why the step cannot be recorded, or None."""
+        """Compute and record the update; return why the step cannot be recorded, or None."""
         net, recorder = self._net, self._recorder
         with recorder.recording():
             stepped = self._optimizer.apply(net.parameters, gradients, self._optimizer.advance())
@@ -160,14 +161,14 @@ class StepProgram:
             self._program.inputs.set_number(name, value)
         self._program.run(UPDATE)
 
-    # what the recorded mini-batch asks its device for, see `blocks.Batch`
+    # methods of a device, which the recorded mini-batch calls (see `blocks.Batch`)
 
     def valid(self, batch: Batch) -> np.ndarray:
         """Return the number of images in each block, (blocks,) int32."""
         return self._counts
 
     def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
-        """Return the epoch and the sample numbers, which replays set anew."""
+        """Return the epoch and the sample numbers, which each replay sets."""
         return recording.scalar("epoch", batch.epoch), self._samples
 
     def per_image(self, batch: Batch) -> float:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpidl import losses
+from mpidl.data import balanced
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
@@ -83,8 +84,10 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     """Raise UserError if the network cannot be trained or validated on these images."""
     if not len(datastore):
         raise UserError(f"{datastore.describe()}: expected training images, found none")
+    if options.sampling == "balanced":
+        balanced.check(datastore)
     if options.partial_minibatch == "discard":
-        need_full_batch(datastore, options.batch_size)
+        need_full_batch(datastore, options.batch_size, options.sampling)
     normalization = net.normalization
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(

@@ -186,7 +186,7 @@ class EagerStep:
         pass
 
     def _raise_fault(self, images, targets, loss, info):
-        """Raise NotFinite, which names the ranks whose own images make the loss not finite."""
+        """Raise NotFinite, which names the ranks whose images make the loss NaN or infinite."""
         (own_loss, *_), _, _ = value_and_grad(self.objective)(self.net, images, targets)
         flags = self.world.gather(not np.isfinite(own_loss.local()).all())
         ranks = [str(rank) for rank, flag in enumerate(self.world.broadcast(flags)) if flag]

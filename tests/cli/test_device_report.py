@@ -96,7 +96,7 @@ def test_many_kinds_of_ranks_are_counted():
             [rank()] * 2,
             0,
             [
-                "2 ranks on n1 are not bound to cores of their own, so their threads "
+                "2 ranks on n1 are not bound to separate cores, so their threads "
                 "may move or share a core: mpirun -bind-to hwthread:4"
             ],
         ),

@@ -74,6 +74,9 @@ class Walk:
     def run(self, number, error):
         """Save with a fault; return the calls and the exception."""
         self.reset()
+        return self.save(number, error)
+
+    def save(self, number, error):
         return faulty_calls.calls(lambda: self.function(self.folder), self.folder, number, error)
 
     def look(self, label, may_leave_part):
@@ -121,9 +124,11 @@ class Walk:
         """Let every call kill the process in turn: a child of this one, which runs no MPI."""
         names, _ = self.run(0, 0)
         for number in range(1, len(names) + 1):
+            self.reset()
+            checkpoint.load(str(self.folder))  # as a run does that resumes
             child = os.fork()
             if not child:
-                self.run(number, faulty_calls.KILL)
+                self.save(number, faulty_calls.KILL)
                 os._exit(0)
             label = f"{names[number - 1]} {number}: killed"
             if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):

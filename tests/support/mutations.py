@@ -47,6 +47,16 @@ def damaged(content, numbers):
     return bytes(data)
 
 
+def endless(content):
+    """Damage a model file so that HDF5 never finishes reading its attributes.
+
+    The text "mpidl", an object of HDF5's global heap, gets a size behind which the heap is empty.
+    """
+    number, size, text = (5).to_bytes(8, "little"), 222, b"mpidl"
+    assert content.count(number + text) == 1
+    return content.replace(number + text, size.to_bytes(8, "little") + text)
+
+
 def _word(data, i):
     """Return the bounds of the word around a position, between separators of text."""
     separators = b" ,:=[]{}\n"

@@ -361,6 +361,7 @@ TEXTS = {
     "config": toml(RUN["options.toml"], configuration.read_config),
     "sweep, random": toml(SWEEP, sweep_file.read),
     "sweep, grid": toml(GRID, sweep_file.read),
+    "sweep, folds": toml("folds = 3\n" + GRID, sweep_file.read),
 }
 PARSERS = IMAGES | NETWORKS | TEXTS
 

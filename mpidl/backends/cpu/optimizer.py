@@ -8,7 +8,7 @@ from mpidl.backends.cpu import arenas, recording
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.reference.optimizer import CHUNK, METHODS
 
-COLUMNS = 6  # of `struct parameter`: size, weight, gradient, new weight, two state arrays
+COLUMNS = 6  # fields of `struct parameter`: size, weight, gradient, new weight, two state arrays
 
 
 def _address(array):

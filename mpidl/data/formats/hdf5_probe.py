@@ -5,12 +5,14 @@ and no exception handler can catch this. Therefore a helper process runs this mo
 attributes and the first, middle and last rows of datasets in advance. If the helper crashes or does
 not finish, the file is rejected.
 
-Only rank 0 starts the helper, when it opens its first HDF5 file. The helper ends when it has been
-idle for `IDLE` seconds. It imports h5py and NumPy, but no module of mpidl.
+Only rank 0 reads data sets, models and checkpoints, so only rank 0 starts the helper, when it opens
+its first HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and
+NumPy, but no module of mpidl.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import select
@@ -22,15 +24,14 @@ from typing import Any
 
 SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # seconds without work after which the helper ends
-OBJECTS = 2000  # largest number of objects that the helper reads per file
+OWN_SECONDS = 5.0  # in addition, until a helper ends itself that nobody else has ended
+OBJECTS = 10000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
-SERVED_BYTES = 1 << 20  # the same for a file that this process reads for the helper
+SERVED_BYTES = 1 << 20  # the same limit for a file whose bytes this process sends to the helper
 READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
-# Prefixes of the environment variables that MPI launchers set. The helper does not inherit these
-# variables: if h5py loads MPI, they would make the helper act as a rank.
-LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
 
 _helper = None
+_owner = -1  # the process that has started the helper; after a fork, the child starts its own
 _problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
 
 
@@ -44,7 +45,7 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
     stamp : hashable
         A value that changes whenever the file changes.
     stream : binary file, optional
-        A file that is not on a file system. The helper asks this process for its bytes.
+        A file that is not on a file system; this process sends its bytes to the helper.
 
     Returns
     -------
@@ -61,24 +62,25 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
 
 def _ask(path, stream):
     """Send a path to the helper and wait for its answer; return the problem or None."""
-    global _helper
+    global _helper, _owner
     request = os.fsencode(path).hex().encode() + b"\n"
     if stream is not None:
         request = b"%d bytes\n" % stream.seek(0, os.SEEK_END)
     for _ in range(2):  # second attempt: an idle helper may end at this moment
-        if _helper is None or _helper.poll() is not None:
+        if _helper is None or _owner != os.getpid() or _helper.poll() is not None:
             try:
-                _helper = _start()
+                _helper, _owner = _start(), os.getpid()
             except OSError:
                 return None
         answer = b""
         try:
             _helper.stdin.write(request)
+            importlib.import_module("h5py")  # this process needs it too, so import it meanwhile
             while (answer := _answer()) == READ:
                 _serve(stream)
         except OSError:
             pass
-        except BaseException:  # the stream cannot be read
+        except BaseException:  # the stream itself cannot be read
             _helper.kill()
             _end()
             raise
@@ -114,15 +116,13 @@ def _serve(stream):
 
 
 def _start():
-    environment = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return subprocess.Popen(
-        [sys.executable, os.path.abspath(__file__), str(IDLE)],
+    from mpidl import side_process  # not a module of the helper, which runs this file
+
+    return side_process.start(
+        [os.path.abspath(__file__), str(IDLE), str(SECONDS + OWN_SECONDS)],
         bufsize=0,
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,  # Ctrl-C in a terminal then reaches only the ranks
     )
 
 
@@ -139,12 +139,13 @@ def _end():
 # The functions below run in the helper process.
 
 
-def main(idle):
+def main(idle, seconds):
     """Read hexadecimal paths from stdin, one per line, and read the file of each path.
 
     A line may also be the size of a file that the other process reads. The helper writes a byte to
     stdout after each file. The function returns when no path has arrived for `idle` seconds, or
-    when stdin is closed.
+    when stdin is closed. If a file takes more than `seconds`, a signal ends the process: the other
+    process, which would end it before, has then ended itself.
     """
     global MAX_BYTES
     import h5py
@@ -158,6 +159,7 @@ def main(idle):
                 return
             data += received
         line, _, data = data.partition(b"\n")
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             if line.endswith(b" bytes"):
                 source, MAX_BYTES = _Served(int(line.split()[0])), SERVED_BYTES
@@ -167,6 +169,7 @@ def main(idle):
                 _walk(file)
         except Exception:  # the main process will raise and report the same error
             pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
         os.write(1, b".")
 
 
@@ -242,7 +245,10 @@ def _numbers(stored, _):
     chunk = _bytes(stored.chunks, stored.dtype) if stored.chunks else 0
     stored_bytes = stored.id.get_storage_size()
     size = _bytes(stored.shape, stored.dtype)
-    if size > 1032 * stored_bytes + (1 << 16) or chunk > 4 * MAX_BYTES:
+    is_false = (
+        size > 1032 * stored_bytes + (1 << 16) or stored_bytes > stored.file.id.get_filesize()
+    )
+    if is_false or chunk > 4 * MAX_BYTES:
         return  # `hdf5` rejects such a dataset
     if stored.chunks:
         stored.id.get_num_chunks()
@@ -265,4 +271,4 @@ def _bytes(shape, dtype):
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(*map(float, sys.argv[1:]))

@@ -28,7 +28,8 @@ class SampleKeys(NamedTuple):
     Attributes
     ----------
     indices : np.ndarray
-        Sample indices in the datastore, (n,).
+        Sample numbers, (n,): indices in the datastore, unless balanced sampling repeats images (see
+        `mpidl.data.balanced`).
     epoch, seed : int
         Epoch and seed of the mini-batch.
     """
@@ -173,9 +174,17 @@ class Pipeline:
         ]
 
     def read(
-        self, indices: np.ndarray, epoch: int, seed: int
+        self, samples: np.ndarray, epoch: int, seed: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Read images with their labels or targets.
+
+        Parameters
+        ----------
+        samples : np.ndarray
+            Sample numbers. The image of sample number s is s % n of the n images in the datastore,
+            and random numbers depend on s.
+        epoch, seed : int
+            Other keys of the random numbers.
 
         Returns
         -------
@@ -190,29 +199,38 @@ class Pipeline:
             If the data have a wrong shape or type, a NaN or infinity, or a label that is not below
             the number of classes.
         """
-        pixels, labels = self._read(indices, epoch, seed)
+        pixels, labels = self._read(samples, epoch, seed)
         if self.classes is not None and labels is not None:
+            indices = self.image_indices(samples)
             check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
         return pixels, labels
 
+    def image_indices(self, samples: np.ndarray) -> np.ndarray:
+        """Return the index in the datastore of each sample's image."""
+        return np.asarray(samples) % max(len(self.datastore), 1)
+
     def read_or_find(
-        self, indices: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
+        self, samples: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Call `read`; if it fails and `found` is a dict, find the images that fail alone.
+        """Call `read`; if it fails and `unreadable_images` is a dict, find the images that fail.
 
         Returns
         -------
         tuple or None
-            The result of `read`. None if `found` has received {index: error message} of images.
+            The result of `read`. None if `unreadable_images` has received {index: error message} of
+            images.
         """
         if unreadable_images is None:
-            return self.read(indices, epoch, seed)
+            return self.read(samples, epoch, seed)
         data = []
-        reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), indices)
-        unreadable_images.update(reasons)
-        return None if reasons else data[-1]  # the last call read all of them
+        reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), samples)
+        unreadable_images.update(
+            {int(self.image_indices(sample)): text for sample, text in reasons.items()}
+        )
+        return None if reasons else data[-1]  # the last call succeeded for all images
 
-    def _read(self, indices, epoch, seed):
+    def _read(self, samples, epoch, seed):
+        indices = self.image_indices(samples)
         pixels = read_images(self.datastore, indices)
         if self.datastore.targets_shape is not None:
             labels = read_targets(self.datastore, indices)
@@ -221,7 +239,7 @@ class Pipeline:
         else:
             labels = None
         if self.augmenter is not None and self.changes_pixels:
-            pixels = self.augmenter.apply(pixels, indices, epoch=epoch, seed=seed)
+            pixels = self.augmenter.apply(pixels, samples, epoch=epoch, seed=seed)
         if self.function is None:
             return pixels, labels
         if self.crop is not None:
@@ -229,10 +247,10 @@ class Pipeline:
             pixels = pixels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
         outputs = []
         # Call the function once per block of 16 images, so its input does not depend on the tasks.
-        for first in range(0, len(indices), LANES):
+        for first in range(0, len(samples), LANES):
             block = slice(first, first + LANES)
             block_labels = None if labels is None else labels[block]
-            keys = SampleKeys(indices[block], epoch, seed)
+            keys = SampleKeys(samples[block], epoch, seed)
             outputs.append(
                 self._call_function(np.ascontiguousarray(pixels[block]), block_labels, keys)
             )
@@ -253,7 +271,7 @@ class Pipeline:
 
     def _call_function(self, pixels, labels, keys):
         """Call the function, check its result and return (images, labels)."""
-        n = len(pixels)
+        n, indices = len(pixels), self.image_indices(keys.indices)
         output: Any = self.function(pixels, labels, keys)
         images, labels = output if isinstance(output, tuple) else (output, labels)
         images = np.asarray(images)
@@ -272,14 +290,14 @@ class Pipeline:
                     f"shape {labels.shape}"
                 )
             labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int32)
-            check_finite(labels, self.datastore, keys.indices, "targets")
-        check_finite(images, self.datastore, keys.indices, "pixels")
+            check_finite(labels, self.datastore, indices, "targets")
+        check_finite(images, self.datastore, indices, "pixels")
         kind = images.shape[1:], images.dtype, _label_kind(labels)
         if self.output_kind is not None and kind != self.output_kind:
             raise UserError(
                 "function: expected the same shapes and types as for image 0 "
                 f"({_kind_text(self.output_kind)}), got {_kind_text(kind)} of "
-                f"{self.datastore.located(int(keys.indices[0]))}"
+                f"{self.datastore.located(int(indices[0]))}"
             )
         return images, labels
 

@@ -28,9 +28,10 @@ class ImageOptions:
         resume="fixed",
         matlab="Shuffle",
     )
-    sampling: Literal["global", "partition"] = choice(
-        "How ranks draw images: from the whole training set, or each rank from its own partition "
-        "(the weights then depend on the number of ranks)",
+    sampling: Literal["global", "balanced", "partition"] = choice(
+        "How ranks draw images: from the whole training set; from each class equally often, which "
+        "repeats images of small classes; or each rank from its own partition (the weights then "
+        "depend on the number of ranks)",
         default="global",
         resume="fixed",
         matlab="partition",

@@ -97,6 +97,20 @@ class TrainingOptions(ImageOptions, SolverOptions):
         resume="fixed",
         matlab="splitEachLabel",
     )
+    fold: str | None = option(
+        Rule(
+            str,
+            "I/K, such as 1/5 for the first of five folds",
+            pattern=r"[1-9][0-9]{0,4}/[1-9][0-9]{0,4}",
+            metavar="I/K",
+            optional=True,
+        ),
+        "Cross-validation: divide the training set into K folds with the same mix of classes, "
+        "validate on fold I and train on the others",
+        default=None,
+        resume="fixed",
+        matlab="cvpartition",
+    )
     validation_frequency: int = option(
         at_least(0),
         "Iterations between validations, if there are validation images; 0 validates at the end "
@@ -190,7 +204,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     audit_every: int = option(
         at_least(0),
         "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
-        "bytes; checkpoints compare them too, and 0 leaves it at that",
+        "bytes; checkpoints always compare them; 0 adds no further comparisons",
         default=0,
     )
     on_nan: Literal["stop", "rollback"] = choice(
@@ -275,8 +289,26 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 "on timing; give numbers instead"
             )
 
+        if self.sampling == "balanced" and self.shuffle == "never":
+            raise UserError("--sampling balanced and --shuffle never: expected a random order")
         if self.on_lost_rank == "shrink":
             self._check_shrink()
+        self._check_fold()
+
+    def _check_fold(self):
+        """Raise UserError if the option fold has no meaning, or another option holds out images."""
+        if self.fold is None:
+            return
+        number, count = map(int, self.fold.split("/"))
+        if not (number <= count and count >= 2):
+            raise UserError(
+                f"--fold {self.fold}: expected I/K with 1 <= I <= K and at least 2 folds"
+            )
+        if self.validation_fraction:
+            raise UserError(
+                f"--fold {self.fold} and --validation-fraction {self.validation_fraction}: "
+                "expected at most one of them"
+            )
 
     def _check_shrink(self):
         """Raise UserError if another option makes the weights depend on the number of ranks."""
