@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import torch_step
+from mpidl.backends import fast_convolutions
 from mpidl.blocks import from_images, share
 from mpidl.comm import World
 from mpidl.interchange.onnx_export import save_onnx
@@ -29,7 +30,12 @@ def our_pass(net: Network, images: np.ndarray, world: World) -> Callable[[], np.
     net = inference.fold_batchnorm(net)
     batch = share(len(images), world)
     part = images[slice(*batch.images)]
-    return lambda: net.logits(from_images(part, batch)).local()
+
+    def scores():
+        with fast_convolutions():
+            return net.logits(from_images(part, batch)).local()
+
+    return scores
 
 
 def torch_pass(net: Network, images: np.ndarray, variant: str) -> Callable[[], np.ndarray]:
