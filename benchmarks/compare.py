@@ -29,7 +29,7 @@ STEPS_COMPARED = 3
 def main(options: argparse.Namespace) -> dict:
     """Run the sub-command and return its record."""
     ranks, threads = options.ranks, options.threads
-    if not options.libraries:
+    if not (options.libraries or options.predict):
         torch_step.require("compare")
     if options.predict:
         options.libraries = [*options.libraries, "onnxruntime"]

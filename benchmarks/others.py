@@ -26,18 +26,20 @@ def main(argv=None):
     job, address = subject.join(argv, 0)
     net, images, labels = subject.prepare(job)
     if job.package == "onnxruntime":
-        step = prediction.onnx_pass(net, images, job.threads)
         version = configuration.version_of("onnxruntime")
     else:
         new_step, version = LIBRARIES[job.package](net, images, labels, job.threads)
-        step = new_step()
 
     def describe():
         return {"versions": {job.package: version}, "arithmetic": job.package}
 
+    if job.package == "onnxruntime":
+        scores = prediction.onnx_pass(net, images, job.threads)
+        prediction.serve(address, scores, labels, describe)
+        os._exit(0)
+    step = new_step()
+
     def losses(count):
-        if job.package == "onnxruntime":
-            return [prediction.mean_loss(step(), labels)]
         other = new_step()
         return [other() for _ in range(count)]
 

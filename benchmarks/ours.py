@@ -24,19 +24,18 @@ def main(argv=None):
     world = World(timeout=job.timeout, plain=job.plain)
     net, *arrays = subject.prepare(job)
     images, labels = arrays
-    if job.predict:
-        step = prediction.our_pass(net, images, world)
-    else:
-        step = TrainStep(net, arrays, world, job.batchnorm)
 
     def describe():
         versions = configuration.versions_of(world.transport.MPI.Get_library_version())
         return {"versions": versions, "arithmetic": machine.arithmetic()}
 
+    if job.predict:
+        prediction.serve(address, prediction.our_pass(net, images, world), labels, describe)
+        return 0
+    step = TrainStep(net, arrays, world, job.batchnorm)
+
     def losses(count):
         """Return the first losses; batch statistics are local to each rank, as in PyTorch."""
-        if job.predict:
-            return [prediction.mean_loss(step(), labels)]
         step.reset("local" if world.size > 1 else job.batchnorm)
         values = [step() for _ in range(count)]
         step.reset(job.batchnorm)

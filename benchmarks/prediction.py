@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks import torch_step
+from benchmarks import torch_step, turns
 from mpidl.backends import fast_convolutions
 from mpidl.blocks import from_images, share
 from mpidl.comm import World
@@ -23,6 +23,23 @@ def mean_loss(scores: np.ndarray, labels: np.ndarray) -> float:
     scores -= scores.max(axis=1, keepdims=True)
     logarithms = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
     return float(-logarithms[np.arange(len(labels)), labels].mean())
+
+
+def serve(
+    address: str,
+    scores: Callable[[], np.ndarray],
+    labels: np.ndarray,
+    describe: Callable[[], dict],
+) -> None:
+    """Answer the questions of a Side whose step is a pass; see `turns.serve`."""
+
+    def losses(count):
+        return [mean_loss(scores(), labels)]
+
+    def steps(count):
+        return turns.timed_steps(scores, count)
+
+    turns.serve(address, 0, describe, losses, steps)
 
 
 def our_pass(net: Network, images: np.ndarray, world: World) -> Callable[[], np.ndarray]:

@@ -31,10 +31,6 @@ def main(argv=None):
     net, images, labels = subject.prepare(job)
     count = len(images) // job.ranks
     part = slice(job.rank * count, (job.rank + 1) * count)
-    if job.predict:
-        step = prediction.torch_pass(net, images, job.variant)
-    else:
-        step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
 
     def describe():
         return {
@@ -42,9 +38,13 @@ def main(argv=None):
             "arithmetic": torch.backends.cpu.get_cpu_capability(),
         }
 
+    if job.predict:
+        scores = prediction.torch_pass(net, images, job.variant)
+        prediction.serve(address, scores, labels, describe)
+        os._exit(0)
+    step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
+
     def losses(count):
-        if job.predict:
-            return [prediction.mean_loss(step(), labels)]
         values = [step() for _ in range(count)]
         step.reset()
         step.check_compiled()

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from cpu_builds import needs_kernels
-from single_rank import blocked
 
 import mpidl as dl
 from mpidl import backends
