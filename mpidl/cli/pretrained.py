@@ -195,14 +195,14 @@ def conversion(net: Network, images: Datastore, options: TrainingOptions) -> Pre
     """Return the conversion of images to the input of a network if the user asks for none.
 
     It is the preprocessing of the weight file, if it has any. Otherwise, images are resized to
-    cover the input, and cropped; files of images may differ in size. With --random-crop, only their
-    colour is converted.
+    cover the input, and cropped; files of images may differ in size. With --random-crop or
+    --resized-crop, only their colour is converted.
     """
     if net.preprocess:
         return net.preprocess
     channels, height, width = net.input_shape
     colour = next((name for name, count in COLOURS.items() if count == channels), None)
-    if options.random_crop is not None:
+    if options.random_crop is not None or options.resized_crop is not None:
         is_same = images.image_shape[0] == channels
         return AS_IT_IS if is_same else Preprocess(colour=colour)
     shape = input_pipeline.image_shape(options, images.image_shape)

@@ -39,7 +39,7 @@ def save(folder, iteration=9):
 
 
 def careless(folder, iteration=9):
-    """Write a checkpoint over the one before, which the walks must notice."""
+    """Overwrite the previous checkpoint, which the walks must notice."""
     tables, facts = arguments(iteration)
     content = model_file.pack(tables, checkpoint.attributes_of(facts))
     try:
@@ -80,7 +80,7 @@ class Walk:
         return faulty_calls.calls(lambda: self.function(self.folder), self.folder, number, error)
 
     def look(self, label, may_leave_part):
-        """Note what is wrong with the files after a fault, and after the next good save."""
+        """Record problems of the files after a fault, and after the next good save."""
         files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
         current, previous = (files.get(name) for name in NAMES)
         lines: list = []
@@ -138,7 +138,7 @@ class Walk:
 
 
 def disk(folder):
-    """Save on a small file system until it is full, with more room again, and read-only."""
+    """Save on a small file system until it is full, after it has space again, and read-only."""
     (folder / "metrics.jsonl").touch()
     lines, iterations = [], []
 

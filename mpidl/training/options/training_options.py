@@ -70,8 +70,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
     Parameters
     ----------
     augmenter : Augmenter, optional
-        Random transformations of training images. It replaces the options flip, translate,
-        rotation, scale, shear, fill and random_crop.
+        Random transformations of training images. It replaces the options of augmentation, from
+        flip to erase_value.
     validation : Datastore, optional
         Validation images. The command's flag --validation-data sets it.
     output_functions : function or sequence of functions
@@ -278,6 +278,11 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 f"--warmup-iterations {self.warmup_iterations} and --warmup-epochs "
                 f"{self.warmup_epochs}: expected at most one of them"
             )
+        if self.linear_scaling and self.scale_rate:
+            raise UserError(
+                f"--linear-scaling {self.linear_scaling} and --scale-rate {self.scale_rate}: "
+                "expected at most one of them"
+            )
         if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
             raise UserError(
                 "learn_rate_schedule is a function, which sets the rate of every iteration; it "
@@ -458,7 +463,8 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
     those in `SOLVER_NAMES`, and those whose default differs between the two solvers. If the
-    learning rate is overridden or dropped, the recipe's scale_rate is dropped too.
+    learning rate is overridden or dropped, or if linear_scaling is set, the recipe's scale_rate is
+    dropped too.
 
     Parameters
     ----------
@@ -474,7 +480,9 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for name, values in BY_SOLVER.items() if values.get(new) != values.get(old)]
         names = {*SOLVER_NAMES, *names}
         options = {key: value for key, value in options.items() if key not in names}
-    if "learning_rate" not in options or overrides.get("learning_rate") is not None:
+    rate = overrides.get("learning_rate")
+    scaling = overrides.get("linear_scaling")
+    if "learning_rate" not in options or rate is not None or scaling is not None:
         options.pop("scale_rate", None)
     return options
 
