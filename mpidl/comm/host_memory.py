@@ -15,13 +15,15 @@ does the work: these counts must be written and read in order, which NumPy does 
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
 host exchanges these nodes by messages, as `exchange` does among ranks, and passes the root on
-through a second set of slots. The roots must be passed on in the order of the sums, although their
+through a second set of slots. Large sums are divided into segments, which the first ranks of each
+host exchange side by side. The roots are passed on in the order of the sums, although their
 messages may arrive in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import itertools
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +95,9 @@ def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int
 
 
 @lru_cache(maxsize=256)
-def broadcast_plan(rank: int, width: int, kind: int) -> np.ndarray:
-    """Describe a sum whose only node is on the first rank of the host; see `plan_of`."""
-    return _plan([(0, 0)], [], [0], rank, width, kind)
+def broadcast_plan(root: int, rank: int, width: int, kind: int) -> np.ndarray:
+    """Describe a sum whose only node is on rank `root` of the host; see `plan_of`."""
+    return _plan([(root, 0)], [], [0], rank, width, kind)
 
 
 @lru_cache(maxsize=256)
@@ -206,10 +208,9 @@ class SumQueue:
         """Start a sum. All ranks must start the same sums in the same order."""
         self._library.sums_start(self.words, host_sum.words)
 
-    def advance(self, host_sum: HostSum) -> bool:
-        """Advance all sums without waiting; return whether this one is complete."""
+    def advance(self) -> None:
+        """Advance all sums without waiting."""
         self._library.sums_advance(self.words)
-        return host_sum.is_complete
 
     @property
     def is_busy(self) -> bool:
@@ -224,6 +225,23 @@ class SumQueue:
     def close(self) -> None:
         """Let kernels not advance the sums any more."""
         self._library.sums_leave(self.words)
+
+
+def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combine) -> int:
+    """Return into how many segments several hosts divide a sum.
+
+    Parameters
+    ----------
+    hosts : sequence of (int, int)
+        First rank of each host, and one past the last.
+    nbytes : int
+        Size of a node.
+    combine : callable
+        Function that combines two nodes.
+    """
+    if combine is not fold.add:
+        return 1
+    return max(1, min(nbytes // SLOT_BYTES, *(stop - first for first, stop in hosts)))
 
 
 def queue_bytes(ranks: int) -> int:
@@ -329,38 +347,49 @@ class HostMemory:
         if not self.has_all_ranks:
             return (yield from self._between_hosts(tag, tree, pieces, combine, out))
         host_sum = self.sum_over_all(tree, pieces, combine, out)
-        yield from self._complete(self.up, host_sum)
+        self.up.start(host_sum)
+        if not host_sum.is_complete:
+            yield lambda: self._complete([host_sum])
         return out
 
     def _between_hosts(self, tag, tree, pieces, combine, out):
-        kind, width = KINDS[combine, out.dtype], len(out)
-        plan = plan_of(tree, self._ranks, self.up.rank, width, kind)
-        last_plan = broadcast_plan(self.up.rank, width, kind)
-        place, self._roots = self._roots, self._roots + 1
-        if self.up.rank:
-            self.up.start(upward := HostSum(plan, pieces, None))
-            yield from self._complete(self.down, HostSum(last_plan, [], out))
-            yield lambda: self.up.advance(upward)
-            return out
+        kind, rank, width = KINDS[combine, out.dtype], self.up.rank, len(out)
+        count = count_segments(self.hosts, out.nbytes, combine)
+        edges = [width * number // count for number in range(count + 1)]
         runs = tuple((tree.runs[a][0], tree.runs[b - 1][1]) for a, b in self.hosts)
         host_tree = Tree(tree.leaves, runs, self._host)
-        nodes = np.empty((len(host_tree.nodes[self._host]), width), out.dtype)
-        yield from self._complete(self.up, HostSum(plan, pieces, nodes))
-        leaders = Leaders(self._transport, [first for first, _ in self.hosts])
-        algorithm = exchange.choose_algorithm(host_tree, out.nbytes, combine)
-        out[...] = yield from algorithm(leaders, tag, host_tree, nodes, combine)
+        place, self._roots = self._roots, self._roots + 1
+        upward, downward, nodes = [], [], None
+        for number, (low, high) in enumerate(itertools.pairwise(edges)):
+            plan = plan_of(tree, self._ranks, rank, high - low, kind)
+            rows = len(host_tree.nodes[self._host]) if number == rank else 0
+            folded = np.empty((rows, high - low), out.dtype) if number == rank else None
+            nodes = folded if number == rank else nodes
+            upward.append(HostSum(plan, _columns(pieces, low, high), folded))
+            self.up.start(upward[-1])
+        if nodes is not None:
+            yield lambda: self._complete(upward[rank : rank + 1])
+            peers = Peers(self._transport, [first + rank for first, _ in self.hosts])
+            algorithm = exchange.choose_algorithm(
+                host_tree, nodes.shape[1] * nodes.itemsize, combine
+            )
+            root = yield from algorithm(peers, tag, host_tree, nodes, combine)
+            out[edges[rank] : edges[rank + 1]] = root
         yield lambda: self._passed_roots == place
         self._passed_roots += 1
-        yield from self._complete(self.down, HostSum(last_plan, [(width, [out])], None))
+        for number, (low, high) in enumerate(itertools.pairwise(edges)):
+            plan, part = broadcast_plan(number, rank, high - low, kind), out[low:high]
+            own_pieces = [(high - low, [part])] if number == rank else []
+            downward.append(HostSum(plan, own_pieces, None if number == rank else part))
+            self.down.start(downward[-1])
+        yield lambda: self._complete([*upward, *downward])
         return out
 
-    @staticmethod
-    def _complete(
-        queue: SumQueue, host_sum: HostSum
-    ) -> Generator[Callable[[], bool], None, None]:
-        queue.start(host_sum)
-        if not host_sum.is_complete:
-            yield lambda: queue.advance(host_sum)
+    def _complete(self, sums):
+        """Advance all sums; return whether some of them are complete."""
+        self.up.advance()
+        self.down.advance()
+        return all(host_sum.is_complete for host_sum in sums)
 
     def close(self) -> None:
         """Free the memory. Collective over the host, and all sums must be complete."""
@@ -374,8 +403,8 @@ class HostMemory:
         self.down.close()
 
 
-class Leaders:
-    """The first rank of each host, as the transport of an exchange among hosts.
+class Peers:
+    """One rank of each host, as the transport of an exchange among hosts.
 
     Parameters
     ----------
@@ -390,12 +419,23 @@ class Leaders:
         self.rank, self.size = ranks.index(transport.rank), len(ranks)
 
     def isend(self, array: Any, dest: int, tag: int) -> Any:
-        """Start sending an array to the first rank of a host; return the request."""
+        """Start sending an array to the peer on a host; return the request."""
         return self._transport.isend(array, self._ranks[dest], tag)
 
     def irecv(self, array: Any, source: int, tag: int) -> Any:
-        """Start receiving an array from the first rank of a host; return the request."""
+        """Start receiving an array from the peer on a host; return the request."""
         return self._transport.irecv(array, self._ranks[source], tag)
+
+
+def _columns(pieces, low, high):
+    """Return the columns [low, high) of pieces that are side by side."""
+    part, start = [], 0
+    for size, nodes in pieces:
+        first, stop = max(low - start, 0), min(high - start, size)
+        if first < stop or high - low == 0:
+            part.append((max(stop - first, 0), [np.ravel(node)[first:stop] for node in nodes]))
+        start += size
+    return part
 
 
 def _window(mpi, comm, nbytes):

@@ -13,7 +13,7 @@ from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.recording import Recorder, address_of, fixed
 from mpidl.blocks import OneRank
-from mpidl.comm.host_memory import HostMemory, HostSum
+from mpidl.comm.host_memory import HostSum
 from mpidl.comm.reducer import BUCKET_BYTES, PendingExchange, Piece, Reducer
 from mpidl.fold import Partial
 
@@ -159,10 +159,13 @@ class RecordedWorld:
 
     def _wait_in_replay(self, address):
         """Wait for a sum for which a kernel call has waited in vain."""
-        host_sum, queue = self._by_address[address], self.memory.up
-        self.world.transport.wait_until(
-            lambda: queue.advance(host_sum), "a sum over the ranks", self.world.progress
-        )
+        host_sum = self._by_address[address]
+
+        def is_complete():
+            self.memory.up.advance()
+            return host_sum.is_complete
+
+        self.world.transport.wait_until(is_complete, "a sum over the ranks", self.world.progress)
 
 
 class SharedReducer(Reducer):
