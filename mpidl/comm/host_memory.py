@@ -48,7 +48,7 @@ PATIENCE = 0.002  # longest wait for other ranks inside a kernel call, in second
 
 # {(operation, type): kind of the sum in sums.c}
 FLOATS, DOUBLES, MOMENTS = range(3)
-KINDS = {
+KINDS: dict[tuple[Any, np.dtype], int] = {
     (fold.add, np.dtype("f4")): FLOATS,
     (fold.add, np.dtype("f8")): DOUBLES,
     (fold.merge_moments, np.dtype("f8")): MOMENTS,
@@ -91,7 +91,8 @@ def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int
         nodes = tree.nodes[ranks[0] + member]
         places += [(member, row) for row in range(len(nodes))]
         ranges += nodes
-    return _plan(places, *_joins_of(tree, ranges), rank, width, kind)
+    joins, results = _joins_of(tree, ranges)
+    return _plan(places, joins, results, rank, width, kind)
 
 
 @lru_cache(maxsize=256)
@@ -369,7 +370,7 @@ class HostMemory:
             self.up.start(upward[-1])
         if nodes is not None:
             yield lambda: self._complete(upward[rank : rank + 1])
-            peers = Peers(self._transport, [first + rank for first, _ in self.hosts])
+            peers: Any = Peers(self._transport, [first + rank for first, _ in self.hosts])
             algorithm = exchange.choose_algorithm(
                 host_tree, nodes.shape[1] * nodes.itemsize, combine
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,7 @@ class RecordedWorld:
     def start_sum(
         self,
         tree: Tree,
-        pieces: list[Piece],
+        pieces: Sequence[Piece],
         combine: Combine,
         dtype: np.dtype,
         name: str = "",

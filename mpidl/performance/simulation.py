@@ -357,7 +357,7 @@ class _SharedMemory:
         if rank < segments:
             row = np.zeros(max(matrix.shape[1] // segments, 1), matrix.dtype)
             nodes = np.broadcast_to(row, (rows, len(row)))
-            peers = host_memory.Peers(transport, [a + rank for a, _ in self.hosts])
+            peers: Any = host_memory.Peers(transport, [a + rank for a, _ in self.hosts])
             algorithm = exchange.choose_algorithm(host_tree, int(nbytes / segments), combine)
             yield from algorithm(peers, 0, host_tree, nodes, combine_nodes)
             transport.spend(copy_seconds / segments * (self.size > 1))
