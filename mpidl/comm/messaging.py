@@ -295,9 +295,14 @@ class Messaging:
         return pending
 
     def host_memory(self) -> HostMemory | None:
-        """Return the memory that the ranks of each host share for sums, or None.
+        """Return the memory in which the ranks of a host sum; the first call allocates it.
 
-        Collective: the first call allocates the memory.
+        Collective.
+
+        Returns
+        -------
+        HostMemory or None
+            None without kernels, if no ranks share a host, or if /dev/shm is too small.
         """
         if self._has_host_memory is None:
             if self.size > 1 and builds.kernels() is not None:  # on all ranks or on none

@@ -136,19 +136,19 @@ def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
     """Rank 0 gets as far ahead as there are slots, although rank 1 never takes anything."""
     trees, queues = trees_of(2, 2, "equal"), queues_of(2)
     jobs = [Job(wide(n, 2, 6)) for n in range(host_memory.SLOTS + 3)]
-    ahead = [job.of_rank(trees[0]) for job in jobs]
-    for host_sum, _ in ahead:
+    first_sums = [job.of_rank(trees[0]) for job in jobs]
+    for host_sum, _ in first_sums:
         queues[0].start(host_sum)
         queues[0].advance()
     placed = queues[0].words[7]
-    assert placed == host_memory.SLOTS and not any(s.is_complete for s, _ in ahead)
-    behind = [job.of_rank(trees[1]) for job in jobs]
-    for host_sum, _ in behind:
+    assert placed == host_memory.SLOTS and not any(s.is_complete for s, _ in first_sums)
+    second_sums = [job.of_rank(trees[1]) for job in jobs]
+    for host_sum, _ in second_sums:
         queues[1].start(host_sum)
     for _ in jobs:
         for queue in queues:
             queue.advance()
-    assert_sums(jobs, [[root for _, root in sums] for sums in (ahead, behind)])
+    assert_sums(jobs, [[root for _, root in sums] for sums in (first_sums, second_sums)])
 
 
 @pytest.mark.timeout(120)
@@ -284,48 +284,48 @@ def expected_of(leaves):
 @pytest.mark.parametrize("blocks", [1, 2, 8, 13])
 def test_many_sums_at_once(world, blocks, hosts):
     count, shapes = blocks * LANES - 3, [(9,), (600, 90), (), (40, 25), (128, 64), (3,)]
-    there = world_on(hosts)
-    batch = share(count, there)
+    ranks = world_on(hosts)
+    batch = share(count, ranks)
     leaves = [leaves_of(count, i, shape) for i, shape in enumerate(shapes)]
-    reducer = Reducer(there, 4000)
+    reducer = Reducer(ranks, 4000)
     push_all(reducer, batch, leaves)
     statistics = moments(1, blocks, 20)
     counter = Counter(batch.tree, fold.merge_moments)
     for block in range(*batch.tree.run):
         counter.push(statistics[block].copy())
-    total = there.gplus(counter.partial((41,), DOUBLES))
+    total = ranks.gplus(counter.partial((41,), DOUBLES))
     assert total.tobytes() == tree_sum(statistics, 0, blocks, fold.merge_moments).tobytes()
     sums = reducer.finish()
     assert [sums[f"w{i}"].tobytes() for i in range(len(shapes))] == expected_of(leaves)
-    memory, sizes = there.host_memory(), np.unique(there.transport.hosts, return_counts=True)[1]
-    assert not there.is_exchanging
+    memory, sizes = ranks.host_memory(), np.unique(ranks.transport.hosts, return_counts=True)[1]
+    assert not ranks.is_exchanging
     if max(sizes) == 1:
         assert memory is None
     else:
         assert [stop - first for first, stop in memory.hosts] == sizes.tolist()
         assert memory.has_all_ranks == (len(sizes) == 1)
-    there.close()
+    ranks.close()
 
 
 def test_two_worlds_at_once(world):
     worlds, count = [World(timeout=60), World(timeout=60)], 9 * LANES
     leaves = [leaves_of(count, i, (300 + i, 70)) for i in range(4)]
-    reducers = [Reducer(each, 1000) for each in worlds]
+    reducers = [Reducer(member, 1000) for member in worlds]
     for i, values in enumerate(leaves):
-        for each, reducer in zip(worlds, reducers, strict=True):
-            reducer.push(f"w{i}", partial_of(share(count, each), values))
+        for member, reducer in zip(worlds, reducers, strict=True):
+            reducer.push(f"w{i}", partial_of(share(count, member), values))
     for reducer in reversed(reducers):
         sums = reducer.finish()
         assert [sums[f"w{i}"].tobytes() for i in range(4)] == expected_of(leaves)
-    for each in worlds:
-        each.close()
+    for member in worlds:
+        member.close()
 
 
 def test_without_room_the_ranks_send_messages(world, monkeypatch):
     """One host with too little room is enough; the bytes are the same."""
     free_bytes = 0 if world.rank == world.size - 1 else 1 << 40
     monkeypatch.setattr(host_memory, "free_shared_bytes", lambda transport: free_bytes)
-    there, count = World(timeout=60), 13 * LANES
+    ranks, count = World(timeout=60), 13 * LANES
     algorithms = []
 
     def choose(*arguments):
@@ -334,10 +334,10 @@ def test_without_room_the_ranks_send_messages(world, monkeypatch):
 
     monkeypatch.setattr(messaging, "choose_algorithm", choose)
     leaves = leaves_of(count, 1, (500,))
-    total = there.gplus(partial_of(share(count, there), leaves))
+    total = ranks.gplus(partial_of(share(count, ranks), leaves))
     assert total.tobytes() == tree_sum(leaves, 0, 13).tobytes()
-    assert there.host_memory() is None and len(algorithms) == (world.size > 1)
-    there.close()
+    assert ranks.host_memory() is None and len(algorithms) == (world.size > 1)
+    ranks.close()
 
 
 def test_a_late_rank_is_waited_for(world):

@@ -96,7 +96,7 @@ def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
     assert recorder.problem is None
     if world.size > 1 and ranks.memory is not None:  # the factor 0.5 is the only call of Python
         assert [type(part) is Calls for part in program.parts[0]] == [True, False, True]
-    one = result.copy()
+    unit = result.copy()
     for late in range(world.size):
         values[...] = rows_of(world, 2 + late)
         if world.rank == late:
@@ -107,7 +107,7 @@ def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
             total, gradients = result, [ranks.gradients[name] for name in "abc"]
         factors = (1, 1, 1, 0.5) if world.size > 1 else (1,)
         for array, factor in zip((total, *gradients), factors, strict=False):
-            assert array.tolist() == ((2 + late) * factor * one).tolist()
+            assert array.tolist() == ((2 + late) * factor * unit).tolist()
 
 
 def test_other_values_make_a_step_unrecordable(world):
