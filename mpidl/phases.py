@@ -147,7 +147,7 @@ def move(kind: int, nanoseconds: int) -> None:
 
 
 class _Span:
-    """Context manager of a span that changes no kind of time."""
+    """Context manager of a span that does not change the kind of time."""
 
     __slots__ = ("_name", "_start")
 

@@ -165,6 +165,30 @@ class TrainingFunctions(Protocol):
         one. A GPU also adds in a fixed order.
         """
 
+    def trust(
+        self,
+        weights: Sequence[Array],
+        updates: Sequence[Array],
+        decays: Sequence[float],
+        coefficients: Sequence[float],
+        method: str,
+    ) -> list[Array]:
+        """Return (update + decay * weight) * ratio, with the trust ratio of each parameter.
+
+        Parameters
+        ----------
+        coefficients : sequence of float
+            Factor of the trust ratio of each parameter; 0 sets the ratio to 1.
+        method : {"lars", "lamb"}
+            For "lars", the ratio is coefficient * |weight| / (|update| + decay * |weight|), and for
+            "lamb" coefficient * |weight| / |update + decay * weight|. It is 1 if the numerator or
+            the denominator is 0.
+
+        Notes
+        -----
+        Norms are computed as by `clip`.
+        """
+
     # images
 
     def images(
@@ -219,6 +243,13 @@ class TrainingFunctions(Protocol):
         -----
         uint8 results are rounded half up. Each multiplication and each addition is rounded
         separately: coordinates to float64, pixel values to float32.
+        """
+
+    def mirror(self, x: Lanes, turn: int, total: Lanes | None = None, factor: float = 1.0) -> Lanes:
+        """Mirror images (B, C, H, W, 16), add `total` if given, and multiply the sum by `factor`.
+
+        `turn` is 1 for left to right, 2 for top to bottom, 3 for both and 0 for neither. Values of
+        other shapes, such as scores (B, K, 16), have turn 0. `total` has the shape of x.
         """
 
     def planes(self, pixels: Array, out: Array | None = None) -> Array:

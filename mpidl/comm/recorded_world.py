@@ -1,4 +1,4 @@
-"""The ranks of a training step that is being recorded: its sums are exchanged in replays too."""
+"""Record a training step's sums over the ranks, so that replays exchange them too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RecordedWorld:
-    """A world whose sums a Recorder notes, as the argument `reduce` of `value_and_grad`.
+    """A world that records its sums; pass it as the argument `reduce` of `value_and_grad`.
 
     A replay makes the same sums in the same order, on arrays at the same addresses. Ranks that
     replay a step can therefore exchange sums with ranks that run it eagerly. If all ranks share
@@ -60,7 +60,7 @@ class RecordedWorld:
         if isinstance(value, dict):
             return self._sum_results(value)
         if not isinstance(value, Partial):
-            self.recorder.refuse("it sums a value over the ranks that is no Partial")
+            self.recorder.refuse("it sums a value that is not a Partial over the ranks")
             return self.world.gplus(value)
         if self.size == 1 and value.is_root:  # the node is the sum
             return value.finish([np.reshape(value.terms[0].nodes[0], value.shape)])

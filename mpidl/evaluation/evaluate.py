@@ -19,13 +19,14 @@ from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.confusion import Confusion, tally
+from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.fold import Counter, Partial, replicated
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
-_STOPS, _REPEATS, _FAILS = 1, 2, 3  # what a rank proposes; the largest number wins
+_STOPS, _REPEATS, _FAILS = 1, 2, 3  # proposals of a rank; the largest number wins
 
 
 class Evaluation(NamedTuple):
@@ -177,6 +178,7 @@ def evaluate(
     loss: str | Callable[..., Any] = "crossentropy",
     progress: Callable[[int], object] | None = None,
     bad_images: BadImages | None = None,
+    test_flips: Flips = "none",
 ) -> Evaluation:
     """Evaluate a network on a data set, in prediction mode.
 
@@ -209,6 +211,8 @@ def evaluate(
     bad_images : BadImages, optional
         Receives the images that cannot be read. The result then covers the others. By default, an
         image that cannot be read raises an error.
+    test_flips : {"none", "x", "y", "xy"}
+        Average the scores over mirror images: left to right, top to bottom, or both ways.
 
     Returns
     -------
@@ -225,12 +229,12 @@ def evaluate(
     _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
-    totals, n, in_top_k = _Totals(losses.labels_per_image(datastore)), 0, 0
+    totals, n, in_top_k = _Totals(losses.labels_per_image(net, datastore)), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     label_range = losses.label_range(loss, net)
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
     batches = in_order(net, datastore, world, batch_size, signals, **queue)
-    net, function = net.on(world.device), losses.loss_function(loss)
+    net, function = mirrored(net.on(world.device), test_flips), losses.loss_function(loss)
     for images, labels in batches:
         if isinstance(function, CrossEntropy) and (top_k or confusion):
             scores = net.logits(images)
@@ -250,7 +254,7 @@ def evaluate(
                 tally(table, local_labels, local_scores.argmax(axis=1))
             if top_k:
                 in_top_k += int((places(local_scores, local_labels) < top_k).sum())
-        del images, labels  # frees their memory for the next mini-batch
+        del images, labels  # free their memory for the next mini-batch
     return Evaluation(
         totals.accuracy,
         totals.loss,
@@ -349,6 +353,7 @@ def regression_errors(
     world: World | None = None,
     batch_size: int = BATCH,
     bad_images: BadImages | None = None,
+    test_flips: Flips = "none",
 ) -> RegressionErrors:
     """Compare a network's outputs with targets, in prediction mode.
 
@@ -367,6 +372,8 @@ def regression_errors(
         Images per mini-batch.
     bad_images : BadImages, optional
         As for `evaluate`.
+    test_flips : {"none", "x", "y", "xy"}
+        As for `evaluate`.
 
     Returns
     -------
@@ -382,20 +389,21 @@ def regression_errors(
     need_datastore(datastore, "images")
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
-    if squeezed(datastore.targets_shape) != squeezed(net.output_shape):
+    shape = losses.targets_shape(net, datastore) or ()
+    if squeezed(shape) != squeezed(net.output_shape):
         raise UserError(
             f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
-            f"network's outputs, found {datastore.targets_shape}"
+            f"network's outputs, found {shape}"
         )
     _check_count(datastore)
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
-    net = net.on(world.device)
+    net = mirrored(net.on(world.device), test_flips)
     for images, targets in batches:
         totals += world.gplus(_errors(net(images), targets))
         n += images.batch.count
-        del images, targets  # frees their memory for the next mini-batch
+        del images, targets  # free their memory for the next mini-batch
     elements = max(n * int(np.prod(net.output_shape)), 1)
     squared, absolute = totals / elements
     return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)

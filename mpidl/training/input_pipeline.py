@@ -10,17 +10,24 @@ from typing import Any, cast
 import numpy as np
 
 from mpidl import losses
+from mpidl.cross_entropy_loss import CrossEntropy
+from mpidl.data import balanced
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.augment import Augmenter
+from mpidl.data.transforms.mixing import Mixing
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
 
-OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
+OPTIONS = (
+    *("flip", "flip_mode", "translate", "rotation", "scale", "shear", "fill", "random_crop"),
+    *("resized_crop", "crop_area", "crop_aspect", "brightness", "contrast", "saturation", "hue"),
+    *("erase", "erase_area", "erase_aspect", "erase_value"),
+)
 
 
 def augmenter_of(options: TrainingOptions) -> Augmenter | None:
@@ -41,24 +48,89 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         return options.augmenter
     if not changed:
         return None
-    # TrainingOptions has converted both options to strings
-    scale_text, crop_text = cast(str | None, options.scale), cast(str | None, options.random_crop)
-    scale: Any = (1, 1) if scale_text is None else tuple(map(float, scale_text.split(",")))
+    if options.flip_mode == "alternate" and options.flip == "none":
+        raise UserError("--flip-mode alternate: expected --flip x, y or xy, found none")
+    # TrainingOptions has converted sizes and ranges to strings
+    crop, resized_crop = (
+        cast(str | None, options.random_crop),
+        cast(str | None, options.resized_crop),
+    )
+    if crop is not None and resized_crop is not None:
+        raise UserError("--random-crop and --resized-crop: expected at most one of them")
+    ranges = {
+        name: tuple(map(float, str(getattr(options, name)).split(",")))
+        for name in ("scale", "crop_area", "crop_aspect", "erase_area", "erase_aspect")
+        if getattr(options, name) is not None
+    }
+    scales: Any = ranges  # whose two numbers the constructor checks
     try:
         return Augmenter(
             reflect_x="x" in options.flip,
             reflect_y="y" in options.flip,
+            alternating=options.flip_mode == "alternate",
             rotation=options.rotation,
-            scale=scale,
             shear_x=options.shear,
             shear_y=options.shear,
             translate_x=options.translate,
             translate_y=options.translate,
             fill=options.fill,
-            crop=size_of(crop_text),
+            crop=size_of(crop),
+            resized_crop=size_of(resized_crop),
+            **{name: getattr(options, name) for name in ("brightness", "contrast", "saturation")},
+            hue=options.hue,
+            erase=options.erase,
+            erase_value="noise" if options.erase_value == "noise" else int(options.erase_value),
+            **scales,
         )
     except UserError as error:  # for example a scale whose range is reversed
+        name, _, text = str(error).partition(":")
+        raise UserError(f"--{name.replace('_', '-')}:{text}") from None
+
+
+def mixing_of(options: TrainingOptions) -> Mixing | None:
+    """Return the Mixing that the options describe, or None.
+
+    Raises
+    ------
+    UserError
+        If a value is invalid, or if the images are not in a new random order in each epoch.
+    """
+    if not (options.mixup or options.cutmix):
+        return None
+    if options.shuffle != "every-epoch":
+        raise UserError(
+            "--mixup and --cutmix: expected --shuffle every-epoch, because images are mixed with "
+            f"their neighbours in the order, found {options.shuffle}"
+        )
+    try:
+        return Mixing(
+            mixup=options.mixup, cutmix=options.cutmix, probability=options.mix_probability
+        )
+    except UserError as error:
         raise UserError(f"--{error}") from None
+
+
+def _check_mixing(options, loss, datastore):
+    """Raise UserError if labels cannot be mixed."""
+    if mixing_of(options) is None:
+        return
+    rules = [
+        name
+        for name in ("class_weights", "ignore_label", "focal_gamma")
+        if getattr(loss, name, None) not in (None, 0)
+    ]
+    if not isinstance(loss, CrossEntropy) and loss != "crossentropy" and not callable(loss):
+        rules.append(f"loss {loss}")
+    if rules:
+        raise UserError(
+            "--mixup and --cutmix: expected --loss crossentropy without class_weights, "
+            f"ignore_label and focal_gamma, found {', '.join(rules)}"
+        )
+    if datastore.labels is None or datastore.targets_shape is not None:
+        raise UserError(
+            f"{datastore.describe()}: --mixup and --cutmix: expected one label per image, found "
+            "none"
+        )
 
 
 def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
@@ -66,7 +138,8 @@ def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ..
     augmenter = augmenter_of(options)
     if augmenter is None:
         return tuple(shape)
-    label = "crop" if options.random_crop is None else "--random-crop"
+    label = "crop" if options.augmenter is not None else "--random-crop"
+    label = label if options.resized_crop is None else "--resized-crop"
     return augmenter.image_shape(shape, label)
 
 
@@ -83,8 +156,10 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     """Raise UserError if the network cannot be trained or validated on these images."""
     if not len(datastore):
         raise UserError(f"{datastore.describe()}: expected training images, found none")
+    if options.sampling == "balanced":
+        balanced.check(datastore)
     if options.partial_minibatch == "discard":
-        need_full_batch(datastore, options.batch_size)
+        need_full_batch(datastore, options.batch_size, options.sampling)
     normalization = net.normalization
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(
@@ -105,16 +180,17 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     if store is not None and not len(store):
         raise UserError(f"validation: {store.describe()}: expected images, found none")
     augmenter, trained = augmenter_of(options), copy.copy(net)
-    trained.crop = None if augmenter is None else augmenter.crop
+    trained.crop = None if augmenter is None else augmenter.window
     if store is not None and not trained.takes(store.image_shape):
         raise UserError(
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network expects, found {store.image_shape}"
         )
     loss = options.loss_for(net, datastore)
+    _check_mixing(options, loss, datastore)
     for images in (datastore, store):
         if images is not None:
-            losses.check(loss, net, images, training=images is datastore)
+            losses.check(loss, trained, images, training=images is datastore)
     if store is not None:
         names = losses.output_class_names(loss, net, datastore)
         losses.check_names(names, loss, net, store, "the training set")
@@ -166,12 +242,13 @@ def prepare(
         normalization = normalize.normalization(options.normalization, images, world)
     normalization = normalization.window(image_shape(options, datastore.image_shape)[1:])
     net.normalization = normalization
-    net.crop = None if augmenter is None else augmenter.crop
+    net.crop = None if augmenter is None else augmenter.window
     net.preprocess = datastore.preprocess or net.preprocess
     loss = options.loss_for(net, datastore)
     net.classes = losses.trained_classes(loss, net, datastore)
     return {
         "augmenter": augmenter,
+        "mixing": mixing_of(options),
         "normalization": normalization,
         **losses.label_range(loss, net),
         "bad_images": bad_images,
