@@ -37,6 +37,7 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     is_mean = is_mean and loss.ignore_label is None
     return (
         options.graphs != "off"
+        and options.accumulate == 1
         and options.worker_load != "measured"
         and options.batchnorm == "global"
         and not (options.mixup or options.cutmix)
