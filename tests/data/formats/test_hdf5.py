@@ -187,6 +187,19 @@ def test_a_chunk_larger_than_the_file_is_refused(tmp_path):
     assert refusal(open_data, str(path)).startswith(expected)
 
 
+def test_a_heap_larger_than_the_file_is_refused(tmp_path):
+    """HDF5 allocates the bytes of a heap of names before it looks for them in the file."""
+    path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
+    content = path.read_bytes()
+    place = content.index(b"HEAP") + 8
+    heap = (1 << 30).to_bytes(8, "little") + bytes(8) + (1 << 36).to_bytes(8, "little")
+    path.write_bytes(content[:place] + heap + content[place + 24 :])  # size, free list, address
+    expected = f"{path}: the file cannot be read: the HDF5 library needs more memory"
+    assert refusal(open_data, str(path)).startswith(expected)
+    path.write_bytes(content)
+    assert len(HDF5Datastore(path)) == 4
+
+
 def test_damaged_and_missing_files(tmp_path):
     path = tmp_path / "x.h5"
     datafiles.hdf5(path, pixels_of(0, 400, 16, 16), np.zeros(400, int))
