@@ -192,6 +192,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
                             confusion=small,
                             progress=advance,
                             bad_images=skipped,
+                            test_flips=settings.test_flips,
                         )
                 lock.confirm()
                 if skipped:
