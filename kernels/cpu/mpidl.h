@@ -183,6 +183,20 @@ void mpidl_label_weight(const int32_t *labels, const int32_t *counts, double *ro
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                          const int64_t *tree);
+/* binary.c: targets are floats or, if those are NULL, the ints in labels; both have the shape of the
+ * logits. positive_weights (classes, or NULL for 1), gamma: see BinaryRule */
+void mpidl_binary_cross_entropy(const float *logits, const float *targets, const int32_t *labels,
+                                const int32_t *counts, double *rows, int64_t blocks,
+                                int64_t classes, int64_t pixels, const int64_t *tree,
+                                const double *positive_weights, double gamma);
+void mpidl_binary_cross_entropy_dlogits(const float *logits, const float *targets,
+                                        const int32_t *labels, const int32_t *counts, double scale,
+                                        float *dlogits, int64_t blocks, int64_t classes,
+                                        int64_t pixels, const double *positive_weights,
+                                        double gamma);
+void mpidl_binary_correct_count(const float *logits, const float *targets, const int32_t *labels,
+                                const int32_t *counts, double *rows, int64_t blocks,
+                                int64_t classes, int64_t pixels, const int64_t *tree);
 void mpidl_errors(const float *y, const float *target, int64_t power, const int32_t *counts,
                   double *rows, int64_t blocks, int64_t elements, const int64_t *tree);
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,

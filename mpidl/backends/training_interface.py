@@ -42,6 +42,30 @@ class LabelRule(NamedTuple):
 PLAIN = LabelRule()
 
 
+class BinaryRule(NamedTuple):
+    """How a target t in 0..1 enters the binary cross-entropy.
+
+    With x the logit of class c, p = 1 / (1 + exp(-x)) and w the positive weights, an element adds
+
+        -t w[c] (1 - p)**gamma log p - (1 - t) p**gamma log(1 - p)
+
+    An integer target other than 0 and 1 adds 0.
+
+    Attributes
+    ----------
+    positive_weights : Vector or None
+        Weights of the positive targets of each class, (K,) float64; None if all are 1.
+    gamma : float
+        Exponent of the focal loss, at least 0; 0 is the cross-entropy.
+    """
+
+    positive_weights: Any = None
+    gamma: float = 0.0
+
+
+PLAIN_BINARY = BinaryRule()
+
+
 class TrainingFunctions(Protocol):
     """The functions of a `Backend` for losses, optimizers and images."""
 
@@ -79,6 +103,40 @@ class TrainingFunctions(Protocol):
         """Count the images or pixels whose label has the largest logit: () float64.
 
         If several classes have the largest logit, the first of them is the prediction.
+        """
+
+    def binary_cross_entropy(
+        self,
+        logits: Lanes,
+        targets: Lanes,
+        counts: Array,
+        tree: Tree,
+        rule: BinaryRule = PLAIN_BINARY,
+    ) -> Partial:
+        """Sum the terms of `BinaryRule` over images and elements: () float64.
+
+        logits have shape (B, K, ..., 16). targets have the same shape and are float32 or int32.
+        """
+
+    def binary_cross_entropy_dlogits(
+        self,
+        logits: Lanes,
+        targets: Lanes,
+        scale: Any,
+        counts: Array,
+        rule: BinaryRule = PLAIN_BINARY,
+    ) -> Lanes:
+        """Return the gradient of the terms of `BinaryRule`, times scale; unused lanes are 0.
+
+        See `cross_entropy_dlogits` for `scale`.
+        """
+
+    def binary_correct_count(
+        self, logits: Lanes, targets: Lanes, counts: Array, tree: Tree
+    ) -> Partial:
+        """Count the elements with logit > 0 and target 1, or logit <= 0 and target 0: () float64.
+
+        A float target is 1 if it is above 1/2, and 0 otherwise. Other integers do not count.
         """
 
     def errors(self, y: Lanes, target: Lanes, power: int, counts: Array, tree: Tree) -> Partial:

@@ -6,7 +6,7 @@ import numpy as np
 from conformance import Case, Draw, cotangent, filters, images, labels, lanes, vector
 
 from mpidl.backends.reference import optimizer as reference
-from mpidl.backends.training_interface import LabelRule
+from mpidl.backends.training_interface import BinaryRule, LabelRule
 
 CPU = ("cpu",)
 
@@ -30,6 +30,26 @@ def label_rules(classes, pixels, label, scores, large):
         yield Case("cross_entropy_dlogits", of_rule, scaled, 1e-6, True, **large)
         label_arguments = {"labels": labels, "rule": rule, "classes": classes}
         yield Case("label_weight", of_rule, label_arguments, 1e-13, True)
+
+
+def binary_losses(classes, pixels, label, scores, large):
+    """Calls with targets 0 and 1 as floats and as ints, of which some are neither, and fractions."""
+    shape, weights = (classes, *pixels), np.linspace(0.5, 3, classes)
+    targets = {
+        "ints": Draw("lanes", shape, -1, 4, np.int32),
+        "fractions": Draw("lanes", shape, 0, 1),
+    }
+    rules = {"": BinaryRule(), ", weighted and focal": BinaryRule(weights, 1.5)}
+    for kind, target in targets.items():
+        compared = {"logits": scores, "targets": target}
+        yield Case("binary_correct_count", f"{label}, {kind}", compared, 0)
+        for name, rule in rules.items():
+            call = f"{label}, {kind}{name}", compared | {"rule": rule}
+            yield Case("binary_cross_entropy", *call, 1e-13, True)
+            scaled = call[1] | {"scale": 0.37}
+            yield Case(
+                "binary_cross_entropy_dlogits", call[0], scaled, 2**-23, True, **large
+            )
 
 
 def reciprocal(backend, arguments):
@@ -60,6 +80,8 @@ def losses(classes, pixels):
     yield Case("cross_entropy_dlogits", label, labelled | {"scale": 0.37}, 2**-23, True, **large)
     if (classes, pixels) in ((33, ()), (3, (2, 3)), (2, (3, 87))):
         yield from label_rules(classes, pixels, label, scores, large)
+    if (classes, pixels) in ((1, ()), (33, ()), (3, (2, 3)), (40, (3, 5))):
+        yield from binary_losses(classes, pixels, label, scores, large)
     compared = {"y": scores, "target": scores}
     for power in (1, 2):
         name = f"{label}, power {power}"

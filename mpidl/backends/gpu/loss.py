@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.dense import rows_of
-from mpidl.backends.training_interface import PLAIN
+from mpidl.backends.training_interface import PLAIN, PLAIN_BINARY
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
@@ -96,6 +96,41 @@ def _of_rows(kernel, logits, labels, counts, tree, rule=()):
     _, pixels, classes = _pixels_of(logits, kernel)
     arrays = logits, _labels(labels, kernel), counts
     return _summed(kernel, arrays, (*rule, classes), pixels, OF_ROWS, tree)
+
+
+def binary_cross_entropy(logits, targets, counts, tree, rule=PLAIN_BINARY):
+    arrays, elements, order = _binary(logits, targets, counts)
+    numbers = *_binary_rule(rule), logits.dims[1], *order
+    return _summed("loss_binary", arrays, numbers, elements, OF_ELEMENTS, tree)
+
+
+def binary_cross_entropy_dlogits(logits, targets, scale, counts, rule=PLAIN_BINARY):
+    arrays, elements, order = _binary(logits, targets, counts)
+    d = array.empty_like(logits)
+    blocks, threads = launching.blocks_of_threads(logits.size), launching.THREADS
+    numbers = *_scale(scale), d, *_binary_rule(rule), logits.dims[1], *order
+    launching.launch("loss_binary_dlogits", blocks, threads, *arrays, *numbers, elements, d.size)
+    return d
+
+
+def binary_correct_count(logits, targets, counts, tree):
+    arrays, elements, order = _binary(logits, targets, counts)
+    return _summed("loss_binary_correct", arrays, order, elements, OF_ELEMENTS, tree)
+
+
+def _binary(logits, targets, counts):
+    """Return the arrays of a kernel, the elements of an image, and `inner` and `outer`.
+
+    The targets are an array of floats and one of ints, of which one is None.
+    """
+    elements, *order = _apart(logits, targets)
+    pair = (None, targets) if targets.dtype.kind in "iu" else (targets, None)
+    return (logits, *pair, counts), elements, order
+
+
+def _binary_rule(rule):
+    weights = None if rule.positive_weights is None else launching.constant(rule.positive_weights)
+    return weights, rule.gamma
 
 
 def errors(y, target, power, counts, tree):
