@@ -66,6 +66,40 @@ class BinaryRule(NamedTuple):
 PLAIN_BINARY = BinaryRule()
 
 
+class DiceRule(NamedTuple):
+    """How the pixels of an image enter its Dice loss.
+
+    For class k, let I be the sum over the image's pixels of p g, and U that of p**2 + g, where p is
+    the probability of the class, and g is 1 if the label is k, else 0. With w the class weights
+    divided by their sum, and s the smoothing, the loss of an image is
+
+        sum_k w[k] (1 - (2 I[k] + s) / (U[k] + s))
+
+    If `generalized`, it is instead, with v[k] = w[k] / max(sum of g, 1)**2,
+
+        1 - (2 sum_k v[k] I[k] + s) / (sum_k v[k] U[k] + s)
+
+    Pixels with a label outside 0..K-1 are left out. A single class has the label 1, and 0 stands
+    for the background. A denominator of 0 gives a loss of 0.
+
+    Attributes
+    ----------
+    class_weights : Vector or None
+        Weights of the classes, (K,) float64; None if all are 1.
+    smooth : float
+        Number of pixels that is added to numerator and denominator, at least 0.
+    generalized : bool
+        Whether classes are weighted by the inverse square of their number of pixels.
+    """
+
+    class_weights: Any = None
+    smooth: float = 1.0
+    generalized: bool = False
+
+
+PLAIN_DICE = DiceRule()
+
+
 class TrainingFunctions(Protocol):
     """The functions of a `Backend` for losses, optimizers and images."""
 
@@ -146,6 +180,23 @@ class TrainingFunctions(Protocol):
         """Return (y - target) * scale for power 2, sign(y - target) * scale for power 1.
 
         Unused lanes are zero. See `cross_entropy_dlogits` for `scale`.
+        """
+
+    # dice
+
+    def dice(
+        self, p: Lanes, labels: Lanes, counts: Array, tree: Tree, rule: DiceRule = PLAIN_DICE
+    ) -> tuple[Partial, Array]:
+        """Sum the losses of `DiceRule` over the images: () float64; also return slopes.
+
+        p (B, K, ..., 16) is float64. The slopes are an argument of `dice_dp`.
+        """
+
+    def dice_dp(self, p: Lanes, labels: Lanes, slopes: Array, scale: Any, counts: Array) -> Lanes:
+        """Return the gradient of the losses with respect to p, times scale; unused lanes are 0.
+
+        The result is float32; that of the reference has the dtype of p. See
+        `cross_entropy_dlogits` for `scale`.
         """
 
     def image_sums(self, x: Lanes, counts: Array, tree: Tree) -> Partial:

@@ -372,10 +372,10 @@ class Network:
         return self._output(self.layers[-1].name, images)
 
     @overload
-    def logits(self, images: Blocked) -> Blocked: ...
+    def logits(self, images: Blocked, activation: type[Layer] = ...) -> Blocked: ...
     @overload
-    def logits(self, images: Var) -> Var: ...
-    def logits(self, images: Value) -> Value:
+    def logits(self, images: Var, activation: type[Layer] = ...) -> Var: ...
+    def logits(self, images: Value, activation: type[Layer] = Softmax) -> Value:
         """Return the scores that the losses expect.
 
         The scores are the network's output. If the last layer is a Softmax, they are instead the
@@ -385,13 +385,15 @@ class Network:
         ----------
         images : Blocked or Var
             Normalized images (N, C, H, W).
+        activation : type
+            The last layer to leave out, such as `Sigmoid` for independent labels.
 
         Returns
         -------
         Blocked or Var
             Scores, usually (N, K).
         """
-        if not isinstance(self.layers[-1], Softmax):
+        if not isinstance(self.layers[-1], activation):
             return self(images)
         return self._output(self.reads[-1][0], images)
 
