@@ -29,6 +29,7 @@ from mpidl.autodiff import check_vjp as check_vjp
 from mpidl.autodiff import op as op
 from mpidl.autodiff import value_and_grad as value_and_grad
 from mpidl.backends import configure as configure
+from mpidl.binary_cross_entropy_loss import BinaryCrossEntropy as BinaryCrossEntropy
 from mpidl.blocks import Batch as Batch
 from mpidl.blocks import Blocked as Blocked
 from mpidl.blocks import OneRank as OneRank
@@ -42,6 +43,7 @@ from mpidl.data import Augmenter as Augmenter
 from mpidl.data import ImageFolder as ImageFolder
 from mpidl.data import MinibatchQueue as MinibatchQueue
 from mpidl.data import Preprocess as Preprocess
+from mpidl.dice_loss import Dice as Dice
 from mpidl.errors import Fault as Fault
 from mpidl.errors import RankError as RankError
 from mpidl.errors import UserError as UserError
@@ -75,9 +77,11 @@ from mpidl.nn.transfer import transfer as transfer
 from mpidl.ops.activation import *
 from mpidl.ops.arithmetic import *
 from mpidl.ops.batchnorm import *
+from mpidl.ops.binary_loss import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
+from mpidl.ops.dice import *
 from mpidl.ops.dropout import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *

@@ -69,9 +69,8 @@ class BinaryCrossEntropy:
         if not 0 <= self.focal_gamma < np.inf:
             raise UserError(f"focal_gamma must be at least 0, found {self.focal_gamma}")
 
-    @property
-    def is_mean_over_images(self) -> bool:
-        """Whether the loss divides by the number of images alone."""
+    def is_replayable(self, outputs: int) -> bool:
+        """Return whether a CPU may replay the loss: whether no divisor depends on the targets."""
         return self.ignore_label is None
 
     def __call__(self, net: Network, images: Blocked, targets: Blocked) -> Sums:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -174,9 +174,8 @@ class CrossEntropy:
         weights = counts.sum() / (classes * np.maximum(counts, 1))
         return replace(self, class_weights=tuple(np.where(counts, weights, 0.0).tolist()))
 
-    @property
-    def is_mean_over_images(self) -> bool:
-        """Whether the loss divides by the number of images alone."""
+    def is_replayable(self, outputs: int) -> bool:
+        """Return whether a CPU may replay the loss: whether no divisor depends on the labels."""
         return self.class_weights is None and self.ignore_label is None
 
     def check(self, classes: int, dataset: str, labels: int | None = None) -> None:
@@ -203,11 +202,3 @@ class CrossEntropy:
                 f"{dataset}: ignore_label {ignored}: expected a label outside 0..{labels - 1}, "
                 "which are the network's classes"
             )
-
-
-OPTIONS = tuple(field.name for field in fields(CrossEntropy))
-
-
-def is_cross_entropy(loss: Any) -> bool:
-    """Return whether a value of the argument `loss` is the cross-entropy of labels."""
-    return isinstance(loss, CrossEntropy) or loss == "crossentropy"

@@ -74,10 +74,10 @@ class Dice:
                     f"cross_entropy: expected the ignore_label {self.ignore_label}, found {other}"
                 )
 
-    @property
-    def is_mean_over_images(self) -> bool:
-        """Whether the loss divides by the number of images alone."""
-        return self.cross_entropy is None or self.cross_entropy.is_mean_over_images
+    def is_replayable(self, outputs: int) -> bool:
+        """Return whether a CPU may replay the loss: whether kernels compute all of it."""
+        added = self.cross_entropy
+        return outputs > 1 and (added is None or added.is_replayable(outputs))
 
     def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
         """Return the mean loss and the number of correct labels of a mini-batch.

@@ -15,7 +15,7 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.blocks import LANES, Batch, Blocked
 from mpidl.comm.recorded_world import RecordedWorld
-from mpidl.cross_entropy_loss import CrossEntropy
+from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     such a step stays eager. So does a loss that divides by a number that depends on the labels.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
-    is_mean = isinstance(loss, CrossEntropy) and loss.class_weights is None
-    is_mean = is_mean and loss.ignore_label is None
+    known = label_loss(loss)
+    is_ours = isinstance(loss, str) if known is None else known.is_replayable(net.output_shape[0])
     return (
         options.graphs != "off"
         and options.worker_load != "measured"
         and options.batchnorm == "global"
-        and (isinstance(loss, str) or is_mean)
+        and is_ours
         and isinstance(optimizer, Optimizer)
         and all(type(part).__module__.startswith("mpidl.") for part in parts)
         and builds.kernels() is not None

@@ -111,7 +111,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network expects, found {store.image_shape}"
         )
-    loss = options.loss_for(net, datastore)
+    loss = options.loss_with_options()
     for images in (datastore, store):
         if images is not None:
             losses.check(loss, net, images, training=images is datastore)
@@ -168,7 +168,7 @@ def prepare(
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.crop
     net.preprocess = datastore.preprocess or net.preprocess
-    loss = options.loss_for(net, datastore)
+    loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
     return {
         "augmenter": augmenter,
