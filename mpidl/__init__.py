@@ -43,7 +43,6 @@ from mpidl.data import Augmenter as Augmenter
 from mpidl.data import ImageFolder as ImageFolder
 from mpidl.data import MinibatchQueue as MinibatchQueue
 from mpidl.data import Preprocess as Preprocess
-from mpidl.dice_loss import Dice as Dice
 from mpidl.errors import Fault as Fault
 from mpidl.errors import RankError as RankError
 from mpidl.errors import UserError as UserError
@@ -92,6 +91,7 @@ from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
+from mpidl.soft_dice_loss import Dice as Dice
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256

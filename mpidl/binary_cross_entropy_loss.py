@@ -70,7 +70,18 @@ class BinaryCrossEntropy:
             raise UserError(f"focal_gamma must be at least 0, found {self.focal_gamma}")
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether no divisor depends on the targets."""
+        """Return whether a CPU may replay the loss: whether no divisor depends on the targets.
+
+        Parameters
+        ----------
+        outputs : int
+            Number of outputs K.
+
+        Returns
+        -------
+        bool
+            Whether a recorded training step may replay it.
+        """
         return self.ignore_label is None
 
     def __call__(self, net: Network, images: Blocked, targets: Blocked) -> Sums:
@@ -163,7 +174,7 @@ class BinaryCrossEntropy:
         """
         if self.positive_weights != "balanced":
             return self
-        negatives, positives = count_positives(datastore, world)
+        negatives, positives = count_positives(datastore, outputs, world)
         weights = np.where(positives, negatives / np.maximum(positives, 1), 1.0)
         return replace(self, positive_weights=tuple(weights.tolist()))
 

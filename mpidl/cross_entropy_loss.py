@@ -175,7 +175,18 @@ class CrossEntropy:
         return replace(self, class_weights=tuple(np.where(counts, weights, 0.0).tolist()))
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether no divisor depends on the labels."""
+        """Return whether a CPU may replay the loss: whether no divisor depends on the labels.
+
+        Parameters
+        ----------
+        outputs : int
+            Number of outputs K.
+
+        Returns
+        -------
+        bool
+            Whether a recorded training step may replay it.
+        """
         return self.class_weights is None and self.ignore_label is None
 
     def check(self, classes: int, dataset: str, labels: int | None = None) -> None:

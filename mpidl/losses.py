@@ -15,11 +15,11 @@ from mpidl.blocks import Blocked
 from mpidl.cross_entropy_loss import CrossEntropy, Sums
 from mpidl.data.checks import check_classes
 from mpidl.data.datastore import need_datastore
-from mpidl.dice_loss import Dice
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.nn.layers import Sigmoid
 from mpidl.ops.label_checks import squeezed
+from mpidl.soft_dice_loss import Dice
 from mpidl.text import class_names, name_list
 
 
@@ -183,9 +183,9 @@ def trained_classes(
     The value is () for the regression losses "mse" and "mae", and for scores of labels that do not
     end in a sigmoid. It is None if the class names are unknown.
     """
-    known = label_loss(loss)
-    is_function = callable(loss) and known is None
-    if not is_function and known is None:
+    named_loss = label_loss(loss)
+    is_function = callable(loss) and named_loss is None
+    if not is_function and named_loss is None:
         return ()
     if has_label_scores(loss) and not isinstance(net.layers[-1], Sigmoid):
         return ()
@@ -247,21 +247,21 @@ def check(
     loss_function(loss)
     need_network(net)
     need_datastore(datastore, "images")
-    known = label_loss(loss)
-    if known is None:
+    named_loss = label_loss(loss)
+    if named_loss is None:
         if not callable(loss):
             _check_targets(loss, net, datastore)
         return
     has_targets = datastore.targets_shape is not None
-    if isinstance(known, BinaryCrossEntropy):
-        known.check(net, datastore)
+    if isinstance(named_loss, BinaryCrossEntropy):
+        named_loss.check(net, datastore)
     else:
         if net.output_shape:
-            known.check(net.output_shape[0], datastore.describe())
+            named_loss.check(net.output_shape[0], datastore.describe())
         if has_targets:
-            _check_label_targets(_name_of(known), net, datastore)
+            _check_label_targets(_name_of(named_loss), net, datastore)
         else:
-            _check_labels(net, datastore, known.ignore_label)
+            _check_labels(net, datastore, named_loss.ignore_label)
     if training and not has_targets:
         check_classes(datastore)
 
@@ -332,9 +332,9 @@ def _check_targets(loss, net, datastore):
 
 def label_range(loss: str | Callable[..., Any], net: Network) -> dict[str, int | None]:
     """Return the arguments `classes` and `ignore_label` of a `MinibatchQueue` for a loss."""
-    known = label_loss(loss)
-    if known is None:
+    named_loss = label_loss(loss)
+    if named_loss is None:
         return {"classes": None, "ignore_label": None}
     classes = 2 if has_label_scores(loss) else net.output_shape[0]
-    classes = 2 if isinstance(known, Dice) and classes == 1 else classes
-    return {"classes": classes, "ignore_label": known.ignore_label}
+    classes = 2 if isinstance(named_loss, Dice) and classes == 1 else classes
+    return {"classes": classes, "ignore_label": named_loss.ignore_label}

@@ -111,7 +111,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         return _preview(typed["preview"], train_set, settings, world)
     settings.load(world.size)  # raises if worker_load does not fit the number of ranks
     if source is None:
-        net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
+        net = start.network_for(run["network"], shape, train_set, settings)
     else:
         pretrained.check_shape(source, train_set, settings)
         net, settings, resolved = pretrained.network(source, resolved, settings, train_set)

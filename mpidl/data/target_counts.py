@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -38,7 +39,7 @@ def count_labels(datastore: Datastore, classes: int, world: Any = None) -> np.nd
     return _of_targets(datastore, ("labels", classes), world, lambda t: _bincount(t, classes))
 
 
-def count_positives(datastore: Datastore, world: Any = None) -> np.ndarray:
+def count_positives(datastore: Datastore, labels: int, world: Any = None) -> np.ndarray:
     """Count the negative and the positive targets of each label. Collective.
 
     Parameters
@@ -46,6 +47,8 @@ def count_positives(datastore: Datastore, world: Any = None) -> np.ndarray:
     datastore : Datastore
         Images with targets 0 and 1 of shape (K,) or (K, ...), or with labels 0 and 1. Floats above
         1/2 count as 1, and other integers are left out.
+    labels : int
+        Number of labels K.
     world : World, optional
         As for `count_labels`.
 
@@ -55,8 +58,9 @@ def count_positives(datastore: Datastore, world: Any = None) -> np.ndarray:
         The counts of 0 and of 1, the same on all ranks.
     """
     if datastore.targets_shape is None:
-        return _zeros_and_ones(np.asarray(datastore.labels)[:, None])
-    return _of_targets(datastore, ("positives",), world, _zeros_and_ones)
+        return _zeros_and_ones(np.asarray(datastore.labels), labels)
+    key = "positives", labels
+    return _of_targets(datastore, key, world, lambda targets: _zeros_and_ones(targets, labels))
 
 
 def _bincount(labels, classes):
@@ -64,8 +68,8 @@ def _bincount(labels, classes):
     return np.bincount(valid.ravel().astype(np.int64), minlength=classes)
 
 
-def _zeros_and_ones(targets):
-    rows = targets.reshape(len(targets), targets.shape[1] if targets.ndim > 1 else 1, -1)
+def _zeros_and_ones(targets, labels):
+    rows = targets.reshape(len(targets), labels, math.prod(targets.shape[1:]) // labels)
     ones = rows > 0.5 if rows.dtype.kind == "f" else rows == 1
     zeros = ~ones if rows.dtype.kind == "f" else rows == 0
     return np.stack([zeros.sum(axis=(0, 2)), ones.sum(axis=(0, 2))])

@@ -229,11 +229,15 @@ def evaluate(
     label_range = losses.label_range(loss, net)
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
     batches = in_order(net, datastore, world, batch_size, signals, **queue)
-    net, function, known = net.on(world.device), losses.loss_function(loss), losses.label_loss(loss)
+    net, function, named_loss = (
+        net.on(world.device),
+        losses.loss_function(loss),
+        losses.label_loss(loss),
+    )
     for images, labels in batches:
-        if known is not None and (top_k or confusion):
-            scores = known.scores(net, images)
-            terms = known.of_scores(scores, labels)
+        if named_loss is not None and (top_k or confusion):
+            scores = named_loss.scores(net, images)
+            terms = named_loss.of_scores(scores, labels)
         else:
             terms = function(net, images, labels)
         # A term that is not a sum over images is the same on all ranks and is added only once.

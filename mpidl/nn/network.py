@@ -291,6 +291,23 @@ class Network:
         """
         return editing.replace_layers(self, layers, seed)
 
+    def append_layer(self, layer: Layer) -> Network:
+        """Return a new network that ends with a further layer, such as `Sigmoid`.
+
+        Both networks share the learnables and the state.
+
+        Parameters
+        ----------
+        layer : Layer
+            A layer without learnables and state.
+
+        Returns
+        -------
+        Network
+            The new network.
+        """
+        return editing.append_layer(self, layer)
+
     def up_to(self, name: str) -> Network:
         """Return a network whose output is the output of the layer `name` of this network.
 

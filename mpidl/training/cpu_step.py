@@ -32,8 +32,12 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     such a step stays eager. So does a loss that divides by a number that depends on the labels.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
-    known = label_loss(loss)
-    is_ours = isinstance(loss, str) if known is None else known.is_replayable(net.output_shape[0])
+    named_loss = label_loss(loss)
+    is_ours = (
+        isinstance(loss, str)
+        if named_loss is None
+        else named_loss.is_replayable(net.output_shape[0])
+    )
     return (
         options.graphs != "off"
         and options.worker_load != "measured"

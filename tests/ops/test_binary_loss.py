@@ -88,8 +88,8 @@ def test_against_pytorch(world):
     torch, functional = torch_functions()
     x, fractions = numbers("scores", 21, 3, 4, low=-9, high=9), numbers("targets", 21, 3, 4)
     fractions = abs(fractions) % 1
-    whole = (fractions > 0.5).astype(np.int32)
-    for targets in (fractions, whole):
+    zeros_and_ones = (fractions > 0.5).astype(np.int32)
+    for targets in (fractions, zeros_and_ones):
         for weights in (None, WEIGHTS):
             for gamma in (0, 1.5):
                 tensor = torch.tensor(x, requires_grad=True)
@@ -105,7 +105,7 @@ def test_against_pytorch(world):
                     assert abs(plain - expected).item() < 1e-14
                 expected.backward()
                 for dtype, tolerance in (np.float64, 1e-13), (np.float32, 1e-6):
-                    kind = np.int32 if targets is whole else dtype
+                    kind = np.int32 if targets is zeros_and_ones else dtype
                     var = dl.Var(blocked(world, x.astype(dtype)), name="x")
                     blocked_targets = blocked(world, targets.astype(kind), batch=var.value.batch)
                     options = {"positive_weights": weights, "focal_gamma": gamma}

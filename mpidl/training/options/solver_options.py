@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from mpidl.data.datastore import Datastore
-from mpidl.losses import LOSSES, TAKERS, label_loss, loss_with_options
+from mpidl.losses import LOSSES, TAKERS, LabelLoss, loss_with_options
 from mpidl.nn import Network
 from mpidl.training.optimizers import SOLVERS, SolverName
 from mpidl.training.optimizers.sgdm import NESTEROV
@@ -323,10 +323,9 @@ class SolverOptions:
             `loss`, or a loss such as a `CrossEntropy`.
         """
         loss = self.loss_with_options()
-        known = label_loss(loss)
-        if known is None or known is not loss:
-            return loss
-        return known.for_images(datastore, net.output_shape[0], world)
+        if isinstance(loss, LabelLoss):
+            return loss.for_images(datastore, net.output_shape[0], world)
+        return loss
 
 
 # Options that depend on the solver: the learning rate, and options that only some solvers use.

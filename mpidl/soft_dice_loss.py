@@ -75,7 +75,18 @@ class Dice:
                 )
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether kernels compute all of it."""
+        """Return whether a CPU may replay the loss: whether kernels compute all of it.
+
+        Parameters
+        ----------
+        outputs : int
+            Number of outputs K.
+
+        Returns
+        -------
+        bool
+            Whether a recorded training step may replay it.
+        """
         added = self.cross_entropy
         return outputs > 1 and (added is None or added.is_replayable(outputs))
 
