@@ -34,7 +34,7 @@ struct pass {
     int64_t in_step;        /* step between the input rows of these pixels */
     const float *packed;  /* transformed weights, each group `packed_group` floats */
     int64_t packed_group;
-    int64_t winograd_at;  /* offset of Winograd's scratch in the team's */
+    int64_t winograd_at;  /* offset of Winograd's scratch in the team's scratch */
     int64_t dweight_m;
     struct padded in, out; /* layouts of x and dy in the team's scratch */
     int in_place;         /* x is read without a copy */
@@ -43,7 +43,7 @@ struct pass {
     int32_t *offset;
     const struct phase *phases;
     int64_t phase_count;
-    struct leaves *leaves; /* or NULL: no dweight */
+    struct leaves *leaves; /* NULL if dweight is not needed */
 };
 
 static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t phases) {

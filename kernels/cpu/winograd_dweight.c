@@ -33,7 +33,7 @@ enum {
 struct plan {
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
-    int64_t across, tiles, bands, most; /* per row, all; bands; most per band */
+    int64_t across, tiles, bands, most; /* tiles per row, all tiles; bands; most tiles per band */
     int64_t panel;                      /* outputs per panel */
     int64_t channel; /* stride in floats of V's channels, and of D's if vectors hold images */
     int64_t v_point, d_point, s_point;

@@ -21,7 +21,12 @@ GROUPS: dict[str, Sequence[str]] = {
         *("partial_minibatch", "normalization", "colour", "resize", "cover", "centre_crop"),
         *("on_bad_image",),
     ),
-    "Augmentation": (*("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop"),),
+    "Augmentation": (
+        *("flip", "flip_mode", "translate", "rotation", "scale", "shear", "fill", "random_crop"),
+        *("resized_crop", "crop_area", "crop_aspect"),
+        *("brightness", "contrast", "saturation", "hue"),
+        *("erase", "erase_area", "erase_aspect", "erase_value"),
+    ),
     "Object stores": ("endpoint_url", "requests", "cache_dir", "retry_seconds"),
     "Start from weights": ("weights", "new_layer_factor", "freeze_up_to"),
     "Length and mini-batches": ("epochs", "max_iterations", "batch_size", "batch_per_rank"),
@@ -36,11 +41,14 @@ GROUPS: dict[str, Sequence[str]] = {
             "solver",
             "learning_rate",
             "scale_rate",
+            "linear_scaling",
             "momentum",
             "nesterov",
         ),
-        *("gradient_decay_factor", "squared_gradient_decay_factor", "epsilon", "l2"),
+        *("gradient_decay_factor", "squared_gradient_decay_factor", "epsilon"),
+        *("trust_coefficient", "l2", "decay_exclude"),
         *("gradient_threshold", "gradient_threshold_method"),
+        *("average", "average_decay", "average_start", "average_every", "average_use"),
         *("batchnorm", "batchnorm_statistics"),
     ),
     "Learning rate schedule": (
@@ -49,7 +57,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *("warmup_iterations", "warmup_epochs", "warmup_factor"),
     ),
     "Validation": (
-        *("validation_data", "validation_fraction", "validation_frequency"),
+        *("validation_data", "validation_fraction", "fold", "validation_frequency"),
         *("validation_patience", "output_network"),
     ),
     "Hardware and speed": (

@@ -16,6 +16,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.transforms.image_targets import moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Layer, Network, zoo
@@ -198,9 +199,18 @@ def with_test(
 
 
 def outputs_of(
-    datastore: Datastore, loss: str | Callable[..., Any] = "crossentropy"
+    datastore: Datastore,
+    image_shape: tuple[int, ...] | None = None,
+    loss: str | Callable[..., Any] = "crossentropy",
 ) -> int | tuple[int, ...]:
     """Return the number or the shape of the outputs that a network needs for a data set.
+
+    Parameters
+    ----------
+    datastore : Datastore
+        The images.
+    image_shape : tuple of int, optional
+        Shape (C, P, Q) to which the images are cropped, with targets that are images.
 
     Returns
     -------
@@ -213,7 +223,9 @@ def outputs_of(
     if shape is None:
         is_binary = losses.has_label_scores(loss) and len(datastore.classes) == 2
         return 1 if is_binary else len(datastore.classes)
-    return math.prod(shape) if len(shape) < 2 else tuple(shape)
+    if len(shape) < 2:
+        return math.prod(shape)
+    return moved_shape(datastore, datastore.image_shape if image_shape is None else image_shape)
 
 
 def network_for(
@@ -223,7 +235,7 @@ def network_for(
 
     See `network` for the parameters and errors, and `with_sigmoid` for the loss.
     """
-    outputs = outputs_of(images, options.loss)
+    outputs = outputs_of(images, input_shape, options.loss)
     return with_sigmoid(network(name, input_shape, outputs, options.seed), options.loss)
 
 

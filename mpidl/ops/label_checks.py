@@ -87,7 +87,7 @@ def check_bounds(
         return
 
     def check_limits(low, high):
-        if ignore_label is not None:  # between the bounds of labels on a GPU, others may lie
+        if ignore_label is not None:  # a bound of labels on a GPU may be this
             low = max(low, 0) if low == ignore_label else low
             high = min(high, classes - 1) if high == ignore_label else high
         if not 0 <= low <= high < classes:

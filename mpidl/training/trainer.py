@@ -43,6 +43,7 @@ from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
 from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
 from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
+from mpidl.training.weight_average import WeightAverage
 
 
 def stopped_by(signals: Signals, world: World) -> str | None:
@@ -74,6 +75,8 @@ class Trainer:
         The queue that delivers the mini-batches.
     step : EagerStep or RecordedStep
         The object that computes the training steps.
+    average : WeightAverage
+        The average of the weights, if the options require one.
     position : Position
         The progress of the run, such as the current epoch and iteration.
     validation : Validation
@@ -107,9 +110,10 @@ class Trainer:
     ) -> None:
         self.net, self.options, self.world, self.signals = net, options, world, signals
         self.console, self.optimizer = console, optimizer
+        self.average = WeightAverage(options, optimizer)
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
-        self._seconds_apart = 0.0  # of validations and checkpoints, which the speed leaves out
+        self._seconds_apart = 0.0  # seconds that the speed excludes
         self.optimizer_spec = spec
         self._results: collections.deque[StepResult] = collections.deque()
         load = options.load(world.size)
@@ -225,7 +229,7 @@ class Trainer:
                     self.world, self._run, lambda: self.iteration_start.restore(self)
                 )
         finally:
-            phases.take_spans()  # a run that failed may have left them
+            phases.take_spans()  # drop spans that a failed run left
             self.step.close()
             with contextlib.suppress(UserError):  # the error of the run is the one to show
                 self.writer.close()
@@ -328,6 +332,7 @@ class Trainer:
         position, start_time = self.position, time.monotonic()
         position.batch, position.iteration = position.batch + 1, position.iteration + 1
         self.optimizer.learning_rate = rate = self.learning_rate(position.iteration)
+        self.average.prepare_step(position.iteration, len(self.queue))
         self.world.transport.activity = f"epoch {position.epoch}, iteration {position.iteration}"
         return StepInfo(position.epoch, position.iteration, images, rate, start_time)
 
@@ -385,7 +390,10 @@ class Trainer:
         if stop_requested and signals is not None:
             signals.name = None
         with self._apart("validation", len(self.validation.store)) as progress:
-            evaluation = self.validation.run(self.net, position.iteration, signals, progress)
+            net = self.net
+            if self.average.replaces_weights(position.iteration, len(self.queue)):
+                net = self.average.network(net)
+            evaluation = self.validation.run(net, position.iteration, signals, progress)
         if stop_requested:
             self.stop()
         if evaluation is None:
@@ -399,7 +407,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _apart(self, *stage):
-        """Enter a stage of the console whose time is no part of the speed of an epoch."""
+        """Enter a stage of the console whose time does not count in the speed of an epoch."""
         start_time = time.monotonic()
         with self.console.stage(*stage) as progress:
             yield progress
@@ -444,10 +452,10 @@ class Trainer:
             self.queue, self.step = self._make_step()
 
     def restart(self) -> None:
-        """Let the run continue on the ranks that are left, with its state restored. Collective."""
+        """Restore the state of the run, and let it continue on the remaining ranks. Collective."""
         self._results.clear()
         self.signals.agreed = False
-        # a new queue, because measured shares include those of lost ranks
+        # a new queue, because measured shares include shares of lost ranks
         self.queue, _ = self._make_step()
         self.writer.folder.lock.take_over()
         self.writer.rewind(self.position.iteration)

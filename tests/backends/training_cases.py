@@ -136,6 +136,7 @@ FORMULAS = {  # the numbers of each, and the lowest number of each array that it
     "adam": (ADAM, [-1.0, 0.0]),
     "adamw": ((*ADAM, 0.3), [-1.0, 0.0]),
     "rmsprop": ((0.01, 0.999, 1 - 0.999, 1e-8), [0.0]),
+    "average": ((0.3,), [-1.0]),
 }
 
 
@@ -164,6 +165,21 @@ def clipped(method, threshold):
     yield Case("clip", f"{method}, {threshold}", arguments | options, tolerance)
     arguments = {"weights": LARGE_LEARNABLES, "gradients": LARGE_GRADIENTS} | options
     yield Case("clip", f"{method}, {threshold}, large", arguments, 0, backends=CPU)
+
+
+COEFFICIENTS = [0, 0.001, 0.5, 1, 1, 0, 2, 1, 1]
+
+
+def trust(method):
+    """Results are equal to the last bit, except on a GPU, which sums in another order."""
+    zero = [vector(5, low=0, high=0), *LEARNABLES[1:4]]  # a ratio without norm is 1
+    options = {"decays": DECAYS, "coefficients": COEFFICIENTS, "method": method}
+    arguments = {"weights": LEARNABLES, "updates": LEARNABLES} | options
+    yield Case("trust", method, arguments, 2e-7)
+    few = {"decays": [0, *DECAYS[1:4]], "coefficients": [1, *COEFFICIENTS[1:4]], "method": method}
+    yield Case("trust", f"{method}, zero weights", {"weights": zero, "updates": zero} | few, 2e-7)
+    arguments = {"weights": LARGE_LEARNABLES, "updates": LARGE_GRADIENTS} | options
+    yield Case("trust", f"{method}, large", arguments, 0, backends=CPU)
 
 
 # ---- images ----
@@ -221,6 +237,8 @@ def training_table():
     for method in ("l2norm", "global-l2norm", "absolute-value"):
         for threshold in (0.25, 10.0, 100.0, 1e6):  # 10 and 100 are between the norms
             yield from clipped(method, threshold)
+    for method in reference.TRUST_METHODS:
+        yield from trust(method)
     yield Case("zeros_like", "dense weights", {"x": filters(7, 12, image=(3, 2, 2))}, 0)
     yield Case(
         *("from_numpy", "dense weights", {"like": filters(7, 12, image=(3, 2, 2))}, 0),

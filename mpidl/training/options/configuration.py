@@ -37,7 +37,7 @@ from mpidl.training.options.training_options import (
 from mpidl.training.schedules import ENDING
 
 WEIGHTS = "weights"  # the source of a normalization that belongs to the weight file
-RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that are no options
+RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that hold no options
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES: dict[str, Rule] = {
     **{name: rule_of(declared) for name, declared in OPTIONS.items()},
@@ -315,6 +315,12 @@ def changed_on_resume(
         refused.append(
             f"--epochs was {old}, is {new}; it cannot increase with --learn-rate-schedule "
             f"{schedule}, which ends with the last epoch"
+        )
+    is_swa = now["options"].get("average") == "swa"
+    if is_swa and now["options"]["average_start"] is None and new > old:
+        refused.append(
+            f"--epochs was {old}, is {new}; it cannot increase with --average swa without "
+            "--average-start, which starts after three quarters of the epochs"
         )
     network = json.loads(json.dumps(now["network"]))  # tuples become lists, as in the checkpoint
     if saved["network"] != network:

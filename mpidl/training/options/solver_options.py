@@ -160,14 +160,14 @@ class SolverOptions:
     )
     momentum: float = option(
         RULES["momentum"],
-        "Fraction of the previous step that sgdm adds to the current one",
+        f"Fraction of the previous step that is added to the current one ({_takers('momentum')})",
         default=0.9,
         resume="fixed",
         matlab="Momentum",
     )
     nesterov: Literal["on", "off"] | bool = option(
         NESTEROV,
-        "Nesterov momentum (sgdm): evaluate the gradient after the momentum step",
+        f"Nesterov momentum ({_takers('nesterov')}): evaluate the gradient after the momentum step",
         default="off",
         resume="fixed",
     )
@@ -193,6 +193,13 @@ class SolverOptions:
         resume="fixed",
         matlab="Epsilon",
     )
+    trust_coefficient: float = option(
+        RULES["trust_coefficient"],
+        "Factor of the ratio of the norms of weights and gradient, which scales the learning rate "
+        f"of each layer ({_takers('trust_coefficient')})",
+        default=0.001,
+        resume="fixed",
+    )
     scale_rate: int | None = option(
         at_least(1, optional=True),
         "Batch size for which the learning rate is given; the rate is multiplied by batch size "
@@ -200,6 +207,13 @@ class SolverOptions:
         default=None,
         resume="fixed",
         matlab="0.1*miniBatchSize/256",
+    )
+    linear_scaling: int | None = option(
+        at_least(1, optional=True),
+        "Like --scale-rate, with a warm-up for large batches: the rate rises from its unscaled "
+        "value during 5 epochs, or those of --warmup-epochs",
+        default=None,
+        resume="fixed",
     )
     learn_rate_schedule: (
         Literal["none", "piecewise", "cosine", "polynomial"] | Callable[[int, int], float]
@@ -262,10 +276,51 @@ class SolverOptions:
     )
     l2: float | None = option(
         RULES["l2"],
-        f"L2 regularization factor{_decoupled()}; applies to weights only",
+        f"L2 regularization factor{_decoupled()}; --decay-exclude says to what it applies",
         default=None,
         resume="fixed",
         matlab="L2Regularization",
+    )
+    decay_exclude: Literal["biases-and-norms", "biases", "none"] = option(
+        RULES["decay_exclude"],
+        "Learnables without L2 regularization: biases and the parameters of normalization layers, "
+        "only biases, or none",
+        default="biases-and-norms",
+        resume="fixed",
+        matlab="BiasL2Factor, ScaleL2Factor, OffsetL2Factor",
+    )
+    average: Literal["none", "ema", "swa"] = option(
+        one_of("none", "ema", "swa"),
+        "Average the weights: an exponential moving average over iterations (ema), or the mean of "
+        "the weights at the ends of epochs (swa)",
+        default="none",
+        resume="fixed",
+    )
+    average_decay: float = option(
+        fraction(),
+        "Factor by which the moving average decays per update (ema)",
+        default=0.999,
+        resume="fixed",
+    )
+    average_start: int | None = option(
+        at_least(1, optional=True),
+        "Epoch with which the average starts; by default the first one (ema), or the one after "
+        "three quarters of --epochs (swa)",
+        default=None,
+        resume="fixed",
+    )
+    average_every: int = option(
+        at_least(0),
+        "Iterations between updates of the average; 0 updates it after each iteration (ema) or "
+        "epoch (swa)",
+        default=0,
+        resume="fixed",
+    )
+    average_use: Literal["average", "raw"] = option(
+        one_of("average", "raw"),
+        "Weights of validations, of the test and of the trained network, if there is an average",
+        default="average",
+        resume="fixed",
     )
     gradient_threshold: float = option(
         RULES["gradient_threshold"],
