@@ -111,6 +111,18 @@ class RawFile:
         except OSError as e:
             raise unreadable(self.path, e) from None
 
+    def read_range(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on; see `read_into`."""
+        try:
+            content = os.pread(self.descriptor, size, offset)
+        except OSError as e:
+            raise unreadable(self.path, e) from None
+        if len(content) == size:
+            return content
+        buffer = bytearray(size)  # a signal, or the end of the file
+        self.read_into(buffer, offset)
+        return bytes(buffer)
+
     def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
         """Fill each row of a C-ordered array with the bytes that start at the row's offset.
 

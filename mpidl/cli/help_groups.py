@@ -26,6 +26,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *("resized_crop", "crop_area", "crop_aspect"),
         *("brightness", "contrast", "saturation", "hue"),
         *("erase", "erase_area", "erase_aspect", "erase_value"),
+        *("mixup", "cutmix", "mix_probability", "test_flips"),
     ),
     "Object stores": ("endpoint_url", "requests", "cache_dir", "retry_seconds"),
     "Start from weights": ("weights", "new_layer_factor", "freeze_up_to"),
