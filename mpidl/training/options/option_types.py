@@ -245,10 +245,12 @@ def _fits(rule, converted):
 
 # {option name in MATLAB or another library, lower case, no dashes or underscores: name in mpidl}
 SYNONYMS = {
+    "accumulategradbatches": "accumulate",
     "checkpointfrequency": "checkpoint_every",
     "checkpointpath": "out",
     "dispatchinbackground": "workers",
     "executionenvironment": "device",
+    "gradientaccumulationsteps": "accumulate",
     "initiallearnrate": "learning_rate",
     "l2regularization": "l2",
     "lr": "learning_rate",
