@@ -28,10 +28,21 @@ extern int64_t mpidl_missing_bytes;
 /* Make the calling thread run `function` about every millisecond of a pass; NULL stops this. */
 void mpidl_set_hook(void (*function)(void));
 
-/* play.c: calls functions of this file, one after the other, until one lacks scratch memory. Returns
- * the number of calls made. Each call is stored as the position of the function in this file, the
- * number of its arguments, and the arguments: integers, addresses, or the bits of a number. */
+/* play.c: calls functions of this file, one after the other, until one lacks scratch memory or waits
+ * for other ranks. Returns the number of calls that are complete. Each call is stored as the position
+ * of the function in this file, the number of its arguments, and the arguments: integers, addresses,
+ * or the bits of a number. */
 int64_t mpidl_play(const int64_t *calls, int64_t count);
+
+/* sums.c: sums over the ranks of a host. A queue and a sum are the structs of sums.c, and the caller
+ * keeps their memory. These functions may be called from the hook. */
+void mpidl_sums_start(int64_t *queue, int64_t *sum);
+void mpidl_sums_advance(int64_t *queue); /* without waiting */
+/* Wait for a sum, but not longer than the queue's patience; set mpidl_sums_waiting to 1 if the sum is
+ * not complete then, else to 0. */
+void mpidl_sums_wait(int64_t *queue, const int64_t *sum);
+void mpidl_sums_leave(const int64_t *queue); /* nobody advances the queue any more */
+extern int64_t mpidl_sums_waiting;
 
 /* peak.c */
 /* Adds products in registers, `iterations` times; returns the number of operations, two per

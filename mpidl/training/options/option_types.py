@@ -239,7 +239,10 @@ def _fits(rule, converted):
         return bool(rule.pattern) and re.fullmatch(rule.pattern, converted) is not None
     low = converted > rule.low if rule.exclude_low else converted >= rule.low
     high = converted < rule.high if rule.exclude_high else converted <= rule.high
-    finite = math.isfinite(converted) or (rule.allow_inf and converted == math.inf)
+    try:
+        finite = math.isfinite(converted) or (rule.allow_inf and converted == math.inf)
+    except OverflowError:  # an integer above the largest float
+        return False
     return finite and low and high
 
 
