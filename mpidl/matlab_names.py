@@ -39,6 +39,8 @@ NAMES: dict[str, str] = {
     "dlaccelerate": "not needed: dl.train records the step on a GPU",
     "forward": "net(images)",
     "extractdata": "x.local(), the array of this rank's images",
+    "focalCrossEntropy": "dl.softmax_cross_entropy(scores, labels, focal_gamma=2)",
+    "generalizedDice": "dl.dice_loss(scores, labels, generalized=True), which is 1 minus its mean",
     "crossentropy": "dl.softmax_cross_entropy(scores, labels), or "
     "dl.cross_entropy(probabilities, targets)",
     "mse": "dl.mean_squared_error(outputs, targets)",
@@ -66,6 +68,7 @@ NAMES: dict[str, str] = {
     "combine": "dl.data.combined(images, targets)",
     "transform": "images.transform(function)",
     "splitEachLabel": "images.split(0.9), or images.split(0.8, 0.1) for three parts",
+    "readtable": "dl.data.ImageTable(path, world), for a table of image files",
     "cvpartition": "images.kfold(5), pairs of training and validation images",
     "crossval": "images.kfold(5), or `folds = 5` in the file of mpidl.sweep",
     "countEachLabel": "images.class_counts()",

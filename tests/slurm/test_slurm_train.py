@@ -1,6 +1,9 @@
 """run/train.slurm on a real Slurm: whatever ends a job, the weights are those of one rank."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import jobs
 import pytest
@@ -107,6 +110,29 @@ def test_preemption_at_the_start(submit, preempt, has_user_signal, expected_hash
     assert training.finish() == expected_hash
 
 
+def test_preemption_before_an_earlier_run_is_replaced(
+    submit, cluster, preempt, shapes, tmp_path, expected_hash
+):
+    """The checkpoint that the second start finds is that of the earlier run."""
+    jobs.train(1, shapes, tmp_path / "run", "--epochs", 1, "--seed", 5, network=trainings.NETWORK)
+    wait = f'[ -e "{tmp_path}/called" ] || {{ touch "{tmp_path}/called"; exec sleep 600; }}'
+    (tmp_path / "srun").write_text(
+        f'#!/bin/sh\ncase $1 in -K) {wait} ;; esac\nexec /usr/bin/srun "$@"\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{cluster.environment['PATH']}"
+    training = submit(f"--export=ALL,PATH={path}", words=["--overwrite"])
+    wait_until((tmp_path / "called").exists, 0.2)
+    check_preemption(training, preempt)
+    training.wait_for_steps(10)  # more than the earlier run has
+    preempt()
+    training.job.wait_for_requeue(2)
+    preempt.end()
+    assert training.finish() == expected_hash
+    assert training.job.log().count(f"--overwrite --resume {training.out}\n") == 1
+    assert not list(training.out.glob(".replaced-by-*"))
+
+
 def test_preemption_without_the_traps(submit, preempt, tmp_path):
     """The negative control: the signal ends a script that does not catch it."""
     checkout = trainings.changed_checkout(tmp_path, "slurm.sh", "trap stop_step USR1 TERM", "")
@@ -124,6 +150,28 @@ def test_scontrol_requeue(submit, expected_hash):
     training.job.cluster.run("scontrol", "requeue", training.job.number)
     training.job.wait_for_requeue()
     assert training.finish() == expected_hash
+
+
+def test_the_controller_is_restarted_when_a_job_wants_back(submit, cluster, expected_hash):
+    """It is away for longer than scontrol waits for it."""
+    training = submit(nodes=1)
+    training.wait_for_steps()
+    log = Path(training.job.facts()["StdOut"])
+    (script,) = (pid for pid in cluster.pids("n1") if is_batch_script(pid))
+    cluster.kill_controller()
+    try:
+        os.kill(script, signal.SIGUSR1)
+        wait_until(lambda: "exit code 75" in log.read_text(), 0.2)
+        time.sleep(40)
+    finally:
+        cluster.start_controller()
+    training.job.wait_for_requeue()
+    assert training.finish() == expected_hash
+
+
+def is_batch_script(pid):
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return any(word.endswith(b"/slurm_script") for word in words)
 
 
 @pytest.mark.parametrize("node", ["n1", "n2"], ids=["first", "second"])
