@@ -199,6 +199,32 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements);
 
+/* binary.c: targets are floats or, if those are NULL, the ints in labels; both have the shape of the
+ * logits. positive_weights (classes, or NULL for 1), gamma: see BinaryRule */
+void mpidl_binary_cross_entropy(const float *logits, const float *targets, const int32_t *labels,
+                                const int32_t *counts, double *rows, int64_t blocks,
+                                int64_t classes, int64_t pixels, const int64_t *tree,
+                                const double *positive_weights, double gamma);
+void mpidl_binary_cross_entropy_dlogits(const float *logits, const float *targets,
+                                        const int32_t *labels, const int32_t *counts, double scale,
+                                        float *dlogits, int64_t blocks, int64_t classes,
+                                        int64_t pixels, const double *positive_weights,
+                                        double gamma);
+void mpidl_binary_correct_count(const float *logits, const float *targets, const int32_t *labels,
+                                const int32_t *counts, double *rows, int64_t blocks,
+                                int64_t classes, int64_t pixels, const int64_t *tree);
+
+/* dice.c: p (blocks, classes, pixels, 16); slopes (blocks, 2, classes, 16): derivatives of an image's
+ * loss with respect to p, see backends/reference/dice.py. class_weights (classes, or NULL for 1),
+ * smooth, generalized: see DiceRule */
+void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
+                double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                const int64_t *tree, const double *class_weights, double smooth,
+                int64_t generalized);
+void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts,
+                   const double *slopes, double scale, float *dp, int64_t blocks, int64_t classes,
+                   int64_t pixels);
+
 /* optimizer.c, clip.c: parameters are structs of those files; decays, factors and scales have the
  * shape (count). formula is a name. numbers (given) has the learning rate and the formula's other
  * numbers. The formula keeps `arrays` arrays for each parameter. mpidl_optimizer_step returns 0 if
