@@ -347,7 +347,7 @@ def _layouts(text):
     for part in text.split(","):
         ranks, cross, threads = part.partition("x")
         threads = count("--ranks")(threads) if cross else None
-        layouts.append(Layout(*rank_counts(ranks), threads))
+        layouts.append(Layout(rank_counts(ranks)[0], threads))
     return layouts
 
 
