@@ -31,6 +31,7 @@ BENCHMARKS = {
     "monitor": "epochs with the live page open, against epochs without it",
     "logging": "metrics, event files for TensorBoard and the monitor, against no records",
     "saves": "the cost of checkpoints and plots beside the training",
+    "large_batch": "the accuracy at several batch sizes, for the same images",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
@@ -84,6 +85,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "logging": _add_logging,
         "saves": _add_saves,
         "memory": _add_memory,
+        "large_batch": _add_large_batch,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -247,6 +249,19 @@ def _add_memory(parser, command):
     )
     text = "largest growth since the first sample, in per cent (1)"
     parser.text("--percent", "X", text, default=1.0, type=float)
+
+
+def _add_large_batch(parser, command):
+    text = "a labelled data set of 8192 images or more (digits)"
+    parser.text("--data", "DATA", text, default="digits")
+    text = "sizes to train with (128,512,2048,8192)"
+    sizes = _counts("--batch-sizes")
+    parser.text("--batch-sizes", "N,N,...", text, default=[128, 512, 2048, 8192], type=sizes)
+    _add_counts(
+        parser,
+        ("epochs", 20, "epochs of each training"),
+        ("seeds", 1, "seeds; results are medians over them"),
+    )
 
 
 def _add_optimizers(parser, command):

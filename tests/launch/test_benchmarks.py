@@ -219,6 +219,15 @@ def test_monitor(bench):
     assert re.search(r"s, [1-9]\d* frames to the page", stdout)
 
 
+@pytest.mark.slow("jobs")
+def test_large_batch(bench):
+    """One epoch: a mini-batch of 8192 images takes 2 steps, of which none has learned much."""
+    words = ["--epochs", 1, "--batch-sizes", "128,8192"]
+    stdout, record = bench("large_batch", *words)
+    assert record["accuracies"]["128"] > 0.8 > record["accuracies"]["8192"]
+    assert "8192" in stdout and "lamb" in stdout
+
+
 @needs_torch
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow("jobs")
