@@ -52,6 +52,7 @@ from mpidl.evaluation.evaluate import Evaluation as Evaluation
 from mpidl.evaluation.evaluate import RegressionErrors as RegressionErrors
 from mpidl.evaluation.evaluate import evaluate as evaluate
 from mpidl.evaluation.evaluate import regression_errors as regression_errors
+from mpidl.evaluation.metrics import ClassMetrics as ClassMetrics
 from mpidl.evaluation.predict import activations as activations
 from mpidl.evaluation.predict import classify as classify
 from mpidl.evaluation.predict import predict as predict
