@@ -72,6 +72,7 @@ def decode(
                 return planes_of(image, out), now
         else:
             image = _opened(Image, io.BytesIO(content), expected is None)
+            _check_parts(image)
         if expected is not None:
             shape = _shape(image, preprocess)
             if shape != expected:
@@ -164,6 +165,17 @@ def _opened(Image, file, strict):
     with warnings.catch_warnings():  # not thread-safe, so only before prefetch threads start
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(file, formats=FORMATS)
+
+
+def _check_parts(image):
+    """Raise ValueError if the file lacks parts of the image, which Pillow would leave black."""
+    boxes = [part[1] for part in image.tile]  # (left, top, right, bottom)
+    area = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
+    if area < image.width * image.height:
+        percent = int(100 * area / (image.width * image.height))
+        raise ValueError(
+            f"expected {image.width}x{image.height} pixels, found {percent}% of them: it is damaged"
+        )
 
 
 def _shape(image, preprocess):
