@@ -41,6 +41,7 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     )
     return (
         options.graphs != "off"
+        and options.accumulate == 1
         and options.worker_load != "measured"
         and options.batchnorm == "global"
         and not (options.mixup or options.cutmix)

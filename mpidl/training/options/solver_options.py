@@ -81,6 +81,14 @@ class SolverOptions:
         default=None,
         matlab="miniBatchSize*N",
     )
+    accumulate: int = option(
+        at_least(1),
+        "Compute each mini-batch in up to this many parts, one after the other, to save memory; "
+        "--batch-size counts the images of all parts, and batch-norm statistics are those of a "
+        "part",
+        default=1,
+        resume="fixed",
+    )
     loss: (
         Literal["crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "mse", "mae"]
         | Callable[..., Any]
