@@ -7,7 +7,7 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl.errors import UserError
-from mpidl.evaluation import metrics, ranking
+from mpidl.evaluation import evaluate, metrics, ranking
 
 SIDE, CLASSES = 6, 4
 LABELS = "binary-crossentropy"
@@ -49,6 +49,16 @@ def with_pixel_labels(classes=CLASSES, count=40):
     return ReadArrays(images(count), labels.reshape(count, SIDE, SIDE))
 
 
+def outputs_of(world, net, store, function=None):
+    """Return the scores of all images, computed as `evaluate` computes them, on all ranks."""
+    parts = []
+    for batch, _ in evaluate.in_order(net, store, world, 33):
+        scores = net.logits(batch)
+        scores = scores if function is None else function(scores)
+        parts += world.broadcast(world.gather(scores.local()))
+    return np.concatenate(parts)
+
+
 def assert_equal(result, expected):
     assert set(result.values) == set(expected)
     for name, value in expected.items():
@@ -77,7 +87,7 @@ def test_one_class_per_image(world, absent):
         store.labels[store.labels == absent] = 0
     names = metrics.OF_COUNTS if absent is not None else "all"
     result = dl.evaluate(net, store, world=world, metrics=names, batch_size=33).metrics
-    p = dl.predict(net, store, world=world)
+    p = outputs_of(world, net, store, dl.softmax)
     expected = scores_of(sk, store.labels, p.argmax(axis=1))
     if absent is None:
         hot = np.eye(CLASSES, dtype=int)[store.labels]
@@ -94,7 +104,7 @@ def test_one_class_per_image(world, absent):
 def test_several_labels_per_image(world):
     sk, store, net = sklearn_metrics(), with_targets(), classifier()
     result = dl.evaluate(net, store, world=world, loss=LABELS, metrics="all", batch_size=33).metrics
-    x, y = dl.predict(net, store, world=world, softmax=False), store.targets(np.arange(75))
+    x, y = outputs_of(world, net, store), store.targets(np.arange(75))
     predicted, options = (x > 0).astype(int), {"zero_division": 0}
     expected = {
         name: value
@@ -128,7 +138,7 @@ def test_pixels(world, outputs):
     )
     loss = "crossentropy" if outputs > 1 else "dice"
     result = dl.evaluate(net, store, world=world, loss=loss, metrics="all", batch_size=17).metrics
-    x = dl.predict(net, store, world=world, softmax=False)
+    x = outputs_of(world, net, store)
     predicted = x.argmax(axis=1) if outputs > 1 else (x[:, 0] > 0).astype(int)
     assert_equal(result, scores_of(sk, store.values.ravel(), predicted.ravel()))
 
@@ -138,7 +148,7 @@ def test_ignored_labels_do_not_count(world):
     store.values[:, :2] = 255
     loss = dl.CrossEntropy(ignore_label=255)
     result = dl.evaluate(net, store, world=world, loss=loss, metrics=["iou", "f1"]).metrics
-    predicted = dl.predict(net, store, world=world, softmax=False).argmax(axis=1)
+    predicted = outputs_of(world, net, store).argmax(axis=1)
     counted = store.values != 255
     expected = scores_of(sk, store.values[counted], predicted[counted])
     assert_equal(result, {name: expected[name] for name in ("f1", "iou")})
@@ -146,7 +156,7 @@ def test_ignored_labels_do_not_count(world):
     store._targets[::3, 1] = -1
     loss = dl.BinaryCrossEntropy(ignore_label=-1)
     result = dl.evaluate(net, store, world=world, loss=loss, metrics="roc-auc,precision").metrics
-    x, y = dl.predict(net, store, world=world, softmax=False), store._targets
+    x, y = outputs_of(world, net, store), store._targets
     counted = y[:, 1] >= 0
     area = sk.roc_auc_score(y[counted, 1], x[counted, 1])
     assert result.per_class["roc-auc"][1] == pytest.approx(area, abs=1e-12)

@@ -143,7 +143,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
             metavar="NAME,NAME,...",
             optional=True,
         ),
-        "Metrics of the classes or labels to compute in the test at the end, or all that fit the loss",
+        "Metrics of the classes or labels to print and write at the end, or all that fit the loss",
         default=None,
     )
     batchnorm: Literal["global", "local"] = choice(
