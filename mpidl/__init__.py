@@ -46,13 +46,13 @@ from mpidl.data import Preprocess as Preprocess
 from mpidl.errors import Fault as Fault
 from mpidl.errors import RankError as RankError
 from mpidl.errors import UserError as UserError
+from mpidl.evaluation.class_metrics import ClassMetrics as ClassMetrics
 from mpidl.evaluation.confusion import Confusion as Confusion
 from mpidl.evaluation.confusion import confusion_matrix as confusion_matrix
 from mpidl.evaluation.evaluate import Evaluation as Evaluation
 from mpidl.evaluation.evaluate import RegressionErrors as RegressionErrors
 from mpidl.evaluation.evaluate import evaluate as evaluate
 from mpidl.evaluation.evaluate import regression_errors as regression_errors
-from mpidl.evaluation.metrics import ClassMetrics as ClassMetrics
 from mpidl.evaluation.predict import activations as activations
 from mpidl.evaluation.predict import classify as classify
 from mpidl.evaluation.predict import predict as predict

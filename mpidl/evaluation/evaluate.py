@@ -17,8 +17,8 @@ from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.errors import StorageFault, UserError
+from mpidl.evaluation.class_metrics import ClassMetrics, Tally, requested
 from mpidl.evaluation.confusion import Confusion, tally
-from mpidl.evaluation.metrics import ClassMetrics, Tally, requested
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.fold import Counter, Partial, replicated
 from mpidl.nn import Network

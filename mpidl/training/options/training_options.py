@@ -18,7 +18,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.storage import settings
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
-from mpidl.evaluation import metrics
+from mpidl.evaluation import class_metrics
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.options.image_options import ImageOptions
 from mpidl.training.options.option_types import (
@@ -137,9 +137,9 @@ class TrainingOptions(ImageOptions, SolverOptions):
     metrics: str | None = option(
         Rule(
             str,
-            f"{metrics.ALL}, or some of {', '.join(metrics.NAMES)}, separated by commas",
-            choices=(metrics.ALL,),
-            pattern=rf"({'|'.join(metrics.NAMES)})(,({'|'.join(metrics.NAMES)}))*",
+            f"{class_metrics.ALL}, or some of {', '.join(class_metrics.NAMES)}, separated by commas",
+            choices=(class_metrics.ALL,),
+            pattern=rf"({'|'.join(class_metrics.NAMES)})(,({'|'.join(class_metrics.NAMES)}))*",
             metavar="NAME,NAME,...",
             optional=True,
         ),

@@ -7,7 +7,7 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl.errors import UserError
-from mpidl.evaluation import evaluate, metrics, ranking
+from mpidl.evaluation import class_metrics, evaluate, ranking
 
 SIDE, CLASSES = 6, 4
 LABELS = "binary-crossentropy"
@@ -85,7 +85,7 @@ def test_one_class_per_image(world, absent):
     sk, store, net = sklearn_metrics(), labelled(), classifier()
     if absent is not None:
         store.labels[store.labels == absent] = 0
-    names = metrics.OF_COUNTS if absent is not None else "all"
+    names = class_metrics.OF_COUNTS if absent is not None else "all"
     result = dl.evaluate(net, store, world=world, metrics=names, batch_size=33).metrics
     p = outputs_of(world, net, store, dl.softmax)
     expected = scores_of(sk, store.labels, p.argmax(axis=1))
