@@ -90,9 +90,8 @@ def test_the_losses_of_labels_on_any_ranks_and_resumed(pairs, tmp_path, kind):
         rows = list(csv.reader(out.open()))
         assert rows[0] == ["image", "predicted", "0", "1", "2"] and len(rows) == 91
         for _, labels, *chances in rows[1:]:
-            assert labels == ";".join(
-                n for n, p in zip("012", chances, strict=True) if float(p) > 0.5
-            )
+            likely = (n for n, p in zip("012", chances, strict=True) if float(p) > 0.5)
+            assert labels == ";".join(likely)
         line = jobs.refused_prediction(halted / "model.h5", pairs[kind], "--top-k", 2)
         assert "ends in a sigmoid" in line
     plain = jobs.trained_hash(

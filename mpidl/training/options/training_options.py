@@ -137,7 +137,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     metrics: str | None = option(
         Rule(
             str,
-            f"{class_metrics.ALL}, or some of {', '.join(class_metrics.NAMES)}, separated by commas",
+            f"{class_metrics.ALL}, or names of {', '.join(class_metrics.NAMES)}",
             choices=(class_metrics.ALL,),
             pattern=rf"({'|'.join(class_metrics.NAMES)})(,({'|'.join(class_metrics.NAMES)}))*",
             metavar="NAME,NAME,...",
