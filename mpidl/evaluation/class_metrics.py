@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -248,14 +249,15 @@ class Tally:
             (self.labelled, labelled),
         ):
             counts += values.sum(axis=axes)
-        rows = [values.reshape(len(x), -1) for values in (predicted, labelled)]
+        shape = len(x), math.prod(x.shape[1:])  # a rank may have no images
+        rows = [values.reshape(shape) for values in (predicted, labelled)]
         self.subsets += [(rows[0] == rows[1]).all(axis=1).sum(), len(x)]
         if "f1-samples" in self.names:
             pairs = (rows[0] & rows[1]).sum(axis=1), rows[0].sum(axis=1) + rows[1].sum(axis=1)
             for key in zip(*(values.tolist() for values in pairs), strict=True):
                 self.samples[key] = self.samples.get(key, 0) + 1
         if self.ranking is not None:
-            self.ranking.add(x.reshape(len(x), -1), labelled.reshape(len(x), -1), counted)
+            self.ranking.add(x.reshape(shape), rows[1], counted)
 
     def metrics(self, world: Any) -> ClassMetrics:
         """Return the metrics of the images of all ranks. Collective."""
