@@ -16,7 +16,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import refuse_remote
-from mpidl.data.transforms.image_targets import moved_shape
+from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Layer, Network, zoo
@@ -197,7 +197,7 @@ def with_test(
 
 
 def outputs_of(
-    datastore: Datastore, image_shape: tuple[int, ...] | None = None
+    datastore: Datastore, image_shape: tuple[int, ...] | None = None, network: str = ""
 ) -> int | tuple[int, ...]:
     """Return the number or the shape of the outputs that a network needs for a data set.
 
@@ -207,6 +207,9 @@ def outputs_of(
         The images.
     image_shape : tuple of int, optional
         Shape (C, P, Q) to which the images are cropped, with targets that are images.
+    network : str
+        The value of --network. For a network of the zoo whose outputs are images, the result is
+        their number of channels.
 
     Returns
     -------
@@ -215,11 +218,31 @@ def outputs_of(
         image's target if the target is a scalar or a vector, and the shape of the target otherwise.
     """
     shape = datastore.targets_shape
+    if network in zoo.PIXEL_NETWORKS:
+        return _channels_of(datastore, network)
     if shape is None:
         return len(datastore.classes)
     if len(shape) < 2:
         return math.prod(shape)
     return moved_shape(datastore, datastore.image_shape if image_shape is None else image_shape)
+
+
+def _channels_of(datastore, network):
+    """Return the number of classes of pixels, or of channels of target images."""
+    shape, kind = datastore.targets_shape, datastore.targets_dtype.kind
+    if not has_image_targets(datastore):
+        raise UserError(
+            f"--network {network}: expected images with targets that are images or labels of "
+            f"pixels, found {'labels alone' if shape is None else f'targets of shape {shape}'}"
+        )
+    if kind == "f":
+        return shape[0] if len(shape) == 3 else 1
+    if not len(datastore.classes):
+        raise UserError(
+            f"--network {network}: expected names of the classes of pixels in the data, found "
+            "none; FILE.py:FUNCTION may call dl.nn.zoo.unet with their number"
+        )
+    return len(datastore.classes)
 
 
 def network(
@@ -274,7 +297,8 @@ def network(
             f"--network {name}: expected a network for images of shape {tuple(input_shape)}, as "
             f"in the data, found one for {net.input_shape}"
         )
-    if isinstance(classes, int) and net.output_shape != (classes,):
+    output_shape = net.output_shape[:1] if name in zoo.PIXEL_NETWORKS else net.output_shape
+    if isinstance(classes, int) and output_shape != (classes,):
         raise UserError(
             f"--network {name}: expected {classes} outputs, one per class of the data (or per "
             f"target value), found {'x'.join(map(str, net.output_shape))}"

@@ -112,7 +112,8 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
     settings.load(world.size)  # raises if worker_load does not fit the number of ranks
     if source is None:
         net = start.network(
-            run["network"], shape, start.outputs_of(train_set, shape), settings.seed
+            *(run["network"], shape),
+            *(start.outputs_of(train_set, shape, run["network"]), settings.seed),
         )
     else:
         pretrained.check_shape(source, train_set, settings)
