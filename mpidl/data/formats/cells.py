@@ -22,10 +22,10 @@ SIZE = 64
 COUNTS = {"train": 800, "test": 200}
 CLASSES = ["background", "cell"]
 SEED = 0
-MOST = 12  # cells in an image
+MAX_CELLS = 12  # cells in an image
 
 # Variation; each value is drawn uniformly from its range.
-CELLS = (4, MOST + 1)  # number of cells, rounded down
+CELLS = (4, MAX_CELLS + 1)  # number of cells, rounded down
 RADIUS = (4, 9)  # half axes in pixels
 WHITE = (25, 95)  # gray levels by which a cell is brighter than the background
 EDGE = (1.5, 4)  # width of a cell's blurred edge in pixels
@@ -38,6 +38,11 @@ _DRAWS = 8  # numbers per cell
 
 class Cells(Datastore):
     """The images of one part of the set, which are drawn as they are read.
+
+    Parameters
+    ----------
+    part : {"train", "test"}
+        The part.
 
     Attributes
     ----------
@@ -126,7 +131,7 @@ def draw(i: int) -> tuple[np.ndarray, np.ndarray]:
     instances : ndarray
         Number of the cell at each pixel, or 0, (64, 64) int32.
     """
-    numbers = iter(keyed.uniform(SEED, "cells", 6 + _DRAWS * MOST, sample=i))
+    numbers = iter(keyed.uniform(SEED, "cells", 6 + _DRAWS * MAX_CELLS, sample=i))
 
     def between(low, high):
         return low + (high - low) * next(numbers)
