@@ -170,6 +170,8 @@ def _add_input(parser, command):
     )
     text += "training on one mini-batch of it, with the network light"
     parser.add_argument("--memory", action="store_true", help=text)
+    text = "instead compare packs of JPEG files with the folder of these files: images/s and size"
+    parser.add_argument("--packs", action="store_true", help=text)
     text = "with --memory, numbers of ranks to train on (1,4)"
     parser.text("--ranks", "N,N,...", text, default=[1, 4], type=rank_counts)
     text = f"kinds of files to read ({','.join(KINDS)})"
@@ -294,6 +296,8 @@ def _add_compare(parser):
         text,
         type=lambda name: _one_of("--held-to", name, ["avx2"]),
     )
+    text = "compare predictions instead of training steps, also with onnxruntime"
+    parser.add_argument("--predict", action="store_true", help=text)
     text = "measure the peak memory of a step, not its time"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "other libraries to time in addition to PyTorch"

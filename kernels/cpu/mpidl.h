@@ -121,11 +121,11 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
 
 /* conv.c: shape is struct conv of conv.h; m and dweight_m are Winograd tile sizes, 0 for direct
  * sums. moments (blocks, 1 + 2K) or NULL receives (count, mean, M2) of y, folded into the first
- * rows. */
+ * rows. addend or NULL has the shape of y and is added to it; if relu, max(0, y) follows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t m);
+                  int64_t m, const float *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
  * the gradient of y is a * dz + b * (y - mean) + c. dx may be NULL. sums (blocks, 2C) or NULL
  * receives the mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the

@@ -180,10 +180,10 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
     }
 }
 
-/* Compute y of one tile from M, whose points are `point` floats apart. Only rows x columns pixels
- * are written. */
-INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64_t row,
-                        int64_t rows, int64_t columns, const int m) {
+/* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (NULL: nothing)
+ * and replace values below `floor`. Only rows x columns pixels are written. */
+INLINE void output_tile(const float *M, int64_t point, vec bias, const float *addend, vec floor,
+                        float *y, int64_t row, int64_t rows, int64_t columns, const int m) {
     const int n = m + 2;
     vec t[4][6], v[6], out[4];
     UNROLL for (int r = 0; r < n; r++, M += n * point) { /* few pointers: they stay in registers */
@@ -194,16 +194,20 @@ INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64
     UNROLL for (int c = 0; c < m; c++) {
         if (c >= columns) break;
         output_line(t[c], out, m);
-        UNROLL for (int r = 0; r < m; r++)
-            if (r < rows) store(y + r * row + c * LANES, out[r] + bias);
+        UNROLL for (int r = 0; r < m; r++) {
+            if (r >= rows) break;
+            vec v = out[r] + bias;
+            if (addend) v += load(addend + r * row + c * LANES);
+            store(y + r * row + c * LANES, larger(floor, v));
+        }
     }
 }
 
 /* Compute y of one band, which has the tiles [first, stop). */
 INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                           const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
-                          const float *u, const float *bias, struct pixels y, float *scratch,
-                          const int m) {
+                          const float *u, const float *bias, struct pixels y,
+                          struct finish finish, float *scratch, const int m) {
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
     const int64_t v_point = odd_lines(tiles * inputs), m_point = odd_lines(tiles * padded);
@@ -245,21 +249,27 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     }
     meet(team);
     EACH_TILE(team, o, outputs) {
-        vec add = bias ? splat(bias[o]) : zero();
+        vec add = bias ? splat(bias[o]) : zero(), floor = floor_of(finish);
         for (int64_t t = first; t < stop; t++) {
             const int64_t r = t / across * m, c = t % across * m;
             const int64_t rows = shape->rows - r, columns = shape->columns - c;
-            float *to = y.at + o * y.channel + r * y.row + c * LANES;
+            const int64_t offset = o * y.channel + r * y.row + c * LANES;
+            float *to = y.at + offset;
             const float *from = M + (o * tiles + t - first) * LANES;
             if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
                 UNROLL for (int i = 0; i < m; i++)
                     UNROLL for (int j = 0; j < m; j++)
                         __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
             for (int part = 0; part < LANES; part += WIDTH) {
-                if (rows >= m && columns >= m)
-                    output_tile(from + part, m_point, add, to + part, y.row, m, m, m);
+                const float *addend = finish.addend ? finish.addend + offset + part : NULL;
+                if (rows < m || columns < m)
+                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, rows,
+                                columns, m);
+                else if (addend)
+                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, m, m,
+                                m);
                 else
-                    output_tile(from + part, m_point, add, to + part, y.row, rows, columns, m);
+                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row, m, m, m);
             }
         }
     }
@@ -272,15 +282,16 @@ int64_t winograd_conv_floats(const struct winograd *shape) {
 }
 
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
-                   const float *u, const float *bias, struct pixels y, float *scratch) {
+                   const float *u, const float *bias, struct pixels y, struct finish finish,
+                   float *scratch) {
     struct bands bands = bands_of(shape);
     int64_t count = parts_of(bands.tiles, bands.most);
     for (int64_t band = 0; band < count; band++) {
         int64_t first = bands.tiles * band / count, stop = bands.tiles * (band + 1) / count;
         if (shape->m == 4)
-            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, scratch, 4);
+            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, 4);
         else
-            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, scratch, 2);
+            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, 2);
     }
 }
 
@@ -302,7 +313,7 @@ static void example_weights(void *job, int64_t tile, float *own) {
 
 static void example_conv(const struct team *team, void *job, int64_t block) {
     const struct example *e = job;
-    winograd_conv(team, &e->shape, e->x, e->u, e->bias, e->y, team->shared);
+    winograd_conv(team, &e->shape, e->x, e->u, e->bias, e->y, (struct finish){0}, team->shared);
 }
 
 int64_t mpidl_winograd_weights_floats(const int64_t *shape) {

@@ -13,7 +13,7 @@ from mpidl.data.formats.digits import (  # `data.digits` is this function, not t
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
-from mpidl.data.registry import open_data, open_test_data
+from mpidl.data.registry import open_data, open_test_data, open_validation_data
 from mpidl.data.storage.settings import configure as configure_storage
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.data.transforms.mixing import Mixing
@@ -38,6 +38,7 @@ __all__ = [
     "normalization",
     "open_data",
     "open_test_data",
+    "open_validation_data",
     "preprocessed",
     "statistics",
     *_formats,

@@ -10,6 +10,7 @@ from mpidl.ops.batchnorm import conv2d_batchnorm_relu as conv2d_batchnorm_relu
 from mpidl.ops.batchnorm import conv2d_batchnorm_relu_predict as conv2d_batchnorm_relu_predict
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
+from mpidl.ops.conv import conv2d_relu as conv2d_relu
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
 from mpidl.ops.dropout import dropout_threshold as dropout_threshold

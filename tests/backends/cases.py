@@ -114,6 +114,12 @@ def moments_after(backend, a):
     return y, backend.moments(y, a["counts"], a["tree"])
 
 
+def relu_after(backend, a):
+    """Compute conv2d_relu by separate functions."""
+    y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", *GEOMETRY)))
+    return backend.relu(y if a["addend"] is None else backend.add(y, a["addend"]))
+
+
 GEOMETRY = ("stride", "padding", "dilation", "groups")
 BETWEEN = ("x", "weight", *GEOMETRY, "counts", "tree")
 
@@ -154,6 +160,10 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     options = {"backends": backends, "settings": algorithms((r, s), geometry[0], geometry[2])}
     options["numbers_only"] = label not in ("3x3", "1x1")
     yield Case("conv2d_moments", label, forward, 2e-6, oracle=moments_after, **options)
+    stored = forward | {"x": lanes(*image), "addend": None}
+    yield Case("conv2d_relu", label, stored, 2e-6, oracle=relu_after, **options)
+    joined = forward | {"addend": lanes(*y)}
+    yield Case("conv2d_relu", f"{label}, added", joined, 2e-6, oracle=relu_after, **options)
     yield Case(
         *("conv2d_backward", f"{label}, between activations", backward, 3e-6),
         call=through_activations,
@@ -434,6 +444,7 @@ def joins(shape):
 WITH_BIAS = {
     "conv2d": ("3x3", "digits 2", "digits 1"),
     "conv2d_moments": ("3x3",),
+    "conv2d_relu": ("3x3",),
     "transposed_conv2d": ("3x3, same",),
     "dense": ("(37,) to 10", "(130,) to 17", "(1000,) to 100", "(5, 3, 3) to 68"),
 }
