@@ -110,6 +110,29 @@ def test_preemption_at_the_start(submit, preempt, has_user_signal, expected_hash
     assert training.finish() == expected_hash
 
 
+def test_preemption_before_an_earlier_run_is_replaced(
+    submit, cluster, preempt, shapes, tmp_path, expected_hash
+):
+    """The checkpoint that the second start finds is that of the earlier run."""
+    jobs.train(1, shapes, tmp_path / "run", "--epochs", 1, "--seed", 5, network=trainings.NETWORK)
+    wait = f'[ -e "{tmp_path}/called" ] || {{ touch "{tmp_path}/called"; exec sleep 600; }}'
+    (tmp_path / "srun").write_text(
+        f'#!/bin/sh\ncase $1 in -K) {wait} ;; esac\nexec /usr/bin/srun "$@"\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{cluster.environment['PATH']}"
+    training = submit(f"--export=ALL,PATH={path}", words=["--overwrite"])
+    wait_until((tmp_path / "called").exists, 0.2)
+    check_preemption(training, preempt)
+    training.wait_for_steps(10)  # more than the earlier run has
+    preempt()
+    training.job.wait_for_requeue(2)
+    preempt.end()
+    assert training.finish() == expected_hash
+    assert training.job.log().count(f"--overwrite --resume {training.out}\n") == 1
+    assert not list(training.out.glob(".replaced-by-*"))
+
+
 def test_preemption_without_the_traps(submit, preempt, tmp_path):
     """The negative control: the signal ends a script that does not catch it."""
     checkout = trainings.changed_checkout(tmp_path, "slurm.sh", "trap stop_step USR1 TERM", "")
@@ -162,7 +185,7 @@ def test_a_node_that_dies(submit, cluster, expected_hash, node):
     cluster.kill_node(node)
     try:
         training.job.wait_for_requeue()
-        if node == "n1":  # that of rank 0
+        if node == "n1":  # the node of rank 0
             assert (training.out / "run.lock").exists()
         assert training.finish() == expected_hash
         assert "is locked by" not in training.job.log()
@@ -275,7 +298,7 @@ def test_a_step_that_cannot_start(submit, cluster, tmp_path, expected_hash):
 
 
 def test_the_limit_of_a_partition_applies(submit):
-    """Without --time, the job gets the limit of its partition; one above it would wait for ever."""
+    """Without --time, the job gets the limit of its partition; with more, it would wait forever."""
     training = submit()
     assert training.job.facts()["TimeLimit"] == "01:00:00"
     longer = submit("--time=120", words=["--out", training.out / "longer"])
