@@ -15,7 +15,7 @@ import numpy as np
 import mpidl as dl
 
 
-def main(epochs=12):
+def main(epochs=6):
     world = dl.World()
     digits = dl.data.combined(dl.data.digits(world), dl.data.digit_angles())
     train, test = digits.split(0.9, seed=0)
@@ -30,7 +30,7 @@ def main(epochs=12):
         epochs=int(epochs),
         batch_size=64,
         solver="adam",
-        learning_rate=0.002,
+        learning_rate=0.003,
         learn_rate_schedule="cosine",
         shuffle="every-epoch",
     )
