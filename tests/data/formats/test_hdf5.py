@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import datafiles
 import h5py
@@ -274,30 +273,6 @@ def test_a_helper_that_nobody_ends_ends_itself(tmp_path, monkeypatch):
     helper.stdin.close()
     assert helper.wait() == -signal.SIGPROF
     helper.stdout.close()
-
-
-SUSPENDED = """
-import subprocess
-from mpidl.data.formats import hdf5_probe
-start = subprocess.Popen
-code = "import os, time; input(); time.sleep(0.3); os.write(1, b'.'); input()"
-subprocess.Popen = lambda words, **options: start([words[0], "-c", code], **options)
-hdf5_probe.SECONDS, hdf5_probe._helper, hdf5_probe._owner = 3, hdf5_probe._start(), os.getpid()
-print(hdf5_probe._helper.pid, flush=True)
-print(hdf5_probe.problem_of("x.h5", 1), flush=True)
-"""
-
-
-@pytest.mark.slow("hangs")
-def test_a_suspended_job_does_not_refuse_its_file():
-    words = [sys.executable, "-c", f"import os{SUSPENDED}"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        pids = [int(process.stdout.readline()), process.pid]
-        for number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):
-            for pid in pids:
-                os.kill(pid, number)
-            time.sleep(seconds)
-        assert process.stdout.readline() == "None\n"
 
 
 def test_a_helper_that_somebody_kills_is_started_again(tmp_path, monkeypatch):
