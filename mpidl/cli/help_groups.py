@@ -41,6 +41,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *(
             "loss",
             "class_weights",
+            "positive_weights",
             "label_smoothing",
             "ignore_label",
             "focal_gamma",

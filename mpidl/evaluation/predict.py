@@ -25,6 +25,7 @@ from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 from mpidl.nn.inference import fold_batchnorm
+from mpidl.nn.layers import Sigmoid
 
 
 @overload
@@ -76,8 +77,8 @@ def predict(
     softmax : bool, optional
         Whether to convert the outputs to class scores with softmax. Softmax applies to each image
         or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
-        network ends in `Softmax`. The default is True if the outputs have shape (K,) and the images
-        have no targets, and False otherwise.
+        network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
+        have no targets and the network does not end in `Sigmoid`, and False otherwise.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
@@ -96,6 +97,7 @@ def predict(
     images = as_datastore(net, images)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
+        softmax = softmax and not isinstance(net.layers[-1], Sigmoid)
     function = scores if softmax else outputs
     return _collect(
         *(net, images, function, net.output_shape, np.float32, world, batch_size, everywhere),
@@ -160,6 +162,11 @@ def classify(
         class names although `names` is True.
     """
     losses.need_network(net)
+    if isinstance(net.layers[-1], Sigmoid):
+        raise UserError(
+            "classify: expected a network whose outputs are class scores, found one for several "
+            "labels per image (it ends in Sigmoid): use dl.predict(...) > 0.5"
+        )
     if net.classes == ():
         raise UserError(
             "classify: expected a network whose outputs are class scores, found one trained for "

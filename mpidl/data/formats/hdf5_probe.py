@@ -5,9 +5,9 @@ and no exception handler can catch this. Therefore a helper process runs this mo
 attributes and the first, middle and last rows of datasets in advance. If the helper crashes, does
 not finish, or allocates more memory than its datasets need, the file is rejected.
 
-Only rank 0 reads data sets, models and checkpoints, so only rank 0 starts the helper, when it opens
-its first HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and
-NumPy, but no module of mpidl.
+Only rank 0 reads data sets, models and checkpoints. It starts the helper when it opens its first
+HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and NumPy, but
+no module of mpidl.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the hel
 SERVED_BYTES = 1 << 20  # the same limit for a file whose bytes this process sends to the helper
 GROWTH = 256 << 20  # bytes of address space that the helper may need, in addition to CHUNKS chunks
 CHUNKS = 4  # as stored, decoded, and twice while the decoded one grows
-TOO_LARGE = 9  # exit code of a helper that needed more
+TOO_LARGE = 9  # exit code of a helper that needed more memory
 READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
 
 _helper = None

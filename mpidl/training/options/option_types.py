@@ -45,7 +45,7 @@ class Rule(NamedTuple):
     metavar : str
         Placeholder in --help for a string that matches the pattern.
     separator : str
-        The separator between the numbers of a list such as "2,4"; "" if the value is no list. In
+        The separator between the numbers of a list such as "2,4"; "" if the value is not a list. In
         Python and TOML, a list may also be a sequence of numbers.
     optional : bool
         Whether None is valid. TOML files and the command line write None as "none".
@@ -210,7 +210,10 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
     if converted is None or not (converted in rule.choices or _fits(rule, converted)):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
         kind = kind if converted is None else ""
-        shown_value = repr(value) if isinstance(value, str) and not text else value
+        try:
+            shown_value = repr(value) if isinstance(value, str) and not text else str(value)
+        except RecursionError:  # a list in a list in a list ...
+            shown_value = f"a {type(value).__name__} that is nested too deeply"
         raise UserError(f"{spelled} must be {kind}{rule.requirement}, found {shown_value}")
     return converted
 
