@@ -1,7 +1,7 @@
 """The command `mpidl`, which runs `mpidl train` as `python -m mpidl.train` and so on.
 
-This module stands beside the package, because importing the package loads NumPy and all layers. A
-list of the commands needs none of them.
+This module is outside of the package, because importing the package loads NumPy and all layers,
+which a list of the commands does not need.
 """
 
 import importlib

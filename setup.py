@@ -1,7 +1,7 @@
-"""Compiles the kernels into the package; all else stands in setup.cfg.
+"""Compile the kernels into the package; setup.cfg has all other settings.
 
-Without a compiler the package is built too, and NumPy does the work. The kernels do not use the
-Python API, so that one wheel serves every Python.
+The package is also built without a compiler; NumPy then does the arithmetic. The kernels do not use
+the Python API, so that one wheel serves every Python.
 """
 
 import os
@@ -27,16 +27,16 @@ class Build(build_py):
             compile_kernels(kernels["LIB"])
         else:
             folder = os.path.join(self.build_lib, KERNELS)
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
+            shutil.rmtree(folder, ignore_errors=True)  # remove libraries of an earlier build
             compile_kernels(folder)
 
     def find_package_modules(self, package, folder):
-        # kernels/build.py is of no use without the sources
+        # kernels/build.py is useless without the sources
         return [] if package == "mpidl.kernels" else super().find_package_modules(package, folder)
 
 
 class Wheel(bdist_wheel):
-    """One wheel for all Pythons: of this platform where there are kernels in it, else of any."""
+    """One wheel for all Python versions: for this platform if it contains kernels, else for any."""
 
     def get_tag(self):
         built = os.path.join(self.get_finalized_command("build").build_lib, KERNELS)
@@ -45,14 +45,14 @@ class Wheel(bdist_wheel):
 
 
 class Platform(Distribution):
-    """What is built belongs to a platform."""
+    """The build result belongs to a platform."""
 
     def has_ext_modules(self):
         return True
 
 
 def compile_kernels(folder):
-    """Compile all builds into a folder and say which could not be, and why."""
+    """Compile all builds into a folder, and print which builds failed, and why."""
     try:
         compiler = kernels["find_compiler"]()
         failed = kernels["compile_builds"](kernels["builds"](), folder, compiler)

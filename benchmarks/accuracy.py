@@ -27,7 +27,7 @@ from mpidl.nn.layers import LayerContext
 from mpidl.text import pip_install
 from mpidl.training.options import configuration
 
-ZERO = 1e-9  # times the largest gradient; smaller arrays hold rounding errors only
+ZERO = 1e-9  # fraction of the largest gradient below which arrays hold only rounding errors
 AGREE = 1e-10  # largest allowed difference between the two float64 steps
 
 

@@ -10,7 +10,7 @@ from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.options import training_options
 
-# {sub-command, which has a module: what it measures}
+# {sub-command, which is also the name of its module: what it measures}
 BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",
@@ -35,7 +35,7 @@ BENCHMARKS = {
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # options that training has too
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also of training
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:

@@ -1,8 +1,8 @@
 """`python -m benchmarks input --memory`: measure the memory for training on a large packed set.
 
 The benchmark runs `python -m mpidl.train` twice with the same `--cache-mb`: on a packed file of
-some gigabytes ("whole") and on one mini-batch of it ("cut"). The run on the cut set reads nothing
-ahead. The benchmark compares the peak memory of all ranks together. It adds anonymous memory
+some gigabytes ("whole") and on one mini-batch of it ("cut"). The run on the cut set prefetches
+nothing. The benchmark compares the peak memory of all ranks together. It adds anonymous memory
 (RssAnon) and shared memory (the sum of Pss_Shmem, which counts a page once even if several
 processes map it). `--cache-mb` bounds the difference between the two peaks: all memory for data
 except the mini-batch in use. The difference leaves out the pixels of the cut set, which both runs

@@ -1,4 +1,4 @@
-"""`python -m benchmarks logging`: the cost of metrics, event files and the monitor per epoch.
+"""`python -m benchmarks logging`: measure what metrics, event files and the monitor cost.
 
 The sides take turns to train one epoch of the digits network: without records, with metrics.jsonl,
 with event files for TensorBoard as well, and with `mpidl.monitor` watching too. The time of an

@@ -22,7 +22,7 @@ def busy(seconds: float = 0.5) -> float:
     def clock():
         with open("/proc/stat") as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]
-        return sum(ticks), ticks[3] + ticks[4]  # all, idle
+        return sum(ticks), ticks[3] + ticks[4]  # times of all states, idle time
 
     try:
         before = clock()
@@ -54,7 +54,7 @@ def refuse_launcher(command: str) -> None:
 def start_of_peak() -> int:
     """Return the resident bytes of this process and reset the peak that `peak` returns.
 
-    First return unused memory of malloc to the system, as far as possible.
+    First make malloc return unused memory to the system, as far as possible.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)

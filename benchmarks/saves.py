@@ -1,10 +1,9 @@
-"""`python -m benchmarks saves`: what the checkpoints and plots of a training cost.
+"""`python -m benchmarks saves`: measure the cost of checkpoints and plots in a training.
 
 One training takes turns of steps. In every second turn, a checkpoint and progress.png are written,
-as at the end of an epoch. A turn ends when its files are written, so it contains all the time that
-they take from the training: what the ranks wait, and the processor time of the process that writes.
-The cost is the difference between neighbouring turns. Under mpirun, the ranks that it started
-train.
+as at the end of an epoch. A turn ends when its files are written, so it contains the whole cost of
+the files: the time that the ranks wait, and the processor time of the process that writes. The cost
+is the difference between neighbouring turns. Under mpirun, the ranks that it started train.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from mpidl.training.trainer import Trainer
 
 PLAIN, SAVING = "without files", "with files"
 CLASSES, SIDE = 1000, {"alexnet": 227}
-EPOCHS = {"ImageNet": 1_281_167, "10,000 images": 10_000}  # images of epochs to compare with
+EPOCHS = {"ImageNet": 1_281_167, "10,000 images": 10_000}  # images per epoch
 OPTIONS = ("network", "batch_size", "threads", "rounds", "iterations")
 
 
@@ -40,7 +39,7 @@ class Turns:
     seconds : dict
         {kind: seconds of each turn}
     stalls : list of float
-        Seconds for which the ranks wait at each checkpoint and plot.
+        Seconds that the ranks wait at each checkpoint and plot.
     processor_seconds : list of float
         Processor time that the process beside rank 0 has used in each turn with files.
     """
@@ -59,7 +58,7 @@ class Turns:
         if steps:
             return
         if turn == 0:
-            self._save(run)  # starts the process, which is not measured
+            self._save(run)  # starts the process; this turn is not measured
         run.writer.wait()
         run.world.barrier()
         now, used = time.perf_counter(), _processor_seconds(run.writer.background.process)

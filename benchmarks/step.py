@@ -33,7 +33,7 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
         subject.network(options.network, options.image, options.seed), batch, world
     )
     for _ in range(2):
-        replayed()  # recorded, then checked
+        replayed()  # the first two steps are recorded and checked
     peak_mib = world.gop("max", machine.peak_of_steps(step, 3) / 2**20)
     times, part_times = [], {name: [] for name in vars(step.times)}
     replayed_times = []

@@ -22,7 +22,7 @@ def main(argv=None):
     job, address = subject.join(argv)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(job.threads)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes outside the turns
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no compiler processes outside the turns
     import torch
 
     torch.set_num_threads(job.threads)

@@ -21,9 +21,9 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 from mpidl.training.trainer import Trainer
 
-KINDS = ("off", "on", "again")  # "again" is off
-BATCHES = 4  # mini-batches of an epoch
-CAPACITY = 1 << 20  # spans of a turn
+KINDS = ("off", "on", "again")  # "again" has the timeline off, as "off"
+BATCHES = 4  # mini-batches per epoch
+CAPACITY = 1 << 20  # largest number of spans per turn
 OPTIONS = ("network", "batch_size", "threads", "rounds", "iterations")
 
 

@@ -1,6 +1,7 @@
 """The networks of torchvision, written with torch.nn and torchvision's names of modules.
 
-The oracle of `mpidl.nn.zoo.torchvision`: PyTorch has no CPU build of torchvision everywhere.
+They are the oracle of `mpidl.nn.zoo.torchvision`, because a CPU build of torchvision is not
+available everywhere.
 """
 
 import torch

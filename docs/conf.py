@@ -30,7 +30,7 @@ root_doc = "docs/index"
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 include_patterns = ["docs/**", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 include_patterns.append("kernels/README.md")
-# Folders that Sphinx would walk through in vain.
+# Folders without pages.
 exclude_patterns = [".*", "benchmarks", "build", "dist", "environments", "examples", "mpidl", "run"]
 exclude_patterns += ["runs", "tests"]
 nitpicky = False  # types in docstrings are prose: "array (n, C, H, W)"
@@ -39,7 +39,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = True
 default_role = "code"  # `name` in a docstring
-highlight_language = "text"  # of a block without a language
+highlight_language = "text"  # for blocks without a language
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings have the types, with shapes and units

@@ -1,4 +1,4 @@
-"""Train the digits network by a loop of one's own; `dl.train` gives the same weights.
+"""Train the digits network in a custom loop, with the same weights as `dl.train`.
 
 mpirun -n 4 python examples/custom_loop.py [FOLDER OF IMAGES] [EPOCHS]
 """
@@ -13,7 +13,7 @@ def model_loss(net, images, labels):
 
 
 def main(data="digits", epochs=20):
-    world = dl.World()  # this rank, of how many
+    world = dl.World()  # this rank and the number of ranks
     images, _ = dl.data.open_data(data, world)
     train, test = images.split(0.9, seed=0)
     layers = [dl.Conv2D(5, 20), dl.BatchNorm(), dl.ReLU()]
@@ -23,7 +23,7 @@ def main(data="digits", epochs=20):
     net = dl.Network(layers, train.image_shape, seed=0)
     queue = dl.MinibatchQueue(train, batch_size=128, seed=0, world=world)
     sgdm = dl.SGDM(learning_rate=0.01, momentum=0.9)
-    step = dl.value_and_grad(model_loss)  # with reduce=world it adds up while backward runs
+    step = dl.value_and_grad(model_loss)  # reduce=world would sum during backward
 
     for epoch in range(1, int(epochs) + 1):
         for share, labels in queue.epoch(epoch):  # this rank's share of the mini-batch

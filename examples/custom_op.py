@@ -1,7 +1,7 @@
-"""An op of one's own with a weight, and a loss with tied and normalized weights and a penalty.
+"""A custom op with a weight, and a loss with tied and normalized weights and a penalty.
 
-All of it is written for plain arrays, one block of at most 16 images at a time; the hash it ends
-with is the same on any number of ranks.
+The code works on plain arrays, one block of at most 16 images at a time. The hash that it prints is
+the same on any number of ranks.
 
     mpirun -n 3 python examples/custom_op.py [FOLDER OF IMAGES] [ITERATIONS]
 """
@@ -17,7 +17,7 @@ import mpidl as dl
 
 @dl.op
 def swish(x, slope):
-    """y = x * sigmoid(slope * x), with a slope a channel. x, y: (n, C, H, W); slope: (C,)."""
+    """y = x * sigmoid(slope * x), with a slope per channel. x, y: (n, C, H, W); slope: (C,)."""
     s = slope[:, None, None]
     gate = 1 / (1 + np.exp(-s * x))
 
@@ -29,21 +29,21 @@ def swish(x, slope):
 
 
 def model_loss(w, images, labels):
-    # Weight normalization: the length of a filter is learned apart from its direction.
+    # Weight normalization: the length of a filter is learned separately from its direction.
     direction = w["conv.direction"]
     norm = dl.sqrt(dl.total(direction**2, axis=(1, 2, 3)))
     filters = direction * dl.reshape(w["conv.length"] / norm, (8, 1, 1, 1))
     x = swish(dl.conv2d(images, filters, w["conv.bias"], stride=2), w["swish.slope"])
-    # Tied weights: the way back is the transpose of the way there.
+    # Tied weights: the decoder is the transpose of the encoder.
     x = dl.conv2d(x, w["mix.weight"], w["mix.bias"])
     x = dl.conv2d(x, dl.transpose(w["mix.weight"], (1, 0, 2, 3)), w["conv.bias"])
     scores = dl.dense(dl.flatten(x), w["dense.weight"], w["dense.bias"])
-    penalty = 0.001 * dl.total(w["dense.weight"] ** 2)  # counts once, however many ranks there are
+    penalty = 0.001 * dl.total(w["dense.weight"] ** 2)  # counted once, on any number of ranks
     return dl.softmax_cross_entropy(scores, labels) + penalty
 
 
 def initial(image_shape, classes):
-    """The learnables, {name: float32 array}: uniform, keyed by name."""
+    """Return the initial learnables, {name: float32 array}: uniform numbers, keyed by name."""
     c, h, width = image_shape
     features = 8 * ((h - 5) // 2 + 1) * ((width - 5) // 2 + 1)
     shapes = {

@@ -1,7 +1,7 @@
-"""Train a small network to take the noise out of images: a data set of one's own, with targets.
+"""Train a small network to remove noise from images, with a custom data set that has targets.
 
-The set is a class with three methods. An image is what it was with noise added, and its target is
-what it was; what is minimized is the mean squared error between the network's output and that.
+The data set is a class with three methods. Each image has noise added, and its target is the image
+without noise. The loss is the mean squared error between the network's output and the target.
 
     mpirun -n 4 python examples/denoise.py [FOLDER OF IMAGES] [ITERATIONS]
 """
@@ -14,9 +14,9 @@ import mpidl as dl
 
 
 class Noisy(dl.data.Datastore):
-    """Images with noise, each with itself as its target."""
+    """Images with noise; the target of each is the image without noise."""
 
-    dtype = np.dtype(np.float32)  # what `read` returns
+    dtype = np.dtype(np.float32)  # the type that `read` returns
 
     def __init__(self, images, strength=0.2, seed=0):
         self.images, self.strength, self.seed = images, strength, seed
@@ -28,7 +28,8 @@ class Noisy(dl.data.Datastore):
     def read(self, indices):
         found = self.targets(indices)
         for image, i in zip(found, indices, strict=True):
-            # Keyed by the image: the same noise whichever rank or thread reads it, and when.
+            # Keyed by the image: the noise is the same for every rank, thread and epoch that reads
+            # it.
             numbers = dl.keyed.uniform(self.seed, "noise", image.size, sample=int(i))
             image += self.strength * (2 * numbers.reshape(image.shape) - 1)
         return found

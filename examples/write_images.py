@@ -4,7 +4,7 @@
 
 FOLDER/images has a sub-folder of PNG files for each class, as `--data` expects it. The images of a
 class are numbered from 0; by default, the first 200 are written. FOLDER/new has 20 further images
-without labels; their names begin with what they show.
+without labels; their names begin with the digit that they show.
 """
 
 import sys

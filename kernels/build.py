@@ -28,7 +28,7 @@ OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
 FLAGS = (
     "-std=gnu11 -O3 -fPIC -fvisibility=hidden -pthread -ffp-contract=off -fno-math-errno "
     "-Wall -Wextra -Wmissing-prototypes -Wstrict-prototypes -Wno-pass-failed "
-    "-Wno-unused-parameter"  # callbacks of one type share a signature; some ignore arguments
+    "-Wno-unused-parameter"  # callbacks of one type share a signature, and some ignore arguments
 ).split()
 # Features are listed one by one because older compilers do not know -march=x86-64-v3.
 AVX2 = "-mavx2 -mfma -mbmi -mbmi2".split()
@@ -200,7 +200,7 @@ def _object(compiler, version, flags, name):
 def _remove_old_objects(days=30):
     """Remove objects that no compilation has used in the last `days` days."""
     for entry in os.scandir(OBJECTS):
-        with contextlib.suppress(OSError):  # the file of another user, or removed meanwhile
+        with contextlib.suppress(OSError):  # of another user, or removed meanwhile
             if entry.stat().st_mtime < time.time() - days * 86400:
                 os.unlink(entry)
 

@@ -3,7 +3,7 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
-# Before anything else, which takes time: a signal may arrive.
+# First of all: a signal may arrive during the imports below.
 from mpidl import startup
 
 startup.begin()
@@ -91,6 +91,8 @@ from mpidl.report.history import history as history
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
+from mpidl.training.optimizers import LAMB as LAMB
+from mpidl.training.optimizers import LARS as LARS
 from mpidl.training.optimizers import SGDM as SGDM
 from mpidl.training.optimizers import Adam as Adam
 from mpidl.training.optimizers import AdamW as AdamW

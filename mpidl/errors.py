@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpidl.text import printable
 
-LONGEST = 1000  # characters of a message, which may quote a file
+LONGEST = 1000  # largest number of characters of a message, which may quote a file
 
 
 class UserError(Exception):
@@ -38,7 +38,7 @@ class NotFinite(Fault):
     Attributes
     ----------
     description : str
-        What is not finite, and at which iteration. The message adds advice.
+        Says what is not finite, and at which iteration. The message adds advice.
     """
 
     def __init__(self, description: str, advice: str):

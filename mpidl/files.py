@@ -112,7 +112,7 @@ class RawFile:
             raise unreadable(self.path, e) from None
 
     def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
-        """Fill the rows of a C-ordered array with the bytes from an offset per row on.
+        """Fill each row of a C-ordered array with the bytes that start at the row's offset.
 
         `check` must have been called before. Rows that are consecutive in the file are read
         together.
@@ -211,7 +211,7 @@ def write_whole(
     Raises
     ------
     UserError
-        If the disk is full, if the folder cannot be written to, or if the path is that of a device.
+        If the disk is full, if the folder cannot be written to, or if the path names a device.
     """
     if _is_special(path):  # a rename would replace it, such as /dev/null for root
         raise UserError(f"{path}: expected the path of a file, found a device or a pipe")

@@ -42,7 +42,7 @@ def key_of(seed: int, purpose: str) -> np.ndarray:
     seed : int
         Seed of the run.
     purpose : str
-        What the numbers are for, such as "order"; other purposes give independent numbers.
+        Use of the numbers, such as "order"; numbers of different purposes are independent.
 
     Returns
     -------
@@ -61,11 +61,11 @@ def uniform(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int 
     seed : int
         Seed of the run.
     purpose : str
-        What the numbers are for.
+        Use of the numbers.
     count : int
-        How many numbers to return.
+        Number of results.
     epoch, sample : int
-        Epoch and number of the sample; each pair has numbers of its own.
+        Epoch and number of the sample; each pair has different numbers.
 
     Returns
     -------
@@ -87,9 +87,9 @@ def permutation(n: int, seed: int, purpose: str, *, epoch: int = 0) -> np.ndarra
     seed : int
         Seed of the run.
     purpose : str
-        What the permutation is for.
+        Use of the permutation.
     epoch : int
-        Epoch; each has a permutation of its own.
+        Epoch; each epoch has a different permutation.
 
     Returns
     -------

@@ -14,6 +14,7 @@ from mpidl.blocks import Blocked
 from mpidl.cross_entropy_loss import CrossEntropy, Sums, is_cross_entropy
 from mpidl.data.checks import check_classes
 from mpidl.data.datastore import need_datastore
+from mpidl.data.transforms.image_targets import moved_shape
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
@@ -84,12 +85,23 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     return checked_loss
 
 
-def labels_per_image(datastore: Any) -> int:
+def targets_shape(net: Network, datastore: Any) -> tuple[int, ...] | None:
+    """Return the shape of targets as the network's loss receives them, or None if there are none.
+
+    Targets that are images or labels of pixels are cropped with their images (`Network.crop`).
+    """
+    if datastore.targets_shape is None:
+        return None
+    size = datastore.image_shape[1:] if net.crop is None else net.crop
+    return moved_shape(datastore, (datastore.image_shape[0], *size))
+
+
+def labels_per_image(net: Network, datastore: Any) -> int:
     """Return the number of labels per image.
 
     The number is 1, or the number of elements in the targets of an image.
     """
-    return math.prod(datastore.targets_shape or ())
+    return math.prod(targets_shape(net, datastore) or ())
 
 
 def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: Any) -> list[str]:
@@ -208,7 +220,7 @@ def _check_label_targets(net, datastore):
 
     The targets of an image are an array of labels, such as one label per pixel.
     """
-    dataset, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
+    dataset, shape, outputs = datastore.describe(), targets_shape(net, datastore), net.output_shape
     if datastore.targets_dtype.kind not in "iu":
         gray = len(shape) == 3 and shape[0] == 1
         hint = "; pixel_labels=True of dl.data.combined reads pixels as labels" if gray else ""
@@ -226,7 +238,7 @@ def _check_label_targets(net, datastore):
 
 def _check_targets(loss, net, datastore):
     """Raise a UserError unless the targets are floats with the same shape as the outputs."""
-    dataset, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
+    dataset, shape, outputs = datastore.describe(), targets_shape(net, datastore), net.output_shape
     if shape is None:
         contents = "labels alone" if datastore.labels is not None else "none"
         raise UserError(f"{dataset}: --loss {loss}: expected images with targets, found {contents}")

@@ -1,4 +1,4 @@
-"""Answer MATLAB's names, and its names of arguments, with the call of mpidl.
+"""Explain MATLAB's names, and its names of arguments, by mpidl's equivalents.
 
 `mpidl.trainNetwork` raises an AttributeError that names `dl.train`; `hasattr` is therefore False.
 docs/matlab.md has the same names in tables.
@@ -66,6 +66,8 @@ NAMES: dict[str, str] = {
     "combine": "dl.data.combined(images, targets)",
     "transform": "images.transform(function)",
     "splitEachLabel": "images.split(0.9), or images.split(0.8, 0.1) for three parts",
+    "cvpartition": "images.kfold(5), pairs of training and validation images",
+    "crossval": "images.kfold(5), or `folds = 5` in the file of mpidl.sweep",
     "countEachLabel": "images.class_counts()",
     "categories": "images.classes",
     "partition": "images.subset(range(rank, len(images), ranks)); dl.MinibatchQueue needs none",
@@ -198,14 +200,14 @@ def missing_name(name: str) -> NoReturn:
         text = f"mpidl.{name}: MATLAB's {name} is {NAMES[name]}"
     elif not name.startswith("_"):
         text += did_you_mean(name, [n for n in dir(package) if not n.startswith("_")])
-    # With an `obj`, Python would append a name of its own choice.
+    # With an `obj`, Python would append its own suggestion.
     raise AttributeError(text, name=name, obj=None)
 
 
 def explain_arguments(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a function explain unknown keyword arguments, such as MATLAB's, in one line.
 
-    The TypeError suggests the most similar argument, or says how mpidl does without it.
+    The TypeError suggests the most similar argument, or says why mpidl does not need it.
     """
     parameters = inspect.signature(function).parameters
     owner = function.__qualname__.removesuffix(".__init__")

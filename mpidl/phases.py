@@ -133,7 +133,7 @@ class Phase:
 
 
 class _Span:
-    """Context manager of a span that changes no kind of time."""
+    """Context manager of a span that does not change the kind of time."""
 
     __slots__ = ("_name", "_start")
 

@@ -1,4 +1,4 @@
-"""Start a Python process beside this one: it serves this process, and is no part of an MPI job.
+"""Start a Python process beside this one, which serves this process and is not part of an MPI job.
 
 The process ends when its stdin ends, so it never outlives the process that has started it.
 """
@@ -16,9 +16,9 @@ from typing import Any
 # Prefixes of the variables that MPI launchers set. If a library such as h5py loads MPI, they would
 # make the process act as a rank.
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
-# Schedulers and terminals send these to all processes of a job; the ranks decide what follows.
+# Schedulers and terminals send these to all processes of a job; only the ranks react to them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-NICE = 5  # a process gives way to the training
+NICE = 5  # niceness that gives way to the training
 
 
 def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
@@ -32,7 +32,7 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
     arguments : sequence of str
         Arguments of Python.
     **keywords
-        Other arguments of Popen than stdin, which is a pipe.
+        Arguments of Popen except stdin, which is a pipe.
 
     Returns
     -------

@@ -1,12 +1,13 @@
-"""What a command does before NumPy and MPI load: take signals, and import with few questions.
+"""Prepare a command before NumPy and MPI load: handle signals, and import with few system calls.
 
 A scheduler may send USR1 or TERM while a command still imports its modules. Their default action
-would kill the rank. The commands that stop with a checkpoint therefore note these signals first of
-all, and `failure.Signals` finds the note when it takes over.
+would kill the rank. The commands that stop with a checkpoint therefore first install handlers that
+note these signals, and `failure.Signals` reads the note when it takes over.
 
-For each module, Python asks the file system six times: for the status of its folder, twice for that
-of its file, and for its bytecode, which it opens and asks for the status twice. A parallel file
-system feels that if thousands of ranks start at the same time. Commands ask twice.
+For each module, Python calls the file system six times: once for the status of the folder, twice
+for the status of the file, once to open the bytecode and twice for the status of the bytecode. If
+thousands of ranks start at the same time, this slows a parallel file system. In a command, two
+calls remain.
 
 In a user's program this module changes nothing.
 """
@@ -46,7 +47,7 @@ def command() -> str | None:
     package, _, name = sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")
     if package != "mpidl":
         return None
-    if "." in name:  # a process that a command has started beside it
+    if "." in name:  # a side process of a command
         return None
     return name or next(iter(sys.argv[1:]), None)  # "python -m mpidl train"
 

@@ -30,10 +30,10 @@ def _escape(character):
 def pip_install(extra: str) -> str:
     """Return the command that adds an extra of setup.cfg to this environment.
 
-    It names the package if pip has installed it, also from a checkout. Otherwise it names the
-    folder that Python imports, because another package of this name may be in an index.
+    The command names the package if pip has installed it, even from a checkout. Otherwise it names
+    the folder that Python imports, because another package of this name may be in an index.
     """
-    import importlib.metadata  # late: only errors need it
+    import importlib.metadata  # imported late, because only errors need it
 
     try:
         importlib.metadata.distribution("mpidl")

@@ -17,7 +17,7 @@ watched() { # watched TEXT LOG COMMAND...: run a command, output to LOG; show ho
     : >"$log"
     watch_command "$text" "$log" &
     watcher=$!
-    trap end_watcher EXIT # for a command that Ctrl-C ends
+    trap end_watcher EXIT # if Ctrl-C ends the command
     "$@" >"$log" 2>&1 || code=$?
     end_watcher
     trap - EXIT
@@ -109,7 +109,7 @@ unlock() { exec 9<&-; }
 
 set_up() { # set_up train|test EXTRAS [PIP OPTION...]: make the environment, install the package
     make_environment
-    compile_kernels # before pip, which hides how far the compiler is
+    compile_kernels # before pip, which hides the progress of the compiler
     install_package "$@"
 }
 
@@ -180,13 +180,13 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
 link_system_mpi() { # let mpi4py find the machine's MPI, and note its ABI for the job scripts
     local log=$venv/mpidl-mpi.log
     if ! "$venv/bin/python" "$root/run/link_mpi.py" >"$venv/mpidl-abi" 2>"$log"; then
-        rm -f "$venv/mpidl-train" "$venv/mpidl-test" # of an earlier installation
+        rm -f "$venv/mpidl-train" "$venv/mpidl-test" # stamps of an earlier installation
         die "--system-mpi: $(tail -n 1 "$log")"
     fi
     [ ! -s "$log" ] || say "$(tail -n 1 "$log")"
 }
 
-add_extra() { # add_extra EXTRA: install what an extra of setup.cfg names, unless it is installed
+add_extra() { # add_extra EXTRA: install the packages of an extra of setup.cfg, if missing
     if ! has_extra "$1"; then
         lock
         has_extra "$1" || install_extra "$1"

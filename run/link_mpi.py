@@ -3,10 +3,11 @@
     .venv/bin/python run/link_mpi.py
 
 mpi4py loads libmpi.so.12 (the ABI mpich, also of Intel MPI and Cray MPICH) or libmpi.so.40 (the ABI
-openmpi). If it finds none, or one of another MPI than `mpirun` on PATH, this program looks for the
-library of that mpirun. It compiles an empty library with the expected name that loads the library
-by its path, into the folder `lib` of the environment, where mpi4py looks first. A symbolic link
-would not do: the name that counts is inside the file, which for Debian's MPICH is libmpich.so.12.
+openmpi). If it finds no such library, or the library of another MPI than that of `mpirun` on PATH,
+this program looks for the library of that mpirun. It compiles an empty library with the expected
+name that loads the library by its path, into the folder `lib` of the environment, where mpi4py
+looks first. A symbolic link would not work, because the loader uses the name inside the file, which
+for Debian's MPICH is libmpich.so.12.
 
 MPI4PY_LIBMPI names the library if this program cannot find it.
 """
@@ -21,11 +22,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-NAMES = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}  # what mpi4py's extensions load
+NAMES = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}  # libraries that mpi4py loads
 MPIRUNS = {"mpich": r"HYDRA|Intel\(R\) MPI|MVAPICH", "openmpi": r"Open ?MPI|OpenRTE|PRRTE|prte"}
 PATTERNS = ("libmpi.so*", "libmpich.so*", "libmpi_*.so.12")
 LIB = Path(sys.prefix) / "lib"
-# Print the ABI of a library; fail if it is no MPI.
+# Print the ABI of a library; fail if it is not an MPI.
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -79,7 +80,7 @@ def main() -> str:
 
 
 def abi_of_mpirun() -> str | None:
-    """Return the ABI of the libraries whose ranks `mpirun` starts; None if it does not say."""
+    """Return the ABI of the MPI to which `mpirun` belongs; None if it does not say."""
     if not shutil.which("mpirun"):
         return None
     words = ["mpirun", "--version"]
@@ -89,13 +90,13 @@ def abi_of_mpirun() -> str | None:
 
 
 def list_libraries() -> list[str]:
-    """Return the files that may be MPI libraries, those that belong to mpirun first."""
+    """Return the files that may be MPI libraries; files that belong to mpirun come first."""
     paths = [path for folder in library_folders() for path in list_folder(folder)]
     return list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]
 
 
 def library_folders() -> Iterator[str]:
-    """Yield the folders of libraries, those that belong to mpirun first."""
+    """Yield the folders of libraries; folders that belong to mpirun come first."""
     if mpirun := shutil.which("mpirun"):
         for path in (mpirun, os.path.realpath(mpirun)):
             prefix = os.path.dirname(os.path.dirname(path))
@@ -109,12 +110,12 @@ def library_folders() -> Iterator[str]:
 
 
 def list_folder(folder: str) -> list[str]:
-    """Return the files of a folder whose names are those of MPI libraries."""
+    """Return the files of a folder that are named like MPI libraries."""
     return [path for pattern in PATTERNS for path in sorted(glob.glob(f"{folder}/{pattern}"))]
 
 
 def probe(text: str, *words: str) -> tuple[str, str]:
-    """Run a text of Python; return the last line that it prints, and that of its errors."""
+    """Run Python code; return the last line of its stdout, and the last line of its stderr."""
     command = [sys.executable, "-c", text, *words]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     output = result.stdout.split("\n")[-2:-1] if result.returncode == 0 else []
@@ -132,7 +133,7 @@ def compile_link(library: str, link: Path) -> None:
     compiler = os.environ.get("CC", "").split() or [shutil.which("cc") or "gcc"]
     words = [*compiler, "-shared", "-nostdlib", "-x", "c", os.devnull, "-x", "none"]
     with tempfile.TemporaryDirectory() as folder:
-        stand_in = f"{folder}/library.so"  # its name in the file, a path, is what the linker notes
+        stand_in = f"{folder}/library.so"  # the linker records the name in the library
         try:
             for more in (
                 ["-o", stand_in, f"-Wl,-soname,{library}"],

@@ -1,5 +1,6 @@
-# What the job scripts train.slurm, sweep.slurm and scaling.slurm share. They source this file after
-# they have set `script` and `venv`, and after a trap that sets `asked` when Slurm sends a signal.
+# Functions of the job scripts train.slurm, sweep.slurm and scaling.slurm. They source this file
+# after they have set `script` and `venv`, and after a trap that sets `asked` when Slurm sends a
+# signal.
 # shellcheck shell=bash disable=SC2154
 
 say() { echo "$script: $(date +%FT%T) $*"; }
@@ -53,7 +54,7 @@ run() { # run COMMAND...: run it with requests to stop passed on as USR1, and se
     [ -z "$asked" ] || return 0
     "$@" &
     step=$!
-    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # asked before `step` was set
+    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # if the signal came before `step` was set
     is_interrupted=yes
     while [ -n "$is_interrupted" ]; do # a signal interrupts `wait`, but not the step
         is_interrupted=""
@@ -83,18 +84,18 @@ run_ranks() { # run_ranks MODULE ARGUMENT...: run it on all tasks; once more if 
     fi
 }
 
-list_results() { # without the lock, which a step that was killed at its start leaves
+list_results() { # ignore the lock, which a step that was killed at its start leaves
     ls -lAR --full-time --ignore='*run.lock*' "$out" 2>/dev/null | cksum
 }
 
 read_facts() { facts=$(scontrol --oneliner show job "$job" 2>/dev/null); }
 
-fact() { # fact NAME: print what Slurm said to read_facts, such as the JobState
+fact() { # fact NAME: print a value that read_facts got from Slurm, such as the JobState
     [[ " $facts" =~ \ $1=([^\ ]*) ]] && printf '%s\n' "${BASH_REMATCH[1]}"
 }
 
 # scancel, preemption and requeuing send the same signals: only these facts differ.
-is_ending() { # whether Slurm ends the job, which it does not do in the grace time of a preemption
+is_ending() { # succeed if Slurm ends the job; during the grace time of a preemption, it does not
     [[ $(fact JobState) =~ ^(COMPLETING|CANCELLED)$ ]]
 }
 

@@ -64,7 +64,7 @@ def without_pytest(stacks: str) -> str:
 
 
 def settled(value, expected) -> bool:
-    """Wait until value() is `expected`, and return whether it still is a moment later."""
+    """Wait until value() is `expected`; return whether it still is a moment later."""
     wait_until(lambda: value() == expected)
     time.sleep(0.02)
     return value() == expected

@@ -132,7 +132,7 @@ class Progress:
     def say(self, text):
         self.terminal.ensure_newline()
         self.terminal.write_line(text)
-        self.terminal.flush()  # into a pipe or a file too
+        self.terminal.flush()  # also into a pipe or a file
 
     def pytest_sessionfinish(self, exitstatus):
         if self.run.record and exitstatus == pytest.ExitCode.OK:

@@ -37,7 +37,7 @@ def parameters_of(function):
 
 
 def problems_of(path, definitions, parameters, has_result):
-    """Return a line for each thing that the docstrings of the definitions leave out."""
+    """Return a line for each omission in the docstrings of the definitions."""
     sections = [sections_of(definition) for definition in definitions]
     if not any(section[""].strip() for section in sections):
         return [f"{path}: no docstring"]

@@ -19,7 +19,7 @@ VARIABLES = {
     "queue": dl.MinibatchQueue,
     "x": dl.Blocked,
 }
-SET_BY_INIT = {"rank", "size", "confusion", "rmse"}  # of a World, and of results
+SET_BY_INIT = {"rank", "size", "confusion", "rmse"}  # attributes of a World, and of results
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "matlab.md"
 
 
@@ -56,7 +56,7 @@ def test_a_call_that_does_not_exist_is_found():
 
 
 def test_the_page_has_no_name_without_an_answer():
-    """Each name in the first columns of docs/matlab.md is also ours, or it is in the table."""
+    """Each name in the first columns of docs/matlab.md is a name of mpidl or in the table."""
     unanswered = []
     for line in PAGE.read_text().splitlines():
         first = line.split("|")[1] if line.startswith("| ") else ""

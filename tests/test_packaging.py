@@ -34,7 +34,7 @@ PYTHON = SETUP["options"]["python_requires"].removeprefix(">=")
 
 
 class SpackRecipe:
-    """What a recipe for Spack tells, by definitions of the names that it imports."""
+    """The content of a Spack recipe, read with stand-ins for the names that it imports."""
 
     def __init__(self, path):
         self.versions, self.dependencies, self.variants = [], defaultdict(dict), set()

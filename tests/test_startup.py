@@ -1,4 +1,4 @@
-"""What a command does first: signals that arrive while it starts, and its imports."""
+"""The start of a command: signals that arrive during it, and its imports."""
 
 import importlib
 import os

@@ -1,6 +1,6 @@
 """Compile the kernels of the networks' training steps on all cores, and report the time.
 
-As usual, a kernel that was compiled before is read from its file (see `cubins`). The first run
+A kernel that was compiled before is read from its cache file (see `cubins`). The first run
 therefore measures compiling, and later runs measure reading.
 """
 

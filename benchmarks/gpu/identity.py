@@ -74,7 +74,7 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
 
 
 def _compare(report, expected, name, run):
-    """Check that a run gave the expected bytes; skip failed runs (None), already reported."""
+    """Check that a run gave the expected bytes; skip failed runs (None), reported before."""
     if run is None:
         return
     text = "the same weights and losses"

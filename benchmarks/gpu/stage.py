@@ -24,7 +24,7 @@ from mpidl.comm.launcher import environment
 from mpidl.nn import AveragePool2D, BatchNorm, Conv2D, Dense, MaxPool2D, Network, ReLU, zoo
 from mpidl.training.options import configuration
 
-EPOCHS = 20  # of training by the recipe of the digits network
+EPOCHS = 20  # epochs of training by the recipe of the digits network
 # Optional packages and their uses; the check needs only NumPy and CuPy.
 PACKAGES = {
     "mpi4py": "more than one rank",

@@ -27,11 +27,11 @@ from mpidl.training.train import train as train_network
 # 1.6e-6 at the lower rate and by 9.3e-5 at the higher rate. A gradient error of 1 % changes the
 # losses by 5e-4 at the lower rate. At the recipe's rate, 0.01, the effect of rounding grows to a
 # tenth of the loss within 71 iterations on any two machines. At that rate the check compares the
-# mean loss of the epoch, in which the two differ by 1 %.
+# mean loss of the epoch, which differs by 1 %.
 TOLERANCES = {1e-5: 1e-5, 1e-4: 1e-3}
 MEAN_TOLERANCE = 0.05
-TOLERANCES_TF32 = {1e-5: 5e-3}  # between training with TF32 and with float32 products on the GPU
-MIN_ACCURACY = 0.995  # on the digits' test images, by the recipe; CPUs reach 0.9990 to 1.0000
+TOLERANCES_TF32 = {1e-5: 5e-3}  # between TF32 and float32 products on the GPU
+MIN_ACCURACY = 0.995  # on the digits' test images; CPUs reach 0.9990 to 1.0000
 
 
 def main(argv=None):

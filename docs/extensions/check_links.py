@@ -36,7 +36,7 @@ def page_of(path):
 
 
 def problem_of(page, target):
-    """Return what is wrong with a link of the page, or None."""
+    """Return the problem with a link of the page, or None."""
     parts = urlsplit(target)
     if parts.scheme:
         return None

@@ -1,14 +1,15 @@
-/* Clip gradients at a threshold. Squares are summed in double, in an order that does not depend on
- * the number of threads. A tile has 16 lanes, which a tree sums; tiles and then parameters are
- * added in order. */
+/* Clip gradients at a threshold, or scale them by trust ratios. Squares are summed in double, in an
+ * order that does not depend on the number of threads. A tile has 16 lanes, which a tree sums; tiles
+ * and then parameters are added in order. */
 #include <math.h>
 
 #include "lanes.h"
 #include "mpidl.h"
 #include "team.h"
 
-enum { CHUNK = 1 << 14 };             /* floats of a tile */
+enum { CHUNK = 1 << 14 };             /* floats per tile */
 enum { EACH, ALL, NUMBERS };          /* method: what the threshold limits */
+enum { LARS, LAMB };                  /* method: what a trust ratio divides by */
 
 struct parameter { /* int64_t[4] in Python */
     int64_t weight, gradient, clipped; /* addresses */
@@ -23,7 +24,7 @@ struct job {
     float threshold;
 };
 
-struct part { /* the part of a parameter that a tile holds */
+struct part { /* the part of a parameter that belongs to a tile */
     const float *weight, *gradient;
     float *clipped, decay;
     int64_t which, count;
@@ -42,27 +43,46 @@ static struct part part_of(const struct job *job, int64_t tile) {
     };
 }
 
-/* Add the L2 regularization to the gradient, store the result in `clipped`, and the sum of its
- * squares in `sums`. */
+/* Add the L2 regularization to the gradient, and store the result in `clipped`. */
+static void regularize(struct part part) {
+    float *restrict to = part.clipped;
+    for (int64_t i = 0; i < part.count; i++)
+        to[i] = part.decay != 0 ? part.gradient[i] + part.decay * part.weight[i] : part.gradient[i];
+}
+
+/* Return the sum of the squares of a tile. */
+static double squares(const float *x, int64_t count) {
+    double lanes[LANES] = {0};
+    int64_t whole = count / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] += (double)x[i + j] * x[i + j];
+    for (int64_t i = whole; i < count; i++) lanes[i - whole] += (double)x[i] * x[i];
+    for (int half = LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
+    return lanes[0];
+}
+
 static void square_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct part part = part_of(job, tile);
-    float *restrict to = part.clipped;
-    double lanes[LANES] = {0};
-    for (int64_t i = 0; i < part.count; i++)
-        to[i] = part.decay != 0 ? part.gradient[i] + part.decay * part.weight[i] : part.gradient[i];
+    float *to = part.clipped;
+    regularize(part);
     if (job->method == NUMBERS) {
         float t = job->threshold;
         for (int64_t i = 0; i < part.count; i++) to[i] = to[i] > t ? t : to[i] < -t ? -t : to[i];
         return;
     }
-    int64_t whole = part.count / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES)
-        for (int j = 0; j < LANES; j++) lanes[j] += (double)to[i + j] * to[i + j];
-    for (int64_t i = whole; i < part.count; i++) lanes[i - whole] += (double)to[i] * to[i];
-    for (int half = LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
-    job->sums[tile] = lanes[0];
+    job->sums[tile] = squares(to, part.count);
+}
+
+/* Store the sums of the squares of the weights and of what the ratio divides by. */
+static void trust_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    struct part part = part_of(job, tile);
+    regularize(part);
+    job->sums[2 * tile] = squares(part.weight, part.count);
+    job->sums[2 * tile + 1] =
+        squares(job->method == LARS ? part.gradient : part.clipped, part.count);
 }
 
 static void scale_tile(void *argument, int64_t tile, float *own) {
@@ -97,5 +117,23 @@ void mpidl_clip(const int64_t *parameters, const float *decays, double *sums, do
     }
     if (method == ALL)
         for (int64_t i = 0; i < count; i++) scales[i] = factor(all, threshold);
+    each_tile(tiles, scale_tile, &job, 0);
+}
+
+void mpidl_trust(const int64_t *parameters, const float *decays, const float *coefficients,
+                 double *sums, double *scales, int64_t count, int64_t method) {
+    struct job job = {(const struct parameter *)parameters, decays, sums, scales, method, 0};
+    int64_t tiles = 0;
+    for (int64_t i = 0; i < count; i++) tiles += tiles_of(job.parameters + i);
+    each_tile(tiles, trust_tile, &job, 0);
+    for (int64_t i = 0; i < count; i++) {
+        double weight = 0, update = 0;
+        for (int64_t n = tiles_of(job.parameters + i); n; n--, sums += 2)
+            weight += sums[0], update += sums[1];
+        double norm = sqrt(weight), divisor = sqrt(update);
+        if (method == LARS) divisor += (double)decays[i] * norm;
+        int scaled = coefficients[i] != 0 && norm > 0 && divisor > 0;
+        scales[i] = scaled ? (double)coefficients[i] * norm / divisor : 1;
+    }
     each_tile(tiles, scale_tile, &job, 0);
 }

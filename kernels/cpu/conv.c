@@ -36,7 +36,7 @@ struct pass {
     const float *filters; /* weights, spread if the stride is not 1 */
     const float *packed;  /* transformed weights, each group `packed_group` floats */
     int64_t packed_group;
-    int64_t winograd_at;  /* offset of Winograd's scratch in the team's */
+    int64_t winograd_at;  /* offset of Winograd's scratch in the team's scratch */
     int64_t spread_at;    /* offset of spread gradients of weights */
     struct padded in, out; /* layouts of x and dy in the team's scratch */
     int in_place;         /* x is read without a copy */
@@ -45,7 +45,7 @@ struct pass {
     int32_t *offset;
     const struct phase *phases;
     int64_t phase_count;
-    struct leaves *leaves; /* or NULL: no dweight */
+    struct leaves *leaves; /* NULL if dweight is not needed */
 };
 
 static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t phases) {

@@ -33,8 +33,8 @@ static struct plan *make_plan(const struct tree *tree, float *room) {
 enum { ACROSS = 2 * WIDTH };
 
 struct tile {
-    const float *dy;    /* of a block, starting at the tile's first output */
-    const float *x;     /* of the block, starting at the tile's first feature, image by image */
+    const float *dy;    /* dy of a block, starting at the tile's first output */
+    const float *x;     /* x of the block, starting at the tile's first feature, image by image */
     int64_t image;      /* stride of the images of x */
     float *slots;       /* the tile in the lowest slot */
     int64_t slot, slot_row;

@@ -26,7 +26,7 @@ struct two {
 
 /* Return a * b without rounding, as high + low, where high is the rounded product (Dekker 1971). */
 INLINE struct two exact_product(vec a, vec b) {
-    vec a_high = (vec)((ivec)a & ~0xfff), a_low = a - a_high; /* 12 bits each */
+    vec a_high = (vec)((ivec)a & ~0xfff), a_low = a - a_high; /* two halves of 12 bits each */
     vec b_high = (vec)((ivec)b & ~0xfff), b_low = b - b_high;
     vec high = a * b, low = (a_high * b_high - high) + a_high * b_low + a_low * b_high;
     return (struct two){high, low + a_low * b_low};

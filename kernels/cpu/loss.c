@@ -20,7 +20,7 @@ void mpidl_exp(const double *x, double *y, int64_t count) {
 
 /* How labels enter the cross-entropy, as LabelRule in backends/training_interface.py says. */
 struct rule {
-    const double *weights; /* of the classes; NULL for 1 */
+    const double *weights; /* of the classes; NULL if all are 1 */
     double smoothing, gamma;
 };
 
@@ -180,7 +180,7 @@ struct slopes {
     double push[LANES], pull[LANES], share[LANES];
 };
 
-/* Compute the slopes of 16 images, given the logits x of one pixel. Labels that are no classes
+/* Compute the slopes of 16 images, given the logits x of one pixel. Labels outside the classes
  * and unused lanes get zeros. */
 static void slopes_of(const struct job *job, const int32_t *label, int images, const float *x,
                       int64_t step, const double *top, const double *sum, double all_weights,

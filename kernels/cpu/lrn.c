@@ -13,7 +13,7 @@ struct job {
     const float *x, *dy;
     float *out;
     int64_t channels, pixels, runs, before, behind;
-    int64_t mask; /* rows of a ring - 1; a power of two of rows, enough for a window */
+    int64_t mask; /* rows of a ring - 1; a ring has a power of two of rows, at least a window */
     float k, a, factor; /* factor: 2 a beta */
     double beta;
 };

@@ -193,12 +193,15 @@ void mpidl_errors_dy(const float *y, const float *target, int64_t power, double 
  * numbers. The formula keeps `arrays` arrays for each parameter. mpidl_optimizer_step returns 0 if
  * no formula with this name has `given` numbers and `arrays` arrays. method says what mpidl_clip
  * limits: 0 the norm of each gradient, 1 the norm of all together, 2 each number. sums has one
- * element for each run of at most 2^14 floats of a parameter. */
+ * element for each run of at most 2^14 floats of a parameter, two for mpidl_trust, whose method is 0
+ * for LARS and 1 for LAMB. */
 int64_t mpidl_optimizer_step(const char *formula, const int64_t *parameters, const float *decays,
                              const float *factors, int64_t count, const float *numbers,
                              int64_t given, int64_t arrays);
 void mpidl_clip(const int64_t *parameters, const float *decays, double *sums, double *scales,
                 int64_t count, int64_t method, double threshold);
+void mpidl_trust(const int64_t *parameters, const float *decays, const float *coefficients,
+                 double *sums, double *scales, int64_t count, int64_t method);
 
 /* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x is (blocks, features, 16), with
  * features / channels pixels per channel. weight is (outputs, features), and dy and y are (blocks,

@@ -12,11 +12,11 @@
 enum {
     CHUNK = 1 << 14,   /* floats of a tile */
     PASSING = 1 << 22, /* with this many floats or more, new weights are stored past the caches */
-    NUMBERS = 7,       /* most numbers of a formula, including the learning rate */
-    ARRAYS = 2         /* most arrays that a formula keeps for a parameter */
+    NUMBERS = 7,       /* the most numbers that a formula takes, with the rate */
+    ARRAYS = 2         /* the most arrays that a formula keeps per parameter */
 };
 
-/* The formulas: their names and their numbers of numbers and arrays. */
+/* The formulas: their names, and how many numbers and arrays each takes. */
 enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, FORMULAS };
 static const struct {
     const char *name;

@@ -15,7 +15,7 @@
 enum {
     QUAD = 4,                        /* outputs of a register tile */
     PANEL = REGISTERS == 32 ? 6 : 3, /* vectors of a register tile */
-    MOST = 64,                       /* tiles of a band, at most */
+    MOST = 64,                       /* largest number of tiles of a band */
     BAND_BYTES = 640 << 10,          /* size of V and M; six tiles may exceed it */
 };
 

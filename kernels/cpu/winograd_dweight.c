@@ -33,7 +33,7 @@ struct plan {
     int n;
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
-    int64_t across, tiles, bands, most; /* per row, all; bands; most per band */
+    int64_t across, tiles, bands, most; /* tiles per row, all tiles; bands; most tiles per band */
     int64_t panel;                      /* outputs per panel */
     int64_t channel; /* stride in floats of V's channels, and of D's if vectors hold images */
     int64_t v_point, d_point, s_point;
@@ -54,8 +54,7 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
     p.most = parts_of(p.tiles, p.bands);
     p.panel = 16;
     if (WIDTH == 16)
-        for (int64_t outputs = 32; outputs <= 64; outputs += 16)
-            if (p.outputs % outputs == 0) p.panel = outputs;
+        p.panel = p.outputs % 48 == 0 ? 48 : p.outputs % 32 == 0 ? 32 : 16;
     p.channel = odd_lines(p.most);
     p.v_point = odd_lines(p.C * p.channel / LANES);
     p.d_point = odd_lines(p.K * (p.transposed ? p.most : p.channel / LANES));
@@ -179,9 +178,7 @@ static void point_transposed(const struct plan *p, const float *V, const float *
 #define MULTIPLY(at, inputs, vectors)                                                              \
     multiply_terms(p, v, D + (at), terms, s + (at), add, inputs, vectors)
 #if WIDTH == 16
-            if (p->panel == 64) {
-                MULTIPLY(0, 4, 4);
-            } else if (i + 4 < p->C) {
+            if (i + 4 < p->C) { /* wide panels would not stay in the first-level cache */
                 if (p->panel == 48) MULTIPLY(0, 8, 3);
                 else if (p->panel == 32) MULTIPLY(0, 8, 2);
                 else MULTIPLY(0, 8, 1);

@@ -1,4 +1,4 @@
-// Clips gradients to a threshold. Norms are sums of squares in double precision, in a fixed order:
+// Clips gradients to a threshold, or scales them by trust ratios. Norms are sums of squares in double precision, in a fixed order:
 // a tree over each block of threads, a tree over the blocks of a parameter, then the parameters one
 // after the other.
 
@@ -79,4 +79,61 @@ extern "C" __global__ void __launch_bounds__(256)
     const int count = min((long long)chunk, own[3] - first);
     float* clipped = (float*)own[2] + first;
     for (int i = threadIdx.x; i < count; i += 256) clipped[i] *= scale;
+}
+
+// scaled = update + decay * weight. squares: for each block of threads, the sums of the squares of
+// its weights and of its updates; with `regularized`, the updates include the decay.
+//
+// parameters: for each, the addresses of weight, update and scaled, and its number of floats.
+// places: see clip_numbers.
+extern "C" __global__ void __launch_bounds__(256)
+    trust_squares(const long long* __restrict__ parameters, const int* __restrict__ places,
+                  const float* __restrict__ decays, int regularized, int chunk,
+                  double* __restrict__ squares) {
+    __shared__ double sums[256];
+    const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
+    const long long* own = parameters + 4 * parameter;
+    const int count = min((long long)chunk, own[3] - first);
+    const float* weight = (const float*)own[0] + first;
+    const float* update = (const float*)own[1] + first;
+    float* scaled = (float*)own[2] + first;
+    const float decay = decays[parameter];
+    double of_weights = 0.0, of_updates = 0.0;
+    for (int i = threadIdx.x; i < count; i += 256) {
+        const float w = weight[i], u = update[i];
+        const float direction = decay != 0.0f ? u + decay * w : u;
+        const float measured = regularized ? direction : u;
+        of_weights += (double)w * w;
+        of_updates += (double)measured * measured;
+        scaled[i] = direction;
+    }
+    of_weights = sum_of_block(of_weights, sums);
+    of_updates = sum_of_block(of_updates, sums);
+    if (threadIdx.x == 0) {
+        squares[2 * blockIdx.x] = of_weights;
+        squares[2 * blockIdx.x + 1] = of_updates;
+    }
+}
+
+// scales: for each parameter, coefficient * |weight| / |update|, or 1 if one of them is 0. With
+// `separate`, the divisor is |update| + decay * |weight|. firsts: for each parameter, the index of
+// its first block of threads; the last entry is their number. Runs as one block of threads.
+extern "C" __global__ void __launch_bounds__(256)
+    trust_scales(const double* __restrict__ squares, const int* __restrict__ firsts,
+                 const float* __restrict__ decays, const float* __restrict__ coefficients,
+                 int count, int separate, float* __restrict__ scales) {
+    __shared__ double sums[256];
+    for (int p = 0; p < count; p++) {
+        double weight = 0.0, update = 0.0;
+        for (int i = firsts[p] + threadIdx.x; i < firsts[p + 1]; i += 256) {
+            weight += squares[2 * i];
+            update += squares[2 * i + 1];
+        }
+        const double norm = sqrt(sum_of_block(weight, sums));
+        double divisor = sqrt(sum_of_block(update, sums));
+        if (separate) divisor += (double)decays[p] * norm;
+        const bool scaled = coefficients[p] != 0.0f && norm > 0.0 && divisor > 0.0;
+        if (threadIdx.x == 0)
+            scales[p] = scaled ? (float)((double)coefficients[p] * norm / divisor) : 1.0f;
+    }
 }

@@ -140,8 +140,8 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
         }
     }
 
-    // Writes the tile to a matrix (rows, columns) from `first_row` and `first_column` on, as far as
-    // it is within the matrix. bias: a number that is added to each column, or null.
+    // Writes the tile to a matrix (rows, columns) from `first_row` and `first_column` on, without
+    // the elements outside of the matrix. bias: a number that is added to each column, or null.
     __device__ __forceinline__ void write(float* to, const float* bias, int first_row,
                                           int first_column, int rows, int columns,
                                           int aligned) const {

@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(512)
         dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
 }
 
-// Other labels are left out.
+// Labels outside 0..K-1 are left out.
 __device__ __forceinline__ bool is_class(int label, int classes) {
     return label >= 0 && label < classes;
 }

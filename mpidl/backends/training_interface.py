@@ -165,6 +165,30 @@ class TrainingFunctions(Protocol):
         one. A GPU also adds in a fixed order.
         """
 
+    def trust(
+        self,
+        weights: Sequence[Array],
+        updates: Sequence[Array],
+        decays: Sequence[float],
+        coefficients: Sequence[float],
+        method: str,
+    ) -> list[Array]:
+        """Return (update + decay * weight) * ratio, with the trust ratio of each parameter.
+
+        Parameters
+        ----------
+        coefficients : sequence of float
+            Factor of the trust ratio of each parameter; 0 sets the ratio to 1.
+        method : {"lars", "lamb"}
+            For "lars", the ratio is coefficient * |weight| / (|update| + decay * |weight|), and for
+            "lamb" coefficient * |weight| / |update + decay * weight|. It is 1 if the numerator or
+            the denominator is 0.
+
+        Notes
+        -----
+        Norms are computed as by `clip`.
+        """
+
     # images
 
     def images(

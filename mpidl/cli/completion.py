@@ -18,7 +18,7 @@ STARTERS = ("mpirun", "mpiexec", "srun")  # programs that run the command on sev
 
 
 class Value(NamedTuple):
-    """What may follow a flag, or stand as a positional argument.
+    """A value that may follow a flag, or that is a positional argument.
 
     Attributes
     ----------

@@ -19,7 +19,7 @@ from mpidl.comm.thread_budget import CGROUP_FOLDER, Cores
 from mpidl.training.options import configuration
 
 SHARED_MEMORY = "/dev/shm"
-PROBE_BYTES, PROBES = 1 << 20, 8  # written to /dev/shm to measure its speed
+PROBE_BYTES, PROBES = 1 << 20, 8  # bytes written to /dev/shm to measure its speed
 MPI_SETTINGS = ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
 # {folder of the kernel: kind of network}
 NETWORKS = {"infiniband": "InfiniBand", "cxi": "Slingshot", "hfi1": "Omni-Path"}
@@ -127,7 +127,7 @@ def find_memory(proc: str = "/proc", cgroup_folder: str = CGROUP_FOLDER) -> Memo
         root, name = cgroup_folder, "memory.max"
         if controllers:  # version 1
             root, name = f"{cgroup_folder}/memory", "memory.limit_in_bytes"
-        while True:  # a limit holds for all groups below; the root may be the container's group
+        while True:  # a limit applies to all nested groups; the root may be the container's group
             words = _lines(f"{root}{path.rstrip('/')}/{name}")
             limits += [int(word) for word in words if word.strip().isdigit()]
             if path in ("", "/"):

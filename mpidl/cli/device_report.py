@@ -14,7 +14,7 @@ from mpidl.training.options.training_options import TrainingOptions
 
 ROWS = 16  # a job with more ranks gets a row per kind of rank
 MAX_KINDS = 32  # rows of the table at most
-SLOW_BYTES = 100e6  # bytes per second, of memory that a busy or swapping host writes slowly
+SLOW_BYTES = 100e6  # bytes per second below which a host is busy or swaps
 IN_MEMORY = {"tmpfs", "ramfs", ""}  # kinds of file systems
 GB = 10**9
 
@@ -32,7 +32,7 @@ class Report(NamedTuple):
     warnings: list[str]
 
     def is_bound(self, rank: int) -> bool:
-        """Return whether a rank has cores of its own, which are not all cores of its host."""
+        """Return whether a rank has separate cores, and not all cores of its host."""
         report = self.ranks[rank]
         return self.sharers[rank] == 1 and len(report.cores.allowed) < report.host_cores
 
@@ -102,8 +102,8 @@ def _unbound(report, by_host, binding):
     if not unbound:
         return []
     return [
-        f"warning: {len(unbound)} ranks on {host_list(hosts)} are not bound to cores of their own, "
-        "so their threads may move or share a core: "
+        f"warning: {len(unbound)} ranks on {host_list(hosts)} are not bound to separate cores, so "
+        "their threads may move or share a core: "
         f"{binding(max(report.threads[rank] for rank in unbound))}"
     ]
 
@@ -152,7 +152,7 @@ def _shared_memory(report, by_host):
         elif memory.free < cache_bytes:
             advice = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
             if memory.total > 2 * cache_bytes:
-                advice = "remove files that ended programs left there"
+                advice = "remove the files that ended programs have left there"
             problem = (
                 f"/dev/shm on {{}} has less than the {TrainingOptions.cache_mb} MB free that the "
                 f"images of --cache-mb need: {advice}"
@@ -194,7 +194,7 @@ def table(report: Report) -> list[str]:
 
 
 def _kind(report, rank):
-    """Return what ranks of a row have in common."""
+    """Return the properties that ranks of a row have in common."""
     probed, gpu = report.ranks[rank], report.gpus[rank]
     return (
         (len(probed.cores.allowed), _binding(report, rank), report.threads[rank], probed.build),
@@ -204,7 +204,7 @@ def _kind(report, rank):
 
 
 def _binding(report, rank):
-    """Describe how many cores a host has and whether the rank's cores are its own."""
+    """Describe how many cores a host has, and whether a rank shares its cores."""
     probed, text = report.ranks[rank], ""
     if report.sharers[rank] > 1:
         text = f", shared by {report.sharers[rank]}"
@@ -223,7 +223,7 @@ def _free_memory(memories):
 
 
 def facts(report: Report) -> dict[str, str]:
-    """Return what ranks have in common, or by kind on which hosts if they differ."""
+    """Return the ranks' common properties; where they differ, each kind with its hosts."""
     values = {
         "CPU": [f"{rank.cpu}, {rank.host_cores} cores" for rank in report.ranks],
         "MPI": [rank.mpi for rank in report.ranks],

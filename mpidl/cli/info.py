@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
         "kernels": _kernels(),
-        "CPU": "",  # its place
+        "CPU": "",  # sets the order; `facts` has the value
         "CPU features": ", ".join(_features()) or "not known",
         **device_report.facts(report),
         "mpi4py": configuration.version_of("mpi4py"),

@@ -1,6 +1,6 @@
 """`python -m mpidl.launch`: start a training, and start it again from its checkpoint if it dies.
 
-This command is one process beside the job. (`dl.launch` is another thing: it starts ranks from a
+This command is one process beside the job. (`dl.launch` is unrelated: it starts ranks from a
 notebook.)
 """
 
@@ -41,8 +41,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     command = typed_command("mpidl.launch")
     parser = Parser(
         "mpidl.launch",
-        "Start a training, and start it again from its last checkpoint if it dies: because a rank\n"
-        "or a node is lost, or hangs. Put the words before -- in front of any command line that\n"
+        "Start a training, and restart it from its last checkpoint if it dies because a rank or\n"
+        "a node is lost or hangs. Put the words before -- in front of any command line that\n"
         "starts a training under mpirun or srun.",
         quiet,
         usage=f"{command} [--restarts N] -- mpirun -n 4 python\n"
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
         raise UserError(
-            "launch is one process: write mpirun behind it, as in "
+            "launch is one process: write mpirun after it, as in "
             f"{typed_command('mpidl.launch')} -- mpirun -n 4 python -m mpidl.train"
         )
     command = JobCommand.parse(parsed.words)
@@ -109,7 +109,8 @@ class Supervisor:
         typed = arguments.train(command.options)
         self.options = list(command.options)
         self.out = typed.get("out") or typed.get("resume") or self._new_folder(typed)
-        # With --overwrite, the folder may hold the checkpoint of another run, not to be resumed.
+        # With --overwrite, the folder may hold the checkpoint of another run, which must not be
+        # resumed.
         self.foreign = None if typed.get("resume") == self.out else self._checkpoint()
         self.environment, self._token = dict(os.environ), secrets.token_hex(8)
 
@@ -157,7 +158,7 @@ class Supervisor:
         )
 
     def _is_unfinished(self):
-        """Return whether status.json says that the run goes on.
+        """Return whether status.json says that the run is still running.
 
         If Open MPI's mpirun --with-ft loses a host, it ends the job with exit code 0.
         """
@@ -202,7 +203,7 @@ class Supervisor:
     def _leave_out_lost_hosts(self):
         lost = self.command.lost_hosts(self.environment)
         if lost == set(self.command.hosts):
-            lost = set()  # then the launcher has a problem, perhaps a temporary one
+            lost = set()  # no host works: the launcher has a problem, perhaps a temporary one
         if lost:
             self.command = self.command.without_hosts(lost)
             self._log(f"without {', '.join(sorted(lost))}, which cannot start a program")

@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _usage(self):
-        """Return the usage: required options and arguments, and a word for all other options."""
+        """Return the usage: required options and arguments, and a placeholder for the others."""
         words = [self.prog]
         for action in self.operands:
             words.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
@@ -284,7 +284,7 @@ def image_shape(text: str) -> tuple[int, ...]:
 
 
 def rank_counts(text: str, flag: str = "--ranks", limit: int | None = None) -> list[int]:
-    """Convert the value N,N,... of an option to a list of integers, at most `most` each."""
+    """Convert the value N,N,... of an option to a list of integers, at most `limit` each."""
     try:
         counts = [
             training_options.check("epochs", part, flag, text=True) for part in text.split(",")

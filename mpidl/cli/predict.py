@@ -122,7 +122,7 @@ def _outputs(parsed, world, net, images):
             confusion=bool(parsed.confusion),
             bad_images=parsed.bad_images,
         )
-        count = losses.labels_per_image(images)
+        count = losses.labels_per_image(net, images)
         text = (
             f"Accuracy: {evaluation.accuracy:.4f} ({evaluation.images} images, {count} labels each)"
         )

@@ -96,7 +96,7 @@ def load(
             f"--weights {printable(path)}: expected a file on a file system, found a URL"
         )
     net = None if saved is None else _described(*resume)
-    if net is not None and typed and path == saved["path"]:  # a job script repeats its options
+    if net is not None and typed and path == saved["path"]:  # a job script repeats
         typed = on_rank_0(world, lambda: os.path.lexists(path))
     if net is not None and not typed:
         return Pretrained(net, saved, True)
@@ -108,7 +108,7 @@ def load(
             return Pretrained(net, file, True)
     network = run["network"]
     if network is not None and ".py:" in network:
-        start.load_user_function(network, "--network")  # rank 0 sends layers of its classes
+        start.load_user_function(network, "--network")  # for the layers from rank 0
     net = on_rank_0(world, lambda: _load(path, network, images))
     on_rank_0(world, lambda: last_layer(net))
     if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and _is_silent(net, path):
@@ -195,14 +195,14 @@ def conversion(net: Network, images: Datastore, options: TrainingOptions) -> Pre
     """Return the conversion of images to the input of a network if the user asks for none.
 
     It is the preprocessing of the weight file, if it has any. Otherwise, images are resized to
-    cover the input, and cropped; files of images may differ in size. With --random-crop, only their
-    colour is converted.
+    cover the input, and cropped; files of images may differ in size. With --random-crop or
+    --resized-crop, only their colour is converted.
     """
     if net.preprocess:
         return net.preprocess
     channels, height, width = net.input_shape
     colour = next((name for name, count in COLOURS.items() if count == channels), None)
-    if options.random_crop is not None:
+    if options.random_crop is not None or options.resized_crop is not None:
         is_same = images.image_shape[0] == channels
         return AS_IT_IS if is_same else Preprocess(colour=colour)
     shape = input_pipeline.image_shape(options, images.image_shape)

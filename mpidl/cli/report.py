@@ -26,8 +26,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "runs",
         metavar="RUN",
         nargs="+",
-        help="The results folder of a run, finished or not; the folder of a sweep stands for all "
-        "of its trials",
+        help="The results folder of a run, finished or not; the folder of a sweep includes all "
+        "trials",
     )
     parser.text("--html", "FILE.html", "Write the page to this file", type=_html_path)
     return parser.parse(argv)

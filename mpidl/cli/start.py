@@ -16,6 +16,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.transforms.image_targets import moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Layer, Network, zoo
@@ -195,8 +196,17 @@ def with_test(
     return train_set, test_set
 
 
-def outputs_of(datastore: Datastore) -> int | tuple[int, ...]:
+def outputs_of(
+    datastore: Datastore, image_shape: tuple[int, ...] | None = None
+) -> int | tuple[int, ...]:
     """Return the number or the shape of the outputs that a network needs for a data set.
+
+    Parameters
+    ----------
+    datastore : Datastore
+        The images.
+    image_shape : tuple of int, optional
+        Shape (C, P, Q) to which the images are cropped, with targets that are images.
 
     Returns
     -------
@@ -207,7 +217,9 @@ def outputs_of(datastore: Datastore) -> int | tuple[int, ...]:
     shape = datastore.targets_shape
     if shape is None:
         return len(datastore.classes)
-    return math.prod(shape) if len(shape) < 2 else tuple(shape)
+    if len(shape) < 2:
+        return math.prod(shape)
+    return moved_shape(datastore, datastore.image_shape if image_shape is None else image_shape)
 
 
 def network(

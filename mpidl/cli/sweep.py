@@ -133,7 +133,7 @@ class Command:
         self.sweep, self.out, self.retry_failed = sweep, out, retry_failed
         self.all = self.folders = trial_folder.folders_of(sweep, out)
         self.writes_table = True
-        self.skipped_code = 0  # the exit code for trials of this group that another job trains
+        self.skipped_code = 0  # the exit code if another job trains a trial of this group
 
     def select(self, number: int) -> None:
         """Train only the trial with this number. Other jobs may train the others."""
@@ -325,7 +325,9 @@ class Command:
         for row, folder in zip(rows, self.all, strict=True):
             if row["state"] == FAILED:
                 print(f"Failed: {folder.name}: {row['error']}")
-        if (best := report.best_of(rows)) is not None:
+        if self.sweep.folds:
+            self._finish_folds(rows, varied)
+        elif (best := report.best_of(rows)) is not None:
             score = report.score_of(rows)
             text = f"{score.replace('_', ' ')} {report.cell(score, best[score])}"
             print(f"Best: {self.all[best['trial'] - 1].path}, {text}")
@@ -335,3 +337,15 @@ class Command:
             print(f"Models: {count} in {clock(seconds)}, {rate:.3g} per minute")
         pictures = f", {report.PNG}" if has_picture else ""
         print(f"Table: {os.path.join(self.out, report.CSV)}{pictures}", flush=True)
+
+    def _finish_folds(self, rows, varied):
+        """Write folds.csv, and print the mean scores over the folds and the best setting."""
+        folds = self.sweep.folds
+        summaries = report.fold_rows(rows, varied, folds)
+        report.write_folds(self.out, summaries)
+        print(f"\nMean over {folds} folds ± standard deviation:")
+        report.print_folds(summaries)
+        if len(summaries) > 1 and (best := report.best_setting(summaries, folds)) is not None:
+            row, score = best
+            text = f"{score.replace('_', ' ')} {report.cell(score, row[score])}"
+            print(f"Best: trials {row['trials']}, mean {text}")

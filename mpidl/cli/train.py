@@ -111,7 +111,9 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         return _preview(typed["preview"], train_set, settings, world)
     settings.load(world.size)  # raises if worker_load does not fit the number of ranks
     if source is None:
-        net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
+        net = start.network(
+            run["network"], shape, start.outputs_of(train_set, shape), settings.seed
+        )
     else:
         pretrained.check_shape(source, train_set, settings)
         net, settings, resolved = pretrained.network(source, resolved, settings, train_set)
@@ -155,7 +157,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         console,
         tracking_hooks.abandoned_on_error(trackers),
         status_hooks.watched(out, world, signals, lock),
-        # The page ends after the status, so that it shows the last one.
+        # The page ends after the status, so that it shows the last status.
         _served(page, out, console),
         status_hooks.StatusHook(out, world, lock) as status_hook,
     ):
@@ -244,7 +246,7 @@ def _open_page(typed, world):
 
 
 class _PageHook:
-    """Says that the live page has ended with the rank that served it."""
+    """Prints that the live page has ended with the rank that served it."""
 
     def __init__(self, page: address.Address | None) -> None:
         self.page = page
@@ -294,17 +296,14 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
     """Return the training images, and a copy of the options that contains the validation set."""
     source = run["validation_data"]
     if source is None:
-        if "validation_frequency" in typed and not settings.validation_fraction:
+        held_out = validation.held_out(train_set, settings)
+        if "validation_frequency" in typed and held_out[1].validation is None:
             raise UserError(
                 f"--validation-frequency {settings.validation_frequency}: expected validation "
-                "images (--validation-data or --validation-fraction)"
+                "images (--validation-data, --validation-fraction or --fold)"
             )
-        return validation.held_out(train_set, settings)
-    if settings.validation_fraction:
-        raise UserError(
-            f"--validation-data {source} and --validation-fraction "
-            f"{settings.validation_fraction}: expected at most one of them"
-        )
+        return held_out
+    _refuse_two_validations(settings, f"--validation-data {source}")
     images = test_set
     if source == "test" and test_set is None:
         raise UserError(
@@ -317,6 +316,15 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
         images = data.preprocessed(images, preprocess)
         _check_shape("--validation-data", images, train_set)
     return train_set, replace(settings, validation=images)
+
+
+def _refuse_two_validations(settings, source):
+    """Raise UserError if an option holds out images besides those of another `source`."""
+    for name in ("validation_fraction", "fold"):
+        if value := getattr(settings, name):
+            raise UserError(
+                f"{source} and {training_options.flag(name)} {value}: expected at most one of them"
+            )
 
 
 def _describe_position(position, settings):

@@ -1,8 +1,9 @@
-"""The last act of this process, in memory that other processes of the host can read.
+"""Publish what this process does at present, in memory that other processes of its host can read.
 
-A rank that hangs cannot say over MPI what it does, and a stopped process cannot say anything. Each
-process therefore writes every wait and every call of MPI that may block into a file in memory.
-Other ranks of the host read this file through /proc, and request the Python stacks by a signal.
+A rank that hangs cannot report over MPI what it does, and a stopped process cannot report at all.
+Each process therefore records its current *act*, a wait or an MPI call that may block, in a file in
+memory. Other ranks of the host read this file through /proc, and request the Python stacks by a
+signal.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import NamedTuple
 STACK_SIGNAL = signal.SIGRTMIN + 5
 STACK_SECONDS = 0.4  # longest wait for the stacks of other processes
 TEXT_BYTES = 240
-PAGE = 4096  # the acts are in the first page of the file, the stacks behind it
+PAGE = 4096  # the act is in the first page of the file, the stacks follow
 _ACTIVITY = Struct(f"{TEXT_BYTES}s")
 _ACT = Struct(f"<d?{TEXT_BYTES}s")  # time, whether the operation still runs, its name
 _END = Struct("<d?")  # the beginning of `_ACT`
 
 ENDED, STOPPED, HIDDEN = ("", "X", "Z"), ("T", "t"), "?"
-# {state of a process: what a message says about the process}; of any other state, that it runs
+# {state in /proc: text for messages}; a process in any other state "runs"
 STATES = dict.fromkeys(ENDED, "has ended") | {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
@@ -78,7 +79,7 @@ class ActRecord:
     limit : float
         Longest time in seconds between two calls of `renew` during an operation.
     count : int
-        A number that changes with each act, and each time that a wait polls.
+        A number that changes with each act and with each poll of a wait.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class ActRecord:
         _ACTIVITY.pack_into(self._memory, 0, text.encode())
 
     def begin(self, operation: str, limit: float) -> tuple[str | None, float]:
-        """Record the begin of an operation, and return the outer operation for `end`."""
+        """Record that an operation begins, and return the enclosing operation, for `end`."""
         outer = self.operation, self.limit
         self.operation, self.limit = operation, limit
         self.count += 1
@@ -110,7 +111,7 @@ class ActRecord:
         self.count += 1
 
     def end(self, outer: tuple[str | None, float]) -> None:
-        """Record the end of an operation; `outer` is the result of `begin`."""
+        """Record that an operation has ended; `outer` is the result of `begin`."""
         operation, self.limit = outer
         if operation is not None:
             self.begin(operation, self.limit)
@@ -150,7 +151,7 @@ def look_at(addresses: Sequence[Address], stacks: bool = True) -> list[Sighting]
 
 
 class _View:
-    """The file of another process; without one if the process has ended."""
+    """The file of another process; `file` is None if the process has ended."""
 
     def __init__(self, address, files):
         self.address, self.state = address, state_of(address)
@@ -163,7 +164,7 @@ class _View:
             if os.fstat(file.fileno()).st_ino == address.inode:
                 self.file = file
             else:
-                self.state = ""  # another process has got the number
+                self.state = ""  # another process has this number now
         except OSError:
             self.state = state_of(address)  # it may have ended meanwhile
 
@@ -210,7 +211,7 @@ def state_of(address: Address) -> str:
 
 
 def _namespace():
-    """Return the name of the namespace of process numbers, which containers do not share."""
+    """Return the name of this process's PID namespace; each container has a separate one."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -218,7 +219,7 @@ def _namespace():
 
 
 def _file_in_memory():
-    """Return the descriptor of a file without a name, which ends with this process."""
+    """Return the descriptor of a nameless file in memory, which vanishes with this process."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpidl-acts")
     with tempfile.TemporaryFile() as file:  # a Python for glibc before 2.27

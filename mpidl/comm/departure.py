@@ -1,4 +1,4 @@
-"""What a rank does after the end of its program: it waits for the others, and all exit together."""
+"""Let a rank that has ended its program wait for the other ranks, so that all exit together."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 LEAVING = "leaving"  # activity of a rank that has ended its program and waits for the others
 OPERATION = "the end of the program on all ranks"
-LOOK_SECONDS = 0.7  # between two questions
+LOOK_SECONDS = 0.7  # time between two questions
 
 
 class Departure:
-    """Questions of a leaving rank to the others, while it waits for them.
+    """Asks other ranks what they do while this rank waits at the end of its program.
 
     Other ranks may have work to finish, so a leaving rank waits for them without a time-out. But a
     rank that waits for a sum or a broadcast would wait forever if this rank has called
     ``sys.exit()``. The leaving rank therefore asks the lowest rank that has not left. A rank that
-    computes does not answer. If that rank gives the same answer twice, all ranks are asked, and if
-    all answer, the job ends.
+    computes does not answer. If that rank gives the same answer twice, the leaving rank asks all
+    ranks. If all of them answer, each waits in vain, and the job ends.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Departure:
 
 
 def start_exit_guard(transport: Transport) -> None:
-    """Have the first rank of each host start the program that watches the exit of its ranks.
+    """On the first rank of each host, start the program that watches the ranks of the host exit.
 
     All ranks must be about to call MPI_Finalize, in which they wait for each other.
     """
@@ -98,5 +98,5 @@ def start_exit_guard(transport: Transport) -> None:
             tick = exit_guard.start_tick(address.pid)
             name = f"rank {rank} on host {host} (process {address.pid})"
             words.append(f"{address.pid} {tick} {name}")
-    with contextlib.suppress(OSError):  # no memory for a process: the ranks leave unwatched
-        os.posix_spawn(words[0], words, launcher.environment())  # which is not a rank's
+    with contextlib.suppress(OSError):  # no memory for a process: nothing watches the ranks exit
+        os.posix_spawn(words[0], words, launcher.environment())  # it is no rank

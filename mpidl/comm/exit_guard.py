@@ -1,11 +1,11 @@
-"""A program that ends ranks of its host which are stopped while they exit.
+"""A program that ends ranks of its host that are stopped (SIGSTOP) while they exit.
 
-As long as a rank waits for others, it notices that one is stopped. At the end of the program, the
-ranks have met and wait for nobody: a rank that is then stopped is seen by none, and mpirun waits
+A rank that waits for another rank notices if that rank is stopped. After the ranks have met at the
+end of the program, they wait for nobody: no rank notices one that is stopped then, and mpirun waits
 for it forever. Before MPI_Finalize, the first rank of each host therefore starts this file
-(`departure.start_exit_guard`). The guard looks at the processes of all ranks of the host until they
-have ended. A process that is stopped for the time-out is named on stderr and killed, and the
-launcher ends the job.
+(`departure.start_exit_guard`). The guard watches the processes of all ranks of the host until they
+have ended. If a process stays stopped for the time-out, the guard names it on stderr and kills it,
+and the launcher ends the job.
 
 The program imports nothing of mpidl, and only modules that Python has loaded anyway.
 """
@@ -16,15 +16,15 @@ import os
 import sys
 import time
 
-FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # between two looks, soon after the start and later
-LATER_SECONDS = 1.0  # than a rank, which names a stopped one that it waits for in MPI_Finalize
+FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # time between two looks: at first, and later
+LATER_SECONDS = 1.0  # extra wait: a rank in MPI_Finalize may name the process first
 LONGEST_STEP = 1.0  # if more time passes between two looks, all processes were suspended
 STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
 SIGKILL = 9  # the module signal takes longer to import than the others together
 
 
 def start_tick(pid: int) -> str:
-    """Return when a process has started, which tells it from a later one with its number."""
+    """Return when a process started; a later process with the same number has another value."""
     return _status(pid)[19]
 
 
@@ -36,7 +36,8 @@ def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
     ranks : dict
         {(process id, start tick): rank, host and process as the message names them}.
     timeout : float
-        Longest time in seconds for which a process may be stopped; it is ended LATER_SECONDS later.
+        Longest time in seconds for which a process may be stopped; it is killed LATER_SECONDS
+        later.
     """
     stopped_seconds = dict.fromkeys(ranks, 0.0)
     begin = now = time.monotonic()
@@ -67,7 +68,7 @@ def _end(pid, name, state, timeout):
 
 
 def _status(pid):
-    """Return the fields of /proc/PID/stat behind the name; "Z" and no start for no process."""
+    """Return the fields of /proc/PID/stat after the name; "Z" and no start if it is missing."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -76,7 +77,7 @@ def _status(pid):
 
 
 def main(words: list[str]) -> None:
-    """Run as the program: the words are the time-out, and "PID TICK NAME" of each rank."""
+    """Run the program: `words` are the time-out, and "PID TICK NAME" for each rank."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) != 2:  # the launcher waits for the end of stdout and of connections to it
             try:

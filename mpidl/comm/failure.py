@@ -96,7 +96,7 @@ def abort_on_exception(transport: Transport) -> None:
     """Install a hook that ends the job on all ranks after an uncaught exception on this rank."""
     global _transport
     previous_size = 0 if _transport is None else _transport.size
-    if transport.size > previous_size:  # a smaller world does not replace a larger one
+    if transport.size > previous_size:  # keep the transport of a larger world
         _transport = transport
     if transport.size == 1 or previous_size > 1:
         return
@@ -257,7 +257,7 @@ class Signals:
             signal.signal(number, handler)
 
     def is_requested(self) -> bool:
-        """Return whether this rank has a request to stop, after a look for one."""
+        """Call `look`, and return whether this rank has a request to stop."""
         if self.name is None and self.look is not None:
             request = self.look()
             if request is not None:  # a signal may have set the name meanwhile

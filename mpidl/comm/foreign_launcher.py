@@ -9,8 +9,8 @@ from mpidl.comm import failure, srun
 from mpidl.errors import UserError
 
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
-# The MPIs from pip: a program in the folder of Python, and variables of launchers that can start
-# their ranks.
+# The MPIs from pip: a program beside Python that identifies each, and the variables of launchers
+# that can start its ranks.
 PROGRAMS = {MPICH: "mpiexec.hydra", OPEN_MPI: "prterun"}
 INTERFACES = {MPICH: ("PMI_FD", "PMI_PORT"), OPEN_MPI: ("PMIX_NAMESPACE",)}
 
@@ -45,7 +45,7 @@ def refuse(vendor: str) -> None:
         )
     if launcher == "srun" and _is_from_pip(vendor):
         if not any(name in os.environ for name in INTERFACES[vendor]):
-            # Only rank 0 prints the advice, for which srun runs.
+            # Only rank 0 prints the advice, which needs a run of srun.
             advice = srun.advice(vendor) if failure.launched_rank() == 0 else "another --mpi"
             raise UserError(f"{summary}: an srun that cannot start {vendor}; expected {advice}")
 

@@ -21,7 +21,7 @@ from mpidl.errors import Fault, UserError
 
 T = TypeVar("T")
 
-GRACE = 1.0  # seconds for the other ranks to meet the same error before their waits are cancelled
+GRACE = 1.0  # seconds for other ranks to raise the same error before their waits are cancelled
 PAUSE = 0.02  # seconds between two tests in a wait for other groups, which may last for hours
 
 
@@ -37,7 +37,7 @@ class Neighbours(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The end of a task of a group, the same on all ranks of the group."""
+    """The outcome of a group's task, the same on all ranks of the group."""
 
     value: Any
     """What the task returned on rank 0 of the group; None if it failed."""
@@ -99,7 +99,7 @@ class Group:
     def attempt(
         self, task: Callable[[World], object], record: Callable[[Exception], object]
     ) -> Outcome:
-        """Call `task(world)` on all ranks of the group, and return its end on all of them.
+        """Call `task(world)` on all ranks of the group, and return its outcome on all of them.
 
         `world` has the ranks of the group; `World()` gives the same ranks during the call. If some
         ranks raise an exception while the others wait for them, the waits are cancelled, and the
@@ -131,7 +131,7 @@ class Group:
         return self._end(world, value, error, record)
 
     def _end(self, world, value, error, record):
-        """Agree on the end of a task; close its world, or abandon it if messages are pending."""
+        """Agree on a task's outcome; close its world, or abandon it if messages are pending."""
         transport, size = self.ranks.transport, self.ranks.size
         is_origin = error is not None and not isinstance(error, Cancelled)
         is_pending = isinstance(error, Cancelled) or bool(world.pending_exchanges)
@@ -144,7 +144,7 @@ class Group:
                 self._end_job(error, record)
         transport.wait_until(request.Test, "the end of a task", timeout=math.inf)
         pending, origin = bool(agreed[0]), size - int(agreed[1])
-        if pending and world.device is not None:  # its stream may wait for a rank that failed
+        if pending and world.device is not None:  # the GPU's stream may wait for a rank that failed
             if self.ranks.rank == origin:
                 self._end_job(error, record)
             transport.wait_until(lambda: False, "the end of the job", timeout=math.inf)

@@ -39,7 +39,7 @@ class Hang(NamedTuple):
         {rank: Sighting} of the ranks that do not answer, as a rank of the same host sees them;
         None if no rank of that host answers.
     hint : str
-        What to say if `sightings` is empty.
+        Text for the message if `sightings` is empty.
     """
 
     peers: Sequence[Peer]
@@ -75,7 +75,7 @@ class Hang(NamedTuple):
         sighting = self.sightings[rank]
         if sighting is None:
             return f"{text}no other rank of this host does, either"
-        act = f"; last act: {sighting.act}" if sighting.act else ""
+        act = f"; last activity: {sighting.act}" if sighting.act else ""
         return f"{text}its process {acts.STATES.get(sighting.state, 'runs')}{act}"
 
     def _stacks(self):

@@ -1,4 +1,4 @@
-"""A running job: its launcher, its messages, its end, and the processes that it may leave."""
+"""Run a job under its launcher, find why it ended, and end the processes that it left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIABLE = "MPIDL_JOB_TOKEN"
 START_VARIABLE = "MPIDL_JOB_START"  # the number of the start, from 1
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
-ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child
+ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child process
 SUSPENDED_SECONDS = 5.0  # if more time passes between two looks, all processes were suspended
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
 TAIL_LINES = 400
@@ -33,7 +33,7 @@ FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.S
 
 
 class JobProcess:
-    """A job that a launcher such as mpirun has started, in a session of its own.
+    """A job that a launcher such as mpirun has started, in a separate process session.
 
     Its output appears on stdout and stderr of this process.
 
@@ -61,7 +61,7 @@ class JobProcess:
                 env={**environment, VARIABLE: token},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # signals of the terminal come only from here
+                start_new_session=True,  # only this process passes signals on
             )
         except OSError as error:
             raise UserError(f"{words[0]}: cannot be started: {error.strerror}") from error
@@ -84,8 +84,8 @@ class JobProcess:
         signals : Signals
             Requests to stop. The job receives USR1 for the first of them.
         has_children : bool
-            Whether the launcher starts the ranks on this host. If the process between them and it
-            is killed while MPI starts, the ranks and the launcher wait forever. They are ended.
+            Whether the launcher starts the ranks on this host. If the process between the launcher
+            and the ranks is killed while MPI starts, both wait forever; this method then ends them.
         """
         is_asked, look_time = False, time.monotonic()
         alone_since = look_time
@@ -131,7 +131,7 @@ class JobProcess:
             with open(f"/proc/{pid}/task/{pid}/children") as file:
                 children = file.read().split()
         except OSError:
-            return True  # the system does not tell
+            return True  # the system does not list children
         for child in children:
             with contextlib.suppress(OSError), open(f"/proc/{child}/stat") as file:
                 if file.read().rpartition(")")[2].split()[0] not in "XZ":
@@ -179,7 +179,7 @@ def _cause_of_mpidl(tail):
 
 
 def _cause_of_launcher(tail):
-    """Return what MPICH's or Open MPI's mpirun says about the process that has ended first."""
+    """Return what MPICH's or Open MPI's mpirun reports about the process that ended first."""
     text = "\n".join(tail)
     pattern = r"PID (\d+) RUNNING AT (\S+)(?:.*?EXIT STRING: ([^\n]*?) \(signal)?"
     mpich = re.search(pattern, text, re.S)
@@ -198,7 +198,7 @@ def _cause_of_launcher(tail):
 def _cause_of_code(name, code):
     if code < 0:
         return f"{name} was killed by {signal.Signals(-code).name}"
-    # MPICH's mpirun ends with the number of a signal that has killed a rank, others with 128 more.
+    # If a signal kills a rank, MPICH's mpirun exits with the signal's number, others with 128 more.
     number = code - 128 if code > 128 else code
     hint = f": {signal.Signals(number).name} has killed a process" if number in FATAL else ""
     return f"{name} ended with exit code {code}{hint}"

@@ -16,7 +16,7 @@ MPIRUN = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun")
 COUNT_FLAGS = ("-n", "-np", "--n", "--np", "--ntasks")
 HOST_FLAGS = ("-host", "-hosts", "--host", "--hosts", "-H", "-w", "--nodelist")
 HOST_FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
-NODE_FLAGS = ("-N", "--nodes", "--ntasks-per-node")  # of srun; they may not fit fewer hosts
+NODE_FLAGS = ("-N", "--nodes", "--ntasks-per-node")  # srun's options that may not fit fewer hosts
 PROBE_SECONDS = 30  # time for a host to start a program
 MAX_PROBES = 16  # hosts that are probed at the same time
 
@@ -32,8 +32,8 @@ class JobCommand:
     options : tuple of str
         The training's options.
     hosts : dict
-        {host: number of ranks for which it has room, or 0 if the command does not say}. Empty if
-        the job runs on this host alone.
+        {host: number of ranks that fit on it, or 0 if the command does not say}. Empty if the job
+        runs only on this host.
     """
 
     start: tuple[str, ...]
@@ -102,7 +102,7 @@ class JobCommand:
         return () if self.launcher is None else self.start[self.start.index(self.launcher) + 1 :]
 
     def without_hosts(self, lost: set[str]) -> JobCommand:
-        """Return the command for the other hosts, with as many ranks as they have room for.
+        """Return the command for the remaining hosts, with as many ranks as fit on them.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class JobCommand:
 
 
 def _ranks_on(hosts, ranks, host_count):
-    """Return how many of `ranks` ranks on `host_count` hosts fit on the remaining hosts."""
+    """Return how many of the `ranks` ranks, placed on `host_count` hosts before, fit on `hosts`."""
     room = sum(hosts.values())
     if not all(hosts.values()):
         room = len(hosts) * math.ceil((ranks or host_count) / host_count)
@@ -192,7 +192,7 @@ def _hosts_of_file(path):
 
 
 def _hosts_of_slurm(nodes):
-    """Return the hosts in Slurm's list of nodes, with the room that the allocation says."""
+    """Return {host: number of ranks} for Slurm's list of nodes, as the allocation says."""
     if not nodes:
         return {}
     try:

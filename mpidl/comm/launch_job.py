@@ -136,7 +136,7 @@ class Job:
         """Pass an interrupt on to rank 0, and call `update`."""
         if self.interrupts.count and not self.is_interrupted:
             self.is_interrupted = True
-            print(INTERRUPTED, file=sys.stderr, flush=True)  # whatever `show` hides
+            print(INTERRUPTED, file=sys.stderr, flush=True)  # even if `show` hides output
             with open(os.path.join(self.folder, launch_worker.INTERRUPT_FILE), "w"):
                 pass
         if self.update is not None:

@@ -49,7 +49,7 @@ class Messaging:
         self._use(transport)
 
     def _use(self, transport: Transport) -> None:
-        """Use a transport, without anything that was sent over another one."""
+        """Use a transport, and forget exchanges and messages of an earlier one."""
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.pending_exchanges: list[PendingExchange] = []

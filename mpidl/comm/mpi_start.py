@@ -1,8 +1,8 @@
 """Start MPI, and end this process if MPI does not start.
 
-MPI_Init waits for all ranks without a time-out. If a rank was stopped or has ended before, the
-others wait forever, and launchers do not always notice. A thread of each rank therefore watches
-MPI_Init.
+MPI_Init waits for all ranks without a time-out. If a rank is stopped or has already ended, the
+other ranks wait forever, and launchers do not always notice. A thread of each rank therefore
+watches MPI_Init.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mpidl.comm import failure, foreign_launcher, shared_segments, ulfm
 from mpidl.errors import UserError
 
 START_SECONDS = 10.0  # in addition to the time-out: a busy host starts MPI slowly
-LOOK_SECONDS = 0.5  # between two looks of the watching thread
-WATCHING_RANKS = 4  # of a host look whether another has ended
-GONE_SECONDS = 1.0  # until a rank of this host that has ended ends the job
+LOOK_SECONDS = 0.5  # time between two looks of the watching thread
+WATCHING_RANKS = 4  # ranks per host that check whether another rank has ended
+GONE_SECONDS = 1.0  # time from the end of a rank of this host to the end of the job
 # Processes of MPICH's and Open MPI's mpirun that start the ranks of a host.
 PROXIES = {"hydra_pmi_proxy", "prted", "prterun"}
 
@@ -70,11 +70,11 @@ def initialize(mpi: ModuleType, timeout: float) -> None:
 def _init_thread(mpi):
     """Call MPI_Init_thread without the interpreter's lock, which mpi4py would hold.
 
-    Other threads, such as the watching one, can then run.
+    Other threads, such as the watching thread, can then run.
     """
     try:
         init_thread = ctypes.CDLL(mpi.__file__).MPI_Init_thread
-    except (OSError, AttributeError):  # mpi4py without a shared library of MPI
+    except (OSError, AttributeError):  # mpi4py was not linked with a shared MPI library
         mpi.Init_thread(mpi.THREAD_FUNNELED)
         return
     provided = ctypes.c_int()
@@ -97,7 +97,7 @@ def _without_network():
 
 
 def _end_all_hosts(error):
-    """End the job, because the ranks of other hosts do not meet the error of this host."""
+    """End the job, because ranks of other hosts do not see the error of this host."""
     if shared_segments.local_ranks()[0] == 0:
         print(f"mpidl: {error}", file=sys.stderr, flush=True)
         if "MPI_LOCALNRANKS" in os.environ and "PMI_FD" in os.environ:
@@ -110,9 +110,8 @@ class Watch:
     """Context manager that ends this process if its block takes longer than a time-out.
 
     The time in which this process itself was stopped does not count. Under mpirun, the process also
-    ends if another rank of this host has ended. MPI_Init would wait for it, and mpirun does not
-    notice each rank that ends before it has called MPI_Init. It also ends if the launcher has
-    ended.
+    ends if another rank of this host has ended. MPI_Init would wait for that rank, and mpirun may
+    not notice a rank that ends before MPI_Init. The process also ends if the launcher has ended.
 
     Parameters
     ----------
@@ -186,7 +185,7 @@ def _count_alive(states):
 
 
 def _stopped_ranks():
-    """Describe the processes beside this one that a signal has stopped; "" if there are none."""
+    """Describe the sibling processes that a signal has stopped; "" if there are none."""
     stopped = [str(pid) for pid, state in _states_of_ranks().items() if state in "Tt"]
     return f": stopped on this host: process {', '.join(stopped)}" if stopped else ""
 

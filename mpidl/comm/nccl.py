@@ -137,7 +137,7 @@ def cuda_aware(
     """
     for path in loaded_libraries() if libraries is None else libraries:
         if "cray" in os.path.basename(path) and environ.get("MPICH_GPU_SUPPORT_ENABLED") != "1":
-            return False  # Cray's library still says yes, but then aborts the job
+            return False  # Cray's library would say yes even then, but abort the job
         with contextlib.suppress(OSError, AttributeError):  # Open MPI, MPICH
             return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
         with contextlib.suppress(OSError, AttributeError):  # MPICH and its derivatives

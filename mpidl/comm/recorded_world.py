@@ -1,4 +1,4 @@
-"""The ranks of a training step that is being recorded: its sums are exchanged in replays too."""
+"""Record a training step's sums over the ranks, so that replays exchange them too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RecordedWorld:
-    """A world whose sums a Recorder notes, as the argument `reduce` of `value_and_grad`.
+    """A world that records its sums; pass it as the argument `reduce` of `value_and_grad`.
 
     A replay calls the same functions of the world in the same order, on arrays at the same
     addresses. Ranks that replay a step can therefore exchange sums with ranks that run it eagerly.
@@ -33,7 +33,7 @@ class RecordedWorld:
     Attributes
     ----------
     outputs : dict
-        {key: Partial} of the last sums of the step, which are its results.
+        {key: Partial}, the results of the step, which are its last sums.
     gradients : dict
         {name: array} of the last replay; only with several ranks.
     """
@@ -50,10 +50,10 @@ class RecordedWorld:
             self.outputs = {key: self.at_fixed_place(item) for key, item in value.items()}
             return self.world.gplus(value)
         if not isinstance(value, Partial):
-            self.recorder.refuse("it sums a value over the ranks that is no Partial")
+            self.recorder.refuse("it sums a value that is not a Partial over the ranks")
             return self.world.gplus(value)
         if self.size == 1 and len(value.terms) == 1 and value.terms[0].scale == 1.0:
-            if value.addend is None:  # the node is the sum
+            if value.addend is None:  # on one rank, the single node is the sum
                 return value.finish([np.reshape(value.terms[0].nodes[0], value.shape)])
         total = arenas.empty(value.shape, value.dtype)
         partial, target = self.at_fixed_place(value), fixed(total)
@@ -85,7 +85,7 @@ class RecordedWorld:
 
 
 class RecordedReducer:
-    """Sums gradients over several ranks as a `Reducer` does, now and in each replay."""
+    """Sums gradients over several ranks like a `Reducer`, during recording and in each replay."""
 
     def __init__(self, world: RecordedWorld) -> None:
         self._world, self._recorder = world, world.recorder

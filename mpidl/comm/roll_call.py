@@ -1,8 +1,8 @@
 """Ask ranks over MPI what they wait for, and end the job if they wait in vain.
 
-The rank whose wait has timed out asks all ranks, and so does a rank that has ended its program
-(`departure`). Ranks that wait as well answer. A rank that computes, hangs or is stopped does not
-answer. After a time-out, a rank of the same host then looks at its process.
+A rank whose wait has timed out asks all ranks, and so does a rank that has ended its program
+(`departure`). Ranks that are waiting themselves answer. A rank that computes, hangs or is stopped
+does not answer. After a time-out, a rank of the same host then looks at its process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mpidl.comm.hang_report import Hang
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-# Tags of the control communicator: a question, which says whether its rank has timed out, and its
+# Tags on the control communicator: a question, which says whether its sender has timed out, and the
 # answer.
 QUESTION, ANSWER = 1, 2
-LOOK, SIGHTINGS = 9, 10  # a request to look at ranks of the same host, and its answer
+LOOK, SIGHTINGS = 9, 10  # tags: a request to look at ranks of the same host, and the answer
 ANSWER_SECONDS = 0.8  # time for the other ranks to answer
 LOOK_SECONDS = 0.8  # time for ranks of other hosts to look at silent ranks there
 NEIGHBOUR_SECONDS = 1.0  # time between two looks at a neighbour
@@ -47,8 +47,8 @@ class RollCall:
     def neighbour_is_stopped(self, now: float) -> bool:
         """Return whether the next rank of this host has been stopped for the time-out.
 
-        A wait without a limit, such as that for the end of the program, never times out. In such
-        waits the ranks of a host therefore look at each other, in a ring.
+        A wait without a limit, such as the wait at the end of the program, never times out.
+        Therefore each rank in such a wait looks at the next rank of its host.
 
         Parameters
         ----------
@@ -84,11 +84,11 @@ class RollCall:
         return ranks
 
     def ask(self, rank: int, has_timed_out: bool = False) -> None:
-        """Ask a rank what it waits for; it answers once it waits."""
+        """Ask a rank what it waits for; the rank answers when it waits."""
         self._send(has_timed_out, rank, QUESTION)
 
     def answers(self) -> dict[int, str]:
-        """Return {rank: its act} of the answers that have arrived since the last call."""
+        """Return the answers that have arrived since the last call, {rank: what it waits for}."""
         acts_of_ranks = {}
         while self.transport.control.Iprobe(tag=ANSWER):
             source, act = self._receive(ANSWER)
@@ -187,7 +187,8 @@ class RollCall:
     def _look_at_silent(self, operation, answers):
         """Return {rank: Sighting} of the ranks that do not answer.
 
-        The value is None if no rank of the same host answers, which could look at the process.
+        The value is None if no rank of the same host answers, because only such a rank could look
+        at the process.
         """
         transport = self.transport
         silent = [rank for rank in range(transport.size) if rank not in answers]

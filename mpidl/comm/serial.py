@@ -38,7 +38,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
     try:
         import mpi4py
 
-        # These matter at the first import only.
+        # These settings take effect only at the first import.
         mpi4py.rc.thread_level, mpi4py.rc.initialize = "funneled", False
         mpi4py.rc.finalize = not ulfm.is_enabled()  # MPI_Finalize may hang after the loss of a rank
         mpi = importlib.import_module("mpi4py.MPI")

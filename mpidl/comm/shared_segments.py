@@ -1,7 +1,8 @@
-"""Shared memory of the MPI library: room for it, and segments that ended jobs have left.
+"""Check the space for MPI's shared memory, and remove segments that ended jobs have left.
 
 MPI libraries keep the messages between the ranks of a host in files in /dev/shm. If there is too
-little room, MPI_Init is killed by a bus error. A job that is killed leaves its files behind.
+little space, a bus error kills the process in MPI_Init. A job that is killed leaves its files
+behind.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import time
 from mpidl.errors import UserError
 
 FOLDER = "/dev/shm"
-# Files of MPICH and Open MPI, and of UCX, which both use. UCX may open those of other ranks late.
+# Files of MPICH, of Open MPI, and of UCX, which both use. UCX may open the files of other ranks
+# late.
 PREFIXES = ("mpich_shm_", "mpich_vci_", "mpich_shar_tmp", "sm_segment.", "vader_segment.")
 LATE_PREFIXES = ("ucx_shm_posix_",)
-BYTES_PER_RANK = {"MPICH": 1_080_000}  # that MPI_Init allocates
+BYTES_PER_RANK = {"MPICH": 1_080_000}  # bytes that MPI_Init allocates
 INITIAL_NAMESPACE = 4026531836  # the number of Linux's first PID namespace
-YOUNG_SECONDS = 2.0  # in which a process that has created a segment maps it
-UNSEEN_SECONDS = 60.0  # in which the other ranks map it
+YOUNG_SECONDS = 2.0  # time in which a process maps a segment that it has created
+UNSEEN_SECONDS = 60.0  # time in which the other ranks map it
 
 
 def make_room(vendor: str, folder: str = FOLDER) -> None:
@@ -61,9 +63,9 @@ def make_room(vendor: str, folder: str = FOLDER) -> None:
 def remove_dead(folder: str = FOLDER) -> list[str]:
     """Remove this user's segments that no process uses; return their names.
 
-    In a PID namespace, such as a container, processes of other namespaces may use them unseen.
-    There, segments of the last minute stay: an older job does not need the names any more. Those of
-    UCX stay in any case.
+    In a PID namespace, such as a container, processes of other namespaces may use segments unseen.
+    There, the function keeps segments of the last minute; older jobs no longer need the names. It
+    always keeps UCX's segments.
     """
     sees_all = _sees_all_processes()
     youngest = time.time() - (YOUNG_SECONDS if sees_all else UNSEEN_SECONDS)
@@ -110,7 +112,7 @@ def _sees_all_processes():
 
 
 def _used(paths: set[str], folder: str) -> set[str]:
-    """Return those of the paths that a process of this user has mapped."""
+    """Return the paths that a process of this user has mapped."""
     used = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:

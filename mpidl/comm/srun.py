@@ -22,7 +22,7 @@ def parse_types(listing: str) -> list[str]:
     """Return the types in the output of `srun --mpi=list`.
 
     The output is a heading and one type per line, which older versions start with "srun: ". A line
-    on versions of a plugin may follow: its types are the words after its colon.
+    about the versions of a plugin may follow; its types are the words after the colon.
     """
     lines = [line.removeprefix("srun:") for line in listing.splitlines()]
     words = [line.rpartition(":")[2].replace(",", " ").split() for line in lines[1:]]
@@ -30,7 +30,7 @@ def parse_types(listing: str) -> list[str]:
 
 
 def advice(library: str) -> str:
-    """Return what to start instead, for an error message.
+    """Return the command to use instead, for an error message.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Continue on the ranks that are left after some were lost.
 
-A rank that notices a loss revokes the communicators, so that all other ranks notice it, too,
-whatever they wait for. The ranks that are left then agree, make a communicator without the lost
-ranks, and repeat what they were doing.
+A rank that notices a loss revokes the communicators, so that all other ranks notice the loss in
+whatever they wait for. The remaining ranks then agree, make a communicator without the lost ranks,
+and repeat the task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPERATION = "the agreement on lost ranks"
 
 
 def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) -> T:
-    """Call a task, again if ranks are lost, until all ranks that are left complete it. Collective.
+    """Call a task until all remaining ranks complete it; a loss of ranks repeats it. Collective.
 
     After a loss, `world` continues with the ranks that are left.
 
@@ -53,7 +53,7 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
                 recover()
             is_recovered = True
             result = task()
-            world.gop("and", True)  # unlike the agreement, it times out if a rank is missing
+            world.gop("and", True)  # unlike the agreement, this wait times out if a rank is missing
             is_agreed = True
             with watchdog.guard(OPERATION, world.transport.timeout):
                 if ulfm.agree(world.transport.comm, True):
@@ -69,16 +69,17 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
 
 
 def shrink(world: World, is_agreed: bool = False) -> None:
-    """Let a world continue with the ranks that are left. Collective over them.
+    """Let a world continue with the remaining ranks. Collective over them.
 
     Parameters
     ----------
     world : World
         The world.
     is_agreed : bool
-        Whether this rank has met the loss in `ulfm.agree`. The other ranks are brought there.
+        Whether this rank has met the loss in `ulfm.agree`, to which all other ranks must come as
+        well.
     """
-    with contextlib.suppress(Exception):  # the loss, which a kernel's hook has met
+    with contextlib.suppress(Exception):  # the loss that a kernel's hook has met
         builds.watch(None)
     old = world.transport
     with watchdog.guard(OPERATION, old.timeout + START_SECONDS):

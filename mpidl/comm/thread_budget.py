@@ -145,7 +145,7 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
 def ignored_variable(threads: int) -> list[str]:
     """Return a note if OMP_NUM_THREADS asked for another number of threads than the ranks use.
 
-    The value 1 is the default of many clusters, and the note leaves it out.
+    Many clusters set the value 1 by default, so there is no note about it.
 
     Parameters
     ----------

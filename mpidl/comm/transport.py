@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 CANCEL = 5  # tag of the message that ends the waits of other ranks
 CANCELLED = "another rank failed"
-YIELD_SECONDS = 30.0  # extension of a wait after another rank has timed out, which reports
+YIELD_SECONDS = 30.0  # extra wait after another rank has timed out and reports the hang
 START_SECONDS = 20.0  # added to the time-out while the ranks meet for the first time
 
 
 class Cancelled(Exception):
-    """Raised in a wait on a rank that `Transport.cancel_others` of another rank cancels."""
+    """Raised in a wait that another rank has cancelled by `Transport.cancel_others`."""
 
 
 class Transport:
@@ -269,5 +269,5 @@ def allocate_shared(
         if host_comm.rank == 0:
             array[...] = 0
         host_comm.Barrier()
-        host_comm.Free()  # the window keeps what it needs
+        host_comm.Free()  # the window keeps its own reference
     return array, window

@@ -43,7 +43,7 @@ def refusal(mpi: Any, size: int) -> str | None:
     Returns
     -------
     str or None
-        What was expected, with the right command, and what was found.
+        The expected launcher, with the right command, and the actual one.
     """
     if size == 1:
         return None
@@ -69,7 +69,7 @@ def is_loss(error: BaseException, comm: MPI.Comm) -> bool:
     Parameters
     ----------
     error : BaseException
-        What the operation raised.
+        The error that the operation raised.
     comm : mpi4py.MPI.Comm
         The communicator.
     """
@@ -87,7 +87,7 @@ def is_loss(error: BaseException, comm: MPI.Comm) -> bool:
 def agree(comm: MPI.Comm, flag: bool) -> bool:
     """Return whether no rank is lost, and the flag is true on all ranks. Collective.
 
-    All ranks that are left get the same answer, even if ranks are lost meanwhile.
+    All remaining ranks get the same answer, even if ranks are lost meanwhile.
     """
     try:
         return comm.Agree(int(flag)) == 1

@@ -2,8 +2,8 @@
 
 A wait of `Transport` is a loop that notices by itself that it takes too long. A call of MPI may
 block inside MPI, for example if a rank is stopped while all ranks split a communicator. Only
-another thread can notice that. It calls no MPI, and ends this process. The launcher then ends the
-job. It also ends a rank whose launcher was killed, for which mpirun would wait.
+another thread can notice that. The watchdog thread does not call MPI. It ends this process, and the
+launcher then ends the job. It also ends a rank whose launcher was killed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mpidl.comm import acts, failure
 
 SECONDS = 0.25  # time between two looks
 LONGEST_STEP = 1.0  # if more time passes between two looks, all processes were suspended
-TURN = 0.15  # seconds for which a rank leaves the message to each rank before it
+TURN = 0.15  # seconds that a rank waits per lower rank, so that the lowest prints the message
 MAX_TURNS = 6
 
 Describe = Callable[[str, float], str]
 
 
 class Watchdog:
-    """The looks at the main thread.
+    """Watches the main thread.
 
     Parameters
     ----------
     record : ActRecord
-        What the main thread does.
+        Record of what the main thread does.
     end : callable
         ``end(1)`` ends this process.
 

@@ -51,7 +51,7 @@ SHARED_ERRORS = (FolderInUse, StorageFault, LostLock)
 
 
 class LostRank(NamedTuple):
-    """A rank that has ended while the others continue: its first number, and its host."""
+    """A rank that ended while the others continued: its original number, and its host."""
 
     rank: int
     host: str
@@ -147,7 +147,7 @@ class World(Messaging):
         self.device_request: tuple[str, str | None] | None = None
         self._one_rank = OneRank()  # sums values on one rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
-        self._abandoned_windows: list[MPI.Win | None] = []  # with ranks that were lost
+        self._abandoned_windows: list[MPI.Win | None] = []  # arrays shared with lost ranks
         failure.abort_on_exception(self.transport)
         builds.settle(self)
         self.threads: list[int] = []
@@ -214,12 +214,12 @@ class World(Messaging):
         return lines if self.rank == 0 else []
 
     def outlive_ranks(self, spelled: str = "outlive_ranks") -> None:
-        """Continue after the loss of ranks in `survival.attempt`, which shrinks this world.
+        """Let `survival.attempt` shrink this world and continue if ranks are lost.
 
         Parameters
         ----------
         spelled : str
-            What requires it, for the error message.
+            The option that requires it, for the error message.
 
         Raises
         ------
@@ -245,7 +245,7 @@ class World(Messaging):
         transport : Transport
             The ranks that are left.
         survivors : sequence of int
-            Their present numbers, in the order of the new ones.
+            Their current numbers, in the order of their new numbers.
         """
         for rank, host in enumerate(self.hosts):
             if rank not in survivors:
@@ -524,7 +524,7 @@ class World(Messaging):
                 window.Free()
 
     def close(self) -> None:
-        """Free the GPU, the shared arrays and the communicators; the world cannot be used then.
+        """Free the GPU, the shared arrays and the communicators; the world is unusable afterwards.
 
         Collective. Programs need not call this method. It bounds the memory of processes that make
         many worlds.

@@ -261,10 +261,55 @@ class Datastore:
         >>> train, validation, test = images.split(0.8, 0.1, seed=1)
         >>> few, rest = images.split(20)
         """
-        labels = np.zeros(len(self), np.int64) if self.labels is None else self.labels
         classes = None if self.labels is None else self.classes
-        selections = splitting.select(labels, parts, seed, classes, self.describe())
+        selections = splitting.select(self._strata(), parts, seed, classes, self.describe())
         return tuple(self.subset(indices) for indices in selections)
+
+    def kfold(self, count: int, *, seed: int = 0) -> list[tuple[Subset, Subset]]:
+        """Divide the set at random into folds of a cross-validation, with the same mix of labels.
+
+        Each image is in one fold. The numbers of images of a label in two folds differ by at most
+        1, and so do the sizes of two folds. If the set has no labels, all images are treated as
+        having the same label.
+
+        Parameters
+        ----------
+        count : int
+            Number of folds, at least 2.
+        seed : int
+            Seed of the random selection. Equal seeds select the same images.
+
+        Returns
+        -------
+        list of (Subset, Subset)
+            For each fold, the images of all other folds, to train on, and those of the fold, to
+            validate on. Both keep the order of this set.
+
+        Raises
+        ------
+        UserError
+            If `count` is below 2 or above the number of images.
+
+        Examples
+        --------
+        >>> for train, validation in images.kfold(5):
+        ...     options = dl.TrainingOptions(validation=validation)
+        ...     result = dl.train(new_network(), train, options)
+        """
+        if not 2 <= count <= len(self):
+            raise UserError(
+                f"{self.describe()}: kfold: expected from 2 folds to as many as images, "
+                f"{len(self)}, got {count}"
+            )
+        numbers = splitting.fold_numbers(self._strata(), count, seed)
+        halves = [
+            [np.nonzero(mask)[0] for mask in (numbers != k, numbers == k)] for k in range(count)
+        ]
+        return [(self.subset(train), self.subset(validation)) for train, validation in halves]
+
+    def _strata(self):
+        """Return the label of each image; 0 if the images have no labels."""
+        return np.zeros(len(self), np.int64) if self.labels is None else self.labels
 
     def class_counts(self) -> dict[str, int]:
         """Count the images of each class.

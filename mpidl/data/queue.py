@@ -11,7 +11,7 @@ import numpy as np
 from mpidl import keyed
 from mpidl.backends.cpu import arenas
 from mpidl.blocks import LANES, Blocked, OneRank, Ranks, share
-from mpidl.data import partition
+from mpidl.data import balanced, partition
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpidl.data.transforms.normalize import Normalization
 
 SHUFFLES = ("every-epoch", "once", "never")
-SAMPLINGS = ("global", "partition")
+SAMPLINGS = ("global", "balanced", "partition")
 PARTIAL_MINIBATCHES = ("return", "discard")
 
 
@@ -81,10 +81,12 @@ class MinibatchQueue:
     load : tuple of int, optional
         Weight of each rank's share (see `fold.split_blocks`). To change it, assign the attribute
         `load` between epochs.
-    sampling : {"global", "partition"}
-        With "partition", each rank draws from its own part of the set, and "every-epoch" permutes
-        each part separately. The contents of a mini-batch, and therefore the weights, then depend
-        on the number of ranks.
+    sampling : {"global", "balanced", "partition"}
+        With "balanced", an epoch has K * ceil(n / K) draws of n images in K classes, equally many
+        of each class: images of small classes repeat, and some of large classes are left out (see
+        `mpidl.data.balanced`). With "partition", each rank draws from its own part of the set, and
+        "every-epoch" permutes each part separately. The contents of a mini-batch, and therefore the
+        weights, then depend on the number of ranks.
     bad_images : BadImages, optional
         If given, mini-batches leave out the images that it holds. A rank that meets another image
         that it cannot read yields `Unreadable`, so only `evaluation.agreed` may iterate over such a
@@ -148,10 +150,15 @@ class MinibatchQueue:
             raise UserError(f"prefetch must be at least 0, got {prefetch}")
         if workers < 1:
             raise UserError(f"workers must be at least 1, got {workers}")
+        if sampling == "balanced":
+            balanced.check(datastore)
+            if shuffle == "never":
+                raise UserError("--sampling balanced and --shuffle never: expected a random order")
         if partial_minibatch == "discard":
-            need_full_batch(datastore, batch_size)
+            need_full_batch(datastore, batch_size, sampling)
         self.datastore, self.batch_size, self.seed = datastore, int(batch_size), seed
         self.partial_minibatch = partial_minibatch
+        self.epoch_images: int = epoch_images(datastore, sampling)
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
         label_range = classes, ignore_label
@@ -165,7 +172,7 @@ class MinibatchQueue:
 
     def __len__(self) -> int:
         """Return the number of mini-batches per epoch."""
-        full, images_left = divmod(len(self.datastore), self.batch_size)
+        full, images_left = divmod(self.epoch_images, self.batch_size)
         return full + (images_left > 0 and self.partial_minibatch == "return")
 
     def __repr__(self) -> str:
@@ -182,13 +189,16 @@ class MinibatchQueue:
         Returns
         -------
         ndarray
-            Numbers (n,), int64, without those of discarded images.
+            Numbers (n,), int64, without those of discarded images. The image of sample number s is
+            s % len(datastore); only balanced sampling has numbers that are not below this length.
         """
         return self._complete_order(epoch)[: len(self) * self.batch_size]
 
     def _complete_order(self, epoch):
         n = len(self.datastore)
         every_epoch, parts = self.shuffle == "every-epoch", self.sampling == "partition"
+        if self.sampling == "balanced":
+            return balanced.draw(self.datastore.labels, self.seed, epoch if every_epoch else 0)
         if self.shuffle == "never":
             order = np.arange(n)
         else:
@@ -281,7 +291,8 @@ class MinibatchQueue:
             plain=self.plain,
             device=None if self.device is None else self.world.counts,
         )
-        fetches = self.datastore.read_ahead(batch.indices) if self.prefetch else None
+        images = batch.indices % max(len(self.datastore), 1)
+        fetches = self.datastore.read_ahead(images) if self.prefetch else None
         if self.device is not None:
             feed = FeedBuilder(self.pipeline, batch, batch.indices)
             feed.fetches, feed.unreadable_images = fetches, self._unreadable_images()
@@ -291,12 +302,19 @@ class MinibatchQueue:
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
 
 
-def need_full_batch(datastore: Datastore, batch_size: int) -> None:
+def epoch_images(datastore: Datastore, sampling: str) -> int:
+    """Return the number of images of an epoch, before a partial mini-batch is discarded."""
+    if sampling != "balanced" or datastore.labels is None or not len(datastore):
+        return len(datastore)
+    return balanced.epoch_length(datastore.labels)
+
+
+def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "global") -> None:
     """Raise UserError if the images do not fill a mini-batch, so that all would be discarded."""
-    if len(datastore) < batch_size:
+    if (count := epoch_images(datastore, sampling)) < batch_size:
         raise UserError(
             f"{datastore.describe()}: --partial-minibatch discard: expected images for at least "
-            f"one mini-batch of {batch_size}, found {len(datastore)}"
+            f"one mini-batch of {batch_size}, found {count}"
         )
 
 

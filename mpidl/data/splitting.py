@@ -1,4 +1,4 @@
-"""Select the images of the parts of a split: fractions or counts of each label's images."""
+"""Select the images of the parts of a split, and those of the folds of a cross-validation."""
 
 from __future__ import annotations
 
@@ -65,6 +65,37 @@ def select(
         for i in range(len(sizes)):
             part_of_image[members[order[ends[i] : ends[i + 1]]]] = i
     return [np.nonzero(part_of_image == i)[0] for i in range(len(sizes) + 1)]
+
+
+def fold_numbers(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Assign each image to one of `count` folds, stratified by label.
+
+    The images of a label, in a random order, go to the folds in turn, and the next label continues
+    with the next fold. The numbers of images of a label in two folds therefore differ by at most 1,
+    and so do the sizes of two folds.
+
+    Parameters
+    ----------
+    labels : ndarray of int64, shape (n,)
+        Label of each image.
+    count : int
+        Number of folds.
+    seed : int
+        Seed of the random orders.
+
+    Returns
+    -------
+    ndarray of int64, shape (n,)
+        Fold of each image, 0 to count - 1.
+    """
+    numbers = np.empty(len(labels), np.int64)
+    start = 0
+    for label in np.unique(labels):
+        (members,) = np.nonzero(labels == label)
+        order = keyed.permutation(len(members), seed, f"fold {label}")
+        numbers[members[order]] = (start + np.arange(len(members))) % count
+        start += len(members)
+    return numbers
 
 
 def check_sizes(parts: Sequence[float]) -> list[Decimal] | list[int]:

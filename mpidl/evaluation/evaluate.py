@@ -25,7 +25,7 @@ from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
-_STOPS, _REPEATS, _FAILS = 1, 2, 3  # what a rank proposes; the largest number wins
+_STOPS, _REPEATS, _FAILS = 1, 2, 3  # proposals of a rank; the largest number wins
 
 
 class Evaluation(NamedTuple):
@@ -225,7 +225,7 @@ def evaluate(
     _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
-    totals, n, in_top_k = _Totals(losses.labels_per_image(datastore)), 0, 0
+    totals, n, in_top_k = _Totals(losses.labels_per_image(net, datastore)), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     label_range = losses.label_range(loss, net)
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
@@ -250,7 +250,7 @@ def evaluate(
                 tally(table, local_labels, local_scores.argmax(axis=1))
             if top_k:
                 in_top_k += int((places(local_scores, local_labels) < top_k).sum())
-        del images, labels  # frees their memory for the next mini-batch
+        del images, labels  # free their memory for the next mini-batch
     return Evaluation(
         totals.accuracy,
         totals.loss,
@@ -382,10 +382,11 @@ def regression_errors(
     need_datastore(datastore, "images")
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
-    if squeezed(datastore.targets_shape) != squeezed(net.output_shape):
+    shape = losses.targets_shape(net, datastore) or ()
+    if squeezed(shape) != squeezed(net.output_shape):
         raise UserError(
             f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
-            f"network's outputs, found {datastore.targets_shape}"
+            f"network's outputs, found {shape}"
         )
     _check_count(datastore)
     world = World() if world is None else world
@@ -395,7 +396,7 @@ def regression_errors(
     for images, targets in batches:
         totals += world.gplus(_errors(net(images), targets))
         n += images.batch.count
-        del images, targets  # frees their memory for the next mini-batch
+        del images, targets  # free their memory for the next mini-batch
     elements = max(n * int(np.prod(net.output_shape)), 1)
     squared, absolute = totals / elements
     return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)

@@ -20,7 +20,7 @@ BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
-    """Split a validation set off the training set according to the option validation_fraction.
+    """Split a validation set off the training set by the option validation_fraction or fold.
 
     Parameters
     ----------
@@ -33,8 +33,8 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     -------
     (Datastore, TrainingOptions)
         The images to train on, and a copy of the options with the remaining images as validation
-        set. Both arguments are returned unchanged if the fraction is 0 or the options already have
-        a validation set.
+        set. Both arguments are returned unchanged if neither option is set or the options already
+        have a validation set.
 
     Raises
     ------
@@ -44,6 +44,15 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     """
     if options.validation is not None:
         return datastore, options
+    if options.fold is not None:
+        number, count = map(int, options.fold.split("/"))
+        if count > len(datastore):
+            raise UserError(
+                f"--fold {options.fold}: expected at least {count} training images, found "
+                f"{len(datastore)}"
+            )
+        training, validation = datastore.kfold(count, seed=options.seed)[number - 1]
+        return training, replace(options, validation=validation)
     if not options.validation_fraction:
         _check_options(options)
         return datastore, options
@@ -67,7 +76,7 @@ def _check_options(options):
         if is_set:
             raise UserError(
                 f"{text}: expected validation images (--validation-data, --validation-fraction, "
-                "or validation= in Python)"
+                "--fold, or validation= in Python)"
             )
 
 

@@ -22,7 +22,7 @@ from mpidl.nn import layers as nn
 
 BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
 MAX_VALUES = 1 << 28  # largest number of values that a layer may compute from an image
-UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # their sum is 1
+UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # sum 1, so that nothing is divided
 
 
 class Unsupported(Exception):
@@ -207,8 +207,8 @@ class Builder:
         Returns
         -------
         Value or None
-            What the layer reads. None, and the layer stays, if it is not the last one, if it is not
-            of these types, or if x is read more than once.
+            The value that the layer reads. If the layer is not the last one, is not of these types,
+            or if x is read more than once, the layer stays and the result is None.
         """
         layer: Any = self.layers[-1] if self.layers else None
         if layer is None or layer.name != x.layer or not self.is_read_once(x):

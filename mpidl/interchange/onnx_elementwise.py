@@ -16,7 +16,7 @@ SIMPLE = {
     "Tanh": nn.Tanh,
     "HardSwish": nn.HardSwish,
 }
-UNBOUNDED = 3.4e38  # bounds of Clip from here on are no bounds: float32 ends soon after
+UNBOUNDED = 3.4e38  # bounds of Clip from here on count as infinite
 
 
 def _add(node, builder, layer):
@@ -86,7 +86,7 @@ def _clipped(node, builder, x, low, high):
     high = math.inf if high >= UNBOUNDED else high
     if math.isinf(low) and math.isinf(high) and low < high:
         return x
-    # the fused ops know ReLU
+    # the fused ops support ReLU
     layer = nn.ReLU() if (low, high) == (0, math.inf) else nn.Clip(low, high)
     return builder.add(node, layer, [x])
 

@@ -93,7 +93,7 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
     nn.Clip: lambda layer, shape: ("Clip", {}),
     nn.HardSigmoid: _hard_sigmoid,
     nn.HardSwish: lambda layer, shape: ("HardSwish", {}),
-    nn.Swish: lambda layer, shape: ("Mul", {}),  # of x and its sigmoid
+    nn.Swish: lambda layer, shape: ("Mul", {}),  # Mul of x and its sigmoid
     nn.Tanh: lambda layer, shape: ("Tanh", {}),
     nn.Sigmoid: lambda layer, shape: ("Sigmoid", {}),
     nn.GELU: lambda layer, shape: ("Gelu", {"approximate": layer.approximate}),

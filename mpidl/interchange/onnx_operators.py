@@ -30,7 +30,7 @@ def _spatial(node, x, size, transposed=False):
 
 
 def _with_zeros_before(builder, x, padding, limits=(float("inf"),) * 2):
-    """Return what a layer reads, and its padding together with that of a Pad2D layer before it.
+    """Return the value that a layer reads, and its padding merged with a Pad2D layer before it.
 
     The Pad2D layer stays if its value is not 0, if others read it, or if a side of the padding
     would reach its limit, (down, across).
@@ -111,7 +111,7 @@ def _average_pool(node, builder):
     stride, padding, _ = _spatial(node, x, size)
     enlarged = _ceil(node, x, size, stride, padding)
     counts, is_padded = node.get("count_include_pad", 0), _is_any(padding)
-    if enlarged != padding:  # windows never count what lies outside of the padded image
+    if enlarged != padding:  # windows never count pixels outside of the padded image
         if counts and is_padded:
             x = builder.add(node, nn.Pad2D(padding), [x])
             enlarged = tuple(

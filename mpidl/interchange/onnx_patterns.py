@@ -14,7 +14,7 @@ import numpy as np
 
 from mpidl.backends import REFERENCE as reference
 
-# Large numbers distinguish an activation from one whose input or output is also clipped.
+# Large numbers distinguish an activation from the same activation with a clipped input or output.
 LARGE = np.outer([-1, 1], [10, 30, 100, 1e3, 1e5, 1e7]).ravel()
 GRID = np.concatenate([np.linspace(-7, 7, 57), [-0.01, 0.003, 1e-4], LARGE])
 TOLERANCE = 1e-5  # largest difference on the grid; the constants of files are float32
@@ -129,7 +129,7 @@ def _equal(value, expected):
 
 
 def _evaluate(onnx, node, values, constants):
-    """Return what a node computes on the grid, or None if it is no arithmetic with numbers."""
+    """Return the result of a node on the grid, or None if it is not arithmetic with numbers."""
     inputs = []
     for name in node.input:
         value = values.get(name, constants.get(name))
@@ -139,7 +139,7 @@ def _evaluate(onnx, node, values, constants):
     try:
         with np.errstate(all="ignore"):
             return _computed(onnx, node, inputs)
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # from a damaged node
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # a damaged node
         return None
 
 

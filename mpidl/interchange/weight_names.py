@@ -17,7 +17,7 @@ from mpidl.nn import Network
 from mpidl.nn.layers import BatchNorm, PReLU
 from mpidl.text import did_you_mean
 
-# A function from an array name in a file to the name in a network; None if it is no weight.
+# A function from an array name in a file to the name in a network; None if it is not a weight.
 Rename: TypeAlias = Callable[[str], "str | None"]
 Names: TypeAlias = "str | Mapping[str, str] | Rename"
 
@@ -78,7 +78,7 @@ def rename(names: Names, net: Network) -> Rename:
     names : str, dict or function
         "mpidl", "torchvision", "timm" or "transformers"; or {name in the file: name in the
         network}; or a function from the name in the file to the name in the network. The function
-        returns None for an array that is no weight.
+        returns None for an array that is not a weight.
     net : Network
         The network. Its batch normalization and PReLU layers have other array names than PyTorch's.
 

@@ -181,7 +181,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
 
 
 def refuse_pickle(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if the name of a file is that of a pickle."""
+    """Raise UserError if the suffix of a file indicates a pickle."""
     if os.path.splitext(os.fspath(path))[1].lower() in PICKLES:
         target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
         recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))

@@ -72,7 +72,7 @@ def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
 
 
 def _refuse(reader, name, before, names):
-    """Raise a ValueError, because layer `reader` reads `name`, which is no earlier layer."""
+    """Raise a ValueError, because layer `reader` reads `name`, which is not an earlier layer."""
     if name == reader:
         raise ValueError(f"{reader}: it cannot read its own output")
     if name in names:

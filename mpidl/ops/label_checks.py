@@ -56,7 +56,7 @@ def label_lanes(name: str, labels: Any, scores: Blocked, ignore_label: int | Non
         return lanes
 
     def check_bounds(low, high):
-        if ignore_label is not None:  # between the bounds of labels on a GPU, others may lie
+        if ignore_label is not None:  # a bound of labels on a GPU may be this
             low = max(low, 0) if low == ignore_label else low
             high = min(high, classes - 1) if high == ignore_label else high
         if not 0 <= low <= high < classes:

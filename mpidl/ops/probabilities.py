@@ -17,7 +17,7 @@ from mpidl.ops.reductions import mean
 
 __all__ = ["cross_entropy", "one_hot"]
 
-EXCESS = 1e-3  # by which a probability may exceed 1
+EXCESS = 1e-3  # amount by which a probability may exceed 1
 Labels = TypeVar("Labels", Blocked, np.ndarray)
 
 

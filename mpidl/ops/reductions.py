@@ -39,7 +39,7 @@ def _entry_sum(x, *, axes, keepdims, divisor):
     """
     dtype = np.float64 if x.dtype.kind == "f" else None
     y = x.sum(axis=axes, dtype=dtype, keepdims=keepdims)
-    y = y if divisor == 1 else y / divisor  # a sum of integers stays one
+    y = y if divisor == 1 else y / divisor  # a sum of integers stays an integer
 
     def vjp(dy):
         dy = dy if keepdims else np.expand_dims(dy, axes)

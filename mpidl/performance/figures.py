@@ -1,7 +1,7 @@
 """Draw the figures of a scaling study.
 
-Each line has a colour of the palette of Okabe and Ito, a marker and a dash pattern of its own, so
-that the figures can be read in gray and by colour-blind people.
+Each line has its own marker, dash pattern and colour (of the palette of Okabe and Ito), so that the
+figures can be read in gray and by colour-blind people.
 """
 
 from __future__ import annotations

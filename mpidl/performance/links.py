@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 SIZES = (8, 1024, 16384, 131072, 1048576)  # bytes of a message
 BURST = 16  # messages in each direction
-PARTS = 9  # of a measurement, whose median counts
+PARTS = 9  # parts of a measurement; the result is their median
 SLICE_SECONDS = 5e-4  # work between two attempts to advance an exchange
-TAG = 9  # below the tags of exchanges
+TAG = 9  # message tag, below the tags of exchanges
 COMBINES = {"add": fold.add, "moments": fold.merge_moments}
 
 
 def repeat(function: Callable[[], object], world: World, seconds: float) -> float:
-    """Return the seconds of a call, repeated for about so many seconds. Collective.
+    """Return the seconds of a call, which is repeated for about `seconds` seconds. Collective.
 
     The result is the median over parts of the measurement, so that an interruption does not count.
     """
@@ -143,7 +143,7 @@ def _arguments(world, event, leaves):
 
 
 def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> float:
-    """Return the part of an exchange that other work hides, from 0 to 1. Collective.
+    """Return the fraction of an exchange that other work hides. Collective.
 
     The work is a sequence of short computations. As in kernels, the ranks advance the exchange
     between them.
@@ -185,7 +185,7 @@ def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> f
 
 
 def _count_products(values, seconds):
-    """Return how many products fill so many seconds."""
+    """Return how many matrix products take this many seconds."""
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 20 * seconds:
         values @ values

@@ -32,12 +32,12 @@ from mpidl.performance.simulation import Link, Network
 from mpidl.performance.trace import BUCKET, FINISH, Event
 
 RESAMPLES = 100
-MANY_RANKS = 64  # above, the buckets of a step are simulated with their mean size
+MANY_RANKS = 64  # with more ranks, the buckets of a step are simulated with their mean size
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a prediction assumes.
+    """The assumptions of a prediction.
 
     Attributes
     ----------
@@ -184,7 +184,7 @@ class Model:
     def compute_seconds(
         self, blocks: int, ranks: int, setting: Setting, peers: int = 1
     ) -> tuple[float, float]:
-        """Return the seconds of a step without exchanges, of a rank and of the slowest of several.
+        """Return the seconds of a step without exchanges: of one rank, of the slowest of several.
 
         Parameters
         ----------
@@ -195,7 +195,7 @@ class Model:
         setting : Setting
             Threads per rank and ranks per node.
         peers : int
-            Number of ranks with so many blocks, among which the slowest is sought.
+            Number of ranks with this many blocks, whose slowest determines the second result.
         """
         rounds = rounds_of_blocks(blocks, setting.threads) if blocks else 0.0
         active = min(ranks, setting.ranks_per_node)
@@ -244,22 +244,22 @@ class Model:
         return Step(*(factor * seconds for seconds in astuple(self.parts(ranks, setting, images))))
 
     def together(self, ranks: int, coupling: float) -> float:
-        """Return the time of a step of ranks that train together, relative to its parts.
+        """Return the ratio of a step's time, if ranks train together, to the sum of its parts.
 
-        `coupling` is this factor on the ranks of the probe.
+        `coupling` is this ratio on the ranks of the probe.
         """
         reach = math.log2(ranks) / math.log2(self.record["ranks"])
         return 1 + (coupling - 1) * min(reach, 1.0)
 
     @cached_property
     def coupled_seconds(self) -> float | None:
-        """Median seconds of a step of the ranks of the probe together; None if not measured."""
+        """Median seconds of a step if the ranks of the probe train together; None if unknown."""
         seconds = self.record["coupled"]
         return float(np.median([seconds[n] for n in self.sample])) if seconds else None
 
     @cached_property
     def coupling(self) -> float:
-        """Measured time of a step of the ranks of the probe together, relative to its parts."""
+        """The ratio of `together`, measured on the ranks of the probe."""
         if self.coupled_seconds is None:
             return 1.0
         return self.coupled_seconds / self.parts(self.record["ranks"], self.setting).seconds
@@ -333,7 +333,7 @@ class Model:
         return self.record["images"] / self.epoch_seconds(ranks, setting)
 
     def resampled(self) -> list[Model]:
-        """Return models of resampled rounds of the probe, always the same ones."""
+        """Return models of resampled rounds of the probe; each call gives the same models."""
         rounds = self.record["rounds"]
         uniform = keyed.uniform(0, "bootstrap of a probe", RESAMPLES * rounds)
         samples = (uniform.reshape(RESAMPLES, rounds) * rounds).astype(int)
@@ -356,7 +356,7 @@ def rounds_of_blocks(blocks: int, threads: int) -> float:
 
 
 def _interpolated(x, places, values):
-    """Interpolate the rows of `values` at x; the first and the last slope continue beyond."""
+    """Interpolate the rows of `values` at x; the end slopes extrapolate."""
     if len(places) == 1:
         return values[0] * x / places[0]
     right = int(np.clip(np.searchsorted(places, x), 1, len(places) - 1))
@@ -387,7 +387,7 @@ def _relative_fit(rounds, times):
 
 
 def _with_mean_buckets(events):
-    """Replace the buckets by buckets of their mean size, which take as long together."""
+    """Replace the buckets by buckets of their mean size, which together take as long."""
     buckets = [event for event in events if event.kind == BUCKET]
     if not buckets:
         return events

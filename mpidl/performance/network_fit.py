@@ -45,7 +45,7 @@ class NetworkFit:
 
     @cached_property
     def hidden(self) -> float:
-        """Part of the gradients' exchange that backward hides."""
+        """Fraction of the gradients' exchange that backward hides."""
         return float(np.median([record["hidden"] for record in self._records]))
 
     @cached_property

@@ -13,9 +13,9 @@ from mpidl.performance.model import Model, Setting, most_blocks
 from mpidl.performance.simulation import Link
 
 HALF = 0.5  # efficiency below which scaling has stopped
-GAIN = 1.02  # factor by which twice the ranks must be faster
+GAIN = 1.02  # smallest speed-up that twice the ranks must give
 MOST_RANKS = 1024
-MOST_TRIED = 256  # ranks for which other options are tried
+MOST_TRIED = 256  # largest number of ranks for which other options are tried
 NINETY_PERCENT = 1.645  # half-width of the central 90 % of a normal distribution, in deviations
 
 
@@ -174,8 +174,8 @@ def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
     -------
     dict
         "ranks": the number of ranks, or None if scaling does not stop up to `limit`; "reason": the
-        part of a step that grows most beyond; "options": {option: ranks} of options that move the
-        point, where None means that scaling does not stop up to MOST_TRIED ranks.
+        part of a step that grows most with more ranks; "options": {option: ranks} of options that
+        move the point, where None means that scaling does not stop up to MOST_TRIED ranks.
     """
     model = rates.model
     ranks = _stop(rates, setting, limit)
@@ -226,7 +226,7 @@ def _stop(rates, setting, limit):
 
 
 def _reason(model, ranks, setting):
-    """Return the part of a step that is lost most with twice the ranks, in words."""
+    """Describe the part of a step that loses most with twice the ranks."""
     one_rank, step = model.step(1, setting), model.step(2 * ranks, setting)
     scale = setting.images(2 * ranks) / setting.images(1) / (2 * ranks)
     if blocks_of(setting.images(2 * ranks)) < 2 * ranks:

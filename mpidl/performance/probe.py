@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 ROUNDS = 5
-MOST_ROUNDS_OF_BLOCKS = 16  # per thread; the time of larger shares is extrapolated
+MOST_ROUNDS_OF_BLOCKS = 16  # blocks per thread; larger shares are extrapolated
 TOGETHER = 4  # a turn of training together lasts as long as this many turns alone
 MOST_RANKS = 1024  # largest N in the table of the slowest of N ranks
 LEARNING_RATE = 1e-4  # small, so that the weights stay finite at any batch size
 SUBSET = 2048  # images of a set on disk that the probe reads
-SLEEP_SECONDS = 0.005  # between two checks whether the other ranks have ended their turn
+SLEEP_SECONDS = 0.005  # seconds between two checks whether the other ranks have ended their turn
 READING_SECONDS = 1.0  # duration of the measurement of reading without training
 
 
@@ -169,7 +169,7 @@ def measure(
 
 
 def _most_blocks(options, ranks):
-    """Return the largest number of blocks of a rank if `ranks` ranks train."""
+    """Return the largest number of blocks per rank if `ranks` ranks train."""
     if options.batch_per_rank is not None:
         return blocks_of(options.batch_per_rank)
     return most_blocks(blocks_of(options.batch_size), ranks)[0]
@@ -258,6 +258,7 @@ def _train(world, net, store, options, clock, seed):
         scale_rate=None,
         validation=None,
         validation_fraction=0.0,
+        fold=None,
         validation_patience=math.inf,
         output_network="last-iteration",
         batchnorm_statistics="moving",
@@ -279,7 +280,7 @@ def _train(world, net, store, options, clock, seed):
 
 
 def _meet(job):
-    """Wait for all ranks, asleep: waiting ranks that poll would slow the ranks that compute."""
+    """Wait for all ranks asleep, because polling would slow the ranks that compute."""
     request = job.transport.comm.Ibarrier()
     job.transport.wait_until(request.Test, "a turn of the probe", lambda: time.sleep(SLEEP_SECONDS))
     job.barrier()

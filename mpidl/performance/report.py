@@ -197,7 +197,7 @@ def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _duration(seconds):
-    """Format seconds with three digits, in ms from a tenth of one on and in µs below."""
+    """Format seconds with three digits: in ms from 0.1 ms on, in µs below."""
     factor, unit = (1e3, "ms") if seconds >= 1e-4 else (1e6, "µs")
     return f"{factor * seconds:.3g} {unit}"
 

@@ -97,7 +97,7 @@ def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
                 intervals.append(record["seconds"] - previous)
             previous = record["seconds"]
         elif record.get("kind") == "validation":
-            previous = None  # the next interval contains it
+            previous = None  # the next interval contains this one
     if not intervals:
         return None
     all_images = summary["images_per_second"] * summary["train_seconds"]
@@ -131,9 +131,9 @@ def phases_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
-    """Add speedup and efficiency to rows, relative to the least number of ranks with a result.
+    """Add speedup and efficiency to rows, relative to the smallest number of ranks with a result.
 
-    If that number is not 1, it counts as perfectly efficient.
+    The efficiency on that number is 1 by definition, even if it is not one rank.
     """
     base = next((row for row in rows if row["images_per_second"]), None)
     for row in rows:

@@ -25,7 +25,7 @@ import numpy as np
 from mpidl import fold
 from mpidl.comm import exchange
 
-SEGMENT = 64  # elements of a rank's segment above which a simulated message stands for more bytes
+SEGMENT = 64  # elements of a rank's segment above which simulated messages represent more bytes
 
 
 class Link(NamedTuple):
@@ -151,7 +151,7 @@ class SimulatedRank:
                 request.array[...] = content.reshape(request.array.shape)
         arrivals.sort()
         overhead, clock, port_free = network.overhead, self.clock, self.receive_port_free
-        for arrival, transfer in arrivals:  # one after the other through the port of this rank
+        for arrival, transfer in arrivals:  # the rank receives one at a time
             port_free = max(arrival, port_free + transfer)
             clock = max(clock, port_free) + overhead
         self.clock, self.receive_port_free = clock, port_free
@@ -209,7 +209,7 @@ class Simulation:
     carries_data : bool
         Whether messages have content. Without it, a simulation measures time only.
     bytes_per_byte : float
-        Number of bytes of the real exchange for which a byte of the simulated arrays stands.
+        Number of bytes of the real exchange that a byte of the simulated arrays represents.
 
     Attributes
     ----------
@@ -249,7 +249,7 @@ class Simulation:
         processes = [_Process(self.ranks[rank], steps) for rank, steps in exchanges]
         self.ready.extend(processes)
         collects = gc.isenabled()
-        gc.disable()  # a million messages are alive at a time, and none is part of a cycle
+        gc.disable()  # a million messages exist at a time, and none is part of a cycle
         try:
             while self.ready:
                 self.ready.popleft().advance()
@@ -300,7 +300,7 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
     for tree in trees[1:]:
         tree.__dict__["nodes"] = nodes  # equal on all ranks, and computed once
     chosen_algorithm = algorithm or exchange.choose_algorithm(trees[0], width * itemsize, combine)
-    # Fewer elements that stand for more bytes: 1,024 ranks need little memory then.
+    # Simulate fewer elements that represent more bytes, so that 1,024 ranks need little memory.
     values = np.zeros(min(width, SEGMENT * size), f"V{itemsize}")
     factor = width / max(len(values), 1)
     simulation = Simulation(size, network, carries_data=False, bytes_per_byte=factor)

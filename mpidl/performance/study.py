@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STOPPED_CODE = 75
 POLL_SECONDS = 0.2
-SHOW_SECONDS = 10.0  # between two lines about a process
+SHOW_SECONDS = 10.0  # seconds between two lines about a process
 FILE = "study.json"
 RUN_NAME = re.compile(r"ranks-(\d+)(?:-(\d+))?")
 
@@ -59,7 +59,7 @@ class Plan:
     uses_srun : bool
         Whether srun starts the runs instead of mpirun.
     defaults : mapping
-        Values that the study chose for missing options. A later start uses them again.
+        Values that the study chose for missing options. A continued study uses them again.
     """
 
     out: str

@@ -1,4 +1,4 @@
-"""Record when the training steps of one rank would communicate, without other ranks."""
+"""Record when the training steps of a single rank would communicate with other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
 
 class TracingWorld(World):
-    """One rank that records the exchanges that a step of several ranks would make.
+    """A world of one rank that records the exchanges of a step on several ranks.
 
     Parameters
     ----------
@@ -190,8 +190,8 @@ class StepClock:
     seconds : float
         Duration of the measurement.
     world : TracingWorld, optional
-        The world of the run, whose events belong to the times. By default none, for a run whose
-        ranks train together.
+        The world of the run, whose events are recorded with the times. None if ranks train
+        together.
     skip : int
         Number of steps before the measurement.
     at_least : int
@@ -254,8 +254,8 @@ class StepClock:
         for start, end, timed_events in self.steps:
             if [event for _, event in timed_events] != events:
                 raise UserError(
-                    "--predict: expected the same sums in every training step, found others from "
-                    "step to step"
+                    "--predict: expected the same sums in every training step, found different "
+                    "ones from step to step"
                 )
             points = [moment for moment, event in timed_events if event.kind in BLOCKING]
             # No rank waits between the last sum of a step and the agreement of the next one.

@@ -59,7 +59,7 @@ class Series:
 FIELDS = tuple(field.name for field in fields(Series))
 POSITION = ("epoch", "iteration")  # the fields that are whole numbers
 VALUES = tuple(name for name in FIELDS if name not in POSITION)
-MOST_RESERVED = 1 << 18  # records, of 14 MiB
+MOST_RESERVED = 1 << 18  # records, which take 14 MiB
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,10 +124,10 @@ class HistoryRecorder:
             self.add(record)
 
     def reserve(self, iterations: float) -> None:
-        """Take the memory for the records of a run of so many iterations now.
+        """Allocate the memory for the records of a run with this many iterations now.
 
-        The memory of a long run then stays the same to its end. At most `MOST_RESERVED` records are
-        provided for, because a run may end early.
+        The memory of a long run then stays the same to its end. The method allocates at most
+        `MOST_RESERVED` records, because a run may end early.
         """
         self._columns["iteration"].reserve(int(min(iterations, MOST_RESERVED)))
 
@@ -171,7 +171,7 @@ class _Columns:
         self.values = np.zeros((len(VALUES), 16))
 
     def reserve(self, count: int) -> None:
-        """Provide memory for `count` records, and use it, so that the system hands it out."""
+        """Allocate memory for `count` records, and write to it so that the system provides it."""
         if count > self.positions.shape[1]:
             self.positions, self.values = (
                 np.pad(array[:, : self.count], ((0, 0), (0, count - self.count)), constant_values=1)

@@ -22,8 +22,8 @@ FLUSH_SECONDS = 2.0
 class Metrics:
     """Writer of the records of a metrics file.
 
-    The methods do nothing on ranks other than 0, except for `rewind`: a rank that calls it writes
-    the file from there on.
+    The methods do nothing on ranks other than 0, except for `rewind`: a rank that calls `rewind`
+    writes the file from then on.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class Metrics:
         self._append(record)
 
     def record_ranks(self, epoch: int, iteration: int, fields: Mapping[str, Any]) -> None:
-        """Append a record of what the ranks spent their time on.
+        """Append a record of how the ranks spent their time.
 
         Parameters
         ----------
@@ -188,8 +188,8 @@ class Metrics:
         iteration : int
             The iteration.
         records : iterable of mapping
-            The records up to there. Those are added that the file lacks, because the lost rank had
-            not written them.
+            The records up to `iteration`. The method adds the records that the lost rank had not
+            written.
         """
         self.close()
         with self._writing():

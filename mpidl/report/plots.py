@@ -101,7 +101,7 @@ def _draw(axes, records, ends, key, factor):
             axes.plot(iterations, [r[key] * factor for r in points], markersize=4, **style)
     lighten(axes)
     if axes.get_legend_handles_labels()[0]:
-        # "best" looks at every point, which takes seconds after a long run
+        # the location "best" checks every point, which takes seconds after a long run
         axes.legend(frameon=False, loc="upper right" if key == "loss" else "lower right")
 
 

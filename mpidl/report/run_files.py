@@ -107,7 +107,7 @@ def read(folder: str) -> RunFiles:
     ------
     UserError
         If the folder holds no run, or if a file cannot be read or is damaged. An incomplete last
-        line of metrics.jsonl is no damage.
+        line of metrics.jsonl is accepted.
     """
     records = read_records(folder)
     folder = folder if os.path.isdir(folder) else os.path.dirname(folder) or os.curdir

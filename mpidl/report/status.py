@@ -8,7 +8,7 @@ from mpidl.files import write_whole
 
 NAME = "status.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
-MAX_NUMBER = 2**53  # larger numbers in a file are those of another program
+MAX_NUMBER = 2**53  # a file with larger numbers was written by another program
 
 
 @dataclass

@@ -7,7 +7,7 @@ import secrets
 NAME = "stop"
 NOW, EPOCH = "now", "epoch"  # stop after the current mini-batch, or after the current epoch
 REASON = "stop file"  # the reason that `Result.stopped` and the command's last line name
-SECONDS = 0.5  # shortest time between two looks of a run for the file
+SECONDS = 0.5  # shortest time between two checks of a run for the file
 MAX_BYTES = 64
 
 

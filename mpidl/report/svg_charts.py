@@ -11,8 +11,8 @@ from mpidl.report.page.elements import element
 
 SIZE = 720, 270  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels
-MAX_POINTS = 600  # of a line, a multiple of 4; more would not be visible
-MAX_MARKS = 60  # of a line; more points are a line without marks
+MAX_POINTS = 600  # largest number of points of a line, a multiple of 4; more would not be visible
+MAX_MARKS = 60  # largest number of marks; a line with more points has none
 LOG_RATIO = 20  # ratio of the largest to the smallest value from which an axis is logarithmic
 # Distinguishable with any colour vision, and on paper.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5c00", "#56b4e9", "#e69f00", "#555555")
@@ -101,7 +101,7 @@ def chart(
     log : bool
         Whether the vertical axis is logarithmic if the values differ by more than a factor of 20.
     unit : str
-        Text behind the numbers of the vertical axis.
+        Text after the numbers of the vertical axis.
     ends : (float or None, float or None)
         Ends of the horizontal and the vertical axis; by default the largest values.
     size : (int, int)

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from mpidl.report import plots
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
 
-CSV, PNG = "table.csv", "table.png"
+CSV, PNG, FOLDS_CSV = "table.csv", "table.png", "folds.csv"
 RESULTS = (
     *("state", "accuracy", "loss", "validation_accuracy", "validation_loss", "epochs"),
     *("iterations", "seconds", "weights_sha256", "error"),
@@ -22,7 +23,7 @@ SCORES = (
     "accuracy",
     "validation_loss",
     "loss",
-)  # the trials are compared by the first that all have
+)  # the first score that all trials have ranks them
 MAX_PANELS = 6
 
 # "trial" (its number), the columns of the options that vary, and RESULTS; None if missing
@@ -37,8 +38,8 @@ def column_of(option: str) -> str:
 def score_of(rows: Sequence[Row]) -> str:
     """Return the name of the score by which to compare trials that have ended.
 
-    It is the validation accuracy if all of them have one, else the test accuracy, the validation
-    loss or the test loss. It is "loss" if no trial has ended.
+    It is the first of these that all trials have: validation accuracy, test accuracy, validation
+    loss, test loss. It is "loss" if no trial has ended.
     """
     trained = [row for row in rows if row["state"] == "done"]
     for name in SCORES:
@@ -48,7 +49,7 @@ def score_of(rows: Sequence[Row]) -> str:
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
-    """Return the trial with the best score, the first of several; None if none has a score."""
+    """Return the first trial with the best score; None if no trial has a score."""
     score = score_of(rows)
     scored = [row for row in rows if row["state"] == "done" and row[score] is not None]
     sign = -1 if score.endswith("accuracy") else 1
@@ -72,7 +73,7 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
     varied : sequence of str
         Columns of the options that vary.
     writer : int
-        Number of the process that writes; several may write at the same time.
+        Number of the writing process, because several may write at the same time.
 
     Raises
     ------
@@ -88,6 +89,80 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
     write_whole(part, text.getvalue().encode())
     os.replace(part, os.path.join(folder, CSV))
     sync_folder(folder)
+
+
+def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Row]:
+    """Summarize the trials of a cross-validation: a row per setting of the other options.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The trials. Those of a setting are `folds` in succession.
+    varied : sequence of str
+        Columns of the options that vary, with "fold".
+    folds : int
+        Number of folds.
+
+    Returns
+    -------
+    list of dict
+        The columns "trials" (such as "1-5"), those of `varied` without "fold", "done", the number
+        of folds that have ended, and for each of `SCORES` its mean over these folds and its sample
+        standard deviation, NAME_std. Both are None if a fold has no score; NAME_std also if only
+        one fold has ended.
+    """
+    summaries = []
+    for first in range(0, len(rows), folds):
+        group = rows[first : first + folds]
+        done = [row for row in group if row["state"] == "done"]
+        summary = {"trials": f"{group[0]['trial']}-{group[-1]['trial']}"}
+        summary |= {name: group[0].get(name) for name in varied if name != "fold"}
+        summary["done"] = len(done)
+        for name in SCORES:
+            values = [row[name] for row in done if row[name] is not None]
+            is_known = bool(values) and len(values) == len(done)
+            summary[name] = statistics.fmean(values) if is_known else None
+            has_spread = is_known and len(values) > 1
+            summary[f"{name}_std"] = statistics.stdev(values) if has_spread else None
+        summaries.append(summary)
+    return summaries
+
+
+def print_folds(summaries: Sequence[Row]) -> None:
+    """Print the result of `fold_rows` as a table, with scores as "mean ± standard deviation"."""
+    scores = [name for name in SCORES if any(row[name] is not None for row in summaries)]
+    columns = [name for name in summaries[0] if name.removesuffix("_std") not in SCORES]
+    texts = []
+    for row in summaries:
+        cells = {name: row[name] for name in columns}
+        for name in scores:
+            mean, spread = cell(name, row[name]), cell(name, row[f"{name}_std"])
+            cells[name] = f"{mean} ± {spread}" if spread else mean
+        texts.append(cells)
+    print("\n".join(_lines(texts, [*columns, *scores])))
+
+
+def write_folds(folder: str, summaries: Sequence[Row]) -> None:
+    """Write the result of `fold_rows` to DIR/folds.csv; raise UserError if that fails."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(summaries[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(summaries)
+    write_whole(os.path.join(folder, FOLDS_CSV), text.getvalue().encode())
+
+
+def best_setting(summaries: Sequence[Row], folds: int) -> tuple[Row, str] | None:
+    """Return the setting with the best mean score of all its folds, and the name of the score.
+
+    Settings are compared by the first of `SCORES` that all complete ones have. None if no setting
+    is complete.
+    """
+    complete = [row for row in summaries if row["done"] == folds]
+    for name in SCORES:
+        if complete and all(row[name] is not None for row in complete):
+            sign = -1 if name.endswith("accuracy") else 1
+            return min(complete, key=lambda row: sign * row[name]), name
+    return None
 
 
 def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
@@ -135,8 +210,8 @@ def shown_scores(rows: Sequence[Row]) -> list[str]:
 
 def cell(name: str, value: Any, digits: int = 6) -> str:
     """Return the text of a table's cell; options get `digits` significant digits."""
-    if value is None:
-        return ""
+    if value is None or isinstance(value, str):
+        return value or ""
     if name == "seconds":
         return clock(value)
     if name in SCORES:

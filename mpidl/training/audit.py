@@ -1,4 +1,4 @@
-"""Compare what the ranks hold, and name the rank whose bytes differ."""
+"""Compare the arrays of the ranks, and name the rank whose bytes differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_NAMES = 3  # largest number of ranks, and of arrays, that a message names
 def audit(world: World, tables: Mapping[str, Mapping[str, np.ndarray]], iteration: int) -> None:
     """Compare the bytes of arrays that must be the same on all ranks. Collective.
 
-    The ranks exchange a hash of all arrays. Only if hashes differ, they exchange one per array.
+    The ranks exchange a hash of all arrays. If the hashes differ, they exchange one hash per array.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def audit(world: World, tables: Mapping[str, Mapping[str, np.ndarray]], iteratio
 
 
 def difference(ranks: Sequence[Mapping[str, bytes]], hosts: Sequence[str]) -> str:
-    """Describe which ranks hold other bytes than the majority, and in which arrays.
+    """Describe which ranks differ from the majority, and in which arrays.
 
     Parameters
     ----------

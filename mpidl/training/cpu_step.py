@@ -26,10 +26,11 @@ GRADIENT, UPDATE = range(2)  # the parts of a recorded step
 
 
 def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
-    """Return whether the step may be recorded: whether the Python code of all its parts is ours.
+    """Return whether the step may be recorded: whether mpidl defines all of its parts.
 
-    A custom layer, loss, optimizer or transform may do something else in the next step, so that
-    such a step stays eager. So does a loss that divides by a number that depends on the labels.
+    A custom layer, loss, optimizer or transform may behave differently in the next step, so a step
+    with one of these stays eager. So does a loss that divides by a number that depends on the
+    labels.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     is_mean = isinstance(loss, CrossEntropy) and loss.class_weights is None
@@ -77,6 +78,7 @@ class StepProgram:
         net.parameters = {name: _copied(array) for name, array in net.parameters.items()}
         net.state = {name: _copied(array) for name, array in net.state.items()}
         optimizer.prepare(net.parameters)
+        self._tables = [dict(table) for table in _tables(net, optimizer)]
         self._arrays, self._settings = _arrays(net, optimizer), _settings(net, optimizer)
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
@@ -111,7 +113,7 @@ class StepProgram:
         return value, gradients, state
 
     def record_update(self, gradients: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-        """Update and record the update; return why the step cannot be recorded, or None."""
+        """Compute and record the update; return why the step cannot be recorded, or None."""
         net, recorder = self._net, self._recorder
         with recorder.recording():
             stepped = self._optimizer.apply(net.parameters, gradients, self._optimizer.advance())
@@ -123,13 +125,26 @@ class StepProgram:
         return recorder.problem
 
     def is_current(self) -> bool:
-        """Return whether the network and the optimizer still have the same arrays and settings."""
+        """Return whether the program computes the step of the network and optimizer as they are.
+
+        A hook may have replaced arrays, perhaps on this rank alone. If the new ones have the shapes
+        and types of those of the program, the program's arrays get the new values and take their
+        place.
+        """
+        if _settings(self._net, self._optimizer) != self._settings:
+            return False
         arrays = _arrays(self._net, self._optimizer)
-        return (
-            len(arrays) == len(self._arrays)
-            and all(map(operator.is_, arrays, self._arrays))
-            and _settings(self._net, self._optimizer) == self._settings
-        )
+        if len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays)):
+            return True
+        tables = _tables(self._net, self._optimizer)
+        if _formats(tables) != _formats(self._tables):
+            return False
+        values = [{name: np.array(array) for name, array in table.items()} for table in tables]
+        for arrays_of_program, new_values in zip(self._tables, values, strict=True):
+            for name, array in arrays_of_program.items():
+                np.copyto(array, new_values[name])
+        _set_tables(self._net, self._optimizer, self._tables)
+        return True
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
         """Return whether the program can compute the step of a mini-batch."""
@@ -160,14 +175,14 @@ class StepProgram:
             self._program.inputs.set_number(name, value)
         self._program.run(UPDATE)
 
-    # what the recorded mini-batch asks its device for, see `blocks.Batch`
+    # methods of a device, which the recorded mini-batch calls (see `blocks.Batch`)
 
     def valid(self, batch: Batch) -> np.ndarray:
         """Return the number of images in each block, (blocks,) int32."""
         return self._counts
 
     def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
-        """Return the epoch and the sample numbers, which replays set anew."""
+        """Return the epoch and the sample numbers, which each replay sets."""
         return recording.scalar("epoch", batch.epoch), self._samples
 
     def per_image(self, batch: Batch) -> float:
@@ -188,14 +203,28 @@ def _copied(array):
     return result
 
 
+def _tables(net, optimizer):
+    """Return the tables of the arrays that a training step updates."""
+    return [net.parameters, net.state, *optimizer.state_arrays.values()]
+
+
 def _arrays(net, optimizer):
     """Return the arrays that a training step updates."""
-    tables = optimizer.state_arrays.values()
+    return [array for table in _tables(net, optimizer) for array in table.values()]
+
+
+def _formats(tables):
+    """Return names, types and shapes of the arrays of tables."""
     return [
-        *net.parameters.values(),
-        *net.state.values(),
-        *(array for table in tables for array in table.values()),
+        [(name, type(a), np.shape(a), getattr(a, "dtype", None)) for name, a in table.items()]
+        for table in tables
     ]
+
+
+def _set_tables(net, optimizer, tables):
+    """Give the network and the optimizer the arrays of these tables, in new dicts."""
+    net.parameters, net.state, *state_arrays = map(dict, tables)
+    optimizer.state_arrays.update(zip(optimizer.state_arrays, state_arrays, strict=True))
 
 
 def _settings(net, optimizer):

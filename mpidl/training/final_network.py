@@ -1,4 +1,4 @@
-"""What a trainer does with its network after the last iteration and the last checkpoint."""
+"""Finalize the trainer's network after the last iteration and the last checkpoint."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class StepProgram:
         """Start the training step of a mini-batch, and return a handle for `finish` at once."""
         row = self.program.ready() % ROWS
         values = self.reader.values(feed, row)
-        if "per_image" not in self.program.slots:  # the loss is no mean over images
+        if "per_image" not in self.program.slots:  # the loss is not a mean over images
             del values["per_image"]
         return self.program.run(**values | self.optimizer.advance()), feed.batch.count
 

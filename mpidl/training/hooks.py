@@ -130,7 +130,7 @@ class ConsoleHook:
         trainer.console.start(*numbers, trainer.position.epoch, has_validation)
 
     def lost(self, trainer: Trainer) -> None:
-        if not trainer.console.is_started:  # the console of another rank 0
+        if not trainer.console.is_started:  # after a loss of ranks, this may be a new rank 0
             self.start(trainer)
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:

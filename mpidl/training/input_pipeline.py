@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpidl import losses
+from mpidl.data import balanced
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
@@ -20,7 +21,11 @@ from mpidl.nn import Network
 from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
 
-OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
+OPTIONS = (
+    *("flip", "flip_mode", "translate", "rotation", "scale", "shear", "fill", "random_crop"),
+    *("resized_crop", "crop_area", "crop_aspect", "brightness", "contrast", "saturation", "hue"),
+    *("erase", "erase_area", "erase_aspect", "erase_value"),
+)
 
 
 def augmenter_of(options: TrainingOptions) -> Augmenter | None:
@@ -41,24 +46,43 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         return options.augmenter
     if not changed:
         return None
-    # TrainingOptions has converted both options to strings
-    scale_text, crop_text = cast(str | None, options.scale), cast(str | None, options.random_crop)
-    scale: Any = (1, 1) if scale_text is None else tuple(map(float, scale_text.split(",")))
+    if options.flip_mode == "alternate" and options.flip == "none":
+        raise UserError("--flip-mode alternate: expected --flip x, y or xy, found none")
+    # TrainingOptions has converted sizes and ranges to strings
+    crop, resized_crop = (
+        cast(str | None, options.random_crop),
+        cast(str | None, options.resized_crop),
+    )
+    if crop is not None and resized_crop is not None:
+        raise UserError("--random-crop and --resized-crop: expected at most one of them")
+    ranges = {
+        name: tuple(map(float, str(getattr(options, name)).split(",")))
+        for name in ("scale", "crop_area", "crop_aspect", "erase_area", "erase_aspect")
+        if getattr(options, name) is not None
+    }
+    scales: Any = ranges  # whose two numbers the constructor checks
     try:
         return Augmenter(
             reflect_x="x" in options.flip,
             reflect_y="y" in options.flip,
+            alternating=options.flip_mode == "alternate",
             rotation=options.rotation,
-            scale=scale,
             shear_x=options.shear,
             shear_y=options.shear,
             translate_x=options.translate,
             translate_y=options.translate,
             fill=options.fill,
-            crop=size_of(crop_text),
+            crop=size_of(crop),
+            resized_crop=size_of(resized_crop),
+            **{name: getattr(options, name) for name in ("brightness", "contrast", "saturation")},
+            hue=options.hue,
+            erase=options.erase,
+            erase_value="noise" if options.erase_value == "noise" else int(options.erase_value),
+            **scales,
         )
     except UserError as error:  # for example a scale whose range is reversed
-        raise UserError(f"--{error}") from None
+        name, _, text = str(error).partition(":")
+        raise UserError(f"--{name.replace('_', '-')}:{text}") from None
 
 
 def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
@@ -66,7 +90,8 @@ def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ..
     augmenter = augmenter_of(options)
     if augmenter is None:
         return tuple(shape)
-    label = "crop" if options.random_crop is None else "--random-crop"
+    label = "crop" if options.augmenter is not None else "--random-crop"
+    label = label if options.resized_crop is None else "--resized-crop"
     return augmenter.image_shape(shape, label)
 
 
@@ -83,8 +108,10 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     """Raise UserError if the network cannot be trained or validated on these images."""
     if not len(datastore):
         raise UserError(f"{datastore.describe()}: expected training images, found none")
+    if options.sampling == "balanced":
+        balanced.check(datastore)
     if options.partial_minibatch == "discard":
-        need_full_batch(datastore, options.batch_size)
+        need_full_batch(datastore, options.batch_size, options.sampling)
     normalization = net.normalization
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(
@@ -105,7 +132,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     if store is not None and not len(store):
         raise UserError(f"validation: {store.describe()}: expected images, found none")
     augmenter, trained = augmenter_of(options), copy.copy(net)
-    trained.crop = None if augmenter is None else augmenter.crop
+    trained.crop = None if augmenter is None else augmenter.window
     if store is not None and not trained.takes(store.image_shape):
         raise UserError(
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
@@ -114,7 +141,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     loss = options.loss_for(net, datastore)
     for images in (datastore, store):
         if images is not None:
-            losses.check(loss, net, images, training=images is datastore)
+            losses.check(loss, trained, images, training=images is datastore)
     if store is not None:
         names = losses.output_class_names(loss, net, datastore)
         losses.check_names(names, loss, net, store, "the training set")
@@ -166,7 +193,7 @@ def prepare(
         normalization = normalize.normalization(options.normalization, images, world)
     normalization = normalization.window(image_shape(options, datastore.image_shape)[1:])
     net.normalization = normalization
-    net.crop = None if augmenter is None else augmenter.crop
+    net.crop = None if augmenter is None else augmenter.window
     net.preprocess = datastore.preprocess or net.preprocess
     loss = options.loss_for(net, datastore)
     net.classes = losses.trained_classes(loss, net, datastore)

@@ -1,4 +1,4 @@
-"""Find ranks for which the others always wait."""
+"""Find ranks for which the other ranks always wait."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 
 from mpidl.phases import Seconds
 
-WINDOW = 10.0  # shortest time for a judgement, in seconds
-ALWAYS = 0.9  # part of the time in which a rank must be late
-DELAY = 0.1  # part of an interval by which a late rank delays the others
+WINDOW = 10.0  # shortest period to judge, in seconds
+ALWAYS = 0.9  # fraction of the period in which a rank must be late
+DELAY = 0.1  # fraction of an interval by which a late rank delays the others
 MOST_NAMES = 3  # largest number of ranks in the message
 
 
 class LateRanks:
     """Judges which ranks kept the others waiting almost all of the time.
 
-    A rank is late in an interval if it read, computed and summed longer than another rank would
-    with as many images, and if the others waited as long. Both times are at least `DELAY` of the
-    interval. A rank is therefore not late because it has more blocks than the others, or because
-    it writes the files of the run.
+    A rank is late in an interval if it took longer to read, compute and sum than other ranks would
+    for as many images, and if the other ranks waited. Both the excess time and the wait must be at
+    least `DELAY` of the interval. A rank is therefore not late only because it has more blocks than
+    the others, or because it writes the files of the run.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class LateRanks:
         Parameters
         ----------
         times : sequence of Seconds
-            What each rank spent the interval on.
+            Seconds that each rank spent on each kind of work in the interval.
         images : sequence of int
             Images of each rank in a mini-batch.
         """
@@ -64,8 +64,8 @@ class LateRanks:
     def message(self) -> str | None:
         """Return a line that names the late ranks, or None.
 
-        The line is about the intervals since the last judgement. It is not repeated as long as the
-        same ranks are late.
+        The line covers the intervals since the last period that was judged. It is not repeated
+        while the same ranks are late.
         """
         if self.seconds < WINDOW:
             return None

@@ -1,4 +1,4 @@
-"""Let a run continue on the ranks that are left after some were lost, to the same bytes."""
+"""Let a run continue on the remaining ranks after some were lost, with the same bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def prepare(options: TrainingOptions, world: World) -> None:
-    """Let the world outlive its ranks if the option `on_lost_rank` says so.
+    """Let the world continue after a loss of ranks if the option `on_lost_rank` is "shrink".
 
     Raises
     ------
@@ -61,7 +61,7 @@ def restart_test(
     lock : RunLock
         The lock of the run's folder.
     result : Result
-        The result of the training, which counts the ranks that were lost before.
+        The result of the training, which counts the ranks that were lost during it.
     """
     if world.rank == 0:
         console.take_over()
@@ -74,10 +74,10 @@ def restart_test(
 class IterationStart:
     """A copy of the state with which the current iteration started.
 
-    A loss interrupts the ranks at different places, some of them an iteration ahead of others. All
-    of them return to the start of the last iteration that each of them has reached. A rank reaches
-    the start of an iteration when it asks the others whether to go on. When it has their answer,
-    all of them have reached it, so nobody returns to an earlier one.
+    A loss interrupts the ranks at different places, some an iteration ahead of others. All ranks
+    return to the start of the last iteration that all of them have reached. A rank reaches the
+    start of an iteration when it asks the others whether to continue. When it has their answer, all
+    ranks have reached this start, so none needs an earlier one.
 
     Parameters
     ----------
@@ -93,8 +93,8 @@ class IterationStart:
     def __init__(self, world: World) -> None:
         self.is_kept = world.outlives_ranks
         self.losses, self._losses_before = 0, len(world.lost_ranks)
-        self._is_reached = self.is_kept  # the state of the trainer is the start of an iteration
-        self._number = self._kept_number = 0  # of starts, which rollbacks do not turn back
+        self._is_reached = self.is_kept  # whether the trainer is at the start of an iteration
+        self._number = self._kept_number = 0  # number of starts; rollbacks do not decrease it
         self._time = self._kept_time = time.monotonic()
         self._arrays: dict[str, dict[str, np.ndarray]] = {}
         self._facts: dict[str, Any] = {}

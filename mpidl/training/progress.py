@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpidl.training.steps import StepResult
 
 OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons to end a run early
-RATE_FACTOR = 0.5  # applied by each rollback; a power of two keeps the rates exact
+RATE_FACTOR = 0.5  # factor of the rates at each rollback; a power of two keeps them exact
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Record what each rank spends its time on, in metrics.jsonl."""
+"""Record in metrics.jsonl what each rank spends its time on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class RankTimesHook:
     At the end of an epoch, a line names the ranks that were late all the time.
 
     The ranks cannot agree on the time without a message. Rank 0 therefore decides in which
-    iteration the ranks meet next, and the ranks exchange nothing before that iteration.
+    iteration the ranks exchange their times next, and they exchange nothing for this before that
+    iteration.
     """
 
     def start(self, trainer: Trainer) -> None:
@@ -100,7 +101,7 @@ def device_name(world: World) -> str:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, or 0 if the system does not tell it."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 LIMIT = 5  # rollbacks per run
-PREFIX = "rollback_"  # of the tables of a checkpoint that hold an earlier state
+PREFIX = "rollback_"  # prefix of a checkpoint's tables that hold an earlier state
 
 
 class Rollback:
@@ -67,7 +67,7 @@ class Rollback:
         return tables, {"rollback": self.facts}
 
     def restore(self, trainer: Trainer, problem: NotFinite) -> None:
-        """Return to the kept state, with lower learning rates from there on. Collective.
+        """Return to the kept state, and lower the learning rates from then on. Collective.
 
         Raises
         ------

@@ -13,6 +13,7 @@ from decimal import Decimal
 from mpidl.errors import UserError
 from mpidl.training.options.training_options import TrainingOptions
 
+SCALING_EPOCHS = 5  # of the warm-up of Goyal et al., "Accurate, large minibatch SGD", 2017
 ENDING = ("cosine", "polynomial")  # schedules that depend on the number of epochs
 
 
@@ -39,11 +40,15 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
     if callable(schedule):
         return _call_schedule(schedule, epoch, iteration)
     rate = options.learning_rate
-    if options.scale_rate is not None:
-        rate *= options.batch_size / options.scale_rate
-    warm = options.warmup_iterations or options.warmup_epochs * per_epoch
+    base = options.scale_rate or options.linear_scaling
+    if base is not None:
+        rate *= options.batch_size / base
+    start, warm = options.warmup_factor, options.warmup_iterations
+    warm = warm or options.warmup_epochs * per_epoch
+    if options.linear_scaling is not None:
+        start = options.linear_scaling / options.batch_size
+        warm = (warm or SCALING_EPOCHS * per_epoch) if start < 1 else 0
     if iteration <= warm:
-        start = options.warmup_factor
         return rate * (start + (1 - start) * ((iteration - 1) / warm))
     if schedule == "none":
         return rate

@@ -18,7 +18,7 @@ from mpidl.training.progress import EpochSummary
 if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
-MOST_LINES = 5  # messages about single images
+MOST_LINES = 5  # number of images that get a message of their own
 HEADINGS = ["set", "image", "reason"]
 
 
@@ -43,7 +43,7 @@ def write_list(folder: str | os.PathLike[str], sets: Mapping[str, Any]) -> None:
 
 
 def _read_rows(path):
-    """Return the rows of a list without its headings, as far as they are not damaged."""
+    """Return the undamaged rows of a list, without its headings."""
     rows: list[list[str]] = []
     if os.path.exists(path):
         with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:

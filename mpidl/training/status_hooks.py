@@ -1,4 +1,4 @@
-"""The files by which a run and those who watch it communicate: status.json and the file `stop`."""
+"""Report the state of a run in status.json, and obey requests in the file `stop`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def watched(
     folder: str | os.PathLike[str] | None, world: World, signals: Signals, lock: RunLock
 ) -> Iterator[None]:
-    """Let the file `stop` request a stop of the run in the block, as a signal does.
+    """Within the block, let the file `stop` request a stop of the run, as a signal does.
 
     The loss of the lock requests a stop, too. The run then ends when it would write a checkpoint.
 
-    Only rank 0 looks for the file. The file of an earlier job is removed at the start, and that of
-    this one at the end. If the caller's block already watches for the same signals, nothing
-    changes.
+    Only rank 0 looks for the file. The start of the block removes the file of an earlier job, and
+    its end removes the file of this job. If the caller's block already watches for the same
+    signals, nothing changes.
 
     Parameters
     ----------
@@ -76,12 +76,12 @@ class StopFile:
         self.folder, self.world, self.look_time = folder, world, -math.inf
 
     def remove(self) -> None:
-        """Remove the file of an earlier job, or of this one at its end."""
+        """Remove the file, which belongs to an earlier job or to this job at its end."""
         if self.world.rank == 0:
             stop_file.remove(self.folder)
 
     def look(self) -> str | None:
-        """Return the reason to stop now, or None. Read at most once per `stop_file.SECONDS`."""
+        """Return the reason to stop now, or None; read at most once per `stop_file.SECONDS`."""
         now = time.monotonic()
         if self.world.rank or now - self.look_time < stop_file.SECONDS:
             return None
@@ -103,8 +103,8 @@ class StopFileHook:
 class StatusHook:
     """Writes status.json when a run begins, when it ends, and if it fails.
 
-    The `with` block of the hook is the run; that of the command includes the test. The methods are
-    collective, except for the end by an exception.
+    The `with` block of the hook is the run; the command's block includes the test. The methods are
+    collective, except for the exit after an exception.
 
     Parameters
     ----------

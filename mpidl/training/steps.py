@@ -104,7 +104,7 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
         If an option or the optimizer does not work on a GPU.
     """
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
-    labels_per_image = losses.labels_per_image(datastore)
+    labels_per_image = losses.labels_per_image(net, datastore)
     if world.device is None:
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
         step_class = ReplayedStep if is_recordable and world.replays_steps else EagerStep
@@ -186,7 +186,7 @@ class EagerStep:
         pass
 
     def _raise_fault(self, images, targets, loss, info):
-        """Raise NotFinite, which names the ranks whose own images make the loss not finite."""
+        """Raise NotFinite, which names the ranks whose images make the loss NaN or infinite."""
         (own_loss, *_), _, _ = value_and_grad(self.objective)(self.net, images, targets)
         flags = self.world.gather(not np.isfinite(own_loss.local()).all())
         ranks = [str(rank) for rank, flag in enumerate(self.world.broadcast(flags)) if flag]
@@ -205,6 +205,9 @@ class ReplayedStep(EagerStep):
     unless both gradients have the same bytes on all ranks. Mini-batches of other sizes, and steps
     whose spans are stored, run eagerly. Eager and replayed steps exchange the same messages.
 
+    A hook may change settings of the network or of the optimizer, perhaps on one rank alone. This
+    rank runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
+
     Replays update the arrays of the network and of the optimizer in place. The arguments are those
     of `EagerStep`.
     """
@@ -213,35 +216,47 @@ class ReplayedStep(EagerStep):
         super().__init__(*arguments)
         self.program: cpu_step.StepProgram | None = None
         self._recording: cpu_step.StepProgram | None = None
-        self._is_checked, self._is_off = False, False
+        self._is_checked, self._is_off, self._epoch = False, False, 0
         self._finish: Callable[[Any, Any], None] = super()._update
 
     def close(self) -> None:
-        self.program, self._recording, self._is_checked = None, None, False
+        self.program, self._recording, self._epoch = None, None, 0
+        self._is_checked, self._is_off = False, False
 
     def _gradient(self, images, targets):
-        if self.program is not None and not self.program.is_current():
-            self.close()
         if self._is_off or targets is None:
-            self._finish = super()._update
-            return super()._gradient(images, targets)
+            return self._eager_gradient(images, targets)
+        if self.program is not None and images.batch.epoch != self._epoch:
+            self._agree()
+        self._epoch = images.batch.epoch
         if self.program is None or images.batch.count > self.program.batch.count:
             with phases.span("recording"):
                 return self._record(images, targets)
-        if self.program.fits(images, targets):
-            if not self._is_checked:
-                with phases.span("check of the recording"):
-                    self._check(images, targets)
-                return self._gradient(images, targets)
-            if phases.spans() is None:
-                self._finish = self._replay_update
-                return self.program.gradient(images, targets)
+        fits = self.program.fits(images, targets)
+        if fits and not self._is_checked:
+            with phases.span("check of the recording"):
+                self._check(images, targets)
+            return self._gradient(images, targets)
+        if not self.program.is_current():
+            return self._eager_gradient(images, targets)
+        if fits and phases.spans() is None:
+            self._finish = self._replay_update
+            return self.program.gradient(images, targets)
         self._finish = self._update_in_place
         with arenas.through(self.program.arena):
             return super()._gradient(images, targets)
 
+    def _eager_gradient(self, images, targets):
+        self._finish = super()._update
+        return super()._gradient(images, targets)
+
     def _update(self, gradients, state):
         self._finish(gradients, state)
+
+    def _agree(self):
+        """Drop the program unless it is current on all ranks. Collective."""
+        if not self.world.gop("and", self.program.is_current()):
+            self.close()
 
     def _record(self, images, targets):
         self.close()
@@ -258,6 +273,9 @@ class ReplayedStep(EagerStep):
 
     def _check(self, images, targets):
         """Compare the bytes of an eager and a replayed gradient; stay eager if they differ."""
+        self._agree()
+        if self.program is None:
+            return
         with arenas.through(self.program.arena):
             expected = cpu_step.digest(*super()._gradient(images, targets))
         value, gradients, _ = self.program.gradient(images, targets)

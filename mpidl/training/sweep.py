@@ -23,7 +23,7 @@ from mpidl.files import on_rank_0, reason
 Trial = TypeVar("Trial")
 Returned = TypeVar("Returned")
 
-STOP_SECONDS = 0.5  # time between two looks for a request to stop from another group
+STOP_SECONDS = 0.5  # time between two checks for a stop request of another group
 
 
 def sweep(
@@ -42,7 +42,8 @@ def sweep(
     ----------
     function : callable
         Function of a trial and the `World` of its group, called on each rank of the group. It may
-        train with `dl.train(..., world=world)`. Inside it, `dl.World()` is also the group's.
+        train with `dl.train(..., world=world)`. Inside it, `dl.World()` also has the ranks of the
+        group.
     trials : iterable
         The trials, such as dictionaries of options; the same on all ranks.
     ranks_per_model : int
@@ -150,9 +151,9 @@ def _is_stopping(signals):
 
 @contextlib.contextmanager
 def _claims_folder(world, parent):
-    """Make a folder of this start, with a file for each trial that a group has claimed.
+    """Make a folder for this start, which gets a file for each trial that a group has claimed.
 
-    Files need no help of a rank that computes, which messages do with many MPI libraries.
+    Unlike messages in many MPI libraries, files need no action of a rank that computes.
     """
     if parent is None and len(set(world.hosts)) > 1:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -209,7 +210,7 @@ def _stops(folder, group, signals):
     def watch():
         while not is_over.wait(STOP_SECONDS):
             if _is_stopping(signals):
-                with contextlib.suppress(UserError):  # the next claim of a trial raises it
+                with contextlib.suppress(UserError):  # the next claim of a trial raises this error
                     _touch(path)
             elif os.path.exists(path):
                 os.kill(os.getpid(), signal.SIGUSR1)

@@ -109,7 +109,7 @@ class Trainer:
         self.console, self.optimizer = console, optimizer
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
-        self._seconds_apart = 0.0  # of validations and checkpoints, which the speed leaves out
+        self._seconds_apart = 0.0  # seconds that the speed excludes
         self.optimizer_spec = spec
         self._results: collections.deque[StepResult] = collections.deque()
         load = options.load(world.size)
@@ -225,7 +225,7 @@ class Trainer:
                     self.world, self._run, lambda: self.iteration_start.restore(self)
                 )
         finally:
-            phases.take_spans()  # a run that failed may have left them
+            phases.take_spans()  # drop spans that a failed run left
             self.step.close()
             with contextlib.suppress(UserError):  # the error of the run is the one to show
                 self.writer.close()
@@ -399,7 +399,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _apart(self, *stage):
-        """Enter a stage of the console whose time is no part of the speed of an epoch."""
+        """Enter a stage of the console whose time does not count in the speed of an epoch."""
         start_time = time.monotonic()
         with self.console.stage(*stage) as progress:
             yield progress
@@ -444,10 +444,10 @@ class Trainer:
             self.queue, self.step = self._make_step()
 
     def restart(self) -> None:
-        """Let the run continue on the ranks that are left, with its state restored. Collective."""
+        """Restore the state of the run, and let it continue on the remaining ranks. Collective."""
         self._results.clear()
         self.signals.agreed = False
-        # a new queue, because measured shares include those of lost ranks
+        # a new queue, because measured shares include shares of lost ranks
         self.queue, _ = self._make_step()
         self.writer.folder.lock.take_over()
         self.writer.rewind(self.position.iteration)

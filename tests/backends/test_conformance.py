@@ -54,8 +54,8 @@ FIRST = first_cases(CASES)
 def on_cases(backend, cases=CASES, limit=None, each_function_once=False, each_case_once=True):
     """Parametrize a test by the cases of a backend, each with its first `limit` settings.
 
-    Slow cross-checks are the settings after the first, without `each_case_once` only those of the
-    cases after a function's first. With `each_function_once`, these cases are slow altogether.
+    The settings after the first are slow cross-checks; without `each_case_once`, only for cases
+    after the first of a function. With `each_function_once`, all settings of those cases are slow.
     """
     firsts = {str(case) for case in first_cases(cases).values()}
     part = pytest.mark.slow({"cpu": "ranks", "gpu": "gpu"}[backend])
@@ -139,7 +139,7 @@ def check_on_gpu(device, *names, **values):
             assert_near(BY_NAME[name], results(BY_NAME[name], GPU))
 
 
-pytestmark = [  # NumPy's own sums of the cases that are not finite, and of no images
+pytestmark = [  # warnings of NumPy about non-finite cases and about cases without images
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Mean of empty slice:RuntimeWarning"),
 ]
@@ -199,7 +199,7 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
 
 
 SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
-SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others treat each image alone
+SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others treat images alone
 
 
 @on_cases("gpu", [c for c in SHARED if not c.numbers_only], each_function_once=True)
@@ -222,7 +222,7 @@ def assert_empty(case, backend):
         assert value.dtype == dtype
         if isinstance(value, Partial):
             assert value.shape == shape and host(value) == []
-        elif shape[:1] in ((1,), (LAST,)):  # of blocks, of images
+        elif shape[:1] in ((1,), (LAST,)):  # numbers of blocks, of images
             assert value.shape == (0, *shape[1:])
         else:
             assert value.shape == shape

@@ -120,6 +120,21 @@ def clipped(method, threshold):
     yield Case("clip", f"{method}, {threshold}, large", arguments, 0, backends=CPU)
 
 
+COEFFICIENTS = [0, 0.001, 0.5, 1, 1, 0, 2, 1, 1]
+
+
+def trust(method):
+    """Results are equal to the last bit, except on a GPU, which sums in another order."""
+    zero = [vector(5, low=0, high=0), *LEARNABLES[1:4]]  # a ratio without norm is 1
+    options = {"decays": DECAYS, "coefficients": COEFFICIENTS, "method": method}
+    arguments = {"weights": LEARNABLES, "updates": LEARNABLES} | options
+    yield Case("trust", method, arguments, 2e-7)
+    few = {"decays": [0, *DECAYS[1:4]], "coefficients": [1, *COEFFICIENTS[1:4]], "method": method}
+    yield Case("trust", f"{method}, zero weights", {"weights": zero, "updates": zero} | few, 2e-7)
+    arguments = {"weights": LARGE_LEARNABLES, "updates": LARGE_GRADIENTS} | options
+    yield Case("trust", f"{method}, large", arguments, 0, backends=CPU)
+
+
 # ---- images ----
 
 PIXELS = [(3, 5, 7), (1, 28, 28), (1, 1, 1), (4, 2, 33), (2, 19, 31)]
@@ -175,6 +190,8 @@ def training_table():
     for method in ("l2norm", "global-l2norm", "absolute-value"):
         for threshold in (0.25, 10.0, 100.0, 1e6):  # 10 and 100 are between the norms
             yield from clipped(method, threshold)
+    for method in reference.TRUST_METHODS:
+        yield from trust(method)
     yield Case("zeros_like", "dense weights", {"x": filters(7, 12, image=(3, 2, 2))}, 0)
     yield Case(
         *("from_numpy", "dense weights", {"like": filters(7, 12, image=(3, 2, 2))}, 0),

@@ -1,4 +1,4 @@
-"""The report on the ranks of a job: made-up ranks, and files of made-up hosts."""
+"""The report on the ranks of a job, with fictitious ranks and files of fictitious hosts."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def rank(host="n1", cores=range(8), *, gpus=(), quota=None, **other):
 
 
 def bound(hosts, count=8, width=8, **other):
-    """Return reports of `count` ranks per host, each with `width` cores of its own."""
+    """Return reports of `count` ranks per host, each with `width` separate cores."""
     return [
         rank(host, range(i * width, (i + 1) * width), **other)
         for host in hosts
@@ -96,7 +96,7 @@ def test_many_kinds_of_ranks_are_counted():
             [rank()] * 2,
             0,
             [
-                "2 ranks on n1 are not bound to cores of their own, so their threads "
+                "2 ranks on n1 are not bound to separate cores, so their threads "
                 "may move or share a core: mpirun -bind-to hwthread:4"
             ],
         ),

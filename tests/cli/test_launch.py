@@ -1,4 +1,4 @@
-"""mpidl.launch starts a training again that dies; here a script plays mpirun with its training."""
+"""mpidl.launch restarts a training that dies; a script replaces mpirun and its training."""
 
 import threading
 
@@ -10,8 +10,8 @@ from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 
 # Each start writes its options to a file and ends with the next exit code in the file `codes`. The
-# code "c1" stands for 1 after a checkpoint, "r0" for 0 in the middle of a run, and 2 comes with a
-# message.
+# code "c1" means 1 after a checkpoint, "r0" means 0 in the middle of a run, and the script prints a
+# message before it ends with 2.
 MPIRUN = """#!/bin/sh
 shift 3
 echo "$*" >> {folder}/starts
@@ -75,14 +75,14 @@ def test_a_death_resumes_from_the_checkpoint(launched):
 
 
 def test_an_exit_code_0_in_the_middle_of_a_run_is_a_death(launched):
-    """So ends Open MPI's mpirun --with-ft ulfm if it loses a host."""
+    """Open MPI's mpirun --with-ft ulfm ends like this if it loses a host."""
     assert launched("r0 0", "--epochs", "3") == 0
     assert starts(launched) == ["--epochs 3"] * 2
     assert log(launched)[0] == "start 1 ended after 0 s: mpirun ended with exit code 0"
 
 
 def test_the_starts_of_a_job_have_a_token_and_numbers(launched):
-    """By which a later start takes over the lock of an earlier one."""
+    """A later start takes over the lock of an earlier start by these."""
     assert launched("1 c1 0") == 0
     lines = [line.split() for line in (launched.folder / "numbers").read_text().splitlines()]
     assert len({token for token, _ in lines}) == 1

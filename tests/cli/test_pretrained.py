@@ -19,7 +19,7 @@ def resolve(**typed):
 
 
 def test_the_network_of_a_run_with_weights():
-    """Without --network it is that of the file, and no recipe applies."""
+    """Without --network, the network is that of the file, and no recipe applies."""
     resolved = resolve(weights="a.onnx")
     assert resolved.run["network"] is None and pretrained.title(resolved.run) == "a"
     assert resolved.options == dl.TrainingOptions()
@@ -115,7 +115,7 @@ def test_the_weights_of_torchvision_expect_its_normalization(tmp_path):
     assert (source.net.input_shape, source.net.output_shape) == ((3, 224, 224), (4,))
     assert source.net.normalization.centre.tolist() == pytest.approx([123.675, 116.28, 103.53])
     net.normalization = dl.data.normalization("rescale-symmetric", images)
-    dl.save_weights(net, path, names="torchvision")  # a file that says what it expects
+    dl.save_weights(net, path, names="torchvision")  # a file that specifies its normalization
     resolved = resolve(weights=str(path), network="squeezenet1_1")
     source = pretrained.load(resolved, None, images, None)
     assert source.net.normalization.name == "rescale-symmetric"

@@ -111,7 +111,7 @@ def test_all_runs_have_the_same_threads(monkeypatch, cores, words, threads):
     command = scaling.parse(words.split())
     options = dl.TrainingOptions(**command.typed)
     assert scaling._threads(command, options, {}) == threads
-    earlier = {"threads": 7}  # which later starts use again
+    earlier = {"threads": 7}  # later starts use these values again
     assert scaling._threads(command, options, earlier) == (options.threads or 7)
 
 
@@ -132,7 +132,7 @@ def test_a_prediction_of_unequal_shares_is_refused(tmp_path):
 
 
 def test_a_probe_is_not_repeated(tmp_path):
-    """The same ranks and seconds: the record of an earlier start counts, and nothing starts."""
+    """With the same ranks and seconds, the command uses the record of an earlier start."""
     plan = study.Plan(str(tmp_path), (), ())
     runs = study.Study(plan, failure.Signals())
     parsed = scaling.parse("--predict --probe-ranks 2 --probe-seconds 7".split()).parsed
@@ -170,7 +170,7 @@ def test_a_probe_that_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, first, second, words):
-    """On 8 cores, with the recipe's mini-batch of 128; None: the study is refused."""
+    """The machine has 8 cores and the recipe a mini-batch of 128. None: the study is refused."""
     plans = []
 
     def run(command, runs, threads):

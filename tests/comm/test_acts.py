@@ -1,4 +1,4 @@
-"""The last act of a process and its stacks, as another process of the host sees them."""
+"""The current act of a process and its stacks, as another process of the host sees them."""
 
 import os
 import signal

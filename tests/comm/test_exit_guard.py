@@ -1,4 +1,4 @@
-"""Which processes the guard of the exit ends, and which it leaves alone."""
+"""The exit guard ends stopped processes, and no others."""
 
 import ast
 import os
@@ -44,7 +44,7 @@ def test_a_stopped_process_is_named_and_ended(rank):
 
 
 def test_a_process_that_goes_on_is_left_alone(rank):
-    """The guard ends with the last process, and says nothing."""
+    """The guard ends with the last process, and prints nothing."""
     process = guard(f"{rank.pid} {exit_guard.start_tick(rank.pid)} rank 1", timeout=30)
     stop(rank)
     os.kill(rank.pid, signal.SIGCONT)

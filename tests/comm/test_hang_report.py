@@ -15,9 +15,9 @@ SIGHTINGS = {
 HANG = hang_report.Hang(PEERS, "epoch 1: gop max did not complete.", {0: "waits"}, SIGHTINGS)
 SILENT = [
     "  rank 1 on host n0 (process 101) does not answer: its process is stopped (SIGSTOP); last "
-    "act: epoch 1, iteration 2: computes, after gop max, for 9 s",
+    "activity: epoch 1, iteration 2: computes, after gop max, for 9 s",
     "  rank 2 on host n1 (process 102) does not answer: its process has ended",
-    "  rank 3 on host n1 (process 103) does not answer: its process runs; last act: epoch 1, "
+    "  rank 3 on host n1 (process 103) does not answer: its process runs; last activity: epoch 1, "
     "iteration 2: computes, after gop max, for 8 s",
     "  rank 4 on host n2 (process 104) does not answer: no other rank of this host does, either",
     "  rank 5 on host n2 (process 105) does not answer: no other rank of this host does, either",

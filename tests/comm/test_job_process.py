@@ -99,14 +99,14 @@ def test_a_signal_and_a_program_that_does_not_exist(capfd):
 
 
 def test_processes_of_a_dead_launcher_are_ended():
-    """Here the launcher leaves two processes, one of them in a session of its own."""
+    """The launcher leaves two processes, one of them in a separate session."""
     job = start("sleep 600 & setsid sleep 600 & exit 1")
     assert job.wait(failure.Signals(), has_children=True) == 1
     wait_until(lambda: not marked(TOKEN))
 
 
 def test_a_launcher_without_processes_is_ended(monkeypatch):
-    """As mpirun if its proxy is killed before it has started ranks."""
+    """mpirun behaves like this if its proxy is killed before it has started ranks."""
     monkeypatch.setattr(job_process, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(job_process, "ALONE_SECONDS", 0.4)
     # A shell starts a process, which is then an orphan, and becomes `sleep`.

@@ -62,7 +62,7 @@ def test_a_launcher_that_has_ended(watched, monkeypatch):
 
 
 def test_a_process_ends_although_nobody_reads_its_message(monkeypatch):
-    """A launcher that was killed does not read stderr any more."""
+    """A launcher that was killed no longer reads stderr."""
     codes = []
 
     class Pipe:

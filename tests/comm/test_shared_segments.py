@@ -1,4 +1,4 @@
-"""Room in /dev/shm, and the segments that ended jobs have left there."""
+"""Free space in /dev/shm, and segments that ended jobs have left there."""
 
 import mmap
 import os
@@ -98,7 +98,7 @@ def test_too_little_room(folder, monkeypatch):
 
 
 def test_the_segments_of_this_start_count_as_room(folder, monkeypatch):
-    """A rank of this host that was faster has allocated them for all."""
+    """A faster rank of this host has already allocated the segments for all ranks."""
     status = os.statvfs(folder)
     room = status.f_bavail * status.f_frsize
     (folder / "mpich_shm_77_0").write_bytes(bytes(8 << 20))

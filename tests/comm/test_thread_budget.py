@@ -107,7 +107,7 @@ def test_a_variable_that_asks_for_nothing_else(monkeypatch, value):
 
 
 def test_an_ignored_variable_is_named(monkeypatch):
-    """Its value is that of the user, although the package has set the variable to 1."""
+    """The note has the user's value, although the package has set the variable to 1."""
     program = "import mpidl; print(mpidl.startup.omp_num_threads, os.environ['OMP_NUM_THREADS'])"
     result = subprocess.run(
         [sys.executable, "-c", f"import os; {program}"],

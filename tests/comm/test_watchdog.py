@@ -7,7 +7,7 @@ from mpidl.comm import acts, watchdog
 
 @pytest.fixture
 def dog(monkeypatch):
-    """A watchdog that notes the exit codes with which it would end the process."""
+    """A watchdog that records the exit codes instead of ending the process."""
     monkeypatch.setattr(watchdog, "TURN", 0.0)
     codes = []
     dog = watchdog.Watchdog(acts.ActRecord(), codes.append)

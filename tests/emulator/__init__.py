@@ -23,7 +23,8 @@ from mpidl.backends.gpu import kernels, launching
 GUARD = 1024  # bytes before and after each allocation that no kernel may write
 ALIGNED = 256
 Size = ctypes.c_uint * 3
-# of shim::launch: values, grid, block, shared, schedule, truncating, guards, n_guards, culprit
+# arguments of shim::launch: values, grid, block, shared, schedule, truncating, guards, n_guards,
+# culprit
 ARGUMENTS = [ctypes.c_void_p, Size, Size, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
 ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlong)]
 

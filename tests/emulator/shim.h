@@ -1,9 +1,10 @@
-// Runs CUDA C kernels on the CPU: what a .cu file of ours needs of the language, one block at a
-// time, every thread of a block a fiber that runs until it waits for others. Tests only.
+// Runs CUDA C kernels on the CPU, for tests only. It defines the parts of the language that our .cu
+// files use. It runs one block at a time. Each thread of a block is a fiber that runs until it
+// waits for other threads.
 //
 // - __syncthreads waits for the block; warp collectives (shuffles, ldmatrix, mma) for 32 lanes.
 //   A wait that can never end, or a barrier that some threads have left behind, is an error.
-// - cp.async lands only at its cp_wait, and its target is NaN from the moment it is issued.
+// - The data of cp.async arrive only at its cp_wait. Its target is NaN as soon as it is issued.
 // - Shared memory starts as NaN (bytes 0xFF), as all memory of the emulated device does.
 // - Three schedules (order 0 forward, 1 reverse, 2 random): a warp runs as far as it can before
 //   the next one does, so that a missing barrier shows as a difference.
@@ -103,10 +104,10 @@ static void (*body)(void**);
 static void** arguments;
 static char message[512];
 
-// A context is where a thread goes on: its frame, its next instruction, its stack, as
-// __builtin_setjmp has them. exchange(from, to) goes on at `to` and returns when somebody goes on
-// at `from`. On x86-64 it is inline: a return to the caller of another fiber is one that the
-// processor has not foreseen, several times slower.
+// A context is the point at which a thread continues: its frame, its next instruction and its
+// stack, as stored by __builtin_setjmp. exchange(from, to) continues at `to`, and returns when
+// another thread continues at `from`. On x86-64 it is inline, because the processor mispredicts a
+// return to the caller of another fiber, which is several times slower.
 #ifdef __x86_64__
 #define SHIM_INLINE inline __attribute__((always_inline))
 #ifdef __AVX512F__
@@ -160,7 +161,7 @@ static inline Thread* lane_of(int w, int lane) {
     return &threads[w * 32 + lane];
 }
 
-// The thread that runs next; none when all are done. Ends the launch where all wait for ever.
+// Returns the thread that runs next; none if all are done. Ends the launch if all wait forever.
 __attribute__((noinline)) static Thread* pick() {
     const int n = count / 32;
     for (;;) {
@@ -202,7 +203,7 @@ __attribute__((noinline)) static void fiber_main() {
     }
 }
 
-// Where to go on to run a thread that has not started: a fiber that has nothing to do.
+// Returns the context in which a thread that has not started can run: an idle fiber.
 __attribute__((noinline)) static void** fiber_for(Thread* t) {
     next = t;
     if (!idle.empty()) {
@@ -221,7 +222,7 @@ __attribute__((noinline)) static void** fiber_for(Thread* t) {
     return f->context;
 }
 
-// Let others run; returns when this thread is picked again.
+// Lets other threads run; returns when this thread is selected again.
 static SHIM_INLINE void suspend() {
     Thread* me = current;
     Thread* t = pick();
@@ -230,7 +231,7 @@ static SHIM_INLINE void suspend() {
     current = me, threadIdx = me->index;
 }
 
-// 32 lanes meet; the last one does the work with what all have handed in.
+// Waits for all 32 lanes; the last one does the work with the arguments of all.
 template <class F>
 static inline __attribute__((always_inline)) void meet(int collective, const void* in, void* out, F work) {
     SHIM_FENCE;
@@ -248,7 +249,7 @@ static inline __attribute__((always_inline)) void meet(int collective, const voi
     SHIM_FENCE;
 }
 
-static void abandon() {  // fibers in the midst of a kernel that failed
+static void abandon() {  // fibers that are still inside a kernel that failed
     for (Fiber* f : fibers) {
         munmap(f->stack, STACK);
         delete f;
@@ -268,7 +269,7 @@ static void run_block() {
     exchange(home, fiber_for(pick()));
 }
 
-// A row of the table of guards: so many bytes there must still hold this pattern.
+// A row of the table of guards: this many bytes at the address must still hold the pattern.
 struct Guard { const char* address; long long bytes, pattern; };
 
 static bool is_whole(const Guard& guard) {
@@ -280,8 +281,8 @@ static bool is_whole(const Guard& guard) {
     return true;
 }
 
-// Runs a whole grid, then looks at the guards. Returns what went wrong, or null; `culprit` is then
-// the guard that was written to, or -1.
+// Runs a whole grid, then checks the guards. Returns an error message or null; `culprit` is the
+// guard that was overwritten, or -1.
 static const char* launch(void (*kernel)(void**), void** values, const unsigned* grid,
                           const unsigned* block, size_t shared, int schedule, int truncating,
                           const Guard* guards, long long n_guards, long long* culprit) {
@@ -347,7 +348,7 @@ template <int KIND, class T> static inline T shuffle(T value, int argument) {
     return out;
 }
 
-// A target that is being copied to has unknown contents until the copy is waited for.
+// The target of a copy has unknown contents until the kernel waits for the copy.
 static inline void copy(void* to, const void* from, bool ok, int bytes) {
     if ((uintptr_t)to % bytes || (ok && (uintptr_t)from % bytes))
         fail("cp.async: an address is not aligned to %d bytes", bytes);

@@ -141,7 +141,7 @@ def test_files_that_are_no_weights(tmp_path):
 
 
 def test_the_numbers_of_torchvisions_normalization():
-    """They are the documented means and standard deviations of pixels from 0 to 1."""
+    """The numbers equal the documented means and standard deviations of pixels from 0 to 1."""
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5)).astype(np.uint8)
     mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     expected = (images / 255 - mean[:, None, None]) / deviation[:, None, None]

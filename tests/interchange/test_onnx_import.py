@@ -327,7 +327,7 @@ def test_unsupported_forms(tmp_path, reason):
     assert text.startswith(f"{path}: unsupported nodes: ") and reason in text
 
 
-# Values with two names: what reads one of them reads the other.
+# Values with two names: a node that reads one name reads the value of the other.
 ALIASES = {
     "a bias": [
         *(*CONV, node("Identity", "h", "a"), node("Add", "a b", "s")),

@@ -1,4 +1,4 @@
-"""ONNX operators with layers of their own, and values whose axes have another order."""
+"""ONNX operators with a corresponding layer, and values whose axes have another order."""
 
 import numpy as np
 import onnx

@@ -150,7 +150,7 @@ def weights_hash(out):
 
 
 def metrics(out):
-    """Return the records of metrics.jsonl, without those of the times of the ranks."""
+    """Return the records of metrics.jsonl, except the records of the ranks' times."""
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if record["kind"] != "ranks"]
 

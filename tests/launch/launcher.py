@@ -57,7 +57,7 @@ def command(ranks, *args, wrapper=(), options=()):
 
 
 class Job(subprocess.Popen):
-    """A started job; `with start(...) as job:` leaves nothing of it running."""
+    """A started job; `with start(...) as job:` ends all of its processes."""
 
     def __exit__(self, *exception):
         kill(self)
@@ -127,7 +127,7 @@ def finish(job, input=None):
     except pytest.fail.Exception as error:
         expired = error
         job.print_stacks()
-        # mpirun passes the stacks on and ends; ended sooner, it may lose some.
+        # mpirun forwards the stacks and ends; if it is ended earlier, stacks may be lost.
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.communicate(timeout=5)
     finally:
@@ -166,7 +166,7 @@ def marked(text):
 
 def kill(job):
     """End mpirun, which ends its ranks, then all processes of the job that are left."""
-    family = _descendants(job.pid)  # each rank may be in a session of its own
+    family = _descendants(job.pid)  # each rank may be in a separate session
     if job.poll() is None:
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -25,7 +25,7 @@ def run(ranks, *args, env=None, check=None, cwd=None):
     """Run `python args...` on each rank of a pool and return its Result, as launcher.mpirun does.
 
     ranks: None or 1 for a process without mpirun. env: variables that a command reads when it
-    runs; those that a process reads when it starts are the pool's.
+    runs; variables that a process reads when it starts have the pool's values.
     """
     words = [str(word) for word in args]
     ranks = None if ranks == 1 else ranks  # one process less to start

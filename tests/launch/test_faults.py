@@ -120,7 +120,7 @@ def test_a_rank_that_stops_answering(pictures, tmp_path):
     text = r"mpidl: epoch \d+, iteration \d+: .* did not complete within 1 s \(--timeout\)\."
     assert re.fullmatch(text, first)
     name = f"  rank 1 on host {socket.gethostname()} (process {pids[1]}) does not answer: "
-    assert second.startswith(f"{name}its process is stopped (SIGSTOP); last act: epoch ")
+    assert second.startswith(f"{name}its process is stopped (SIGSTOP); last activity: epoch ")
 
 
 def test_a_loss_that_is_not_finite(pictures, tmp_path):

@@ -57,7 +57,7 @@ def test_launch_returns_the_trained_network():
     "show", [pytest.param("rank 0", marks=SLOW), "all", pytest.param("none", marks=SLOW)]
 )
 def test_output(show, capsys, monkeypatch, tmp_path):
-    """It is live: the ranks end once the words of rank 0 have arrived."""
+    """The output is live: the ranks end only after the words of rank 0 have arrived."""
     path = tmp_path / "arrived"
 
     class Reader(io.StringIO):

@@ -81,10 +81,12 @@ def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
     assert lines[0].startswith(f"mpidl: {MESSAGES[moment]}")
     name = f"  rank 1 on host {HOST} (process {pids[1]}) does not answer: its process "
     if moment == "in the user's code":
-        assert lines[1].startswith(f"{name}runs; last act: epoch 1, iteration 2: computes, after ")
+        assert lines[1].startswith(
+            f"{name}runs; last activity: epoch 1, iteration 2: computes, after "
+        )
         assert "sleep_for_ever" in "\n".join(lines)
     else:
-        assert lines[1].startswith(f"{name}is stopped (SIGSTOP); last act: ")
+        assert lines[1].startswith(f"{name}is stopped (SIGSTOP); last activity: ")
         assert "  rank 1 is stopped, so it cannot show its Python stacks" in lines
     waiting = [line for line in lines if re.match(r"  rank [02], ", line)]
     assert len(waiting) == ranks - 1
@@ -168,7 +170,7 @@ def test_a_training_that_hangs_at_a_random_moment(pictures, tmp_path, turn):
     lines = jobs.error_lines(result)
     assert re.match(r"mpidl: epoch \d+, iteration \d+: .* did not complete within 3 s", lines[0])
     name = f"  rank {rank} on host {HOST} (process {pids[rank]}) does not answer: its process is "
-    assert lines[1].startswith(f"{name}stopped (SIGSTOP); last act: epoch ")
+    assert lines[1].startswith(f"{name}stopped (SIGSTOP); last activity: epoch ")
     report = (out / "hang-report.txt").read_text().splitlines()
     assert lines[0] in report and lines[1] in report
     assert_gone(pids.values())

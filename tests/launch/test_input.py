@@ -15,6 +15,13 @@ WARPED = [
     *("--colour", "rgb", "--cover", "20x20", "--centre-crop", "20x18", "--flip", "xy"),
     *("--translate", 2, "--rotation", 15, "--scale", "0.9,1.2", "--shear", 5, "--fill", 40),
     *("--random-crop", "16x14", "--normalization", "zerocenter-element"),
+    *("--flip-mode", "alternate", "--brightness", 0.3, "--contrast", 0.3, "--saturation", 0.5),
+    *("--hue", 0.1, "--erase", 0.5),
+]
+# The transformations that `WARPED` does not have, of images and of the labels of their pixels.
+RESIZED = [
+    *("--resized-crop", 8, "--crop-area", "0.3,1", "--flip", "x", "--rotation", 20),
+    *("--contrast", 0.4, "--erase", 1, "--erase-value", 90, "--erase-aspect", "0.5,2"),
 ]
 
 
@@ -77,6 +84,31 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
     jobs.assert_same_weights({1: expected, "resumed": jobs.weights_hash(tmp_path)})
     text = f"--resume: the run in {tmp_path} cannot continue: --flip was xy, is x"
     assert jobs.refusal(jobs.resume(1, tmp_path, "--flip", "x", check=2)) == text
+
+
+@pytest.mark.slow("jobs")
+@pytest.mark.parametrize(
+    "kind, function, words",
+    [
+        ("labels", "small", ()),
+        ("pixels", "pixels", ("--ignore-label", 255)),
+        ("images", "shades", ("--loss", "mse")),
+    ],
+)
+def test_resized_images_with_their_targets(kind, function, words, pictures, pairs, tmp_path):
+    """Stopped on three ranks and resumed on two."""
+    words, network = (*words, "--epochs", 2, "--learning-rate", 0.01), jobs.network(function)
+    data, halted = pictures if kind == "labels" else pairs[kind], tmp_path / "halted"
+
+    def weights(out, *options):
+        return jobs.trained_hash(1, data, tmp_path / out, *options, *words, network=network)
+
+    expected = weights("1", *RESIZED, "--threads", 2)
+    options = (*RESIZED, *words, "--threads", 1, "--max-iterations", 1)
+    jobs.train(3, data, halted, *options, "--workers", 3, network=network)
+    jobs.resume(2, halted, "--max-iterations", "none", "--threads", 1, "--workers", 2)
+    jobs.assert_same_weights({1: expected, "resumed": jobs.weights_hash(halted)})
+    assert weights("plain", "--random-crop", 8, "--threads", 1) != expected
 
 
 def test_prediction_preprocesses_images_as_the_training_did(sizes, warped, tmp_path):

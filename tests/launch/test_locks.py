@@ -43,7 +43,7 @@ def in_use(option, folder):
 
 @pytest.mark.parametrize("options", [["--overwrite"], [], ["--resume"]], ids=" ".join)
 def test_the_second_of_two_jobs_is_refused(pictures, tmp_path, options):
-    """The first one is not disturbed, and one that it would resume is not either."""
+    """Neither the first job nor a run that the second job would resume is disturbed."""
     out = tmp_path / "run"
     with jobs.start(2, pictures, out, *OPTIONS, "--epochs", 200) as job:
         words = [*options, *([out] if "--resume" in options else [])]

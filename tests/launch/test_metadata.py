@@ -1,4 +1,4 @@
-"""What ranks ask of the file system: few questions; only rank 0 looks at data and results."""
+"""The ranks' calls of the file system are few, and only rank 0 inspects data and results."""
 
 import os
 import re
@@ -11,12 +11,12 @@ import pytest
 
 pytestmark = pytest.mark.slow("jobs")
 
-# strace writes the calls of each rank to a file of its own.
+# strace writes the calls of each rank to a separate file.
 TRACE = """
 exec strace -f -y -qq -e trace=%file,getdents64 -o "$0-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" "$@"
 """
 CALL = re.compile(r'\d+ +(\w+)\((?:AT_FDCWD\S*, )?(?:(\d+)<([^>]*)>|"([^"]*)")(.*)')
-MOST_CALLS = 3000  # of a rank until the end of its first iteration, without those on images
+MOST_CALLS = 3000  # calls of a rank until the end of its first iteration, without calls on images
 
 
 @pytest.fixture(scope="module")

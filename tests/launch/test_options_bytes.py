@@ -75,6 +75,13 @@ SOLVERS = {
         *("--solver", "adamw", "--learning-rate", 0.05, "--l2", 0.5, "--epsilon", 0.01),
         *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),
     ],
+    "lars": [
+        *("--solver", "lars", "--trust-coefficient", 0.01, "--linear-scaling", 25, "--l2", 0.01),
+        *("--learn-rate-schedule", "polynomial", "--gradient-threshold", 0.3),
+    ],
+    "lamb": [
+        *("--solver", "lamb", "--learning-rate", 0.02, "--l2", 0.1, "--decay-exclude", "none"),
+    ],
     "nesterov": [
         *("--nesterov", "on", "--learning-rate", 0.05, "--l2", 0.01),
         *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),

@@ -81,11 +81,10 @@ def test_verify_on_images_of_several_sizes(sizes):
 
 
 def test_no_preview_if_training_refuses_the_options(pairs, tmp_path):
-    """An augmenter moves images, but not the label of each pixel."""
     keywords = {"network": jobs.network("pixels"), "data": pairs["pixels"], "out": tmp_path / "out"}
     for options in ((), ("--preview", tmp_path / "preview.png")):
-        words = jobs.command("train", "--flip", "x", *options, **keywords)
-        text = "an augmenter transforms images but not their targets"
+        words = jobs.command("train", "--random-crop", 500, *options, **keywords)
+        text = "--random-crop 500x500: expected at most the size of the images"
         assert text in jobs.refusal(pool.run(1, *words))
     assert list(tmp_path.iterdir()) == []
 

@@ -1,6 +1,6 @@
 """Ranks that end while the others continue, to the same weights (--on-lost-rank shrink).
 
-Only Open MPI can do it: MPIDL_MPI=openmpi ./run/test --part shrink
+Only Open MPI supports this: MPIDL_MPI=openmpi ./run/test --part shrink
 """
 
 import json
@@ -20,7 +20,7 @@ ULFM = ("--with-ft", "ulfm")
 RANKS = 4
 PROGRAM = launcher.ROOT / "tests" / "launch" / "shrinking.py"
 SUPPORT = os.pathsep.join(str(launcher.ROOT / "tests" / name) for name in ("support", ""))
-# About as many as rank 0 of 4 has; a later moment does not end a rank.
+# About the number of waits of rank 0 of 4; a later moment does not end a rank.
 WAITS = 235
 FIRST_WAIT = 20  # of the training
 ITERATIONS = 60

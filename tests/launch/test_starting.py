@@ -24,7 +24,7 @@ IS_MPICH = MPI.get_vendor()[0] == "MPICH"
 
 
 def signalled(pictures, out, number, seconds):
-    """Send a signal to all ranks of a training so many seconds after they began; return Result."""
+    """Send a signal to all ranks of a training `seconds` after their start; return the Result."""
     words = jobs.command(
         "train", "--batch-size", 50, *jobs.ENDLESS, network=jobs.SMALL, data=pictures, out=out
     )
@@ -144,7 +144,7 @@ def test_a_rank_that_ends_before_it_starts_mpi(fault):
     result = launcher.mpirun(2, "-c", BEFORE_MPI, fault)
     assert not exceeded(start_time, 8)  # 5 s, and the start of Python
     assert result.returncode != 0 and "done" not in result.stdout
-    if fault != "kill":  # which mpirun notices itself
+    if fault != "kill":  # mpirun notices this itself
         assert jobs.error_lines(result)[-1] == (
             f"mpidl: rank 0 on host {HOST}: MPI did not start because another rank on this host "
             "has ended before it started MPI"
@@ -213,7 +213,7 @@ if world.rank == 0:
 
 @SLOW
 def test_a_rank_that_works_on_while_others_have_ended():
-    """Negative control: a rank that computes is not waited for in vain."""
+    """Negative control: waiting for a rank that computes does not end the job."""
     result = launcher.mpirun(3, "-c", LONG_TAIL, check=0)
     assert result.stdout == "done\n" and jobs.error_lines(result) == []
 
@@ -259,7 +259,7 @@ SEGMENTS = "import glob, mpidl as dl; dl.World(); print(*glob.glob('/dev/shm/mpi
 @SLOW
 @pytest.mark.skipif(not IS_MPICH, reason="names of MPICH")
 def test_segments_of_a_killed_job_are_removed(pictures, tmp_path):
-    """Those of a job that runs stay."""
+    """Segments of a running job stay."""
     with jobs.start(2, pictures, tmp_path / "killed", *jobs.ENDLESS) as killed:
         pids = killed.rank_pids()
         dead = segments_of(pids[0])

@@ -91,7 +91,7 @@ def test_the_weights_of_local_files(store, photos, expected, pictures, tmp_path)
 
 
 def test_keys_in_the_settings_of_fsspec(store, photos, expected, tmp_path):
-    """They reach the client alone, and the environment has no others."""
+    """Only the client gets these keys, and the environment has no others."""
     settings = {name: text for name, text in credentials(store.url).items() if "KEY" not in name}
     env = {"FSSPEC_S3_KEY": object_store.ACCESS, "FSSPEC_S3_SECRET": object_store.SECRET}
     train(2, photos, tmp_path / "run", env=settings | env)
@@ -228,7 +228,7 @@ def test_pack_and_predict(store, photos, pictures, expected, tmp_path):
     launcher.mpirun(None, "-m", *words, env=env, check=0)
     launcher.mpirun(None, "-m", "mpidl.pack", pictures, tmp_path / "local.h5", check=0)
     for name in ("remote.h5", "local.h5"):
-        with h5py.File(tmp_path / name) as file:  # the checksum covers those of the images
+        with h5py.File(tmp_path / name) as file:  # the checksum covers the checksums of the images
             checksums.append(file.attrs["sha256"])
     assert checksums[0] == checksums[1]
     words = jobs.command("pack", photos, "s3://bucket/packed.h5", network=None)

@@ -219,7 +219,7 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     text = r"SIG\w+: 2 trial\(s\) stopped with a checkpoint, 1 not trained; to continue, run the "
     assert re.fullmatch(text + "same command again", result.stdout.splitlines()[-1])
 
-    # A training must not get fewer iterations on resume, so the end is that of the longer one.
+    # A resumed training cannot get fewer iterations, so the end is that of the longer training.
     end = max(jobs.iterations(out / f"trial-00{i}")[-1] for i in (1, 2)) + 3
     for path in out.glob("*/trial.json"):  # as if the file had always had this end
         path.unlink()
@@ -288,3 +288,30 @@ def test_a_rank_that_does_not_come_back_ends_the_job(write, tmp_path):
     assert states(out) == ["failed", "done"]
     assert table(out)[0]["error"] == f"ArithmeticError: {text}"
     shutil.rmtree(out)
+
+
+@SLOW
+def test_folds_are_trainings_alone_with_a_table_of_means(write, pictures, tmp_path):
+    """A trial per fold on groups of ranks; the weights of a job with --fold; mean and spread."""
+    out, single = tmp_path / "folds", tmp_path / "single"
+    file = write()
+    file.write_text("folds = 3\n" + file.read_text() + "[grid]\nlearning_rate = [0.01, 0.1]\n")
+    result = sweep(3, file, out)
+    lines = jobs.output_lines(result)
+    assert "Mean over 3 folds ± standard deviation:" in lines
+    rows = table(out)
+    assert [row["fold"] for row in rows] == ["1/3", "2/3", "3/3"] * 2
+    scores = [float(row["validation_accuracy"]) for row in rows]
+    with open(out / "folds.csv", newline="") as text:
+        means = list(csv.DictReader(text))
+    for mean, first in zip(means, (0, 3), strict=True):
+        group = scores[first : first + 3]
+        assert float(mean["validation_accuracy"]) == pytest.approx(sum(group) / 3)
+        assert mean["done"] == "3"
+    best = max(means, key=lambda row: float(row["validation_accuracy"]))
+    assert any(line.startswith(f"Best: trials {best['trials']}, mean valid") for line in lines)
+    words = ["--learning-rate", 0.1, "--fold", "2/3", "--max-iterations", 6, "--epochs", 2]
+    assert jobs.trained_hash(2, pictures, single, *words) == rows[4]["weights_sha256"]
+    shutil.rmtree(out / "trial-002")
+    sweep(2, file, out, "--trial", 2)  # as a task of a job array
+    assert jobs.weights_hash(out / "trial-002") == rows[1]["weights_sha256"]

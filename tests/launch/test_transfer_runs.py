@@ -144,7 +144,7 @@ def test_a_network_with_custom_layers_needs_the_file_again(pictures, tmp_path):
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(7)], (1, 12, 12), seed=1)
     dl.save_model(path, net)
     out, words = tmp_path / "run", ["--weights", path, "--epochs", 1]
-    words += ["--normalization", "zscore"]  # that of the file is another one
+    words += ["--normalization", "zscore"]  # the network of the file is another one
     result = jobs.train(2, pictures, out, *words, "--max-iterations", 2, network=name)
     assert "New layer: dense1, 3 outputs instead of 7" in result.stdout
     jobs.train(1, pictures, tmp_path / "whole", *words, network=name)

@@ -12,7 +12,7 @@ from image_sets import pixels_of, save
 
 @pytest.fixture(scope="module")
 def damaged(pictures, tmp_path_factory):
-    """Copy the pictures, with files that are empty, cut short, of another size, or no images."""
+    """Copy the pictures, with files that are empty, cut short, of another size, or not images."""
     folder = shutil.copytree(pictures, tmp_path_factory.mktemp("damaged") / "images")
     (folder / "bar" / "07.png").write_bytes(b"")
     content = (folder / "box" / "33.png").read_bytes()

@@ -63,7 +63,7 @@ class TestReductions(OpChecks):
 
 
 def test_labels_can_be_counted(world):
-    """A sum of integers is exact and keeps a type of integers."""
+    """A sum of integers is exact and has an integer type."""
     labels = np.arange(60).reshape(20, 3)
     sums = dl.sum(blocked(world, labels), axis=1)
     assert sums.dtype.kind == "i"

@@ -193,7 +193,7 @@ def test_only_the_ranks_with_most_blocks_can_be_last(leaves, ranks):
 
 
 def test_ranks_together_are_slower_than_the_parts():
-    """The step that the probe measured on its 2 ranks is the predicted one; it says how slow."""
+    """The prediction for 2 ranks equals the step that the probe measured on its 2 ranks."""
     parts = Model(record())
     seconds = parts.step(2, parts.setting).seconds
     together = record() | {
@@ -255,7 +255,7 @@ def test_a_slower_link_stops_scaling_earlier():
 
 
 def test_the_error_follows_the_noise():
-    """The same record gives the same error; with more noise it is larger, and it covers it."""
+    """The same record gives the same error. More noise gives a larger error, which covers it."""
     errors = []
     for noise in (0.0, 0.2):
         model = Model(record(noise))

@@ -77,7 +77,7 @@ def test_few_elements_stand_for_long_messages(ranks):
 
 @pytest.mark.parametrize("width", [40, 100_000])
 def test_time_grows_with_each_cost(width):
-    """The choice of the algorithm follows the size, and every cost counts."""
+    """The algorithm depends on the size, and every cost contributes."""
     base = seconds(100, 12, width)
     costs = ("overhead", "inside", "per_combined_byte", "per_exchange")
     for name in costs:

@@ -66,7 +66,7 @@ def test_records_are_cut_while_the_file_is_written(tmp_path):
 
 def test_another_rank_continues_the_file_with_the_records_that_are_missing(tmp_path):
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other.jsonl"
-    write(path, (1, 2, 3))  # of a rank that was lost before it had written the fourth record
+    write(path, (1, 2, 3))  # of a rank that was lost before it wrote the fourth record
     write(other, (1, 2, 3, 4))
     heir = Metrics(path, rank=1)
     heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)  # still of no effect

@@ -1,4 +1,4 @@
-"""The file by which a person stops a run."""
+"""The file with which a user stops a run."""
 
 import os
 

@@ -3,6 +3,7 @@
 import csv
 import sys
 
+import numpy as np
 import pytest
 from image_sets import refusal
 from PIL import Image
@@ -99,3 +100,32 @@ def test_picture(tmp_path, monkeypatch):
     assert sweep_table.draw(folder, rows, varied)  # some trials leave the option to its default
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not sweep_table.draw(folder, rows, varied)
+
+
+def test_mean_and_spread_of_folds(tmp_path, capsys):
+    """NumPy's mean and sample standard deviation; a fold that failed is not counted."""
+    scores = [0.9, 0.8, 0.85, 0.7, 0.95, None]
+    rows = [
+        row(i + 1, "failed" if score is None else "done", rate=0.1 + i // 3, fold=f"{i % 3 + 1}/3")
+        | {"validation_accuracy": score, "validation_loss": score and 1 - score}
+        for i, score in enumerate(scores)
+    ]
+    summaries = sweep_table.fold_rows(rows, ["learning_rate", "fold"], 3)
+    assert [summary["trials"] for summary in summaries] == ["1-3", "4-6"]
+    assert [summary["done"] for summary in summaries] == [3, 2]
+    for summary, values in zip(summaries, (scores[:3], scores[3:5]), strict=True):
+        assert summary["validation_accuracy"] == pytest.approx(np.mean(values))
+        assert summary["validation_accuracy_std"] == pytest.approx(np.std(values, ddof=1))
+        assert summary["accuracy"] is None
+    best, score = sweep_table.best_setting(summaries, 3)
+    assert (best["trials"], score) == ("1-3", "validation_accuracy")
+    assert sweep_table.best_setting(summaries[1:], 3) is None
+    sweep_table.write_folds(str(tmp_path), summaries)
+    with open(tmp_path / "folds.csv", newline="") as file:
+        (first, _) = csv.DictReader(file)
+    assert float(first["validation_accuracy_std"]) == summaries[0]["validation_accuracy_std"]
+    assert first["learning_rate"] == "0.1" and "fold" not in first
+    sweep_table.print_folds(summaries)
+    assert "0.8500 ± 0.0500" in capsys.readouterr().out
+    (single,) = sweep_table.fold_rows(rows[3:4] + rows[5:] * 2, ["learning_rate", "fold"], 3)
+    assert single["validation_accuracy"] == 0.7 and single["validation_accuracy_std"] is None

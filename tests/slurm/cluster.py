@@ -1,4 +1,4 @@
-"""A real Slurm of three nodes on this machine, in namespaces of its own.
+"""A real Slurm of three nodes on this machine, in separate namespaces.
 
 The nodes have host names, and their network is the loopback interface of the namespaces. All files
 are in one folder. No process outlives the cluster.
@@ -105,7 +105,7 @@ class Cluster:
             (self.folder / name).mkdir()
         mounts = [self.folder / "hosts", "/etc/hosts"]
         if PMIX.exists():
-            # Slurm's plugin opens a name that only the package for developers has.
+            # Slurm's plugin opens a library name that only the development package has.
             shutil.copytree(PMIX, self.folder / "pmix", symlinks=True)
             (self.folder / "pmix" / "libpmix.so").unlink(missing_ok=True)
             (self.folder / "pmix" / "libpmix.so").symlink_to("libpmix.so.2")
@@ -267,7 +267,7 @@ class Job:
             before, facts = facts, self.facts()
             is_back = facts["JobState"] == "PENDING" and facts["Restarts"] != restarts
             is_end = is_back or facts["JobState"] in FINAL | {state}
-            return is_end and facts["JobState"] == before["JobState"]  # not between two others
+            return is_end and facts["JobState"] == before["JobState"]  # not in transition
 
         wait_until(is_over, 0.2)
         text = f"{facts['JobState']}, expected {state}; exit code {facts['ExitCode']}"

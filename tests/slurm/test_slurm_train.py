@@ -15,7 +15,7 @@ SIZES = [pytest.param(2, 2, id="2 nodes"), pytest.param(3, 1, id="3 nodes")]
 
 @pytest.fixture
 def preempt(cluster, tmp_path):
-    """A function that starts a job on all nodes which preempts the others, and its end."""
+    """A function that starts and ends a job on all nodes, which preempts the other jobs."""
     urgent = []
 
     def start():

@@ -7,7 +7,7 @@ more than WAIT_SECONDS in all is a problem. Then the input is kept beside the lo
 traceback.
 
 Processes that this one forks read the inputs, SHARE at a time, so that a crash ends only them. They
-say in shared memory which input they read.
+write to shared memory which input they read.
 """
 
 import faulthandler
@@ -33,8 +33,8 @@ import parsers
 from mpidl.data.formats import hdf5_probe
 
 MEMORY = 600 << 20  # bytes of address space that an input may add
-HARD_MEMORY = 8 << 30  # what the system refuses, so that this machine survives
-CPU_SECONDS, WAIT_SECONDS = 20, 600  # whatever else the machine does
+HARD_MEMORY = 8 << 30  # bytes beyond which the system refuses memory, to protect this machine
+CPU_SECONDS, WAIT_SECONDS = 20, 600  # limit of the elapsed time, however busy the machine is
 PROBE_SECONDS = 3.0  # of the process that tries HDF5 files before mpidl reads them
 SHARE, SLOW_SHARE = 8000, 1000
 STATE = struct.Struct("<qdd")  # number of the input, time and CPU time at its begin

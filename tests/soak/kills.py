@@ -64,7 +64,7 @@ def draw(numbers, ranks, is_last):
         if numbers.random() < 0.15:
             plan["pause"] = numbers.uniform(0, TIMEOUT / 4)
     elif kind == "stop":
-        plan["ranks"] = max(plan["ranks"], 2)  # a rank alone has nobody who could name it
+        plan["ranks"] = max(plan["ranks"], 2)  # on a single rank, no other rank can name it
     elif kind == "signal":
         plan["moment"], plan["seconds"] = "save", numbers.uniform(0, 1)
         plan["signal"] = numbers.choice(["SIGUSR1", "SIGTERM"])
@@ -170,7 +170,7 @@ class Chain:
         return not job.has_ended()
 
     def _disturb(self, job, plan):
-        """Do what the plan says; return facts about it."""
+        """Inject the fault of the plan; return facts about it."""
         if "pause" in plan:
             pids = job.victims("rank", plan["rank"])
             send(pids, signal.SIGSTOP)

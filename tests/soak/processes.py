@@ -1,4 +1,4 @@
-"""The processes of a training: whom to kill, and who is left."""
+"""The processes of a training: which to kill, and which are left."""
 
 import contextlib
 import os

@@ -39,7 +39,7 @@ def save(folder, iteration=9):
 
 
 def careless(folder, iteration=9):
-    """Write a checkpoint over the one before, which the walks must notice."""
+    """Overwrite the previous checkpoint, which the walks must notice."""
     tables, facts = arguments(iteration)
     content = model_file.pack(tables, checkpoint.attributes_of(facts))
     try:
@@ -74,10 +74,13 @@ class Walk:
     def run(self, number, error):
         """Save with a fault; return the calls and the exception."""
         self.reset()
+        return self.save(number, error)
+
+    def save(self, number, error):
         return faulty_calls.calls(lambda: self.function(self.folder), self.folder, number, error)
 
     def look(self, label, may_leave_part):
-        """Note what is wrong with the files after a fault, and after the next good save."""
+        """Record problems of the files after a fault, and after the next good save."""
         files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
         current, previous = (files.get(name) for name in NAMES)
         lines: list = []
@@ -121,9 +124,11 @@ class Walk:
         """Let every call kill the process in turn: a child of this one, which runs no MPI."""
         names, _ = self.run(0, 0)
         for number in range(1, len(names) + 1):
+            self.reset()
+            checkpoint.load(str(self.folder))  # as a run does that resumes
             child = os.fork()
             if not child:
-                self.run(number, faulty_calls.KILL)
+                self.save(number, faulty_calls.KILL)
                 os._exit(0)
             label = f"{names[number - 1]} {number}: killed"
             if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
@@ -133,7 +138,7 @@ class Walk:
 
 
 def disk(folder):
-    """Save on a small file system until it is full, with more room again, and read-only."""
+    """Save on a small file system until it is full, after it has space again, and read-only."""
     (folder / "metrics.jsonl").touch()
     lines, iterations = [], []
 

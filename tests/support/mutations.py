@@ -1,7 +1,7 @@
 """Damage the bytes of a file at random."""
 
 NUMBERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]  # sizes or offsets
-# Pieces of text that parsers of JSON, TOML and CSV may take badly.
+# Pieces of text that may break parsers of JSON, TOML and CSV.
 TOKENS = [
     *(b"[" * 2000, b'{"a":' * 2000, b"a." * 2000, b"9" * 5000, b"1e999", b"-1e999", b"NaN", b"inf"),
     *(b"-1", b"0", b"null", b"true", b"{}", b"[]", b'""', b'"', b"'", b"\n", b"\r\n", b"\r", b","),
@@ -47,6 +47,16 @@ def damaged(content, numbers):
     return bytes(data)
 
 
+def endless(content):
+    """Damage a model file so that HDF5 never finishes reading its attributes.
+
+    The text "mpidl", an object of HDF5's global heap, gets a size behind which the heap is empty.
+    """
+    number, size, text = (5).to_bytes(8, "little"), 222, b"mpidl"
+    assert content.count(number + text) == 1
+    return content.replace(number + text, size.to_bytes(8, "little") + text)
+
+
 def _word(data, i):
     """Return the bounds of the word around a position, between separators of text."""
     separators = b" ,:=[]{}\n"
@@ -59,7 +69,7 @@ def _word(data, i):
 
 
 def random_bytes(content, beginning, numbers):
-    """Return the first bytes of a valid file with up to 600 random ones behind them."""
+    """Return the first bytes of a valid file, followed by up to 600 random bytes."""
     return content[:beginning] + numbers.randbytes(numbers.randint(0, 600))
 
 

@@ -28,7 +28,7 @@ def step_bytes(ranks, net, batch, loss=model_loss):
 
 
 def bytes_of(step_results):
-    """Return the bytes of what `step` returns."""
+    """Return the bytes of the results of `step`."""
     result, *tables = step_results
     losses = result if isinstance(result, tuple) else (result,)
     return [np.asarray(value).tobytes() for value in losses], *map(table_bytes, tables)

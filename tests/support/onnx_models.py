@@ -40,7 +40,7 @@ def saved(path, *args, **keywords):
 
 
 def session_scores(path, images):
-    """Return what onnxruntime computes from images (N, C, H, W)."""
+    """Return the scores that onnxruntime computes from images (N, C, H, W)."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
@@ -49,7 +49,7 @@ def session_scores(path, images):
 
 
 def scores(net, images):
-    """Return what a network computes from images, after its normalization."""
+    """Return the scores of a network for images, which it normalizes."""
     values = images.astype(np.float32)
     if net.normalization is not None:
         values = net.normalization(images)

@@ -58,7 +58,7 @@ def attempt(function, *args, **keywords):
 
 
 def use(store):
-    """Read images of a datastore and call all that describes it."""
+    """Read images of a datastore and call its descriptive methods."""
     assert isinstance(store, Datastore)
     indices = np.unique([0, len(store) // 2, len(store) - 1])
     for read in (read_images, read_targets) if store.targets_shape is not None else (read_images,):
@@ -361,6 +361,7 @@ TEXTS = {
     "config": toml(RUN["options.toml"], configuration.read_config),
     "sweep, random": toml(SWEEP, sweep_file.read),
     "sweep, grid": toml(GRID, sweep_file.read),
+    "sweep, folds": toml("folds = 3\n" + GRID, sweep_file.read),
 }
 PARSERS = IMAGES | NETWORKS | TEXTS
 

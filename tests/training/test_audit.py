@@ -108,7 +108,7 @@ def test_a_run_ends_at_the_next_audit(world, place):
 
 
 def test_a_weight_that_is_nan_on_one_rank_is_no_reason_to_roll_back(world):
-    """On one rank it is, because all ranks have it."""
+    """With a single rank it is a reason, because all ranks have the NaN."""
 
     class Spoil:
         def step(self, trainer):

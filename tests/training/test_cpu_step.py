@@ -167,6 +167,38 @@ def test_changes_between_steps_are_noticed(world):
     assert assert_equal(small, SOLVERS["sgdm"], world, change=change).program is not None
 
 
+def halved(step):
+    step.net.parameters = {k: v * 0.5 for k, v in step.net.parameters.items()}
+    step.optimizer.state_arrays["velocity"] = {
+        k: v * 0.5 for k, v in step.optimizer.state_arrays["velocity"].items()
+    }
+
+
+def swapped(step):
+    arrays = step.net.parameters
+    arrays["batchnorm1.gamma"], arrays["batchnorm1.beta"] = (
+        arrays["batchnorm1.beta"],
+        arrays["batchnorm1.gamma"],
+    )
+
+
+def decayed(step):
+    step.net.layers[1].decay = 0.5
+
+
+@pytest.mark.parametrize("iteration", [1, 4, 6])  # before the check, in an epoch, at its end
+@pytest.mark.parametrize("change", [halved, swapped, decayed])
+def test_a_change_on_one_rank_alone(change, iteration, world):
+    """A rank that recorded its step alone would agree alone, and the job would hang."""
+
+    def change_on_last_rank(step, number):
+        if number == iteration and world.rank == world.size - 1:
+            change(step)
+
+    step = assert_equal(small, SOLVERS["sgdm"], world, change=change_on_last_rank, epochs=4)
+    assert step.program is not None and step.program.is_current()
+
+
 def test_observers_get_the_gradients(world):
     gradients = {EagerStep: [], ReplayedStep: []}
     for step_class, copies in gradients.items():

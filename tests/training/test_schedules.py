@@ -21,6 +21,23 @@ def test_a_constant_rate_and_its_scale():
     assert rates(1, learning_rate=0.1, batch_size=128, scale_rate=256) == [0.1 * 128 / 256]
 
 
+def test_linear_scaling_warms_up_from_the_unscaled_rate():
+    """The gradual warm-up of Goyal et al., 2017: 5 epochs from the rate to k times the rate."""
+    scaled = {"learning_rate": 0.1, "batch_size": 512, "linear_scaling": 128, "epochs": 8}
+    schedule = rates(32, **scaled)
+    assert schedule[:20] == pytest.approx([0.1 + 0.3 * i / 20 for i in range(20)], rel=1e-14)
+    assert schedule[20:] == [0.4] * 12
+    assert rates(8, **scaled, warmup_epochs=1)[3:] == pytest.approx([0.325, *[0.4] * 4])
+    assert rates(8, **scaled, warmup_iterations=2)[:3] == pytest.approx([0.1, 0.25, 0.4])
+    assert rates(3, **scaled | {"batch_size": 64}) == [0.05] * 3  # a lower rate needs none
+    with pytest.raises(
+        UserError, match="--linear-scaling 128 and --scale-rate 1: expected at most"
+    ):
+        TrainingOptions(**scaled, scale_rate=1)
+    recipe = TrainingOptions.from_recipe("cifar", linear_scaling=256)
+    assert (recipe.scale_rate, recipe.linear_scaling) == (None, 256)
+
+
 def test_piecewise():
     schedule = rates(12, learn_rate_schedule="piecewise", learn_rate_drop_period=2)
     assert schedule == [0.5] * 8 + [0.5 * 0.1] * 4

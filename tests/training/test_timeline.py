@@ -91,7 +91,7 @@ def coverage_of_digits(world, out):
 
 @pytest.mark.slow_on_ranks
 def test_the_spans_cover_the_iterations(world, out, monkeypatch):
-    """In CPU time, which does not contain the pauses of a busy machine."""
+    """Measure in CPU time, which does not include the pauses of a busy machine."""
     monkeypatch.setattr(phases, "now", time.thread_time_ns)
     assert min(coverage_of_digits(world, out)) >= 0.98
     for name in ("span", "layer"):

@@ -1,4 +1,4 @@
-"""Hooks that record a run: what a tracker receives, and TensorBoard's event files."""
+"""Hooks that record a run: the records that a tracker receives, and TensorBoard's event files."""
 
 import contextlib
 import os

@@ -30,7 +30,7 @@ ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
 }
-_one_pass, _in_pass = threading.Lock(), None  # lock held during a kernel call; id of the thread
+_one_pass, _in_pass = threading.Lock(), None  # held during a call; its thread
 
 
 def _forked():
@@ -105,13 +105,13 @@ def texts(header):
 
 
 on_call = (
-    None  # called as on_call(name, arguments) after each kernel call, while a step is recorded
+    None  # while a step is recorded, called as on_call(name, arguments) after each kernel call
 )
 
 
 def _one_at_a_time(name, function, missing_bytes):
     """Return a function that calls a kernel, alone; it raises MemoryError if scratch is missing."""
-    is_recorded = ctypes.c_void_p not in function.argtypes  # all but those that get a hook
+    is_recorded = ctypes.c_void_p not in function.argtypes  # no hook
 
     def call(*arguments):
         global _in_pass
@@ -173,7 +173,7 @@ class Library:
         return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
 
     def argument_types(self, name):
-        """Return the ctypes of a function's arguments; those of arrays have `const`."""
+        """Return the ctypes of a function's arguments; pointer types have the attribute `const`."""
         return self._declared[name][1]
 
     def position(self, name):

@@ -42,8 +42,8 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
 def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
     """Return the rows (or columns) of the padded gradient, as `lay_out_dy` of conv.c computes them.
 
-    Padding in front covers the taps that reach beyond the first output, and padding at the end the
-    pixels of the image that lie beyond the last one.
+    The padding before covers taps that reach beyond the first output. The padding after covers
+    pixels of the image beyond the last output.
     """
     reach = max(dilation * (taps - 1) - before, 0)
     beyond = (pixels - 1 + before) // stride - (outputs - 1)

@@ -6,9 +6,9 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas, recording
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.reference.optimizer import CHUNK, METHODS
+from mpidl.backends.reference.optimizer import CHUNK, METHODS, TRUST_METHODS
 
-COLUMNS = 6  # of `struct parameter`: size, weight, gradient, new weight, two state arrays
+COLUMNS = 6  # fields of `struct parameter`: size, weight, gradient, new weight, two state arrays
 
 
 def _address(array):
@@ -75,21 +75,44 @@ def _results(weights):
 
 
 def clip(weights, gradients, decays, method, threshold):
-    clipped = _results(weights)
-    weights, gradients = _contiguous(weights, gradients)
-    parameters = [
-        (_address(w), _address(g), _address(new), new.size)
-        for w, g, new in zip(weights, gradients, clipped, strict=True)
-    ]
-    table = np.array(parameters, np.int64)
-    recording.addresses(table, [*weights, *gradients], clipped)
+    table, clipped = _scaling_table(weights, gradients)
     kernels().clip(
         table,
         recording.numbers(decays),
-        arenas.empty((sum(-(-new.size // CHUNK) for new in clipped),), np.float64),
+        arenas.empty((_tiles(clipped),), np.float64),
         arenas.empty((len(clipped),), np.float64),
         len(clipped),
         METHODS.index(method),
         threshold,
     )
     return clipped
+
+
+def trust(weights, updates, decays, coefficients, method):
+    table, scaled = _scaling_table(weights, updates)
+    kernels().trust(
+        table,
+        recording.numbers(decays),
+        recording.numbers(coefficients),
+        arenas.empty((2 * _tiles(scaled),), np.float64),
+        arenas.empty((len(scaled),), np.float64),
+        len(scaled),
+        TRUST_METHODS.index(method),
+    )
+    return scaled
+
+
+def _scaling_table(weights, gradients):
+    """Return the table of addresses for the kernels in clip.c, and the arrays that they write."""
+    scaled = _results(weights)
+    weights, gradients = _contiguous(weights, gradients)
+    parameters = [
+        (_address(w), _address(g), _address(new), new.size)
+        for w, g, new in zip(weights, gradients, scaled, strict=True)
+    ]
+    table = np.array(parameters, np.int64).reshape(-1, 4)
+    return recording.addresses(table, [*weights, *gradients], scaled), scaled
+
+
+def _tiles(arrays):
+    return sum(-(-array.size // CHUNK) for array in arrays)

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-WORDS = {ctypes.c_float: np.float32, ctypes.c_double: np.float64}  # stored by their bits
+WORDS = {ctypes.c_float: np.float32, ctypes.c_double: np.float64}  # numbers stored as bits
 
 
 class Calls:
@@ -49,17 +49,17 @@ class Calls:
 
 
 class Inputs:
-    """The places in a program that hold numbers and addresses which change between replays."""
+    """The positions in a program of numbers and addresses that change between replays."""
 
     def __init__(self):
         self._numbers, self._addresses, self._current = {}, {}, {}
 
     def add_number(self, name, words, index):
-        """Let `set_number` of a name set an element of an array or a number of Calls."""
+        """Let `set_number(name, value)` set an element of an array or a number of Calls."""
         self._numbers.setdefault(name, []).append((words, index))
 
     def add_address(self, name, words, index, offset):
-        """Let `set_address` of a name set an address, `offset` bytes after the start."""
+        """Let `set_address(name, address)` set an address, `offset` bytes after the given one."""
         self._addresses.setdefault(name, []).append((words, index, offset))
 
     def set_number(self, name, value):

@@ -4,7 +4,7 @@ A Recorder notes each call of the library with the addresses and numbers of its 
 may read only memory whose contents the recorder knows: arrays that an earlier recorded call wrote,
 inputs and learnables, and constants. If a step computes an array in another way, for example with
 NumPy, a kernel that reads it makes the step unrecordable: `Recorder.problem` says why, and the step
-itself goes on undisturbed.
+itself continues normally.
 
 Temporary arrays come from an arena of the recorder. A replay writes to the same addresses.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas, builds
 from mpidl.backends.cpu.program import Calls, Inputs, Program
 
-_recorder = None  # the Recorder in use
+_recorder = None  # the current Recorder
 
 
 class _NamedFloat(float):
@@ -94,7 +94,7 @@ class _Range:
 
 
 class _Arena(arenas.Arena):
-    """The arena of a recorder, which says what it allocates."""
+    """The arena of a recorder, which reports each allocation to the recorder."""
 
     def __init__(self):
         super().__init__(smallest=0)
@@ -135,7 +135,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self):
-        """Record what the library does within the `with` block."""
+        """Record the calls of the library within the `with` block."""
         global _recorder
         _recorder, builds.on_call = self, self._called
         try:
@@ -170,7 +170,7 @@ class Recorder:
             self._write(array)
 
     def next_part(self):
-        """End a part of the step. The caller of the Program runs the parts one by one."""
+        """End a part of the step. The Program's caller runs the parts one by one."""
         self._parts.append([])
 
     def fix(self, array):
@@ -198,7 +198,7 @@ class Recorder:
         self._add(_Range(address, size, is_written=False))
 
     def _add(self, memory):
-        """Add a range; ranges of freed memory that it overlaps are forgotten."""
+        """Add a range, and forget ranges of freed memory that it overlaps."""
         i = bisect.bisect_left(self._starts, memory.start)
         if i and self._ranges[self._starts[i - 1]].stop > memory.start:
             i -= 1

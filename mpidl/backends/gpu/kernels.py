@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     grid: tuple
     block: tuple
     shared: int  # bytes of dynamic shared memory
-    arguments: tuple  # each an Array, a Table, a number or None
+    arguments: tuple  # each is an Array, a Table, a number or None
     parameters: tuple  # an Argument for each argument
 
     def values(self):

@@ -170,9 +170,9 @@ def _pixel_by_pixel(value):
 def _summed(kernel, arrays, numbers, size, leaf, tree):
     """Return the Partial of a sum over images, and over the `size` rows or elements of each.
 
-    A leaf of the sum is several images of a block, one image, or a part of one. Which of these it
-    is depends on `size` alone, so that the order of additions does not depend on the number of
-    blocks or ranks.
+    A leaf of the sum is several images of a block, one image, or a part of an image. The choice
+    depends on `size` alone, so that the order of additions does not depend on the number of blocks
+    or ranks.
     """
     images, parts = 1, 1
     while images < LANES and images * size < leaf.smallest:

@@ -85,8 +85,8 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
         THREADS,
         _table(sizes, weights, gradients, stepped, *state),
         launching.constant(blocks),
-        launching.constant(np.array(decays, np.float32)),
-        launching.constant(np.array(factors, np.float32)),
+        _constant(decays),
+        _constant(factors),
         *map(_on_device, numbers),
         chunk,
     )
@@ -94,35 +94,70 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
 
 
 def clip(weights, gradients, decays, method, threshold):
-    # the new gradients are side by side in one array, as in optimizer_step
-    _check("clip", weights, gradient=gradients)
-    sizes = tuple(w.size for w in weights)
-    chunk, blocks = _blocks(sizes)
-    clipped = _side_by_side(weights)
-    if not len(blocks):
-        return clipped
-    norms = method != "absolute-value"
-    parameters, places = _table(weights, gradients, clipped, sizes), launching.constant(blocks)
-    squares = array.empty((len(blocks),), np.float64)
+    if not sum(w.size for w in weights):
+        return _side_by_side(weights)
+    clipped, parameters, places, firsts, chunk = _parts("clip", weights, gradients)
+    norms, blocks = method != "absolute-value", places.shape[0]
+    squares = array.empty((blocks,), np.float64)
     launching.launch(
         "clip_numbers",
-        len(blocks),
+        blocks,
         THREADS,
         parameters,
         places,
-        launching.constant(np.array(decays, np.float32)),
+        _constant(decays),
         math.inf if norms else threshold,
         chunk,
         squares,
     )
     if norms:
-        firsts = np.searchsorted(blocks[:, 0], np.arange(len(sizes) + 1)).astype(np.int32)
-        scales = array.empty((len(sizes),))
+        scales = array.empty((len(weights),))
         together = int(method == "global-l2norm")
-        arguments = launching.constant(firsts), len(sizes), together, threshold, scales
+        arguments = firsts, len(weights), together, threshold, scales
         launching.launch("clip_scales", 1, THREADS, squares, *arguments)
-        launching.launch("clip_scale", len(blocks), THREADS, parameters, places, scales, chunk)
+        launching.launch("clip_scale", blocks, THREADS, parameters, places, scales, chunk)
     return clipped
+
+
+def trust(weights, updates, decays, coefficients, method):
+    if not sum(w.size for w in weights):
+        return _side_by_side(weights)
+    scaled, parameters, places, firsts, chunk = _parts("trust", weights, updates)
+    blocks, separate, decays = places.shape[0], int(method == "lars"), _constant(decays)
+    squares, scales = array.empty((2 * blocks,), np.float64), array.empty((len(weights),))
+    arguments = parameters, places, decays, 1 - separate, chunk, squares
+    launching.launch("trust_squares", blocks, THREADS, *arguments)
+    arguments = squares, firsts, decays, _constant(coefficients), len(weights), separate, scales
+    launching.launch("trust_scales", 1, THREADS, *arguments)
+    launching.launch("clip_scale", blocks, THREADS, parameters, places, scales, chunk)
+    return scaled
+
+
+def _parts(name, weights, gradients):
+    """Return what the kernels in clip.cu need.
+
+    Returns
+    -------
+    scaled : list of Array
+        Arrays for the result, side by side in one array, as in `optimizer_step`.
+    parameters, places : Table, Array
+        The arguments of these names.
+    firsts : Array
+        For each parameter, the index of its first block of threads, then the number of blocks.
+    chunk : int
+        Floats per block of threads.
+    """
+    _check(name, weights, gradient=gradients)
+    sizes = tuple(w.size for w in weights)
+    chunk, blocks = _blocks(sizes)
+    scaled = _side_by_side(weights)
+    firsts = np.searchsorted(blocks[:, 0], np.arange(len(sizes) + 1)).astype(np.int32)
+    table = _table(weights, gradients, scaled, sizes)
+    return scaled, table, launching.constant(blocks), launching.constant(firsts), chunk
+
+
+def _constant(numbers):
+    return launching.constant(np.array(numbers, np.float32))
 
 
 def _check(name, weights, **arrays_by_kind):

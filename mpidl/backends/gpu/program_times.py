@@ -23,7 +23,7 @@ class ProgramTimes:
 
     def __init__(self, device: Any) -> None:
         self.device = device
-        self._spans: phases.Spans | None = None  # the recording to which the reference belongs
+        self._spans: phases.Spans | None = None  # the recording of the reference
         self._reference: tuple[Any, float] = (None, 0.0)  # an event and its time, ns
         self._parts: dict[int, list[tuple[str, Any, Any]]] = {}  # {step: (name, first, last)}
 

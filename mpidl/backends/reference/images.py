@@ -17,21 +17,9 @@ def images(
     divisor=None,
     out=None,
 ):
-    n, c, h, w = pixels.shape
-    p, q = (h, w) if size is None else size
     if any(option is not None for option in (size, mirrored, top, left)):
-        windows = np.empty((n, c, p, q), pixels.dtype)
-        windows[...] = 0 if fill is None else np.reshape(fill, (c, 1, 1))
-        for i, image in enumerate(pixels):
-            turned = 0 if mirrored is None else int(mirrored[i])
-            image = image[..., ::-1] if turned & 1 else image
-            image = image[:, ::-1] if turned & 2 else image
-            (to_rows, rows), (to_columns, columns) = (
-                _overlap(0 if first is None else int(first[i]), extent, window)
-                for first, extent, window in ((top, h, p), (left, w, q))
-            )
-            windows[i, :, to_rows, to_columns] = image[:, rows, columns]
-        pixels = windows
+        pixels = windows(pixels, size, mirrored, top, left, fill)
+    n, c, p, q = pixels.shape
     lanes = np.empty((blocks_of(n), c, p, q, LANES), np.float32) if out is None else out
     lanes[...] = 0
     if centre is None:
@@ -44,6 +32,24 @@ def images(
         block = block.astype(np.float32)
         np.divide(block - centre, divisor, out=lanes[b, ..., : block.shape[-1]])
     return lanes
+
+
+def windows(pixels, size=None, mirrored=None, top=None, left=None, fill=None):
+    """Return the windows (n, C, P, Q) that `images` converts, in the dtype of the pixels."""
+    n, c, h, w = pixels.shape
+    p, q = (h, w) if size is None else size
+    out = np.empty((n, c, p, q), pixels.dtype)
+    out[...] = 0 if fill is None else np.reshape(fill, (c, 1, 1))
+    for i, image in enumerate(pixels):
+        turned = 0 if mirrored is None else int(mirrored[i])
+        image = image[..., ::-1] if turned & 1 else image
+        image = image[:, ::-1] if turned & 2 else image
+        (to_rows, rows), (to_columns, columns) = (
+            _overlap(0 if first is None else int(first[i]), extent, window)
+            for first, extent, window in ((top, h, p), (left, w, q))
+        )
+        out[i, :, to_rows, to_columns] = image[:, rows, columns]
+    return out
 
 
 def _overlap(first, extent, window):

@@ -66,7 +66,7 @@ def reciprocal(total):
 
 
 def _weighted(label, rule, classes):
-    """Return labels with 0 for those outside 0..K-1, whether they are inside, and all weights."""
+    """Return the labels with 0 for any outside 0..K-1, whether each is inside, and all weights."""
     valid = (label >= 0) & (label < classes)
     weights = np.ones(classes) if rule.class_weights is None else rule.class_weights
     return np.where(valid, label, 0), valid, weights

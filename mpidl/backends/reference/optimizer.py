@@ -4,6 +4,7 @@ import numpy as np
 
 CHUNK, SUMS = 1 << 14, 16  # `_squares`: numbers per chunk, and partial sums per chunk
 METHODS = ("l2norm", "global-l2norm", "absolute-value")
+TRUST_METHODS = ("lars", "lamb")
 
 
 def step_number(name, value):
@@ -127,6 +128,24 @@ def clip(weights, gradients, decays, method, threshold):
     with np.errstate(invalid="ignore", divide="ignore"):
         factors = np.where(norms <= threshold, 1.0, threshold / norms)
         return [g * g.dtype.type(f) for g, f in zip(regularized, factors, strict=True)]
+
+
+def trust(weights, updates, decays, coefficients, method):
+    scaled = []
+    for w, update, decay, coefficient in zip(weights, updates, decays, coefficients, strict=True):
+        number = w.dtype.type
+        update, decay = np.asarray(update, w.dtype), number(decay)
+        direction = _regularized(w, update, decay)
+        norm = _norm(w)
+        divisor = _norm(update) + float(decay) * norm if method == "lars" else _norm(direction)
+        if coefficient and norm > 0 and divisor > 0:
+            direction = direction * number(float(number(coefficient)) * norm / divisor)
+        scaled.append(direction)
+    return scaled
+
+
+def _norm(array):
+    return float(np.sqrt(_squares(np.ascontiguousarray(array).ravel())))
 
 
 def _squares(flat):

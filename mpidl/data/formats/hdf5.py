@@ -312,10 +312,16 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
         )
     if stored.shape is None or stored.dtype.kind not in "biuf" or stored.dtype.subdtype:
         raise UserError(f"{source}: {name}: expected numbers, found {stored.dtype}")
-    if stored.nbytes > RATIO * stored.id.get_storage_size() + (1 << 16):
+    stored_bytes, file_bytes = stored.id.get_storage_size(), file.id.get_filesize()
+    if stored.nbytes > RATIO * stored_bytes + (1 << 16):
         raise UserError(
-            f"{source}: {name}: expected {stored.nbytes} bytes of numbers, found "
-            f"{stored.id.get_storage_size()} stored: the dataset is incomplete"
+            f"{source}: {name}: expected {stored.nbytes} bytes of numbers, found {stored_bytes} "
+            "stored: the dataset is incomplete"
+        )
+    if stored_bytes > file_bytes:  # HDF5 would allocate what a damaged chunk claims to hold
+        raise UserError(
+            f"{source}: {name}: expected {stored_bytes} stored bytes in the file, found a file of "
+            f"{file_bytes}: it is damaged"
         )
     return stored
 

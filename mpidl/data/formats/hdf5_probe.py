@@ -2,15 +2,17 @@
 
 The HDF5 library trusts the structure of a file. On a damaged file, a call may crash or never end,
 and no exception handler can catch this. Therefore a helper process runs this module: it reads the
-attributes and the first, middle and last rows of datasets in advance. If the helper crashes or does
-not finish, the file is rejected.
+attributes and the first, middle and last rows of datasets in advance. If the helper crashes, does
+not finish, or allocates more memory than its datasets need, the file is rejected.
 
-Only rank 0 starts the helper, when it opens its first HDF5 file. The helper ends when it has been
-idle for `IDLE` seconds. It imports h5py and NumPy, but no module of mpidl.
+Only rank 0 reads data sets, models and checkpoints, so only rank 0 starts the helper, when it opens
+its first HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and
+NumPy, but no module of mpidl.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import select
@@ -22,15 +24,17 @@ from typing import Any
 
 SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # seconds without work after which the helper ends
-OBJECTS = 2000  # largest number of objects that the helper reads per file
+OWN_SECONDS = 5.0  # in addition, until a helper ends itself that nobody else has ended
+OBJECTS = 10000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
-SERVED_BYTES = 1 << 20  # the same for a file that this process reads for the helper
+SERVED_BYTES = 1 << 20  # the same limit for a file whose bytes this process sends to the helper
+GROWTH = 256 << 20  # bytes of address space that the helper may need, in addition to CHUNKS chunks
+CHUNKS = 4  # as stored, decoded, and twice while the decoded one grows
+TOO_LARGE = 9  # exit code of a helper that needed more
 READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
-# Prefixes of the environment variables that MPI launchers set. The helper does not inherit these
-# variables: if h5py loads MPI, they would make the helper act as a rank.
-LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
 
 _helper = None
+_owner = -1  # the process that has started the helper; after a fork, the child starts its own
 _problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
 
 
@@ -44,7 +48,7 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
     stamp : hashable
         A value that changes whenever the file changes.
     stream : binary file, optional
-        A file that is not on a file system. The helper asks this process for its bytes.
+        A file that is not on a file system; this process sends its bytes to the helper.
 
     Returns
     -------
@@ -61,24 +65,25 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
 
 def _ask(path, stream):
     """Send a path to the helper and wait for its answer; return the problem or None."""
-    global _helper
+    global _helper, _owner
     request = os.fsencode(path).hex().encode() + b"\n"
     if stream is not None:
         request = b"%d bytes\n" % stream.seek(0, os.SEEK_END)
     for _ in range(2):  # second attempt: an idle helper may end at this moment
-        if _helper is None or _helper.poll() is not None:
+        if _helper is None or _owner != os.getpid() or _helper.poll() is not None:
             try:
-                _helper = _start()
+                _helper, _owner = _start(), os.getpid()
             except OSError:
                 return None
         answer = b""
         try:
             _helper.stdin.write(request)
+            importlib.import_module("h5py")  # this process needs it too, so import it meanwhile
             while (answer := _answer()) == READ:
                 _serve(stream)
         except OSError:
             pass
-        except BaseException:  # the stream cannot be read
+        except BaseException:  # the stream itself cannot be read
             _helper.kill()
             _end()
             raise
@@ -94,6 +99,8 @@ def _ask(path, stream):
                 f"the HDF5 library crashed while reading it ({signal.Signals(-code).name}): it "
                 "is damaged"
             )
+        if code == TOO_LARGE:
+            return "the HDF5 library needs more memory than the datasets: it is damaged"
         if code > 0:  # h5py is missing, for example; this process will raise the same error
             return None
     return None
@@ -114,15 +121,13 @@ def _serve(stream):
 
 
 def _start():
-    environment = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return subprocess.Popen(
-        [sys.executable, os.path.abspath(__file__), str(IDLE)],
+    from mpidl import side_process  # not a module of the helper, which runs this file
+
+    return side_process.start(
+        [os.path.abspath(__file__), str(IDLE), str(SECONDS + OWN_SECONDS)],
         bufsize=0,
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,  # Ctrl-C in a terminal then reaches only the ranks
     )
 
 
@@ -139,12 +144,14 @@ def _end():
 # The functions below run in the helper process.
 
 
-def main(idle):
+def main(idle, seconds):
     """Read hexadecimal paths from stdin, one per line, and read the file of each path.
 
     A line may also be the size of a file that the other process reads. The helper writes a byte to
     stdout after each file. The function returns when no path has arrived for `idle` seconds, or
-    when stdin is closed.
+    when stdin is closed. After a file that needs too much memory, it ends the process with
+    TOO_LARGE. If a file takes more than `seconds`, a signal ends the process: the other process,
+    which would end it before, has then ended itself.
     """
     global MAX_BYTES
     import h5py
@@ -158,16 +165,32 @@ def main(idle):
                 return
             data += received
         line, _, data = data.partition(b"\n")
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        (size, peak), chunk = _address_space(), 0
         try:
             if line.endswith(b" bytes"):
                 source, MAX_BYTES = _Served(int(line.split()[0])), SERVED_BYTES
             else:
                 source = os.fsdecode(bytes.fromhex(line.decode()))
             with h5py.File(source, "r", locking=False) as file:
-                _walk(file)
+                chunk = _walk(file)
         except Exception:  # the main process will raise and report the same error
             pass
+        _, later_peak = _address_space()
+        if later_peak > peak and later_peak - size > GROWTH + CHUNKS * chunk:
+            sys.exit(TOO_LARGE)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         os.write(1, b".")
+
+
+def _address_space():
+    """Return the present and the largest size of the address space in bytes; 0 if unknown."""
+    try:
+        with open("/proc/self/status") as file:
+            lines = dict(line.split(":", 1) for line in file if line.startswith("Vm"))
+        return [int(lines[name].split()[0]) << 10 for name in ("VmSize", "VmPeak")]
+    except (OSError, KeyError):
+        return 0, 0
 
 
 class _Served(io.RawIOBase):
@@ -204,17 +227,19 @@ class _Served(io.RawIOBase):
 
 
 def _walk(file):
+    """Read what the other process may read; return the bytes of the largest chunk."""
     import h5py
 
-    waiting, count = [file], 0
+    waiting, count, largest_chunk = [file], 0, 0
     while waiting and count < OBJECTS:
         stored = waiting.pop()
         count += 1
         for step in (_attributes, _links if isinstance(stored, h5py.Group) else _numbers):
             try:
-                step(stored, waiting)
+                largest_chunk = max(largest_chunk, step(stored, waiting) or 0)
             except Exception:
                 pass
+    return largest_chunk
 
 
 def _attributes(stored, _):
@@ -235,15 +260,25 @@ def _links(group, waiting):
 
 
 def _numbers(stored, _):
-    """Read a small dataset completely, or the first, middle and last row of a large one."""
+    """Read a small dataset completely, or the first, middle and last row of a large one.
+
+    Return the bytes of a chunk. The other process reads no texts of variable length in datasets.
+    """
+    import h5py
+
     creation = stored.id.get_create_plist()
     if stored.is_virtual or creation.get_external_count() or stored.shape is None:
-        return
+        return 0
+    if stored.dtype.kind == "O" and h5py.check_ref_dtype(stored.dtype) is None:
+        return 0
     chunk = _bytes(stored.chunks, stored.dtype) if stored.chunks else 0
     stored_bytes = stored.id.get_storage_size()
     size = _bytes(stored.shape, stored.dtype)
-    if size > 1032 * stored_bytes + (1 << 16) or chunk > 4 * MAX_BYTES:
-        return  # `hdf5` rejects such a dataset
+    is_false = (
+        size > 1032 * stored_bytes + (1 << 16) or stored_bytes > stored.file.id.get_filesize()
+    )
+    if is_false or chunk > 4 * MAX_BYTES:
+        return 0  # `hdf5` rejects such a dataset
     if stored.chunks:
         stored.id.get_num_chunks()
     if size <= MAX_BYTES or not stored.shape:
@@ -251,10 +286,10 @@ def _numbers(stored, _):
         for reference in values.reshape(-1)[:OBJECTS] if stored.dtype.kind == "O" else ():
             if reference:
                 stored.file[reference][()]
-        return
-    if _bytes(stored.shape[1:], stored.dtype) <= MAX_BYTES:
+    elif _bytes(stored.shape[1:], stored.dtype) <= MAX_BYTES:
         for row in (0, len(stored) // 2, len(stored) - 1):
             stored[row]
+    return chunk
 
 
 def _bytes(shape, dtype):
@@ -265,4 +300,4 @@ def _bytes(shape, dtype):
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(*map(float, sys.argv[1:]))

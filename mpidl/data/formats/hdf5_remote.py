@@ -1,8 +1,8 @@
 """Read rows of HDF5 files in object stores, with many requests at a time.
 
 The HDF5 library reads one piece of a file after the other. Therefore the bytes of all chunks are
-requested before the library reads them. It does not read datasets without chunks: their rows lie at
-known places.
+requested before the library reads them. Datasets without chunks are read without the library,
+because the offsets of their rows are known.
 """
 
 from __future__ import annotations

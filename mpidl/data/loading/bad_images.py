@@ -30,9 +30,9 @@ class Unreadable(NamedTuple):
 class BadImages:
     """The images of a set that mini-batches leave out, because they cannot be read.
 
-    All ranks hold the same images. If a rank cannot read an image of its share, the ranks tell each
-    other (`evaluation.agreed`), and make the mini-batch again without the image. The other images
-    of the mini-batch are divided among the ranks as in any smaller mini-batch.
+    All ranks hold the same images. If a rank cannot read an image of its share, all ranks learn of
+    it (`evaluation.agreed`), and make the mini-batch again without the image. The other images of
+    the mini-batch are divided among the ranks as in any smaller mini-batch.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class BadImages:
         return len(self.reasons)
 
     def merge(self, ranks: Iterable[Mapping[int, str]]) -> None:
-        """Add what each rank found; the message of the lowest rank is kept.
+        """Add the images that each rank could not read; keep the message of the lowest rank.
 
         Parameters
         ----------
@@ -79,9 +79,9 @@ class BadImages:
         Parameters
         ----------
         indices : np.ndarray
-            Indices of images, such as those of a mini-batch.
+            Sample numbers, such as those of a mini-batch; the image of s is s % len(datastore).
         datastore : Datastore
-            The images, for the error message.
+            The images.
 
         Returns
         -------
@@ -95,9 +95,10 @@ class BadImages:
         """
         if not self.reasons:
             return indices
-        readable_indices = indices[~np.isin(indices, list(self.reasons))]
+        images = indices % len(datastore)
+        readable_indices = indices[~np.isin(images, list(self.reasons))]
         if len(indices) and not len(readable_indices):
-            reason = self.reasons[int(indices[0])]
+            reason = self.reasons[int(images[0])]
             raise UserError(
                 f"{datastore.describe()}: expected a mini-batch with images, but none of its "
                 f"{len(indices)} images can be read; the first: {reason}"

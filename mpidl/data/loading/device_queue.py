@@ -147,6 +147,8 @@ class Reader:
     def __init__(self, queue: DeviceQueue):
         self.full_batch, self.device = queue.full_batch, queue.world.device
         self.pipeline, self.resident = queue.pipeline, queue.resident
+        # Whether sample numbers are rows of the tables.
+        self.is_direct = self.resident and queue.sampling != "balanced"
         p, (first, stop) = self.pipeline, self.full_batch.images
         self.size = max(stop - first, 1)
         count = len(queue.datastore) if self.resident else None
@@ -173,7 +175,7 @@ class Reader:
         zeros = np.zeros(batch.blocks * LANES, np.int32)
         samples = launching.scalar("samples", zeros, np.int32)
         launching.scalar("epoch", 0, np.int32)  # for `Batch.samples`, like "samples"
-        places = samples if self.resident else launching.scalar("places", zeros, np.int32)
+        places = samples if self.is_direct else launching.scalar("places", zeros, np.int32)
         layout = {"indices": places, "counts": batch.counts(), "blocks": batch.blocks}
         options = self.pipeline.moves(zeros, 0, 0)
         options |= {
@@ -207,6 +209,8 @@ class Reader:
         count = len(feed.indices)
         numbers = {"samples": feed.indices}
         numbers |= {name: feed.moves[name] for name in MOVES if name in feed.moves}
+        if self.resident and not self.is_direct:
+            numbers["places"] = self.pipeline.image_indices(feed.indices)
         if not self.resident:
             numbers["places"] = row * self.size + np.arange(count)
             if feed.bounds is not None:

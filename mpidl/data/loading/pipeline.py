@@ -14,6 +14,7 @@ from mpidl.data.checks import check_below, check_finite, read_images, read_targe
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable
 from mpidl.data.transforms.augment import Augmenter, centred
+from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 
@@ -28,7 +29,8 @@ class SampleKeys(NamedTuple):
     Attributes
     ----------
     indices : np.ndarray
-        Sample indices in the datastore, (n,).
+        Sample numbers, (n,): indices in the datastore, unless balanced sampling repeats images (see
+        `mpidl.data.balanced`).
     epoch, seed : int
         Epoch and seed of the mini-batch.
     """
@@ -66,7 +68,7 @@ class Pipeline:
     UserError
         If the crop is larger than the images, the statistics of the normalization do not match the
         images, or the function returns an invalid result for image 0. The error is also raised if
-        there is an augmenter and the targets are arrays, which an augmenter does not move.
+        images are augmented, and their targets are images or labels of pixels of another size.
     TypeError
         If `normalization` is not a Normalization.
     """
@@ -92,17 +94,16 @@ class Pipeline:
         if augmenter is not None:
             self.image_shape = augmenter.image_shape(shape)
             self.fill = augmenter.fill_values(shape, self.dtype)
-            if datastore.targets_shape is not None and len(datastore.targets_shape) > 1:
-                raise UserError(
-                    "an augmenter transforms images but not their targets, which "
-                    f"{datastore.describe()} has: pass MinibatchQueue a function that transforms "
-                    "both"
-                )
+            augmenter.erase_values(shape, self.dtype)  # both raise UserError
+            augmenter.check_colours(shape)
         elif self.crop is not None:
             self._check_crop(shape)
             self.image_shape = (shape[0], *self.crop)
         if datastore.targets_shape is not None:
-            self.labels_shape, self.labels_dtype = datastore.targets_shape, datastore.targets_dtype
+            self.labels_shape = moved_shape(datastore, self.image_shape)
+            self.labels_dtype = datastore.targets_dtype
+            if augmenter is not None:
+                self._check_targets()
         elif datastore.labels is not None:
             self.labels_shape, self.labels_dtype = (), np.dtype(np.int32)
         if function is not None and len(datastore):
@@ -116,11 +117,25 @@ class Pipeline:
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
 
+    def _check_targets(self):
+        """Raise UserError if targets that are images cannot move with the images."""
+        shape, size = self.datastore.targets_shape, self.datastore.image_shape[1:]
+        if len(shape) > 1 and not has_image_targets(self.datastore):
+            raise UserError(
+                f"{self.datastore.describe()}: expected targets of the images' size {size}, which "
+                f"the augmentation moves with them, found shape {tuple(shape)}; pass "
+                "MinibatchQueue a function that transforms both"
+            )
+
     @property
     def changes_pixels(self) -> bool:
-        """Whether `read` computes new pixels by an affine map or the user's function."""
-        warps = self.augmenter is not None and self.augmenter.warps
-        return warps or self.function is not None
+        """Whether `read` computes the final pixels, so that `moves` has nothing to do."""
+        augmenter = self.augmenter
+        if augmenter is None:
+            crops = self.crop is not None and has_image_targets(self.datastore)
+            return crops or self.function is not None
+        moves_targets = has_image_targets(self.datastore)
+        return not augmenter.only_moves or moves_targets or self.function is not None
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -173,9 +188,17 @@ class Pipeline:
         ]
 
     def read(
-        self, indices: np.ndarray, epoch: int, seed: int
+        self, samples: np.ndarray, epoch: int, seed: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Read images with their labels or targets.
+
+        Parameters
+        ----------
+        samples : np.ndarray
+            Sample numbers. The image of sample number s is s % n of the n images in the datastore,
+            and random numbers depend on s.
+        epoch, seed : int
+            Other keys of the random numbers.
 
         Returns
         -------
@@ -190,29 +213,38 @@ class Pipeline:
             If the data have a wrong shape or type, a NaN or infinity, or a label that is not below
             the number of classes.
         """
-        pixels, labels = self._read(indices, epoch, seed)
+        pixels, labels = self._read(samples, epoch, seed)
         if self.classes is not None and labels is not None:
+            indices = self.image_indices(samples)
             check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
         return pixels, labels
 
+    def image_indices(self, samples: np.ndarray) -> np.ndarray:
+        """Return the index in the datastore of each sample's image."""
+        return np.asarray(samples) % max(len(self.datastore), 1)
+
     def read_or_find(
-        self, indices: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
+        self, samples: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Call `read`; if it fails and `found` is a dict, find the images that fail alone.
+        """Call `read`; if it fails and `unreadable_images` is a dict, find the images that fail.
 
         Returns
         -------
         tuple or None
-            The result of `read`. None if `found` has received {index: error message} of images.
+            The result of `read`. None if `unreadable_images` has received {index: error message} of
+            images.
         """
         if unreadable_images is None:
-            return self.read(indices, epoch, seed)
+            return self.read(samples, epoch, seed)
         data = []
-        reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), indices)
-        unreadable_images.update(reasons)
-        return None if reasons else data[-1]  # the last call read all of them
+        reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), samples)
+        unreadable_images.update(
+            {int(self.image_indices(sample)): text for sample, text in reasons.items()}
+        )
+        return None if reasons else data[-1]  # the last call succeeded for all images
 
-    def _read(self, indices, epoch, seed):
+    def _read(self, samples, epoch, seed):
+        indices = self.image_indices(samples)
         pixels = read_images(self.datastore, indices)
         if self.datastore.targets_shape is not None:
             labels = read_targets(self.datastore, indices)
@@ -220,25 +252,45 @@ class Pipeline:
             labels = self.datastore.labels[indices].astype(np.int32)
         else:
             labels = None
-        if self.augmenter is not None and self.changes_pixels:
-            pixels = self.augmenter.apply(pixels, indices, epoch=epoch, seed=seed)
+        if self.changes_pixels:
+            pixels, labels = self._moved(pixels, labels, samples, epoch, seed)
         if self.function is None:
             return pixels, labels
-        if self.crop is not None:
-            top, left = centred(pixels.shape[1:], self.crop)
-            pixels = pixels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
         outputs = []
         # Call the function once per block of 16 images, so its input does not depend on the tasks.
-        for first in range(0, len(indices), LANES):
+        for first in range(0, len(samples), LANES):
             block = slice(first, first + LANES)
             block_labels = None if labels is None else labels[block]
-            keys = SampleKeys(indices[block], epoch, seed)
+            keys = SampleKeys(samples[block], epoch, seed)
             outputs.append(
                 self._call_function(np.ascontiguousarray(pixels[block]), block_labels, keys)
             )
         pixels = np.concatenate([p for p, _ in outputs])
         labels = None if outputs[0][1] is None else np.concatenate([v for _, v in outputs])
         return pixels, labels
+
+    def _moved(self, pixels, labels, indices, epoch, seed):
+        """Augment or crop pixels, with targets that are images or labels of pixels."""
+        moves_targets = has_image_targets(self.datastore)
+        if self.augmenter is not None:
+            pixels = self.augmenter.apply(pixels, indices, epoch=epoch, seed=seed)
+            if moves_targets:
+                labels = self.augmenter.apply_to_targets(
+                    labels, indices, epoch=epoch, seed=seed, fill=self._target_fill()
+                )
+        elif self.crop is not None:
+            (height, width), (top, left) = self.crop, centred(pixels.shape[1:], self.crop)
+            rows, columns = slice(top, top + height), slice(left, left + width)
+            pixels = pixels[:, :, rows, columns]
+            labels = labels[..., rows, columns] if moves_targets else labels
+        return pixels, labels
+
+    def _target_fill(self):
+        """Return the value of pixels outside of targets, unless the augmenter has one."""
+        if self.datastore.targets_dtype.kind in "iu":
+            return 0 if self.ignore_label is None else self.ignore_label
+        fill = np.asarray(self.augmenter.fill, np.float64).ravel()
+        return float(fill[0]) / (255 if self.dtype == np.uint8 else 1)
 
     def _try_function(self):
         """Call the function on image 0 to determine the shapes and types that it returns."""
@@ -253,7 +305,7 @@ class Pipeline:
 
     def _call_function(self, pixels, labels, keys):
         """Call the function, check its result and return (images, labels)."""
-        n = len(pixels)
+        n, indices = len(pixels), self.image_indices(keys.indices)
         output: Any = self.function(pixels, labels, keys)
         images, labels = output if isinstance(output, tuple) else (output, labels)
         images = np.asarray(images)
@@ -272,14 +324,14 @@ class Pipeline:
                     f"shape {labels.shape}"
                 )
             labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int32)
-            check_finite(labels, self.datastore, keys.indices, "targets")
-        check_finite(images, self.datastore, keys.indices, "pixels")
+            check_finite(labels, self.datastore, indices, "targets")
+        check_finite(images, self.datastore, indices, "pixels")
         kind = images.shape[1:], images.dtype, _label_kind(labels)
         if self.output_kind is not None and kind != self.output_kind:
             raise UserError(
                 "function: expected the same shapes and types as for image 0 "
                 f"({_kind_text(self.output_kind)}), got {_kind_text(kind)} of "
-                f"{self.datastore.located(int(keys.indices[0]))}"
+                f"{self.datastore.located(int(indices[0]))}"
             )
         return images, labels
 

@@ -2,7 +2,7 @@
 
 A file's name is a digest of the object's URL and Stamp, so a changed object gets another file. Each
 file ends with a digest of its content: a file that a crash or a full disk has damaged is not used.
-Large objects, which are read by byte ranges, are kept as they are.
+Large objects, which are read by byte ranges, are kept without a digest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpidl.text import printable
 
 DIGEST = 16  # bytes at the end of a small file
 
-_is_full = False  # whether a write has failed; then no more are tried
+_is_full = False  # whether a write has failed; later writes are then not tried
 
 
 def path_of(url: str, stamp: Stamp, suffix: str = "") -> str | None:
@@ -92,7 +92,7 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
         with open(f"{path}.lock", "w") as lock:
             with contextlib.suppress(OSError):  # without locks, every rank makes its own copy
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                for part in glob.glob(f"{glob.escape(path)}.*.part"):  # of a killed process
+                for part in glob.glob(f"{glob.escape(path)}.*.part"):  # left by a killed process
                     os.unlink(part)
             if not (os.path.exists(path) and os.path.getsize(path) == size):
                 with _temporary_file(path) as file:

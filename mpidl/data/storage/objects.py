@@ -51,7 +51,7 @@ class Fetch:
         self.span, self._future = span, None
         is_whole = (span.start, span.stop) == (0, span.stamp.size)
         self._path = disk_cache.path_of(span.url, span.stamp) if is_whole else None
-        # The thread that needs the bytes reads them from disk: it is as fast, and needs no task.
+        # The thread that needs the bytes reads them from disk: that is as fast as a task.
         if self._path is None or not os.path.exists(self._path):
             self._future = self._request()
 
@@ -118,7 +118,7 @@ class ReadAhead:
         return None if fetch is None or fetch.has_failed() else fetch
 
     def start(self, keys: Iterable[Hashable], request: Callable[[Any], Fetch]) -> list[Fetch]:
-        """Return a Fetch per key: the one in progress, or the result of ``request(key)``."""
+        """Return a Fetch per key: the Fetch in progress, or the result of ``request(key)``."""
         fetches = []
         for key in keys:
             fetch = self._pending(key)
@@ -242,7 +242,7 @@ class ByteStream(io.RawIOBase):
     """An object as a Python file, from which the HDF5 library reads.
 
     It keeps blocks of the object, because the library reads descriptions of datasets in small
-    pieces. With a copy of the object in `--cache-dir`, it reads from the copy.
+    pieces. If `--cache-dir` holds a copy of the object, the stream reads the copy.
     """
 
     def __init__(self, url: str, stamp: Stamp):
@@ -271,8 +271,8 @@ class ByteStream(io.RawIOBase):
     def in_hdf5(self) -> Iterator[None]:
         """Pause Python's garbage collector while the HDF5 library reads from this file.
 
-        h5py holds a lock while it waits for the event loop's thread. To collect an object of h5py,
-        that thread would need the lock, and both would wait for ever.
+        h5py holds a lock while it waits for the event loop's thread. If that thread collected an
+        object of h5py, it would need the lock, and both would wait forever.
         """
         global _pauses, _was_enabled
         with _pause_lock:

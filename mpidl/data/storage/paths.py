@@ -1,8 +1,8 @@
 """Functions of paths for data formats, which work on local paths and on URLs.
 
 A URL is *in* a listing if `listed` has listed it or a folder above it. Inside the `with` block of
-`listed`, all questions about such URLs are answered by one listing, which takes place at the first
-question. Only rank 0 asks, and broadcasts what the formats make of it.
+`listed`, one listing, made at the first question, answers all questions about such URLs. Only rank
+0 asks; the formats broadcast their results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Listing:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.contents: dict[str, bytes] = {}  # of the objects that `read_whole` has read
+        self.contents: dict[str, bytes] = {}  # contents of the objects that `read_whole` has read
         self._folders: dict[str, dict[str, Stamp | None]] | None = None
         self._self: Stamp | None = None
 
@@ -46,7 +46,7 @@ class Listing:
         return url == self.url or url.startswith(self.url + "/")
 
     def find(self, url: str) -> tuple[Stamp | None, dict[str, Stamp | None] | None]:
-        """Return the Stamp of an object, and the content of a folder; None for what is not."""
+        """Return (Stamp of an object, content of a folder), with None for what does not apply."""
         if self._folders is None:
             self._folders = self._tree(store_of(self.url).listing(self.url))
         relative = url[len(self.url) + 1 :]

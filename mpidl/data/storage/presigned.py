@@ -13,13 +13,13 @@ import time
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-VALID_SECONDS = 600  # for which a signed URL is valid; it is used at once
-RENEW_SECONDS = 60  # after which the client signs again, with its current credentials
+VALID_SECONDS = 600  # time for which a signed URL is valid; it is used at once
+RENEW_SECONDS = 60  # time after which the client signs again, with its current credentials
 SIGNATURE = "&X-Amz-Signature="
 
 
 class Template(NamedTuple):
-    """What the signed URLs of a bucket share, and the key that signs them."""
+    """The common parts of the signed URLs of a bucket, and the key that signs them."""
 
     prefix: str
     """The URL up to the object's key."""
@@ -34,7 +34,7 @@ class Template(NamedTuple):
     key: bytes
     """The signing key of the day, region and service."""
 
-    def __repr__(self) -> str:  # without the signing key
+    def __repr__(self) -> str:  # do not show the signing key
         return f"Template({self.prefix!r})"
 
     def sign(self, key: str) -> str:
@@ -105,8 +105,8 @@ def make_template(url: str, key: str, secret: str) -> Template | None:
     Returns
     -------
     Template or None
-        None if the template would sign `key` otherwise than the client, which then signs each URL.
-        This is so for buckets without signatures, or with a session of their own.
+        None if the template would sign `key` differently than the client, which then signs each
+        URL. This happens for unsigned buckets and for buckets with separate sessions.
     """
     address, _, query = url.partition("?")
     query = query.partition(SIGNATURE)[0]

@@ -1,4 +1,4 @@
-"""Repeat requests that fail for a while, and describe the errors that last in one line."""
+"""Repeat requests that fail temporarily, and describe persistent errors in one line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpidl.files import MAX_REASON
 from mpidl.text import printable
 
 T = TypeVar("T")
-FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0  # seconds before the first and any later attempt
-NOTICE_SECONDS = 5.0  # after so many seconds of failures, a line says that mpidl tries again
+FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0  # shortest and longest pause between attempts, in seconds
+NOTICE_SECONDS = 5.0  # seconds of failures after which a line says that mpidl tries again
 BUSY = {408, 429, 500, 502, 503, 504}  # HTTP codes of a store that may answer later
 BUSY_CODES = {"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "InternalError"}
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "urllib3", "requests")
-# Errors of these libraries that no later attempt changes.
+# Errors of these libraries for which another attempt is useless.
 LASTING = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -146,7 +146,7 @@ def _origin(error):
 
 
 def _codes(error):
-    """Return (name of the error, HTTP status) as the store answered; None if it did not."""
+    """Return (name of the error, HTTP status) of the store's reply; None if there was no reply."""
     origin = _origin(error)
     response = getattr(origin, "response", None)
     if isinstance(response, dict) and "Error" in response:

@@ -21,7 +21,7 @@ class Settings(NamedTuple):
     Attributes
     ----------
     endpoint_url : str or None
-        URL of an S3-compatible store; None for that of the environment, by default Amazon's.
+        URL of an S3-compatible store; None for the URL in the environment, else Amazon's.
     requests : int
         Number of requests that this rank sends at a time.
     cache_dir : str or None
@@ -127,7 +127,7 @@ def check_url(url: str, option: str) -> None:
         return
     protocol, host, rest = match.groups()
     advice = "credentials come from the environment or a profile"
-    # A password may contain slashes: those of AWS do.
+    # Passwords may contain slashes; AWS secrets do.
     if "@" in host or ("@" in rest and not HOST.fullmatch(host)):
         name = printable((host + rest).rpartition("@")[2].partition("?")[0])
         raise UserError(

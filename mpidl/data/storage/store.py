@@ -1,7 +1,7 @@
 """Access one object store through fsspec: list objects, read and write their bytes.
 
-All requests run on fsspec's event loop, which has a thread of its own. The thread starts at the
-first access, so it must not precede a fork.
+All requests run on fsspec's event loop, in a separate thread. The thread starts at the first
+access, and a process must not fork after that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpidl.files import Stamp, changed
 from mpidl.text import pip_install, printable
 
 T = TypeVar("T")
-# {protocol: (package, the extra that installs it; None if no extra does)}
+# {protocol: (package, extra of mpidl that installs it, or None)}
 PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3")),
     **dict.fromkeys(("http", "https"), ("aiohttp", "s3")),
@@ -69,7 +69,7 @@ class Store:
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
-        import asyncio  # takes 40 ms, so programs with local data do without it
+        import asyncio  # takes 40 ms, which programs with local data avoid
 
         self._slots = asyncio.Semaphore(configuration.requests)
 
@@ -123,7 +123,7 @@ class Store:
         fsspec's own method reports every error as a missing file.
         """
         session = await self._http.set_session()
-        for method in ("HEAD", "GET"):  # some servers know no HEAD
+        for method in ("HEAD", "GET"):  # some servers do not support HEAD
             async with session.request(method, self.fs.encode_url(url)) as reply:
                 if reply.status in (404, 410) or reply.content_type == "text/html":
                     return None
@@ -133,7 +133,7 @@ class Store:
                     raise refusal(reply.status, reply.reason, await reply.read())
                 if reply.content_length is not None:
                     return Stamp(reply.content_length, _version(reply.headers))
-        raise UserError(f"{printable(url)}: the server does not tell the size of the object")
+        raise UserError(f"{printable(url)}: the server does not report the size of the object")
 
     async def _listing(self, url):
         self.fs.invalidate_cache()
@@ -165,7 +165,7 @@ class Store:
         return name if any(c in decoded for c in "%?#") else decoded
 
     async def _complete(self, stamps):
-        """Replace the Stamps that are None: the index pages of HTTP servers show only names."""
+        """Replace Stamps that are None, because index pages of HTTP servers show only names."""
         import asyncio
 
         async def ask(path):

@@ -20,6 +20,7 @@ from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore, Derived, Indices, describe_derived
 from mpidl.data.transforms.augment import centred, checked_size
+from mpidl.data.transforms.jitter import GRAY
 from mpidl.errors import UserError
 from mpidl.files import digest
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from PIL import Image as Pillow
 
 COLOURS = {"gray": 1, "rgb": 3}
-GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as in Pillow and MATLAB
 
 
 @dataclass(frozen=True)

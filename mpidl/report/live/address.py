@@ -17,7 +17,7 @@ from mpidl.text import pip_install
 LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 16
 BACKLOG = 128
-OLDEST_BOKEH = (3, 8)  # the first with DocumentConfig.reconnect_session
+OLDEST_BOKEH = (3, 8)  # the first version with DocumentConfig.reconnect_session
 
 
 class Address(NamedTuple):
@@ -73,7 +73,7 @@ def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Addre
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = infos[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: of the name's encoding
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError if the name cannot be encoded
         cause = getattr(error, "strerror", None) or "not the name of a host"
         raise UserError(f"--host {host}: expected an address of this machine: {cause}") from None
     except OSError as error:
@@ -85,7 +85,7 @@ def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Addre
 
 
 def tunnel(address: str, port: int) -> str:
-    """Return the ssh command that forwards a port of this host, so that its URL is the same there.
+    """Return the ssh command that forwards a port of this host, so that its URL stays the same.
 
     In a job of Slurm, the connection goes through the host from which the job was submitted.
     """

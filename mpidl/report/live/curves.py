@@ -1,4 +1,4 @@
-"""Columns of numbers that grow, and the points that a curve of them shows."""
+"""Store growing columns of numbers, and reduce them to the points that a curve shows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Columns:
         return sum(values) / len(values) if values else math.nan
 
     def recent_rate(self, name: str, per: str, rows: int = 200) -> float:
-        """Return the mean increase of a column per unit of another one, over the last rows."""
+        """Return the mean increase of a column per unit of the column `per`, over the last rows."""
         change, units = (
             column[-1] - column[-min(len(column), rows)] if len(column) else 0.0
             for column in (self._columns[name], self._columns[per])
@@ -67,7 +67,7 @@ def number(value: object) -> float:
 def binned(values: np.ndarray, limit: int = POINTS) -> np.ndarray:
     """Average runs of consecutive numbers so that at most `limit` remain; NaNs are left out.
 
-    The runs have a power of two as length, so that points stay in place while the array grows.
+    The length of the runs is a power of two, so that points stay in place while the array grows.
     """
     length = 1
     while len(values) > limit * length:

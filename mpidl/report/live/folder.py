@@ -1,4 +1,4 @@
-"""Access to the files of one folder, which never leads out of it."""
+"""Access to the files of one folder, and to no file outside of it."""
 
 import errno
 import os
@@ -10,8 +10,8 @@ from mpidl.files import reason
 from mpidl.report import stop_file
 
 T = TypeVar("T")
-MAX_BYTES = 1 << 20  # of a small file
-NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO  # of a link, of a socket
+MAX_BYTES = 1 << 20  # largest size of a small file
+NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO  # link, socket
 
 
 class Folder:

@@ -33,7 +33,7 @@ from mpidl.report.progress.rows import clock
 UPDATE_MILLISECONDS = 1000
 AXES = {"iteration": "iteration", "epoch": "epoch", "time (s)": "seconds"}
 SMOOTHED = ("loss", "accuracy", "images_per_second")
-LOG_RATIO = 20  # of the largest to the smallest loss, from which the scale is logarithmic
+LOG_RATIO = 20  # ratio of the largest to the smallest loss from which the scale is logarithmic
 # Show that the connection is lost, and load the page again once the server answers.
 LOST = """
 document.getElementById("lost").hidden = false;

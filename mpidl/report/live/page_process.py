@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _watch(servers):
-    """End the server, or the process while it still imports, when stdin ends."""
+    """When stdin ends, end the server, or the process if it is still importing."""
     sys.stdin.read()
     if servers:
         servers[0].stop()
@@ -76,4 +76,4 @@ def _watch(servers):
 
 
 if __name__ == "__main__":
-    os._exit(main())  # without the teardown of Bokeh, for which mpirun would wait
+    os._exit(main())  # skip the teardown of Bokeh, for which mpirun would wait

@@ -1,4 +1,4 @@
-"""The state of a run, as the files of its folder tell it."""
+"""The state of a run, as read from the files in its folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = (
     "seconds",
 )
 RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
-RUN_FILES += ("trial.json",)  # of a sweep
+RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 
 
 class LiveRun:
@@ -73,7 +73,7 @@ class LiveRun:
         if now - self.poll_time < POLL_SECONDS and not at_once:
             return
         self.poll_time = now
-        with contextlib.suppress(OSError):  # a file system that does not answer may do so later
+        with contextlib.suppress(OSError):  # a file system that does not answer may answer later
             self._read(now)
 
     def _read(self, now):
@@ -105,7 +105,7 @@ class LiveRun:
             self.ranks = record
 
     def _current_summary(self):
-        """Return the content of summary.json, if it is that of this end of the run."""
+        """Return the content of summary.json, if it describes this end of the run."""
         try:
             summary = json.loads(self.folder.content("summary.json") or b"")
         except (ValueError, RecursionError):
@@ -127,7 +127,7 @@ class LiveRun:
 
     @property
     def iterations_per_epoch(self) -> int:
-        """Number of iterations per epoch; without a status, of the first epoch so far."""
+        """Number of iterations per epoch; without a status, those of the first epoch so far."""
         if self.status is not None and self.status.iterations_per_epoch:
             return self.status.iterations_per_epoch
         return max(1, int((self.iterations.column("epoch") == 1).sum()))

@@ -1,4 +1,4 @@
-"""The server of the live page: Bokeh's, behind a token."""
+"""The server of the live page: Bokeh's server, which requires a token."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tornado.web import RequestHandler
 from mpidl.report.live.page import Page
 from mpidl.report.live.run import LiveRun
 
-LAST_SECONDS = 0.3  # for the last update of open pages at the end
+LAST_SECONDS = 0.3  # time for the last update of open pages at the end
 REFUSAL = "mpidl: wrong or missing token: open the URL that the command printed\n"
 COMPONENTS = ("bokeh", "bokeh-widgets")
-# Limits for those who have no token. The page sends no bodies but messages of its websocket.
+# Limits for requests without the token. The page sends only messages of its websocket.
 LIMITS: dict[str, Any] = {
     "max_body_size": 1 << 16,
     "body_timeout": 10,

@@ -146,7 +146,7 @@ def _results(runs, names):
 
 
 def _result(run: RunFiles, name: str) -> Any:
-    """Return a result of the summary; for a run without one, what the history has instead."""
+    """Return a result from the summary, or from the history if the run has no summary."""
     if run.summary:
         return run.summary.get(name)
     validation, epochs = run.history.validation, run.history.epoch
@@ -227,7 +227,7 @@ def _points(series, field, factor=1):
 
 
 def _options(runs, names):
-    """Return the table of the options that differ, or are not defaults, and of the others."""
+    """Return a table of the options that differ or are not defaults, and a table of the others."""
     if not any(run.options for run in runs):
         return []
     everything = list(dict.fromkeys(name for run in runs for name in run.options))

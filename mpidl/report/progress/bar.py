@@ -52,7 +52,7 @@ class BottomLine:
         self.console.width = width
         bar = "━━" if self.console.encoding.startswith("utf") else "#-"
         if bar == "━━" and (self.console.no_color or self.console.color_system is None):
-            bar = "━ "  # only colours would tell the two parts apart
+            bar = "━ "  # otherwise only colours would distinguish the two parts
         self.live.update(compose(width, label, fraction, fields, bar), refresh=True)
 
     def print(self, text: str) -> None:

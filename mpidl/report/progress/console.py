@@ -57,7 +57,7 @@ class Console:
         self.follows_terminal = width is None
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs, self.iterations, self.completed, self.has_validation = 0, 0.0, 0, False
-        self.depth = 0  # of nested `with` blocks; the end of the outermost removes the bar
+        self.depth = 0  # number of nested `with` blocks; the end of the outermost removes the bar
         self.first_epoch = 1
         self.is_started = False  # whether the run has started, and not yet finished
         self.stages: list[Stage] = []  # the current stage is last
@@ -65,13 +65,13 @@ class Console:
         self.table: rows.Table | None = None
         self.last: tuple[int, int, float, float, float | None] | None = None
         self.last_printed = None  # arguments of the last call that printed a line
-        self.pace: tuple[float, int] | None = None  # (time, iteration) when the first one ended
+        self.pace: tuple[float, int] | None = None  # (time, iteration) after the first
         self.iteration_time = self.draw_time = self.line_time = time.monotonic()
         self.lock = threading.RLock()  # the ticker prints as well
         self.ticker: Ticker | None = None
 
     def take_over(self) -> None:
-        """Print from now on, because this rank has become rank 0; do nothing if it was."""
+        """Print from now on, because this rank has become rank 0; do nothing if it already was."""
         if self.stream is None:
             self.stream = sys.stdout
             self.width = terminal_width(self.stream) if self.follows_terminal else self.width
@@ -95,7 +95,7 @@ class Console:
                 self._draw()
                 self.bar.print(text)
             else:
-                self.stream.write(f"{text}\n")  # one write, which no other output divides
+                self.stream.write(f"{text}\n")  # in one write: no other output divides it
                 self.stream.flush()
 
     def header(self, **facts: object) -> None:
@@ -129,7 +129,7 @@ class Console:
         with self.lock:
             self.epochs, self.iterations, self.has_validation = epochs, iterations, has_validation
             self.is_started, self.completed, self.first_epoch = True, completed, epoch
-            self.last = self.last_printed = self.pace = self.table = None  # of an earlier run
+            self.last = self.last_printed = self.pace = self.table = None  # forget an earlier run
             self.iteration_time = time.monotonic()
             self._start_ticker()
             if self.width:

@@ -20,7 +20,7 @@ from mpidl.report.progress import rows
 FLUSH_SECONDS = 0.3  # longest time that rank 0 holds back a record
 DRAW_SECONDS = 0.5  # shortest time between two drawings
 CHART_SIZE = 430, 230  # pixels
-PREFIX = "live-"  # of the files; a number follows
+PREFIX = "live-"  # beginning of the files' names; a number follows
 
 _folder: str | None = None
 
@@ -132,7 +132,7 @@ class Run:
         """Return the curves of loss and accuracy, and a line of numbers above them."""
         x_end = self.last["iteration"] if self.last else 1.0
         if not self.end_time:
-            x_end = min(1.25 * x_end, self.iterations)  # room for what follows
+            x_end = min(1.25 * x_end, self.iterations)  # space for the rest
         charts = [
             svg_charts.chart(name, self._lines(name), log=log, ends=(x_end, y_end), size=CHART_SIZE)
             for name, log, y_end in (("loss", True, None), ("accuracy", False, 1.0))

@@ -25,7 +25,7 @@ from mpidl.text import printable
 
 STATES = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 FLUSH_SECONDS = 10.0  # shortest time between two writes during an epoch
-METRICS, PARAMETERS = 1000, 100  # largest numbers that MLflow accepts at a time
+METRICS, PARAMETERS = 1000, 100  # largest numbers that MLflow accepts per request
 MAX_TEXT = 500  # longest value of a parameter, in characters
 LOCK = ".mpidl-lock"  # file in the store
 SETTINGS = {

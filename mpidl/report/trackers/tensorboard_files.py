@@ -22,8 +22,8 @@ class EventFile(Tracker):
     folder : str
         Folder for event files, which TensorBoard reads together.
     step : int
-        Iteration from which the run resumes; 0 for a new run. TensorBoard leaves out what older
-        files in the folder hold of later iterations.
+        Iteration from which the run resumes; 0 for a new run. TensorBoard ignores records of later
+        iterations in older files of the folder.
 
     Raises
     ------

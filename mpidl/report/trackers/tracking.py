@@ -1,4 +1,4 @@
-"""What the trackers share: they pass a run's numbers to another library's files.
+"""The base of the trackers, which pass a run's numbers to the files of another library.
 
 `tensorboard_files`, `mlflow_store` and `wandb_run` have a tracker each. Only rank 0 uses them, and
 each imports its library when it is opened.
@@ -21,7 +21,7 @@ from mpidl.text import pip_install
 
 GROUPS = {"iteration": "train", "epoch": "epoch", "validation": "validation"}
 NUMBERS = ("loss", "accuracy", "learning_rate", "images_per_second")
-BUCKETS = 64  # of a histogram
+BUCKETS = 64  # buckets of a histogram
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # states of a run that ends
 IDENTITIES = "tracking.json"  # the file that a resumed run reads to continue the same records
 

@@ -1,8 +1,8 @@
 """Write checkpoints and plots in a process beside rank 0, while the training goes on.
 
-h5py and matplotlib hold the interpreter's lock for long, so a thread would stop the training: for
-up to half a second at a time while it packs the checkpoint of AlexNet. The process receives a copy
-of the arrays through memory that has no name, so nothing remains of it if both processes die.
+h5py and matplotlib hold the interpreter's lock for long periods, so a thread would stop the
+training, for up to half a second at a time with a checkpoint of AlexNet. The process receives a
+copy of the arrays through nameless shared memory, which vanishes if both processes die.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mpidl.report import plots
 from mpidl.training.files import checkpoint
 
 CHECKPOINT, PLOT = "checkpoint", "plot"
-SMALL = 8 << 20  # bytes of a checkpoint that is written sooner than a process starts
-ALIGNMENT = 64  # of arrays in the shared memory, in bytes
+SMALL = 8 << 20  # bytes of a checkpoint that rank 0 writes itself, as it takes less than a start
+ALIGNMENT = 64  # alignment of arrays in the shared memory, in bytes
 
 Tables = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -37,8 +37,8 @@ Tables = Mapping[str, Mapping[str, np.ndarray]]
 class BackgroundWriter:
     """Writes the large files of a run. The first job that takes long starts the process.
 
-    At most one checkpoint is being written: `save` waits for the one before. The methods are for
-    rank 0 only.
+    At most one checkpoint is being written: `save` waits for the previous one. Only rank 0 calls
+    the methods.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class BackgroundWriter:
     problem : UserError or None
         Why a file could not be written. All later calls raise it.
     process : Popen or None
-        The process, from the first job that takes long on.
+        The process; None before the first job that takes long.
     """
 
     def __init__(self, *, starts_process: bool = True) -> None:
@@ -93,7 +93,7 @@ class BackgroundWriter:
         _save(job, tables, attributes)
 
     def plot(self, metrics: str, path: str, *, wait: bool) -> None:
-        """Draw progress.png; leave it out if the one before is still being drawn.
+        """Draw progress.png; skip it if the previous picture is still being drawn.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class BackgroundWriter:
             raise self.problem
 
     def wait(self) -> None:
-        """Return when all files are written; raise the UserError if one cannot be."""
+        """Return when all files are written; raise the UserError of a file that could not be."""
         while self._pending:
             self._receive()
         self.check()
@@ -142,7 +142,7 @@ class BackgroundWriter:
         self._end()
 
     def _start(self):
-        """Start the process; if that fails, this process goes on writing the files."""
+        """Start the process; if that fails, this process continues to write the files."""
         if not self.starts_process:
             return
         self._memory = _nameless_memory()
@@ -167,7 +167,7 @@ class BackgroundWriter:
         self._memory, self._pending, self._replies = -1, [], b""
 
     def _send(self, job):
-        # The paths are relative to the folder in which this process works now.
+        # Paths are relative to the current working folder of this process.
         line = json.dumps({**job, "working_folder": os.getcwd()}) + "\n"
         self._pending.append(job["kind"])
         with contextlib.suppress(BrokenPipeError):  # `_receive` will notice the end of the process
@@ -250,7 +250,7 @@ def main() -> None:
     """Do the jobs that arrive on stdin, one per line, and answer each with its error or null."""
     side_process.give_way()
     replies = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # keep output of libraries out of the replies
     jobs: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_pass_on, args=[jobs], daemon=True).start()
     memory = int(sys.argv[1])

@@ -122,7 +122,7 @@ _written: tuple | None = None  # identity of the checkpoint that this process ha
 
 
 def _identity(path):
-    """Return what tells a file from others, and from itself after a change; None if it is gone."""
+    """Return values that identify a file and its current version; None if the file is gone."""
     try:
         status = os.stat(path)
     except OSError:

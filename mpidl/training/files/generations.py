@@ -75,7 +75,7 @@ def generations(path: str | os.PathLike[str]) -> list[Generation]:
 
 
 def are_newest_complete(checked: list[Generation]) -> bool:
-    """Return whether all files are complete that a user needs: all but the previous checkpoint."""
+    """Return whether all files except the previous checkpoint are complete."""
     return not any(file.problem for file in checked if file.name != checkpoint.PREVIOUS)
 
 

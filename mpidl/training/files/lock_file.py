@@ -1,15 +1,16 @@
-"""The file by which one job at a time writes to a folder: taken, renewed, taken over, removed.
+"""The lock file that lets only one job at a time write to a folder.
 
 The file must work on any file system that nodes share. Locks of the operating system (flock) often
 hold on one node only, so the file itself is the lock:
 
-- A process takes the lock by `link`, which fails if the file exists, and gives the file its content
-  in the same step.
-- The holder renews the modification time. Nobody compares the clocks of two nodes: a renewal is a
-  change of the time, and an age is the difference from a file that was just written beside it.
-- To take over the lock of an ended process, a process first creates the file that claims the
-  succession of that holder; its name has the holder's token. Only one process can create it. If
-  that process ends too, others claim its succession.
+- A process takes the lock by `link`, which fails if the file exists, and which creates the file
+  with its content in one step.
+- The holder renews the modification time. The clocks of two nodes are never compared: a renewal is
+  any change of the time, and the age is the difference from a file that was just written in the
+  same folder.
+- To take over the lock of a holder that has ended, a process first creates a claim file, whose name
+  contains the holder's token. Only one process can create it. If that process ends too, others
+  claim its lock in the same way.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from mpidl.training.files.lock_holder import Holder
 
 NAME = "run.lock"
 RENEW_SECONDS = 5.0  # time between two renewals
-# A lock of another machine whose file has not changed for this time is free.
+# A lock held on another machine is free if its file has not changed for this time.
 STALE_SECONDS = 60.0
-# Time for which a process at least watches a lock of another machine, however old the file looks.
+# Shortest time for which a process watches a lock of another machine, even if the file looks old.
 WATCH_SECONDS = 3 * RENEW_SECONDS
 MAX_BYTES = 4096
 # Errors of file systems without hard links.
@@ -37,7 +38,7 @@ LEFTOVER = re.compile(rf"\.{re.escape(NAME)}\.[0-9a-f]+\.(part|claim)")
 
 
 class Entry(NamedTuple):
-    """What a file of a lock holds: the holder, None if it is unreadable, and the file's times."""
+    """Content of a lock file: the holder (None if unreadable), and the file's times."""
 
     holder: Holder | None
     token: str
@@ -83,8 +84,9 @@ class LockFile:
         Returns
         -------
         Entry or None
-            None if this process now holds the lock. Otherwise the lock of a process of another
-            machine that may have ended. Try again until it is renewed, or until it is free.
+            None if this process now holds the lock. Otherwise the lock of a process on another
+            machine, which may have ended. Try again until that process renews the lock, or until
+            the lock is free.
 
         Raises
         ------
@@ -107,10 +109,10 @@ class LockFile:
         return None
 
     def _chain(self, part, now):
-        """Return the entries of the holder and its successors, and whether the last one is free.
+        """Return the entries of the holder and its claimants, and whether the last one has ended.
 
-        If it is, this process has claimed its succession. An empty chain means that the lock has
-        changed in between.
+        If so, this process has claimed the lock. An empty chain means that the lock changed in the
+        meantime.
         """
         chain, path = [], self.path
         while (entry := self._read(path)) is not None:
@@ -138,7 +140,7 @@ class LockFile:
         return monotonic - look_time >= (WATCH_SECONDS if is_old else STALE_SECONDS)
 
     def _succeed(self, chain, part):
-        """Replace the lock by this process's, unless it has changed since the chain was read."""
+        """Make this process the holder, unless the lock has changed since the chain was read."""
         tokens = [entry.token for entry in chain]
         paths = [self.path, *map(self._claim_of, tokens)]
         entries = [self._read(path) for path in paths]
@@ -171,7 +173,7 @@ class LockFile:
         Parameters
         ----------
         seconds : float
-            Look at the file only if the last look is longer ago.
+            Read the file only if the last read was longer ago.
         """
         if not self.is_lost and time.monotonic() - self._confirm_time >= seconds:
             self.renew()
@@ -185,12 +187,12 @@ class LockFile:
 
     def release(self) -> None:
         """Remove the lock, if this process still holds it. Never raises OSError."""
-        remover = self.holder.renamed()  # the lock is in use until its file is removed
+        remover = self.holder.renamed()  # keep the lock renewed until its file is removed
         claim = self._claim_of(self.holder.token)
         try:
             with self._part(remover) as part:
                 if not self._create(claim, part, remover):
-                    return  # another process takes it over
+                    return  # another process will take the lock over
         except OSError:  # on a full disk, another process cannot take it over either
             self._remove_own()
         else:
@@ -223,7 +225,7 @@ class LockFile:
             os.link(part, path)
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError), _opened(path) as descriptor:
-                # A file server that repeats a request finds the link that it has made itself.
+                # A file server that repeats a request may find the link that it has just made.
                 return _entry(descriptor).token == holder.token
             return False
         except OSError as error:

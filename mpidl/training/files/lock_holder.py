@@ -1,4 +1,4 @@
-"""The process that holds the lock of a run's folder, as the lock's file describes it."""
+"""Describe the process that holds the lock of a run's folder, as its lock file does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from mpidl.comm import job_process
 from mpidl.text import printable
 
-MAX_TEXT = 200  # characters of a text in a lock's file
+MAX_TEXT = 200  # largest number of characters of a text in a lock file
 MAX_NUMBER = 2**40
 
 
@@ -30,16 +30,16 @@ class Holder:
         Name of the host.
     machine : str
         The host's current boot and the namespace of process numbers; "" if the system does not
-        tell. Only processes with the same value can look at each other.
+        tell. A process can only check processes with the same value.
     pid : int
         Process number.
     process_start : int
         When the process started, in clock ticks since the boot; -1 if the system does not tell.
-        Another process that gets the same number later has another value.
+        It distinguishes the process from a later one with the same number.
     since : float
         When the process began to take the lock, in seconds since 1970 by the host's clock.
     job : str
-        Slurm's job with the name of the cluster; "" outside of Slurm.
+        Slurm's job number with the name of the cluster; "" outside of Slurm.
     restart : int
         How many times Slurm has requeued the job.
     launch : str
@@ -61,7 +61,7 @@ class Holder:
 
     @staticmethod
     def current(environment: Mapping[str, str] = os.environ) -> Holder:
-        """Return the holder that this process is; each call makes another token."""
+        """Return a Holder that describes this process; each call creates a new token."""
         job, cluster = (environment.get(f"SLURM_{name}", "") for name in ("JOB_ID", "CLUSTER_NAME"))
         pid = os.getpid()
         return Holder(
@@ -78,11 +78,11 @@ class Holder:
         )
 
     def renamed(self) -> Holder:
-        """Return the same process with another token."""
+        """Return a Holder of the same process with a new token."""
         return replace(self, token=secrets.token_hex(8))
 
     def content(self) -> bytes:
-        """Return the content of the lock's file."""
+        """Return the content of the lock file."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     @staticmethod

@@ -4,7 +4,8 @@ A file holds root attributes and tables of arrays, `<table>/<layer>/<name>`, in 
 attribute `sha256` is a checksum of the arrays and the other attributes. `pack` builds the bytes of
 a file in memory, and `write_whole` writes them. A file therefore exists completely or not at all,
 and a full disk raises an ordinary error. Files are read through a Python file object, because some
-clusters' file systems reject HDF5's file locks.
+clusters' file systems reject HDF5's file locks. `hdf5_probe` reads them first, because HDF5 may
+crash or hang on a damaged file before the checksum can be compared.
 Nothing is ever unpickled.
 """
 
@@ -20,10 +21,11 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
-from mpidl.files import write_whole
+from mpidl.files import stamp, write_whole
 from mpidl.nn import Layer, Network
 from mpidl.text import name_list
 
@@ -94,9 +96,13 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
     Torn
         If the file is missing, damaged or in another format.
     """
-    import h5py
-
     try:
+        status = os.stat(path)
+        problem = hdf5_probe.problem_of(path, (status.st_ino, stamp(status)))
+        if problem is not None:
+            raise Torn(f"it cannot be read: {problem}")
+        import h5py
+
         with open(path, "rb") as raw, h5py.File(raw, "r") as file:
             if _plain(file.attrs.get("format")) != "mpidl":
                 raise Torn("it was not written by mpidl")

@@ -29,10 +29,10 @@ from mpidl.training.progress import Position
 
 BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
-# A folder with one of these files is that of a run.
+# A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
-# Files that a new run in the folder of another one removes, besides the event files. The lock is
-# not one of them: the new run holds it.
+# Files of an earlier run that a new run in its folder removes, besides the event files. The lock is
+# not among them, because the new run holds it.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -48,10 +48,10 @@ RESULTS = (
     timeline.FILE,
     tracking.IDENTITIES,
 )
-COPIED = (history.FILE, TENSORBOARD)  # into the folder of a run that resumes another one
+COPIED = (history.FILE, TENSORBOARD)  # if a run resumes one of another folder
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
-RECORD_LOOK_SECONDS = 2 * lock_file.RENEW_SECONDS  # a run that was suspended looks at its lock
+RECORD_LOOK_SECONDS = 2 * lock_file.RENEW_SECONDS  # a run that was suspended checks its lock
 PLOT_SECONDS = 10.0  # minimum time between two plots, and from the start of a run to the first
 # Arguments that set the folder, resume a run and replace a run, as error messages write them.
 COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
@@ -145,7 +145,7 @@ class RunFolder:
     world : World
         The ranks.
     lock : RunLock
-        The constructor takes the lock of an existing folder; `make` that of a new one.
+        The constructor takes the lock of an existing folder; `make` takes the lock of a new one.
 
     Attributes
     ----------
@@ -185,7 +185,7 @@ class RunFolder:
         Raises UserError.
         """
         self.lock.take(self.out, self._spelled)
-        self._refuse_a_run()  # another job may have used a new folder before this one has locked it
+        self._refuse_a_run()  # another job may have used the new folder before this job locked it
         if self.is_to_be_cleared:
             on_rank_0(self.lock.world, self._clear)
 
@@ -244,7 +244,7 @@ class RunWriter:
         self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
         self.record_error: UserError | LostLock | None = None
-        # Without a process: that of a lost rank 0 could write while the next rank 0 does.
+        # No process beside rank 0: after a loss, it could write at the same time as the new rank 0.
         self.background = BackgroundWriter(starts_process=not world.outlives_ranks)
         self.plot_time = time.monotonic()
         self.recorder = history.HistoryRecorder()
@@ -300,7 +300,7 @@ class RunWriter:
         facts: Mapping[str, Any],
         learning_rate: float,
     ) -> None:
-        """Start to write a checkpoint, after the one before is written.
+        """Start to write a checkpoint, after the previous one is written.
 
         The arrays may change once the method returns.
 
@@ -321,7 +321,7 @@ class RunWriter:
             If the ranks' arrays differ or are not finite. A run could not continue from such
             arrays, so the previous checkpoint is kept.
         UserError
-            If an earlier checkpoint, plot or record could not be written, or this checkpoint.
+            If this checkpoint, or an earlier checkpoint, plot or record, could not be written.
         """
         if self.out is None:
             return
@@ -356,7 +356,7 @@ class RunWriter:
     def rewind(self, iteration: int) -> None:
         """Remove the records of later iterations, which the run computes again.
 
-        Rank 0 may be another one than before.
+        The current rank 0 may not be the one that wrote the records.
         """
         self.recorder.cut(iteration)
         if self.metrics is not None and self.world.rank == 0:

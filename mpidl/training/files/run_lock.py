@@ -35,7 +35,7 @@ class RunLock:
         self._file: LockFile | None = None  # None on the other ranks
         self._is_taken = False
         self._folder: str | os.PathLike[str] = ""
-        self._token: str | None = None  # of the lock's holder
+        self._token: str | None = None  # token of the lock's holder
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mpidl lock", daemon=True)
 
@@ -58,8 +58,8 @@ class RunLock:
     ) -> None:
         """Take the lock of a folder, unless this object holds a lock already. Collective.
 
-        If the lock is that of a process on another machine that may have ended, wait until the lock
-        is renewed or free.
+        If a process on another machine holds the lock and may have ended, wait until the lock is
+        renewed or free.
 
         Parameters
         ----------
@@ -93,7 +93,7 @@ class RunLock:
         self._token = self.world.broadcast(file.holder.token)
 
     def take_over(self) -> None:
-        """Let the present rank 0 hold the lock, if the rank that held it was lost. Collective."""
+        """Let the current rank 0 hold the lock if the rank that held it was lost. Collective."""
         if self._is_taken and not self.world.broadcast(self._file is not None):
             self._is_taken = False
             self.take(self._folder)
@@ -125,7 +125,7 @@ class RunLock:
         Parameters
         ----------
         seconds : float
-            Look at the lock's file only if the last look is longer ago.
+            Read the lock file only if the last read was longer ago.
         """
         if self._file is not None:
             self._file.check(seconds)

@@ -86,7 +86,7 @@ def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> 
 
 
 def copied(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
-    """Copy arrays by table: optimizers overwrite arrays in place."""
+    """Copy all tables of arrays, because optimizers overwrite arrays in place."""
     return {
         table: {name: np.array(array) for name, array in arrays.items()}
         for table, arrays in tables.items()

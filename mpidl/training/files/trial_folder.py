@@ -87,7 +87,7 @@ class TrialFolder(NamedTuple):
 
     @contextlib.contextmanager
     def log(self) -> Iterator[None]:
-        """Append what this process prints to console.log; all ranks of a trial may do so."""
+        """Append the output of this process to console.log; all ranks of a trial may do so."""
         try:
             file = open(os.path.join(self.path, LOG), "a", buffering=1, errors="backslashreplace")
         except OSError:  # another host may not see the folder yet

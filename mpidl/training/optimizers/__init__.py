@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpidl.training.optimizers.adam import Adam, AdamMoments, AdamW, CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, Optimizer, fuses
+from mpidl.training.optimizers.layerwise import LAMB, LARS, LambTrustRatio, LarsTrustRatio
 from mpidl.training.optimizers.rmsprop import RMSProp, RMSPropMoment
 from mpidl.training.optimizers.sgdm import SGDM, Momentum, NesterovMomentum
 from mpidl.training.optimizers.solvers import Factors, Solver
@@ -19,9 +20,9 @@ from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDe
 if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions
 
-SolverName = Literal["sgdm", "adam", "adamw", "rmsprop"]
+SolverName = Literal["sgdm", "adam", "adamw", "rmsprop", "lars", "lamb"]
 SOLVERS: dict[str, type[Solver]] = {
-    solver.solver: solver for solver in (SGDM, Adam, AdamW, RMSProp)
+    solver.solver: solver for solver in (SGDM, Adam, AdamW, RMSProp, LARS, LAMB)
 }
 
 
@@ -50,6 +51,10 @@ __all__ = [
     "Clip",
     "CorrectedAdamMoments",
     "FusedTail",
+    "LAMB",
+    "LARS",
+    "LambTrustRatio",
+    "LarsTrustRatio",
     "Momentum",
     "NesterovMomentum",
     "Optimizer",

@@ -11,6 +11,7 @@ import numpy as np
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
+    BIASES_AND_NORMS,
     Clip,
     Rate,
     Transform,
@@ -200,6 +201,8 @@ class Adam(Solver):
         {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         See `Clip`. The gradient that is clipped includes the L2 term.
+    decay_exclude : str
+        Learnables that do not decay; see `WeightDecay`.
     """
 
     solver = "adam"
@@ -218,11 +221,12 @@ class Adam(Solver):
         *,
         gradient_threshold: float = math.inf,
         gradient_threshold_method: str = "l2norm",
+        decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
         square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
         super().__init__(
             learning_rate,
-            WeightDecay(l2, l2_factors),
+            WeightDecay(l2, l2_factors, decay_exclude),
             Clip(gradient_threshold, gradient_threshold_method),
             AdamMoments(gradient_decay_factor, square_decay, epsilon),
             Rate(),
@@ -253,6 +257,8 @@ class AdamW(Solver):
         {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         See `Clip`. The decay is not part of the gradient that is clipped.
+    decay_exclude : str
+        Learnables that do not decay; see `WeightDecay`.
 
     Notes
     -----
@@ -279,13 +285,14 @@ class AdamW(Solver):
         *,
         gradient_threshold: float = math.inf,
         gradient_threshold_method: str = "l2norm",
+        decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
         square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
         super().__init__(
             learning_rate,
             Clip(gradient_threshold, gradient_threshold_method),
             CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
-            WeightDecay(self.value("l2", l2), l2_factors),
+            WeightDecay(self.value("l2", l2), l2_factors, decay_exclude),
             Rate(),
             learning_rate_factors=learning_rate_factors,
         )

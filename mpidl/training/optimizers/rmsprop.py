@@ -11,6 +11,7 @@ import numpy as np
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
+    BIASES_AND_NORMS,
     Clip,
     Rate,
     Transform,
@@ -104,6 +105,8 @@ class RMSProp(Solver):
         {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         See `Clip`. The gradient that is clipped includes the L2 term.
+    decay_exclude : str
+        Learnables that do not decay; see `WeightDecay`.
     """
 
     solver = "rmsprop"
@@ -121,11 +124,12 @@ class RMSProp(Solver):
         *,
         gradient_threshold: float = math.inf,
         gradient_threshold_method: str = "l2norm",
+        decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
         square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
         super().__init__(
             learning_rate,
-            WeightDecay(l2, l2_factors),
+            WeightDecay(l2, l2_factors, decay_exclude),
             Clip(gradient_threshold, gradient_threshold_method),
             RMSPropMoment(square_decay, epsilon),
             Rate(),

@@ -11,6 +11,7 @@ import numpy as np
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
+    BIASES_AND_NORMS,
     Clip,
     Rate,
     Transform,
@@ -109,6 +110,8 @@ class SGDM(Solver):
     nesterov : bool
         Whether to use Nesterov's momentum: w <- w + momentum * v - learning_rate * g, with the new
         v. See `NesterovMomentum`.
+    decay_exclude : str
+        Learnables that do not decay; see `WeightDecay`.
 
     Notes
     -----
@@ -132,11 +135,12 @@ class SGDM(Solver):
         gradient_threshold: float = math.inf,
         gradient_threshold_method: str = "l2norm",
         nesterov: bool | Literal["on", "off"] = False,
+        decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
         is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
         super().__init__(
             learning_rate,
-            WeightDecay(l2, l2_factors),
+            WeightDecay(l2, l2_factors, decay_exclude),
             Clip(gradient_threshold, gradient_threshold_method),
             Rate(),
             (NesterovMomentum if is_nesterov else Momentum)(momentum),

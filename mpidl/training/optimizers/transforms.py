@@ -27,6 +27,9 @@ from mpidl.training.options.option_types import (
 
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
+BIASES_AND_NORMS = "biases-and-norms"
+EXCLUSIONS = one_of(BIASES_AND_NORMS, "biases", "none")  # the values of `decay_exclude`
+
 # Rules for the arguments of transforms and solvers, and for training options of the same names.
 RULES: dict[str, Rule] = {
     "learning_rate": positive(),
@@ -34,6 +37,8 @@ RULES: dict[str, Rule] = {
     "gradient_decay_factor": fraction(),
     "squared_gradient_decay_factor": fraction(),
     "epsilon": positive(),
+    "trust_coefficient": positive(),
+    "decay_exclude": EXCLUSIONS,
     "l2": Rule(float, "at least 0", 0),
     "gradient_threshold": positive(allow_inf=True),
     "gradient_threshold_method": one_of("l2norm", "global-l2norm", "absolute-value"),
@@ -184,6 +189,15 @@ def backend_of(arrays: list[np.ndarray]) -> Backend:
     return backends.of_type(np.float64)
 
 
+def decay_factor(name: str, factors: Mapping[str, float], exclude: str) -> float:
+    """Return the factor of the weight decay of a parameter; see `WeightDecay`."""
+    kind = name.rpartition(".")[2]
+    factor = factors.get(name, 1.0 if kind == "weight" else 0.0)
+    if factor or kind == "weight" or exclude == BIASES_AND_NORMS:
+        return factor
+    return 0.0 if kind == "bias" and exclude == "biases" else 1.0
+
+
 class WeightDecay(Transform):
     """Add l2 * factor * weight, the gradient of an L2 penalty, to each gradient.
 
@@ -194,13 +208,25 @@ class WeightDecay(Transform):
     factors : dict, optional
         {name: factor}. By default the factor is 1 for names that end in ".weight" and 0 for others
         (biases, gamma, beta).
+    exclude : {"biases-and-norms", "biases", "none"}
+        Parameters other than weights whose factor stays 0. With "biases", the parameters of
+        normalization layers have the factor 1, and with "none" all parameters, unless `factors`
+        has another number than 0.
     """
 
     counts_steps = False
+    exclude: str = BIASES_AND_NORMS
 
-    def __init__(self, l2: float, factors: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        l2: float,
+        factors: Mapping[str, float] | None = None,
+        exclude: str = BIASES_AND_NORMS,
+    ) -> None:
         self.l2: float = check("l2", l2)
         self.factors = dict(factors or {})
+        if check("decay_exclude", exclude) != BIASES_AND_NORMS:  # else as in older checkpoints
+            self.exclude = exclude
 
     def factor(self, name: str) -> float:
         """Return the factor of the decay for a parameter.
@@ -215,7 +241,7 @@ class WeightDecay(Transform):
         float
             The factor; 0 for a parameter that does not decay.
         """
-        return self.factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
+        return decay_factor(name, self.factors, self.exclude)
 
     def apply(
         self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]

@@ -18,6 +18,23 @@ from mpidl.training.options.option_types import (
 )
 
 
+def _number_range(example: str, *, noun: str = "numbers", optional: bool = False) -> Rule:
+    """Return the rule for two numbers, such as 0.9,1.1."""
+    return Rule(
+        str,
+        f"a range of {noun} such as {example}",
+        pattern=r"[0-9]{1,3}(\.[0-9]{1,6})?,[0-9]{1,3}(\.[0-9]{1,6})?",
+        metavar="X,X",
+        separator=",",
+        optional=optional,
+    )
+
+
+PROBABILITY = Rule(float, "between 0 and 1", 0, 1)
+AMOUNT = Rule(float, "between 0 and 10", 0, 10)
+MIX = Rule(float, "0, or between 0.05 and 10", 0, 10)
+
+
 @options_class
 class ImageOptions:
     """The image options of `TrainingOptions`."""
@@ -28,9 +45,10 @@ class ImageOptions:
         resume="fixed",
         matlab="Shuffle",
     )
-    sampling: Literal["global", "partition"] = choice(
-        "How ranks draw images: from the whole training set, or each rank from its own partition "
-        "(the weights then depend on the number of ranks)",
+    sampling: Literal["global", "balanced", "partition"] = choice(
+        "How ranks draw images: from the whole training set; from each class equally often, which "
+        "repeats images of small classes; or each rank from its own partition (the weights then "
+        "depend on the number of ranks)",
         default="global",
         resume="fixed",
         matlab="partition",
@@ -57,6 +75,12 @@ class ImageOptions:
         resume="fixed",
         matlab="RandXReflection, RandYReflection",
     )
+    flip_mode: Literal["random", "alternate"] = choice(
+        "Mirror images at random in each epoch, or alternately: every other epoch, with a random "
+        "first orientation",
+        default="random",
+        resume="fixed",
+    )
     translate: int = option(
         at_least(0),
         "Shift training images by up to this many pixels in each direction",
@@ -72,14 +96,7 @@ class ImageOptions:
         matlab="RandRotation",
     )
     scale: str | Sequence[float] | None = option(
-        Rule(
-            str,
-            "a range of factors such as 0.9,1.1",
-            pattern=r"[0-9]{1,3}(\.[0-9]{1,6})?,[0-9]{1,3}(\.[0-9]{1,6})?",
-            metavar="X,X",
-            separator=",",
-            optional=True,
-        ),
+        _number_range("0.9,1.1", noun="factors", optional=True),
         "Scale training images by a random factor from this range",
         default=None,
         resume="fixed",
@@ -106,6 +123,86 @@ class ImageOptions:
         default=None,
         resume="fixed",
         matlab='OutputSizeMode="randcrop"',
+    )
+    resized_crop: Size = option(
+        SIZE,
+        "Train on windows of random area and aspect ratio, resized to this HEIGHTxWIDTH; "
+        "validation, test and prediction use the central window of this size",
+        default=None,
+        resume="fixed",
+        matlab="randomWindow2d, imresize",
+    )
+    crop_area: str | Sequence[float] = option(
+        _number_range("0.08,1"),
+        "Range of the area of the window of --resized-crop, as a fraction of the image",
+        default="0.08,1",
+        resume="fixed",
+    )
+    crop_aspect: str | Sequence[float] = option(
+        _number_range("0.75,1.333333"),
+        "Range of the width of the window of --resized-crop, divided by its height",
+        default="0.75,1.333333",
+        resume="fixed",
+    )
+    brightness: float = option(
+        AMOUNT,
+        "Multiply the pixels of training images by a random factor; x means from max(0, 1 - x) to "
+        "1 + x",
+        default=0.0,
+        resume="fixed",
+        matlab="jitterColorHSV(Brightness)",
+    )
+    contrast: float = option(
+        AMOUNT,
+        "Multiply the difference of pixels from the image's mean gray value by such a factor",
+        default=0.0,
+        resume="fixed",
+        matlab="jitterColorHSV(Contrast)",
+    )
+    saturation: float = option(
+        AMOUNT,
+        "Multiply the difference of colours from gray by such a factor",
+        default=0.0,
+        resume="fixed",
+        matlab="jitterColorHSV(Saturation)",
+    )
+    hue: float = option(
+        Rule(float, "between 0 and 0.5", 0, 0.5),
+        "Turn the hues of training images by up to this part of a full turn",
+        default=0.0,
+        resume="fixed",
+        matlab="jitterColorHSV(Hue)",
+    )
+    erase: float = option(
+        PROBABILITY,
+        "Probability that a random rectangle of a training image is erased",
+        default=0.0,
+        resume="fixed",
+    )
+    erase_area: str | Sequence[float] = option(
+        _number_range("0.02,0.4"),
+        "Range of the area of this rectangle, as a fraction of the image",
+        default="0.02,0.4",
+        resume="fixed",
+    )
+    erase_aspect: str | Sequence[float] = option(
+        _number_range("0.3,3.333333"),
+        "Range of the width of this rectangle, divided by its height",
+        default="0.3,3.333333",
+        resume="fixed",
+    )
+    erase_value: str | int = option(
+        Rule(
+            str,
+            "noise, or a number between 0 and 255",
+            choices=("noise",),
+            pattern=r"1?[0-9]{1,2}|2[0-4][0-9]|25[0-5]",
+            metavar="V",
+            separator=",",
+        ),
+        "Pixel value of this rectangle: uniform noise, or a number",
+        default="noise",
+        resume="fixed",
     )
     on_bad_image: Literal["stop", "skip"] = choice(
         "If an image cannot be read: stop, or skip it: leave it out of its mini-batch, count it, "

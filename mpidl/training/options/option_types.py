@@ -259,6 +259,7 @@ SYNONYMS = {
     "validationdata": "validation",
     "verbosefrequency": "verbose_every",
     "weightdecay": "l2",
+    "nodecay": "decay_exclude",
 }
 
 

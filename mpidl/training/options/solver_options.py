@@ -145,14 +145,14 @@ class SolverOptions:
     )
     momentum: float = option(
         RULES["momentum"],
-        "Fraction of the previous step that sgdm adds to the current one",
+        f"Fraction of the previous step that is added to the current one ({_takers('momentum')})",
         default=0.9,
         resume="fixed",
         matlab="Momentum",
     )
     nesterov: Literal["on", "off"] | bool = option(
         NESTEROV,
-        "Nesterov momentum (sgdm): evaluate the gradient after the momentum step",
+        f"Nesterov momentum ({_takers('nesterov')}): evaluate the gradient after the momentum step",
         default="off",
         resume="fixed",
     )
@@ -178,6 +178,13 @@ class SolverOptions:
         resume="fixed",
         matlab="Epsilon",
     )
+    trust_coefficient: float = option(
+        RULES["trust_coefficient"],
+        "Factor of the ratio of the norms of weights and gradient, which scales the learning rate "
+        f"of each layer ({_takers('trust_coefficient')})",
+        default=0.001,
+        resume="fixed",
+    )
     scale_rate: int | None = option(
         at_least(1, optional=True),
         "Batch size for which the learning rate is given; the rate is multiplied by batch size "
@@ -185,6 +192,13 @@ class SolverOptions:
         default=None,
         resume="fixed",
         matlab="0.1*miniBatchSize/256",
+    )
+    linear_scaling: int | None = option(
+        at_least(1, optional=True),
+        "Like --scale-rate, with a warm-up for large batches: the rate rises from its unscaled "
+        "value during 5 epochs, or those of --warmup-epochs",
+        default=None,
+        resume="fixed",
     )
     learn_rate_schedule: (
         Literal["none", "piecewise", "cosine", "polynomial"] | Callable[[int, int], float]
@@ -247,10 +261,18 @@ class SolverOptions:
     )
     l2: float | None = option(
         RULES["l2"],
-        f"L2 regularization factor{_decoupled()}; applies to weights only",
+        f"L2 regularization factor{_decoupled()}; --decay-exclude says to what it applies",
         default=None,
         resume="fixed",
         matlab="L2Regularization",
+    )
+    decay_exclude: Literal["biases-and-norms", "biases", "none"] = option(
+        RULES["decay_exclude"],
+        "Learnables without L2 regularization: biases and the parameters of normalization layers, "
+        "only biases, or none",
+        default="biases-and-norms",
+        resume="fixed",
+        matlab="BiasL2Factor, ScaleL2Factor, OffsetL2Factor",
     )
     gradient_threshold: float = option(
         RULES["gradient_threshold"],

@@ -19,6 +19,7 @@ from mpidl.training.options.option_types import at_least, check_value, nearest
 
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
+FOLDS = "folds"  # key of the file, besides its tables
 DIGITS = 6  # significant digits of random numbers; C libraries differ in the digits after them
 
 # Options that do not change the weights; their values may change when a sweep continues.
@@ -44,12 +45,16 @@ class Sweep(NamedTuple):
         Options of each trial that vary. They override those of `train`.
     varied : list of str
         Names of all options that vary, in the order of the file.
+    folds : int or None
+        Number of folds of a cross-validation. Each setting of the other options then has as many
+        trials in succession, one per fold.
     """
 
     path: str
     train: Options
     trials: list[Options]
     varied: list[str]
+    folds: int | None = None
 
     def options(self, index: int) -> Options:
         """Return all options of a trial, given its index from 0."""
@@ -60,7 +65,9 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     """Read the file of a sweep.
 
     The table [train] has options of every trial. The trials are the combinations of the lists in
-    [grid], or one per table [[trial]], or drawn at random as [random] describes.
+    [grid], or one per table [[trial]], or drawn at random as [random] describes. With the key
+    `folds` = K before the tables, each of them is trained K times, with the option fold from 1/K to
+    K/K; the file then needs no other table.
 
     Parameters
     ----------
@@ -80,12 +87,13 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     """
     path = os.fspath(path)
     tables = read_toml(path, path)
+    folds = _folds(path, tables)
     for name in tables:
         if name not in TABLES:
             hint = did_you_mean(name, TABLES) or ": expected [train], [grid], [[trial]], [random]"
             raise UserError(f"{path}: unknown table [{name}]{hint}")
     kinds = [name for name in TABLES[1:] if name in tables]
-    if len(kinds) != 1:
+    if len(kinds) != 1 and not (folds and not kinds):
         names = " and ".join("[[trial]]" if kind == "trial" else f"[{kind}]" for kind in kinds)
         raise UserError(
             f"{path}: expected one of [grid], [[trial]] and [random], found {names or 'none'}"
@@ -96,14 +104,27 @@ def read(path: str | os.PathLike[str]) -> Sweep:
             spelled = "[[trial]] must be tables" if name == "trial" else f"[{name}] must be a table"
             raise UserError(f"{path}: {spelled}, found {tables[name]}")
     train = _checked(tables.get("train", {}), f"{path}: [train]")
-    make = {"grid": _grid, "trial": _listed, "random": _random}[kinds[0]]
-    trials = make(path, tables[kinds[0]])
+    trials: list[Options] = [{}]
+    if kinds:
+        make = {"grid": _grid, "trial": _listed, "random": _random}[kinds[0]]
+        trials = make(path, tables[kinds[0]])
+    if folds:
+        if any("fold" in options for options in (train, *trials)):
+            raise UserError(f"{path}: {FOLDS} = {folds} sets the option fold: expected no other")
+        trials = [t | {"fold": f"{i + 1}/{folds}"} for t in trials for i in range(folds)]
     for options in (train, *trials):  # before any file of a trial contains them
         for name, value in options.items():
             if isinstance(value, str):
                 check_url(value, f"{path}: {name}")
     varied = list(dict.fromkeys(name for trial in trials for name in trial))
-    return Sweep(path, train, trials, varied)
+    return Sweep(path, train, trials, varied, folds)
+
+
+def _folds(path, tables):
+    """Remove the key `folds` from the content of a file; return its value, or None."""
+    if FOLDS not in tables:
+        return None
+    return check_value(at_least(2), tables.pop(FOLDS), f"{path}: {FOLDS}")
 
 
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -70,8 +70,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
     Parameters
     ----------
     augmenter : Augmenter, optional
-        Random transformations of training images. It replaces the options flip, translate,
-        rotation, scale, shear, fill and random_crop.
+        Random transformations of training images. It replaces the options of augmentation, from
+        flip to erase_value.
     validation : Datastore, optional
         Validation images. The command's flag --validation-data sets it.
     output_functions : function or sequence of functions
@@ -96,6 +96,20 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default=0.0,
         resume="fixed",
         matlab="splitEachLabel",
+    )
+    fold: str | None = option(
+        Rule(
+            str,
+            "I/K, such as 1/5 for the first of five folds",
+            pattern=r"[1-9][0-9]{0,4}/[1-9][0-9]{0,4}",
+            metavar="I/K",
+            optional=True,
+        ),
+        "Cross-validation: divide the training set into K folds with the same mix of classes, "
+        "validate on fold I and train on the others",
+        default=None,
+        resume="fixed",
+        matlab="cvpartition",
     )
     validation_frequency: int = option(
         at_least(0),
@@ -190,7 +204,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     audit_every: int = option(
         at_least(0),
         "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
-        "bytes; checkpoints compare them too, and 0 leaves it at that",
+        "bytes; checkpoints always compare them; 0 adds no further comparisons",
         default=0,
     )
     on_nan: Literal["stop", "rollback"] = choice(
@@ -264,6 +278,11 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 f"--warmup-iterations {self.warmup_iterations} and --warmup-epochs "
                 f"{self.warmup_epochs}: expected at most one of them"
             )
+        if self.linear_scaling and self.scale_rate:
+            raise UserError(
+                f"--linear-scaling {self.linear_scaling} and --scale-rate {self.scale_rate}: "
+                "expected at most one of them"
+            )
         if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
             raise UserError(
                 "learn_rate_schedule is a function, which sets the rate of every iteration; it "
@@ -275,8 +294,26 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 "on timing; give numbers instead"
             )
 
+        if self.sampling == "balanced" and self.shuffle == "never":
+            raise UserError("--sampling balanced and --shuffle never: expected a random order")
         if self.on_lost_rank == "shrink":
             self._check_shrink()
+        self._check_fold()
+
+    def _check_fold(self):
+        """Raise UserError if the option fold has no meaning, or another option holds out images."""
+        if self.fold is None:
+            return
+        number, count = map(int, self.fold.split("/"))
+        if not (number <= count and count >= 2):
+            raise UserError(
+                f"--fold {self.fold}: expected I/K with 1 <= I <= K and at least 2 folds"
+            )
+        if self.validation_fraction:
+            raise UserError(
+                f"--fold {self.fold} and --validation-fraction {self.validation_fraction}: "
+                "expected at most one of them"
+            )
 
     def _check_shrink(self):
         """Raise UserError if another option makes the weights depend on the number of ranks."""
@@ -426,7 +463,8 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
     those in `SOLVER_NAMES`, and those whose default differs between the two solvers. If the
-    learning rate is overridden or dropped, the recipe's scale_rate is dropped too.
+    learning rate is overridden or dropped, or if linear_scaling is set, the recipe's scale_rate is
+    dropped too.
 
     Parameters
     ----------
@@ -442,7 +480,9 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for name, values in BY_SOLVER.items() if values.get(new) != values.get(old)]
         names = {*SOLVER_NAMES, *names}
         options = {key: value for key, value in options.items() if key not in names}
-    if "learning_rate" not in options or overrides.get("learning_rate") is not None:
+    rate = overrides.get("learning_rate")
+    scaling = overrides.get("linear_scaling")
+    if "learning_rate" not in options or rate is not None or scaling is not None:
         options.pop("scale_rate", None)
     return options
 

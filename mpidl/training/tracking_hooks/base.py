@@ -43,7 +43,7 @@ class TrackingHook:
     def __init__(self) -> None:
         self.ends_with_training = True
         self._tracker: Tracker | None = None  # on rank 0, while the run is in progress
-        self._error: UserError | None = None  # of rank 0, until the ranks meet
+        self._error: UserError | None = None  # of rank 0, until all ranks raise it
         self._trainer: Trainer | None = None
         self._step = 0
 
@@ -89,7 +89,7 @@ class TrackingHook:
 
     def _draw_gallery(self, trainer):
         store = trainer.datastore.parent
-        if store.image_shape[0] in (1, 3):  # others have no colours
+        if store.image_shape[0] in (1, 3):  # images of other channel counts have no colours
             augmenter = input_pipeline.augmenter_of(trainer.options)
             png = gallery.gallery(store, augmenter, trainer.options.seed)
             self._tracker.picture("gallery", 0, png)
@@ -122,7 +122,7 @@ class TrackingHook:
             raise trainer.after_checkpoint(error) from None
 
     def lost(self, trainer: Trainer) -> None:
-        """Continue the record on another rank 0, as a resumed run does. Collective.
+        """Continue the record on the new rank 0, as a resumed run does. Collective.
 
         Parameters
         ----------
@@ -204,7 +204,7 @@ class TrackingHook:
                 self._tracker.scalars(self._step, tracking.scalars(record))
 
     def _flush(self):
-        """Write the records before a checkpoint: a resumed run continues behind them."""
+        """Write the records before a checkpoint, because a resumed run continues after them."""
         if self._tracker is not None:
             with self._deferred():
                 self._tracker.flush()
@@ -222,7 +222,7 @@ class TrackingHook:
     def _validation(self, trainer):
         """Return the evaluation to draw as a confusion matrix, or None. Collective.
 
-        All trackers of a run share it. A signal ends it, and there is none then.
+        All trackers of a run share the evaluation. If a signal interrupts it, the result is None.
         """
         validation, signals, loss = trainer.validation, trainer.signals, trainer.loss
         if validation.store is None or not is_cross_entropy(loss) or signals.agreed:
@@ -249,7 +249,7 @@ class TrackingHook:
     def _draw_confusion(self, name, evaluation):
         table = evaluation.confusion
         if table is not None and _can_draw(len(table.classes)):
-            with contextlib.suppress(ImportError):  # a broken matplotlib is as good as none
+            with contextlib.suppress(ImportError):  # treat a broken matplotlib like a missing one
                 png = confusion.draw(table.counts, table.classes, table.accuracy)
                 self._tracker.picture(f"confusion/{name}", self._step, png)
 

@@ -83,7 +83,7 @@ class Layer:
 
 
 def muladd(a, b, c):
-    """Return a * b + c, rounded once on machines with FMA; a long double rounds far behind that."""
+    """Return a * b + c, rounded once on machines with FMA, by way of long double."""
     if builds.running() == "generic" and platform.machine() == "x86_64":
         return a * b + c
     return (a.astype(np.longdouble) * b + c).astype(np.float32)

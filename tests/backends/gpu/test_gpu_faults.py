@@ -267,6 +267,20 @@ FAULTS = [
         *(BARRIER, ""),
         *(check_on_gpu, ("clip, l2norm, 0.25",)),
     ),
+    *faults(
+        "clip",
+        check_on_gpu,
+        "trust, lars",
+        edits={
+            "the ratio leaves out the decay": ("if (separate) divisor += ", "if (0) divisor += "),
+            "the ratio of one block": (
+                "for (int i = firsts[p] + threadIdx.x; i < firsts[p + 1]; i += 256) {\n"
+                "            weight",
+                "for (int i = firsts[p] + threadIdx.x; i < firsts[p] + 1; i += 256) {\n"
+                "            weight",
+            ),
+        },
+    ),
     Fault(
         *("program", "no barrier before the row of a step is read"),
         *(BARRIER, ""),

@@ -21,6 +21,9 @@ from mpidl.training.optimizers import (
     AdamMoments,
     Clip,
     CorrectedAdamMoments,
+    LambTrustRatio,
+    LarsTrustRatio,
+    Momentum,
     NesterovMomentum,
     Optimizer,
     Rate,
@@ -130,7 +133,7 @@ def test_clipping_of_larger_parts_matches_numpy(device, method):
 
 
 def test_norms_are_the_same_bytes_in_every_schedule(emulated):
-    """Of all parameters together; test_conformance.py has those of each."""
+    """Test the norm of all parameters together; test_conformance.py tests the norm of each."""
     case, clipped = BY_NAME["clip, global-l2norm, 0.25"], []
     for schedule in (0, 1, 2):
         with emulated(schedule):
@@ -177,7 +180,7 @@ def test_other_layouts_and_types_are_refused(device):
 
 
 class Identity(Transform):
-    """A transform that does nothing except preventing that a chain is fused."""
+    """A transform that does nothing, and prevents the fusion of a chain."""
 
     counts_steps = False
 
@@ -189,6 +192,10 @@ CHAINS = {
     "adam, decay": lambda: (AdamMoments(), WeightDecay(0.01), Rate()),
     "adamw, fused": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
     "nesterov, fused": lambda: (Rate(), NesterovMomentum(0.9)),
+    "lars, fused": lambda: (WeightDecay(0.1), LarsTrustRatio(0.1), Rate(), Momentum(0.9)),
+    "lamb, fused": lambda: (
+        *(CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), LambTrustRatio(), Rate()),
+    ),
     "nesterov": lambda: (Rate(), Identity(), NesterovMomentum(0.9)),
     "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), Identity(), WeightDecay(0.1), Rate()),
 }

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from image_sets import ReadArrays, refusal
+from image_sets import ReadArrays
 from single_rank import numbers
 from test_gpu_input import MOVED, WARPED, queue_options
 
@@ -170,11 +170,15 @@ def test_warped_images_are_staged_with_labels_or_vectors(world, shape, kind, mon
     assert not queue.resident
 
 
-@pytest.mark.parametrize("ranges", [MOVED, WARPED])
-def test_an_augmenter_refuses_image_targets(world, ranges):
-    store, options = paired(60, (10, 11), np.int32), queue_options(ranges, "none", paired(40))
-    text = refusal(device_queue.DeviceQueue, store, 24, 0, world, "never", **options)
-    assert "an augmenter transforms images but not their targets" in text
+COLOURED = {"resized_crop": (7, 6), "brightness": 0.5, "erase": 1.0}
+
+
+@pytest.mark.parametrize("ranges", [MOVED, WARPED, COLOURED])
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_image_targets_move_on_the_host(world, ranges, kind, monkeypatch):
+    options = queue_options(ranges, "none", paired(40))
+    queue = assert_same_batches(paired(60, (10, 11), kind), world, monkeypatch, **options)
+    assert not queue.resident
 
 
 def test_resident_datasets_fit_with_their_targets(world, monkeypatch):

@@ -7,6 +7,7 @@ from single_rank import numbers
 import mpidl as dl
 from mpidl import losses
 from mpidl.data.datastore import Derived
+from mpidl.data.loading import device_queue
 from mpidl.errors import UserError
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint
@@ -34,7 +35,10 @@ RMSPROP = {
 }
 SGDM = {"gradient_threshold": 0.1, "learn_rate_schedule": "polynomial", "l2": 0.01}
 NESTEROV = SGDM | {"nesterov": True, "learn_rate_schedule": "cosine"}
+LARS = {"solver": "lars", "l2": 0.01, "trust_coefficient": 0.01, "linear_scaling": 10}
+LAMB = ADAM | {"solver": "lamb", "l2": 0.5, "epsilon": 0.01, "decay_exclude": "none"}
 SOLVERS = {"adam": ADAM, "adamw": ADAMW, "rmsprop": RMSPROP, "sgdm": SGDM, "nesterov": NESTEROV}
+SOLVERS |= {"lars": LARS, "lamb": LAMB}
 
 
 def small():
@@ -177,3 +181,25 @@ def test_images_that_cannot_be_read_are_skipped(world):
         weights[name] = weights_sha256(net)
         assert result.skipped_images == (2 if name == "skipped" else 0)
     assert weights["skipped"] == weights["usable"] != weights_sha256(trained(world)[0])
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_balanced_sampling_reads_the_images_of_the_eager_step(world, resident, monkeypatch):
+    """Copies of an image have other sample numbers, on which dropout and augmentation depend."""
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0)
+    labels = np.repeat(np.arange(CLASSES), (50, 25, 5))
+    images = numbers("gpu balanced", 80, 1, SIDE, SIDE, low=0, high=255).astype(np.uint8)
+    store = dl.ArrayDatastore(images, labels)
+    changes = {"sampling": "balanced", "shuffle": "every-epoch", "translate": 1, "epochs": 1}
+    weights = {}
+    for graphs in ("auto", "off"):
+        layers = [dl.Conv2D(3, 4), dl.ReLU(), dl.Dropout(0.5), dl.Dense(CLASSES)]
+        net = dl.Network(layers, (1, SIDE, SIDE), seed=1)
+        dl.train(net, store, training_options(graphs=graphs, **changes), world=world)
+        weights[graphs] = weights_sha256(net)
+        host_net = dl.Network(layers, (1, SIDE, SIDE), seed=1)
+        host = dl.World(threads=1)
+        dl.train(host_net, store, training_options(**changes), world=host)
+        for name, value in host_net.parameters.items():
+            np.testing.assert_allclose(net.parameters[name], value, rtol=1e-3, atol=1e-4)
+    assert weights["auto"] == weights["off"]

@@ -1,14 +1,17 @@
 """HDF5 files: layouts, labels and targets; hostile and damaged files."""
 
 import os
+import signal
 import subprocess
 
 import datafiles
 import h5py
+import mutations
 import numpy as np
 import pytest
 from image_sets import on_ranks, pixels_of, refusal
 
+import mpidl as dl
 from mpidl.data import HDF5Datastore, MinibatchQueue, open_data, open_test_data
 from mpidl.data.formats import hdf5_probe
 
@@ -165,6 +168,38 @@ def test_hostile_files_are_refused(tmp_path):
     assert "expected uint8 (pixels 0 to 255) or floats, found int16" in text
 
 
+def test_a_chunk_larger_than_the_file_is_refused(tmp_path):
+    """HDF5 allocates the bytes that the index says a chunk has, before it reads them."""
+    path, images = tmp_path / "x.h5", pixels_of(0, 4, 20, 20)
+    datafiles.hdf5(path, images, [0, 1, 0, 1], chunks=images.shape, compression="gzip")
+    with h5py.File(path) as file:
+        chunk = file["images"].id.get_chunk_info(0)
+    content = bytearray(path.read_bytes())
+    (place,) = (
+        i
+        for i in range(len(content))
+        if content[i : i + 4] == chunk.size.to_bytes(4, "little")
+        and content[i + 40 : i + 48] == chunk.byte_offset.to_bytes(8, "little")
+    )
+    content[place + 3] = 200  # the highest byte of the size
+    path.write_bytes(content)
+    expected = f"{path}: images: expected {chunk.size + (200 << 24)} stored bytes in the file"
+    assert refusal(open_data, str(path)).startswith(expected)
+
+
+def test_a_heap_larger_than_the_file_is_refused(tmp_path):
+    """HDF5 allocates the bytes of a heap of names before it looks for them in the file."""
+    path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
+    content = path.read_bytes()
+    place = content.index(b"HEAP") + 8
+    heap = (1 << 30).to_bytes(8, "little") + bytes(8) + (1 << 36).to_bytes(8, "little")
+    path.write_bytes(content[:place] + heap + content[place + 24 :])  # size, free list, address
+    expected = f"{path}: the file cannot be read: the HDF5 library needs more memory"
+    assert refusal(open_data, str(path)).startswith(expected)
+    path.write_bytes(content)
+    assert len(HDF5Datastore(path)) == 4
+
+
 def test_damaged_and_missing_files(tmp_path):
     path = tmp_path / "x.h5"
     datafiles.hdf5(path, pixels_of(0, 400, 16, 16), np.zeros(400, int))
@@ -224,3 +259,17 @@ def test_one_helper_process_reads_all_files(tmp_path, monkeypatch):
     helper.wait()
     assert hdf5_probe.problem_of(paths[0], 1) is None and hdf5_probe._helper is not helper
     hdf5_probe._end()
+
+
+def test_a_helper_that_nobody_ends_ends_itself(tmp_path, monkeypatch):
+    """The process that has started it may be killed while HDF5 does not finish reading."""
+    path = tmp_path / "model.h5"
+    dl.save_model(path, dl.Network([dl.Dense(2)], (3,)))
+    path.write_bytes(mutations.endless(path.read_bytes()))
+    monkeypatch.setattr(hdf5_probe, "SECONDS", 0.5)
+    monkeypatch.setattr(hdf5_probe, "OWN_SECONDS", 0.0)
+    helper = hdf5_probe._start()
+    helper.stdin.write(os.fsencode(path).hex().encode() + b"\n")
+    helper.stdin.close()
+    assert helper.wait() == -signal.SIGALRM
+    helper.stdout.close()

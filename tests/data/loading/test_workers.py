@@ -1,4 +1,4 @@
-"""Worker threads: order of items, errors, reading ahead, and their end."""
+"""Worker threads: order of items, errors, prefetching, and the end of the threads."""
 
 import contextlib
 import functools

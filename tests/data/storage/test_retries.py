@@ -1,4 +1,4 @@
-"""Faults of a store on loopback that a client of HTTP sees: waited for, or reported in one line."""
+"""Faults of an HTTP store on loopback: the client retries, or reports them in one line."""
 
 import contextlib
 import functools
@@ -90,7 +90,7 @@ def test_requests_are_repeated(server):
 
 
 def test_an_object_that_is_stored_compressed(server):
-    """Its bytes are read, not those that they encode."""
+    """The stored bytes are read, without decompression."""
     server.encoding = "gzip"
     store = PackedDatastore(server.url)
     assert store.read([3]).tobytes() == pixels_of(0, 40, 1, 8, 8)[[3]].tobytes()
@@ -109,7 +109,7 @@ class Folder(http.server.SimpleHTTPRequestHandler):
 
 
 def test_index_pages_show_no_sizes(tmp_path):
-    """They also encode names; the images and classes are those of the local folder."""
+    """Index pages also encode names; the images and classes are those of the local folder."""
     grow(tmp_path, classes=("a b", "ü&c", "z"))
     handler = functools.partial(Folder, directory=tmp_path)
     with contextlib.closing(LoopbackServer(handler)) as running:

@@ -8,8 +8,9 @@ import pytest
 from image_sets import pixels_of, refusal
 
 import mpidl as dl
-from mpidl import keyed
-from mpidl.data.transforms.augment import PURPOSE, _sine_cosine
+from mpidl import backends, keyed
+from mpidl.data.transforms.augment import PURPOSE
+from mpidl.data.transforms.draws import sine_cosine
 from mpidl.training import input_pipeline
 
 FULL = {
@@ -117,7 +118,10 @@ def test_shifts_in_the_blocks_equal_the_affine_map(kind):
     queue = dl.MinibatchQueue(store, 40, seed=3, augmenter=augmenter)
     for images, _ in queue.epoch(2):
         indices = images.batch.indices
-        mapped = augmenter.apply(store.read(indices), indices, epoch=2, seed=3)
+        pixels, fill = store.read(indices), augmenter.fill_values(SHAPE, kind)
+        maps = augmenter.affine_maps(3, 2, indices, SHAPE)
+        mapped = backends.of_type(np.float32).warp(pixels, maps, augmenter.crop, fill)
+        assert np.array_equal(augmenter.apply(pixels, indices, epoch=2, seed=3), mapped)
         expected = mapped / np.float32(255) if kind == np.uint8 else mapped
         assert np.array_equal(images.local(), expected)
         assert not images.lanes[-1, ..., (len(indices) - 1) % 16 + 1 :].any()
@@ -152,11 +156,36 @@ def test_drawn_numbers_are_uniform_and_keyed():
         assert abs(correlation) < 0.06, name
 
 
+def test_alternating_flips():
+    """Every other epoch; the first orientation is drawn, half of each kind."""
+    indices = np.arange(3000)
+    for directions in ("x", "y", "xy"):
+        flips = {f"reflect_{direction}": True for direction in directions}
+        augmenter = dl.Augmenter(**flips, alternating=True)
+        drawn = [augmenter.draw(4, epoch, indices, SHAPE) for epoch in range(1, 9)]
+        for direction in "xy":
+            mirrored = np.array([getattr(d, f"reflect_{direction}") for d in drawn])
+            if direction not in directions:
+                assert not mirrored.any()
+                continue
+            assert abs(mirrored.mean(axis=1) - 0.5).max() < 5 * np.sqrt(0.25 / 3000)
+            period = 2 if direction == "y" and "x" in directions else 1
+            assert (mirrored[:-period] ^ mirrored[period:]).all()
+        if directions == "xy":  # each orientation once in four epochs
+            states = np.array([d.reflect_x + 2 * d.reflect_y for d in drawn])
+            for start in (0, 4):
+                four = np.sort(states[start : start + 4], axis=0)
+                assert (four == np.arange(4)[:, None]).all()
+    random = dl.Augmenter(reflect_x=True)
+    drawn = [random.draw(4, epoch, indices, SHAPE).reflect_x for epoch in (1, 2)]
+    assert 0.4 < (drawn[0] ^ drawn[1]).mean() < 0.6
+
+
 def test_sine_and_cosine():
     degrees = np.concatenate([np.linspace(-720, 720, 2881), [1e-9, 44.999999, 45.000001]])
-    for values, function in zip(_sine_cosine(degrees), (np.sin, np.cos), strict=True):
+    for values, function in zip(sine_cosine(degrees), (np.sin, np.cos), strict=True):
         assert abs(values - function(np.deg2rad(degrees))).max() < 4e-15
-    sine, cosine = _sine_cosine(np.array([0.0, 90, 180, -90, 360]))
+    sine, cosine = sine_cosine(np.array([0.0, 90, 180, -90, 360]))
     assert sine.tolist() == [0, 1, 0, -1, 0] and cosine.tolist() == [1, 0, -1, 0, 1]
 
 
@@ -226,10 +255,48 @@ def test_crop_and_fill_must_fit_the_images():
 def test_errors_name_options_as_they_are_typed():
     text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(scale=(1.5, 0.5)))
     assert text == "--scale: expected (low, high) with low <= high, got (1.5, 0.5)"
+    text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(erase_area=(0.5, 2)))
+    assert text == "--erase-area: expected fractions above 0, at most 1, got (0.5, 2.0)"
+    text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(flip_mode="alternate"))
+    assert text == "--flip-mode alternate: expected --flip x, y or xy, found none"
+    both_crops = dl.TrainingOptions(random_crop=9, resized_crop=9)
+    text = refusal(input_pipeline.augmenter_of, both_crops)
+    assert text == "--random-crop and --resized-crop: expected at most one of them"
+    text = refusal(input_pipeline.image_shape, dl.TrainingOptions(resized_crop=(20, 3)), SHAPE)
+    assert text.startswith("--resized-crop 20x3: expected at most the size of the images")
     text = refusal(input_pipeline.image_shape, dl.TrainingOptions(random_crop=(20, 3)), SHAPE)
     assert text == "--random-crop 20x3: expected at most the size of the images, found 19x24"
     both = [dl.TrainingOptions(random_crop=crop) for crop in ("9", (9, 9))]
     assert [input_pipeline.image_shape(options, SHAPE) for options in both] == [(3, 9, 9)] * 2
+
+
+def test_options_make_the_same_augmenter():
+    options = dl.TrainingOptions(
+        flip="xy",
+        flip_mode="alternate",
+        resized_crop=12,
+        crop_area=(0.3, 1),
+        crop_aspect=(0.5, 2),
+        brightness=0.4,
+        hue=0.1,
+        erase=0.25,
+        erase_area=(0.1, 0.2),
+        erase_value=9,
+    )
+    assert input_pipeline.augmenter_of(options) == dl.Augmenter(
+        reflect_x=True,
+        reflect_y=True,
+        alternating=True,
+        resized_crop=(12, 12),
+        crop_area=(0.3, 1),
+        crop_aspect=(0.5, 2),
+        brightness=0.4,
+        hue=0.1,
+        erase=0.25,
+        erase_area=(0.1, 0.2),
+        erase_aspect=(0.3, 3.333333),
+        erase_value=9,
+    )
 
 
 def test_spec_makes_the_same_augmenter():
@@ -237,4 +304,5 @@ def test_spec_makes_the_same_augmenter():
     spec = {k: tuple(v) if isinstance(v, list) else v for k, v in augmenter.spec().items()}
     assert dl.Augmenter(**spec) == augmenter
     assert pickle.loads(pickle.dumps(augmenter)) == augmenter
+    assert repr(dl.Augmenter(erase=0.5)) == "Augmenter(erase=0.5)"
     assert dl.Augmenter().spec() == {} and not dl.Augmenter(translate_x=3).warps

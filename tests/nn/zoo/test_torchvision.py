@@ -33,7 +33,7 @@ NAMES = [
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Weights are 0: to draw a hundred million of them takes seconds."""
+    """Make all weights 0, because drawing a hundred million numbers takes seconds."""
     monkeypatch.setattr(keyed, "uniform", lambda seed, key, count: np.zeros(count, np.float32))
 
 

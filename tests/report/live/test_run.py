@@ -1,4 +1,4 @@
-"""What the page tells about a run, from the files of its folder."""
+"""The state of a run that the page shows, from the files of its folder."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def write_run(folder, iterations=range(1, 11), *, epochs=2, per_epoch=10, **valu
 
 
 def age(folder, seconds):
-    """Let the last record be so old."""
+    """Make the last record `seconds` old."""
     written = time.time() - seconds
     os.utime(folder / "metrics.jsonl", (written, written))
 

@@ -1,11 +1,13 @@
 """Checkpoints and model files load as saved, and incomplete files are never loaded."""
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import json
 import os
 import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -13,10 +15,12 @@ import sys
 import faulty_calls
 import faulty_saves
 import h5py
+import mutations
 import numpy as np
 import pytest
 
 from mpidl import files, nn
+from mpidl.data.formats import hdf5_probe
 from mpidl.errors import UserError
 from mpidl.training.files import checkpoint, model_file
 
@@ -323,6 +327,28 @@ def test_files_that_are_no_models_are_refused(model, tmp_path):
     (tmp_path / "text.h5").write_text("hello")
     with pytest.raises(UserError, match="text.h5: the model cannot be loaded"):
         model_file.load_model(tmp_path / "text.h5")
+
+
+def test_files_that_hdf5_never_finishes_reading(model, tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, tables(1), FACTS)
+    checkpoint.save(tmp_path, tables(2), FACTS)
+    monkeypatch.setattr(hdf5_probe, "SECONDS", 1.0)
+    for path in model, tmp_path / checkpoint.CURRENT:
+        path.write_bytes(mutations.endless(path.read_bytes()))
+        with pytest.raises(model_file.Torn, match="library did not finish reading it within 1 s"):
+            model_file.read(path)
+    lines = []
+    assert_tables(checkpoint.load(tmp_path, lines.append)[0], 1)
+    assert "the HDF5 library did not finish" in lines[0] and lines[0].endswith(checkpoint.PREVIOUS)
+    # The negative control: without the helper process, this process would not return.
+    monkeypatch.setattr(hdf5_probe, "problem_of", lambda path, stamp: None)
+    child = os.fork()
+    if not child:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.5)
+        with contextlib.suppress(BaseException):
+            model_file.read(model)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGVTALRM
 
 
 def test_inconsistent_models_are_refused(tmp_path):

@@ -79,7 +79,7 @@ def test_the_second_of_two_is_refused(tmp_path, file_system):
 
 
 def killed_holder(folder, fork):
-    """Let a process take the lock, or the succession of its holder, and kill it."""
+    """Let a process take the lock, or claim the lock of its holder, and kill that process."""
     reader, writer = os.pipe()
 
     def hold():
@@ -119,7 +119,7 @@ def test_ended_holders_have_successors_50_times(tmp_path, file_system):
     ids=["Slurm", "mpidl launch"],
 )
 def test_a_job_that_is_started_again_takes_over_its_lock_50_times(tmp_path, job, count):
-    """On whatever machine, although the process may seem to be alive."""
+    """On any machine, even if the earlier process seems to be alive."""
     locks = []
     for start in range(51):
         holder = Holder.current(job | {count: str(start)})
@@ -128,7 +128,7 @@ def test_a_job_that_is_started_again_takes_over_its_lock_50_times(tmp_path, job,
         assert locks[-1].attempt() is None
     assert taker(tmp_path).attempt() is not None  # another job does not take it
     for lock in locks[:-1]:
-        lock.release()  # removes nothing of the last one
+        lock.release()  # removes nothing of the last holder
         with pytest.raises(LostLock, match=f"{NAME}: this run has lost its lock: process "):
             lock.check()
     locks[-1].check()
@@ -194,7 +194,7 @@ def test_one_of_many_takers_wins_each_time(tmp_path, fork, file_system, kind):
 
 
 class Overtaken(LockFile):
-    """A taker that another one overtakes after it has found the holder dead."""
+    """A process that another one overtakes after it has found that the holder is dead."""
 
     winner = None
 
@@ -206,7 +206,7 @@ class Overtaken(LockFile):
 
 
 class Blind(Overtaken):
-    """Does not look again whether the lock is still that of the dead holder."""
+    """A process that does not check again whether the dead holder still has the lock."""
 
     def _succeed(self, chain, part):
         os.replace(part, self.path)
@@ -280,7 +280,7 @@ def test_a_removed_lock_is_lost(tmp_path):
     lock = taken(tmp_path)
     lock.check()
     os.unlink(lock.path)
-    lock.check(seconds=1000)  # looked a moment ago
+    lock.check(seconds=1000)  # checked a moment ago
     with pytest.raises(LostLock, match="somebody has removed it"):
         lock.check()
     other = taken(tmp_path)
@@ -339,7 +339,7 @@ def test_a_repeated_request_of_a_file_server(tmp_path, monkeypatch):
 
 
 def test_the_lock_of_a_process_that_is_known_to_have_ended_is_free_at_once(tmp_path):
-    """Also on another machine: the ranks that are left know that rank 0 was lost."""
+    """This holds on another machine, too: the remaining ranks know that rank 0 was lost."""
     first = taken(tmp_path, machine="other")
     heir = LockFile(tmp_path, Holder.current({}), predecessor=first.holder.token)
     assert heir.attempt() is None

@@ -1,4 +1,4 @@
-"""Who holds a lock: what a file says about a process, and whether that process exists."""
+"""The holder of a lock: its description in a file, and whether the process exists."""
 
 import dataclasses
 import json
@@ -91,7 +91,7 @@ def test_another_process_with_the_same_number_is_not_the_holder():
 
 
 def test_processes_that_cannot_be_seen():
-    """Of another machine or container, and on a system without /proc."""
+    """Processes of another machine or container, and on a system without /proc."""
     holder = Holder.current({})
     assert dataclasses.replace(holder, machine="other").is_alive() is None
     assert dataclasses.replace(holder, machine="").is_alive() is None

@@ -151,7 +151,7 @@ def drawn(monkeypatch):
 @pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("seconds, count", [(0.0, 5), (1000.0, 1)])
 def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, drawn, seconds, count):
-    """It is drawn after an epoch if enough time has passed, and at the end."""
+    """The run draws it after an epoch if enough time has passed, and at the end."""
     monkeypatch.setattr(run_folder, "PLOT_SECONDS", seconds)
     trained(world, out=folder, options={"epochs": 4, "plots": "training-progress"})
     assert len(drawn) == (0 if world.rank else count)

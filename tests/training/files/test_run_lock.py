@@ -1,4 +1,4 @@
-"""Trainings that share a folder: one at a time, and what a run does that has lost its lock."""
+"""Trainings in one folder: only one at a time, and a run that loses its lock stops."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ def lock_of(world, folder, **values):
 
 
 def test_a_second_training_is_refused(world, folder):
-    """Before it looks at the other run, which it would otherwise advise to resume."""
+    """It is refused before it reads the other run, which it would otherwise advise to resume."""
     out = folder / "run"
     expected = train(world, out)
     with lock_of(world, out, host="n1", job="7 of cluster blue"):
@@ -255,7 +255,7 @@ def test_the_next_rank_0_takes_over_the_lock_of_a_lost_one(world, folder, monkey
         lock.take_over()
         file, token = lock._file, lock._token
         assert token == world.broadcast(machine.token)  # rank 0 is still there
-        lock._file = None  # as on a rank that has never held it
+        lock._file = None  # as on a rank that has never held the lock
         lock._thread = run_lock.threading.Thread(target=lock._renew, daemon=True)
         lock.take_over()
         assert lock._token != token and (world.rank or lock._file.attempt is not None)

@@ -190,6 +190,84 @@ def test_adamw_decays_by_the_factors_of_l2():
         dl.AdamW(l2_factors={"conv1.bia": 1.0})(start, zero)
 
 
+def layerwise_loop(solver, rates, *, decay, coefficient=0.001, threshold=math.inf, names=None):
+    """Compute the steps of LARS (algorithm 1) or LAMB (algorithm 2) in float64."""
+    weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
+    for name, w in weights.items():
+        is_scaled = name in (names or ["conv1.weight"])
+        l2 = decay * is_scaled
+        m = v = np.zeros(w.shape)
+        for t, rate in enumerate(rates, 1):
+            g = tables(t)[name].astype(np.float64)
+            g *= min(1.0, threshold / np.linalg.norm(g))
+            norm, ratio = np.linalg.norm(w), 1.0
+            if solver == "lars":
+                if is_scaled:
+                    ratio = coefficient * norm / (np.linalg.norm(g) + l2 * norm)
+                m = 0.9 * m + rate * ratio * (g + l2 * w)
+                step = m
+            else:
+                m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+                u = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + l2 * w
+                if is_scaled:
+                    ratio = norm / np.linalg.norm(u)
+                step = rate * ratio * u
+            w = w - step
+        weights[name] = w
+    return weights
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("solver", ["lars", "lamb"])
+def test_layerwise_steps_are_those_of_the_papers(solver, decay):
+    kind = {"lars": dl.LARS, "lamb": dl.LAMB}[solver]
+    for threshold in (0.5, math.inf):
+        options = {"l2": decay, "gradient_threshold": threshold}
+        expected = layerwise_loop(solver, RATES, decay=decay, threshold=threshold)
+        assert distance(at_rates(kind(**options), RATES), expected) < 1e-6
+        assert distance(at_rates(kind(**options), RATES, np.float64), expected) < 2e-7
+    plain = at_rates({"lars": dl.SGDM, "lamb": dl.AdamW}[solver](l2=decay), RATES)
+    assert distance(plain, expected) > 1e-2
+    ours = at_rates(kind(l2=decay, decay_exclude="none"), RATES)
+    everything = layerwise_loop(solver, RATES, decay=decay, names=list(SHAPES))
+    assert distance(ours, everything) < 1e-6
+    if solver == "lars":
+        ours = at_rates(kind(l2=decay, trust_coefficient=0.05), RATES)
+        assert distance(ours, layerwise_loop(solver, RATES, decay=decay, coefficient=0.05)) < 1e-6
+
+
+def test_what_decays():
+    """By default weights; layers' factors apply, and 0 of other learnables is no choice."""
+    names = ["conv1.weight", "conv1.bias", "batchnorm1.gamma", "batchnorm1.beta"]
+    layers = [dl.Conv2D(3, 2, weight_l2_factor=0.5), dl.BatchNorm(), dl.Dense(2)]
+    factors = dl.Network(layers, (1, 4, 4)).factors["l2_factors"]
+    decaying = {
+        exclude: [WeightDecay(1.0, factors, exclude).factor(name) for name in names]
+        for exclude in ("biases-and-norms", "biases", "none")
+    }
+    assert decaying == {
+        "biases-and-norms": [0.5, 0, 0, 0],
+        "biases": [0.5, 0, 1, 1],
+        "none": [0.5, 1, 1, 1],
+    }
+    with pytest.raises(UserError, match="decay_exclude must be biases-and-norms, biases or none"):
+        dl.SGDM(decay_exclude="all")
+
+
+def test_without_exclusions_pytorch_decays_the_same_learnables():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    weights = [torch.tensor(a) for a in tables(0, np.float64).values()]
+    other = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.3)
+    for t in range(1, 6):
+        for w, g in zip(weights, tables(t, np.float64).values(), strict=True):
+            w.grad = torch.tensor(g)
+        other.step()
+    expected = dict(zip(SHAPES, (w.numpy() for w in weights), strict=True))
+    ours = stepped(dl.SGDM(0.1, l2=0.3, decay_exclude="none"), 5, np.float64)
+    assert distance(ours, expected) < 1e-12
+    assert distance(stepped(dl.SGDM(0.1, l2=0.3), 5, np.float64), expected) > 1e-2
+
+
 def test_adamw_clips_the_gradient_without_its_decay():
     ours = at_rates(dl.AdamW(l2=0.5, epsilon=0.1, gradient_threshold=0.5), RATES)
     expected = adamw_loop(RATES, decay=0.5, epsilon=0.1, threshold=0.5)
@@ -332,13 +410,13 @@ def test_the_options_have_the_defaults_of_their_solver():
             "gradient_decay_factor",
             "squared_gradient_decay_factor",
         ),
-        "epsilon",
+        *("epsilon", "trust_coefficient"),
     }
     assert dl.TrainingOptions.from_recipe("cifar", solver="adam").l2 == 1e-10
 
 
 def test_the_decay_of_a_recipe_belongs_to_its_solver():
-    """A decoupled decay has another size."""
+    """A decoupled decay has another magnitude."""
     assert dl.TrainingOptions(solver="adamw").l2 == dl.AdamW().transforms[2].l2 == 0.01
     assert dl.TrainingOptions.from_recipe("cifar", solver="adamw").l2 == 0.01
     assert dl.TrainingOptions.from_recipe("cifar", solver="adamw", l2=0.5).l2 == 0.5

@@ -10,6 +10,8 @@ from mpidl.training.optimizers import (
     AdamMoments,
     Clip,
     CorrectedAdamMoments,
+    LambTrustRatio,
+    LarsTrustRatio,
     Momentum,
     NesterovMomentum,
     Optimizer,
@@ -77,7 +79,22 @@ PAIRS = {
     "adam": lambda: (AdamMoments(), Rate()),
     "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
     "rmsprop": lambda: (RMSPropMoment(), Rate()),
+    "lamb": lambda: (CorrectedAdamMoments(), WeightDecay(0.1), LambTrustRatio(), Rate()),
 }
+
+
+def test_trust_ratios_are_those_of_the_norms():
+    weights, gradients = arrays(0), arrays(1)
+    lars, lamb = LarsTrustRatio(0.02), LambTrustRatio(exclude="none")
+    for name, g in gradients.items():
+        ratio = norm(weights[name]) / norm(g)
+        scaled = g * (0.02 * ratio if name.endswith("weight") else 1.0)
+        np.testing.assert_allclose(lars(weights, gradients)[name], scaled, rtol=1e-6)
+        np.testing.assert_allclose(lamb(weights, gradients)[name], g * ratio, rtol=1e-6)
+    zeros = {name: np.zeros_like(array) for name, array in weights.items()}
+    for transform in (lars, lamb):  # weights or gradients without a norm
+        assert all(np.array_equal(a, gradients[n]) for n, a in transform(zeros, gradients).items())
+        assert all(not a.any() for a in transform(weights, zeros).values())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

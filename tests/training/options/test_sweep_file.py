@@ -136,3 +136,21 @@ def test_changed_options():
     assert sweep_file.changed_options(old, {"seed": 2, "epochs": 3}) == ["seed", "l2", "epochs"]
     assert sweep_file.changed_options({"requests": 8}, {"endpoint_url": "http://h"}) == []
     assert set(sweep_file.SPEED) <= set(RULES)
+
+
+def test_folds(read):
+    """Each setting has a trial per fold; a file may have folds alone."""
+    sweep = read("folds = 3\n[train]\nepochs = 2\n[grid]\nl2 = [0, 0.1]\n")
+    assert sweep.folds == 3 and sweep.varied == ["l2", "fold"]
+    assert [(trial["l2"], trial["fold"]) for trial in sweep.trials] == [
+        (l2, f"{i}/3") for l2 in (0.0, 0.1) for i in (1, 2, 3)
+    ]
+    sweep = read("folds = 2\n[train]\nepochs = 2\n")
+    assert [sweep.options(i) for i in (0, 1)] == [{"epochs": 2, "fold": f"{i}/2"} for i in (1, 2)]
+    for text, message in (
+        ("folds = 1\n", "folds must be at least 2, found 1"),
+        ("folds = 1.5\n", "folds must be a whole number, at least 2, found 1.5"),
+        ('folds = 2\n[train]\nfold = "1/2"\n', "folds = 2 sets the option fold: expected no other"),
+        ("folds = 2\n[grid]\n", "[grid] must have lists of values"),
+    ):
+        assert refusal(read, text).endswith(message) or message in refusal(read, text)

@@ -1,5 +1,5 @@
 # Tried: the file runs, and its packages and versions exist in Spack's package repository of July
-# 2026. Not tried: an installation, for want of Spack.
+# 2026. Not tried: an installation, because Spack was not available.
 #
 #   spack repo add packaging/spack/spack_repo/mpidl
 #   spack env create mpidl && spack env activate mpidl

@@ -1,0 +1,146 @@
+"""Random numbers of images by key, with arithmetic that rounds alike on all processors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpidl import backends
+
+DEGREE = 0.017453292519943295
+_BITS = 40  # binary digits of an exponent that `power` uses
+_TERMS = 11  # terms of the sine and cosine series; more terms change no bit up to 45 degrees
+
+
+def uniforms(seed: int, purpose: str, count: int, epoch: int, indices: np.ndarray) -> np.ndarray:
+    """Return `count` numbers in [0, 1) for each sample.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the run.
+    purpose : str
+        What the numbers are for.
+    count : int
+        Numbers per sample.
+    epoch : int
+        Epoch of the numbers.
+    indices : ndarray
+        Numbers of the samples, (n,).
+
+    Returns
+    -------
+    ndarray
+        Numbers (count, n), float64.
+    """
+    words = backends.of_type(np.float32).keyed_words(seed, purpose, count, epoch, indices)
+    return ((words >> np.uint64(11)) * 2.0**-53).T
+
+
+def power(base: np.ndarray | float, exponent: np.ndarray | float) -> np.ndarray:
+    """Return base**exponent for bases >= 0 and exponents >= 0.
+
+    The result is the product of repeated squares and square roots of the base, whose bits do not
+    depend on the C library. The exponent is rounded down to a multiple of 2**-40.
+
+    Parameters
+    ----------
+    base, exponent : ndarray or float
+        Numbers that NumPy can broadcast.
+
+    Returns
+    -------
+    ndarray
+        Powers, float64.
+    """
+    base, exponent = np.broadcast_arrays(np.float64(base), np.float64(exponent))
+    integer = np.floor(exponent)
+    result, square, root = np.ones(base.shape), base.copy(), base.copy()
+    rest = exponent - integer
+    while integer.any():
+        result = np.where(integer % 2 == 1, result * square, result)
+        square, integer = square * square, np.floor(integer / 2)
+    for _ in range(_BITS):
+        root, rest = np.sqrt(root), rest * 2
+        result = np.where(rest >= 1, result * root, result)
+        rest = rest - np.floor(rest)
+    return result
+
+
+def between(low: float, high: float, u: np.ndarray) -> np.ndarray:
+    """Return numbers from low to high, uniform if u is uniform in [0, 1)."""
+    return low + (high - low) * u
+
+
+def log_between(low: float, high: float, u: np.ndarray) -> np.ndarray:
+    """Return numbers from low to high whose logarithm is uniform if u is uniform in [0, 1)."""
+    return low * power(high / low, u)
+
+
+def boxes(
+    u: np.ndarray,
+    shape: tuple[int, int],
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Draw rectangles of random area, aspect ratio and position inside images.
+
+    The first attempt that fits into the image is taken, as in torchvision.
+
+    Parameters
+    ----------
+    u : ndarray
+        Uniform numbers (4 * attempts, n): for each attempt those of area, aspect, top and left.
+    shape : (int, int)
+        Height and width of the images.
+    area : (float, float)
+        Range of the area as a fraction of the image's area; uniform.
+    aspect : (float, float)
+        Range of width / height; its logarithm is uniform.
+
+    Returns
+    -------
+    top, left, height, width : ndarray
+        Whole pixels, (n,) int64.
+    fits : ndarray
+        Whether an attempt fitted into the image, (n,) bool; otherwise the rectangle is 0.
+    """
+    rows, columns = shape
+    n = u.shape[1]
+    top, left, height, width = (np.zeros(n, np.int64) for _ in range(4))
+    fits = np.zeros(n, bool)
+    for attempt in u.reshape(-1, 4, n):
+        pixels = between(*area, attempt[0]) * (rows * columns)
+        ratio = log_between(*aspect, attempt[1])
+        h = np.floor(np.sqrt(pixels / ratio) + 0.5).astype(np.int64)
+        w = np.floor(np.sqrt(pixels * ratio) + 0.5).astype(np.int64)
+        take = ~fits & (h >= 1) & (w >= 1) & (h <= rows) & (w <= columns)
+        height[take], width[take] = h[take], w[take]
+        top[take] = np.floor((rows - h + 1) * attempt[2]).astype(np.int64)[take]
+        left[take] = np.floor((columns - w + 1) * attempt[3]).astype(np.int64)[take]
+        fits |= take
+    return top, left, height, width, fits
+
+
+def sine_cosine(degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sine and cosine of angles in degrees.
+
+    The angles are reduced by multiples of 90 degrees, and then Taylor series are summed.
+    """
+    quarters = np.rint(degrees / 90.0)
+    x = (degrees - 90.0 * quarters) * DEGREE  # at most 45 degrees
+    square, sine, cosine = x * x, np.ones_like(x), np.ones_like(x)
+    for k in range(_TERMS, 0, -1):
+        sine = 1.0 - square * sine / (2 * k * (2 * k + 1))
+        cosine = 1.0 - square * cosine / ((2 * k - 1) * 2 * k)
+    sine = sine * x
+    turn = quarters.astype(np.int64) % 4
+    return (
+        np.choose(turn, [sine, cosine, -sine, -cosine]),
+        np.choose(turn, [cosine, -sine, -cosine, sine]),
+    )
+
+
+def tangent(degrees: np.ndarray) -> np.ndarray:
+    """Return the tangent of angles in degrees."""
+    sine, cosine = sine_cosine(degrees)
+    return sine / cosine

@@ -1,0 +1,59 @@
+"""Targets that are images or labels of pixels, which move with their images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidl.data.datastore import Datastore
+
+
+def has_image_targets(datastore: Datastore) -> bool:
+    """Return whether targets are images or labels of pixels, of the size of the images."""
+    shape = datastore.targets_shape
+    return (
+        shape is not None
+        and len(shape) > 1
+        and tuple(shape[-2:]) == tuple(datastore.image_shape[1:])
+    )
+
+
+def moved_shape(datastore: Datastore, image_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of targets after the images were cropped to `image_shape` (C, P, Q)."""
+    shape = tuple(datastore.targets_shape or ())
+    return (*shape[:-2], *image_shape[1:]) if has_image_targets(datastore) else shape
+
+
+def nearest_warp(
+    labels: np.ndarray, maps: np.ndarray, size: Sequence[int], fill: np.ndarray
+) -> np.ndarray:
+    """Transform label maps as `Backend.warp` transforms images, by the nearest pixel.
+
+    Parameters
+    ----------
+    labels : ndarray
+        Labels (n, C, H, W).
+    maps : ndarray
+        Affine maps (n, 6), as for `Backend.warp`.
+    size : (int, int)
+        Height and width of the result.
+    fill : ndarray
+        Labels (C,) of pixels outside the image.
+
+    Returns
+    -------
+    ndarray
+        Labels (n, C, *size).
+    """
+    (n, channels, height, width), (p, q) = labels.shape, size
+    out = np.empty((n, channels, p, q), labels.dtype)
+    rows, columns = np.mgrid[:p, :q].astype(np.float64)
+    for image, m, result in zip(labels, maps, out, strict=True):
+        x = np.floor(m[0] * columns + (m[1] * rows + m[2]) + 0.5)
+        y = np.floor(m[3] * columns + (m[4] * rows + m[5]) + 0.5)
+        inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+        j = np.clip(x, 0, width - 1).astype(np.int64)
+        i = np.clip(y, 0, height - 1).astype(np.int64)
+        result[...] = np.where(inside, image[:, i, j], fill.reshape(-1, 1, 1))
+    return out

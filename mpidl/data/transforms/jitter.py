@@ -1,0 +1,120 @@
+"""Change the colours of images: brightness, contrast, saturation and hue."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as in Pillow and MATLAB
+_UNIT = 65536  # gray values are summed as whole multiples of 1 / _UNIT, in any order
+
+
+class ColourChange(NamedTuple):
+    """Changes of the colours of n images, as float64 arrays (n,).
+
+    Attributes
+    ----------
+    brightness, contrast, saturation : ndarray
+        Factors; 1 changes nothing.
+    hue : ndarray
+        Angle of the colour wheel as a fraction of a turn; 0 changes nothing.
+    """
+
+    brightness: np.ndarray
+    contrast: np.ndarray
+    saturation: np.ndarray
+    hue: np.ndarray
+
+
+def jittered(images: np.ndarray, change: ColourChange) -> np.ndarray:
+    """Change brightness, contrast, saturation and hue of images, in this order.
+
+    Parameters
+    ----------
+    images : ndarray
+        Images (n, C, H, W) with C = 1 or 3 and values from 0 to 255 (uint8) or 0 to 1 (float32).
+        For C = 1, saturation and hue have no effect.
+    change : ColourChange
+        The changes.
+
+    Returns
+    -------
+    ndarray
+        Images of the same shape and type.
+
+    Notes
+    -----
+    Brightness multiplies the values. Contrast multiplies their difference from the mean gray value
+    of the image, and saturation their difference from the gray value of the pixel. Hue turns the
+    colour wheel of HSV. After each change the values are cut to the range from 0 to 1. The changes
+    are those of torchvision's `ColorJitter`, which draws their order.
+    """
+    is_bytes = images.dtype == np.uint8
+    x = images.astype(np.float32)
+    if is_bytes:
+        x /= np.float32(255)
+    brightness, contrast, saturation, hue = (
+        np.asarray(values, np.float32).reshape(-1, 1, 1, 1) for values in change
+    )
+    has_colour = images.shape[1] == 3
+    if (brightness != 1).any():
+        x = np.clip(x * brightness, 0, 1)
+    if (contrast != 1).any():
+        mean = _mean(_gray(x)).reshape(-1, 1, 1, 1)
+        x = np.clip(mean + (x - mean) * contrast, 0, 1)
+    if has_colour and (saturation != 1).any():
+        gray = _gray(x)
+        x = np.clip(gray + (x - gray) * saturation, 0, 1)
+    if has_colour and (hue != 0).any():
+        x = _turned(x, hue[:, 0])
+    if is_bytes:
+        return np.floor(x * np.float32(255) + np.float32(0.5)).astype(np.uint8)
+    return x
+
+
+def _gray(x):
+    """Return the gray values (n, 1, H, W) of images."""
+    if x.shape[1] == 1:
+        return x
+    red, green, blue = (x[:, c : c + 1] * GRAY[c] for c in range(3))
+    return (red + green) + blue
+
+
+def _mean(gray):
+    """Return the mean of each image (n,), whose bits do not depend on NumPy's order of addition."""
+    units = np.rint(gray * np.float32(_UNIT)).astype(np.int64)
+    pixels = gray[0].size if len(gray) else 1
+    return (units.sum(axis=(1, 2, 3)) / (_UNIT * pixels)).astype(np.float32)
+
+
+def _turned(x, turn):
+    """Return images (n, 3, H, W) with values from 0 to 1 whose hue is moved by `turn` (n, 1, 1).
+
+    The formulas are those of Python's module colorsys.
+    """
+    red, green, blue = x[:, 0], x[:, 1], x[:, 2]
+    value, low = x.max(axis=1), x.min(axis=1)
+    spread = value - low
+    safe = np.where(spread > 0, spread, np.float32(1))
+    saturation = spread / np.where(value > 0, value, np.float32(1))
+    from_red, from_green, from_blue = ((value - c) / safe for c in (red, green, blue))
+    hue = np.where(
+        red == value,
+        from_blue - from_green,
+        np.where(green == value, 2 + from_red - from_blue, 4 + from_green - from_red),
+    )
+    hue = hue / np.float32(6) + turn
+    hue = hue - np.floor(hue)
+    sector = np.floor(hue * 6)
+    part = hue * 6 - sector
+    sector = sector.astype(np.int8) % 6
+    p = value * (1 - saturation)
+    q = value * (1 - saturation * part)
+    t = value * (1 - saturation * (1 - part))
+    channels = [
+        np.choose(sector, [value, q, p, p, t, value]),
+        np.choose(sector, [t, value, value, q, p, p]),
+        np.choose(sector, [p, p, t, value, value, q]),
+    ]
+    return np.stack(channels, axis=1).astype(np.float32, copy=False)

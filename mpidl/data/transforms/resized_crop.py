@@ -1,0 +1,93 @@
+"""Random resized crops: a window of random area and aspect ratio, resized to one size."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpidl.data.transforms import draws
+
+PURPOSE = "resized crop"
+ATTEMPTS = 10
+
+
+def windows(
+    seed: int,
+    epoch: int,
+    indices: np.ndarray,
+    shape: tuple[int, int],
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+) -> np.ndarray:
+    """Draw the window of each image.
+
+    If no attempt fits into the image, the window is the largest one in the centre whose aspect
+    ratio is in the range.
+
+    Parameters
+    ----------
+    seed, epoch : int
+        Seed and epoch.
+    indices : ndarray
+        Numbers of the samples, (n,).
+    shape : (int, int)
+        Height and width of the images.
+    area, aspect : (float, float)
+        Ranges of area and aspect ratio; see `draws.boxes`.
+
+    Returns
+    -------
+    ndarray
+        (top, left, height, width) of each image, (n, 4) int64.
+    """
+    rows, columns = shape
+    u = draws.uniforms(seed, PURPOSE, 4 * ATTEMPTS, epoch, indices)
+    *box, fits = draws.boxes(u, shape, area, aspect)
+    ratio = min(max(columns / rows, aspect[0]), aspect[1])
+    height = max(1, min(rows, int(columns / ratio + 0.5)))
+    width = max(1, min(columns, int(rows * ratio + 0.5)))
+    central = [(rows - height) // 2, (columns - width) // 2, height, width]
+    return np.where(fits[:, None], np.stack(box, axis=1), np.array(central, np.int64))
+
+
+def resized(
+    images: np.ndarray, windows: np.ndarray, size: tuple[int, int], nearest: bool = False
+) -> np.ndarray:
+    """Cut a window from each image and resize it.
+
+    Parameters
+    ----------
+    images : ndarray
+        Images (n, C, H, W); uint8 or float32 unless `nearest`.
+    windows : ndarray
+        (top, left, height, width) of each image, (n, 4).
+    size : (int, int)
+        Height and width of the results.
+    nearest : bool
+        Whether a pixel of the result is the nearest one of the window, as for labels. Otherwise
+        Pillow's bilinear filter averages all pixels that shrink into one.
+
+    Returns
+    -------
+    ndarray
+        Images (n, C, *size) of the same type.
+    """
+    from PIL import Image
+
+    out = np.empty((*images.shape[:2], *size), images.dtype)
+    for image, (top, left, height, width), result in zip(
+        images, windows.tolist(), out, strict=True
+    ):
+        window = image[:, top : top + height, left : left + width]
+        if nearest:
+            rows, columns = _nearest(height, size[0]), _nearest(width, size[1])
+            result[...] = window[:, rows[:, None], columns]
+            continue
+        for plane, out_plane in zip(window, result, strict=True):
+            picture = Image.fromarray(np.ascontiguousarray(plane))  # mode "L" or "F"
+            out_plane[...] = np.asarray(picture.resize(size[::-1], Image.Resampling.BILINEAR))
+    return out
+
+
+def _nearest(extent, size):
+    """Return the pixel below the centre of each of `size` pixels that divide `extent` evenly."""
+    return (2 * np.arange(size) + 1) * extent // (2 * size)

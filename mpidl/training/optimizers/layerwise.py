@@ -1,0 +1,260 @@
+"""LARS and LAMB, whose steps are proportional to the norms of the weights of each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from mpidl.training.optimizers.adam import Adam, CorrectedAdamMoments
+from mpidl.training.optimizers.chain import FusedTail, fuses
+from mpidl.training.optimizers.sgdm import NESTEROV, Momentum, NesterovMomentum
+from mpidl.training.optimizers.solvers import Factors, Solver
+from mpidl.training.optimizers.transforms import (
+    BIASES_AND_NORMS,
+    Clip,
+    Rate,
+    Transform,
+    Updates,
+    WeightDecay,
+    check,
+    decay_factor,
+)
+from mpidl.training.options.option_types import check_value
+
+
+class LarsTrustRatio(Transform):
+    """Multiply each update by coefficient * |w| / (|update| + decay * |w|).
+
+    The update includes the weight decay that precedes this transform: with `WeightDecay(l2)` before
+    it, the result is ratio * (update + l2 * w). This is equation 6 of You, Gitman and Ginsburg,
+    "Large batch training of convolutional networks", 2017.
+
+    Parameters
+    ----------
+    coefficient : float
+        The trust coefficient.
+    factors : dict, optional
+        {name: factor}, as for `WeightDecay`. The ratio of a parameter with the factor 0 is 1, as is
+        that of a parameter without an entry whose name does not end in ".weight".
+    exclude : str
+        As for `WeightDecay`: parameters that do not decay are not scaled either.
+
+    Notes
+    -----
+    The ratio is 1 if the weights or the update are zero. Norms are computed in float64 in a fixed
+    order, so that the ranks compute the same bytes.
+    """
+
+    counts_steps = False
+    method = "lars"
+
+    def __init__(
+        self,
+        coefficient: float = 0.001,
+        factors: Mapping[str, float] | None = None,
+        exclude: str = BIASES_AND_NORMS,
+    ) -> None:
+        self.coefficient: float = check("trust_coefficient", coefficient)
+        self.factors = dict(factors or {})
+        self.exclude: str = check("decay_exclude", exclude)
+
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
+        factors = [decay_factor(name, self.factors, self.exclude) for name in updates.names]
+        coefficients = [self.coefficient if factor else 0.0 for factor in factors]
+        decays = updates.take_decays()
+        updates.arrays = updates.backend.trust(
+            updates.weights, updates.arrays, decays, coefficients, self.method
+        )
+
+
+class LambTrustRatio(LarsTrustRatio):
+    """Multiply each update by |w| / |update|, where the update includes the weight decay.
+
+    This is the layerwise adaptation in algorithm 2 of You et al., "Large batch optimization for
+    deep learning: training BERT in 76 minutes", 2020, with the identity as scaling function.
+
+    Parameters
+    ----------
+    factors : dict, optional
+        As for `LarsTrustRatio`.
+    exclude : str
+        As for `LarsTrustRatio`.
+    """
+
+    method = "lamb"
+
+    def __init__(
+        self,
+        factors: Mapping[str, float] | None = None,
+        exclude: str = BIASES_AND_NORMS,
+    ) -> None:
+        super().__init__(1.0, factors, exclude)
+
+
+@fuses(CorrectedAdamMoments, WeightDecay, LambTrustRatio, Rate)
+class _LambRate(FusedTail):
+    """Compute LAMB's directions, scale them and step the weights, without adding zeros."""
+
+    tables = CorrectedAdamMoments.tables
+
+    def __init__(
+        self,
+        moments: CorrectedAdamMoments,
+        decay: WeightDecay,
+        ratio: LambTrustRatio,
+        rate: Rate,
+    ) -> None:
+        self.moments, self.parts = moments, (decay, ratio)
+
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
+        return {"learning_rate": learning_rate, **self.moments.numbers(learning_rate, step)}
+
+    def step(self, updates: Updates, state_arrays: list[list], values: Mapping[str, Any]) -> list:
+        self.moments.apply(updates, state_arrays, values)
+        for part in self.parts:
+            part.apply(updates, [], {})
+        return updates.backend.optimizer_step(
+            "sgdm",
+            updates.weights,
+            updates.arrays,
+            [updates.zeros()],
+            [values["learning_rate"], 0.0],
+            updates.take_decays(),
+            updates.rate_factors,
+        )
+
+
+class LARS(Solver):
+    """Layerwise adaptive rate scaling: SGD with momentum whose steps follow the weights' norms.
+
+        v <- momentum * v - learning_rate * ratio * (g + l2 * w),    w <- w + v
+
+    where ratio = trust_coefficient * |w| / (|g| + l2 * |w|) for each learnable that decays, and 1
+    for the others; see `LarsTrustRatio`. The method suits mini-batches of thousands of images.
+
+    Parameters
+    ----------
+    learning_rate : float, optional
+        Learning rate; by default 1, because the ratio is a few thousandths.
+    momentum : float
+        Fraction of the previous step that is added to the current one.
+    trust_coefficient : float
+        Factor of the ratio.
+    l2 : float
+        The weight decay, which is not part of the gradient that is clipped.
+    l2_factors : dict, optional
+        {name: factor}; see `WeightDecay`. A learnable whose factor is 0 is not scaled.
+    learning_rate_factors : dict, optional
+        {name: factor}; see `Optimizer`.
+    gradient_threshold, gradient_threshold_method
+        See `Clip`.
+    nesterov : bool
+        Whether to use Nesterov's momentum; see `NesterovMomentum`.
+    decay_exclude : str
+        Learnables that do not decay and are not scaled; see `WeightDecay`.
+
+    Notes
+    -----
+    The method is algorithm 1 of You, Gitman and Ginsburg, "Large batch training of convolutional
+    networks", 2017. Its learning rate falls by a polynomial of power 2: the options
+    `learn_rate_schedule="polynomial"` and `learn_rate_power=2`.
+    """
+
+    solver = "lars"
+    title = "LARS"
+    defaults = Solver.defaults | {"learning_rate": 1.0}
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        momentum: float = 0.9,
+        trust_coefficient: float = 0.001,
+        l2: float = 1e-4,
+        l2_factors: Factors = None,
+        learning_rate_factors: Factors = None,
+        *,
+        gradient_threshold: float = math.inf,
+        gradient_threshold_method: str = "l2norm",
+        nesterov: bool | Literal["on", "off"] = False,
+        decay_exclude: str = BIASES_AND_NORMS,
+    ) -> None:
+        is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
+        super().__init__(
+            learning_rate,
+            Clip(gradient_threshold, gradient_threshold_method),
+            WeightDecay(l2, l2_factors, decay_exclude),
+            LarsTrustRatio(trust_coefficient, l2_factors, decay_exclude),
+            Rate(),
+            (NesterovMomentum if is_nesterov else Momentum)(momentum),
+            learning_rate_factors=learning_rate_factors,
+        )
+
+
+class LAMB(Solver):
+    """Layerwise adaptive moments: AdamW whose steps follow the norms of the weights.
+
+        u = m_hat / (sqrt(v_hat) + epsilon) + l2 * w
+        w <- w - learning_rate * |w| / |u| * u
+
+    The ratio |w| / |u| is 1 for learnables that do not decay; see `LambTrustRatio` and, for m_hat
+    and v_hat, `CorrectedAdamMoments`. The method suits mini-batches of thousands of images.
+
+    Parameters
+    ----------
+    l2 : float, optional
+        The decoupled weight decay; by default 0.01.
+    l2_factors : dict, optional
+        {name: factor}; see `WeightDecay`. A learnable whose factor is 0 is not scaled.
+    learning_rate : float, optional
+        Learning rate; by default 0.001.
+    gradient_decay_factor, squared_gradient_decay_factor : float
+        Factors from 0 to 1 by which the moments decay per step; by default 0.9 and 0.999.
+    epsilon : float
+        A small number that is added to the root.
+    learning_rate_factors : dict, optional
+        {name: factor}; see `Optimizer`.
+    gradient_threshold, gradient_threshold_method
+        See `Clip`. The decay is not part of the gradient that is clipped.
+    decay_exclude : str
+        Learnables that do not decay and are not scaled; see `WeightDecay`.
+
+    Notes
+    -----
+    The method is algorithm 2 of You et al., "Large batch optimization for deep learning: training
+    BERT in 76 minutes", 2020.
+    """
+
+    solver = "lamb"
+    title = "LAMB"
+    defaults = Adam.defaults | {"l2": 0.01}
+    decouples_decay = True
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        gradient_decay_factor: float = 0.9,
+        squared_gradient_decay_factor: float | None = None,
+        epsilon: float = 1e-8,
+        l2: float | None = None,
+        l2_factors: Factors = None,
+        learning_rate_factors: Factors = None,
+        *,
+        gradient_threshold: float = math.inf,
+        gradient_threshold_method: str = "l2norm",
+        decay_exclude: str = BIASES_AND_NORMS,
+    ) -> None:
+        square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
+        super().__init__(
+            learning_rate,
+            Clip(gradient_threshold, gradient_threshold_method),
+            CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
+            WeightDecay(self.value("l2", l2), l2_factors, decay_exclude),
+            LambTrustRatio(l2_factors, decay_exclude),
+            Rate(),
+            learning_rate_factors=learning_rate_factors,
+        )
