@@ -170,6 +170,8 @@ def _add_input(parser, command):
     )
     text += "training on one mini-batch of it, with the network light"
     parser.add_argument("--memory", action="store_true", help=text)
+    text = "instead compare packs of JPEG files with the folder of these files: images/s and size"
+    parser.add_argument("--packs", action="store_true", help=text)
     text = "with --memory, numbers of ranks to train on (1,4)"
     parser.text("--ranks", "N,N,...", text, default=[1, 4], type=rank_counts)
     text = f"kinds of files to read ({','.join(KINDS)})"

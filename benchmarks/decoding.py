@@ -126,10 +126,15 @@ def measure_round(folder: str, side: int) -> dict[str, float]:
     return {name: report.median(values) for name, values in times.items()}
 
 
+def make_holes(number: int) -> list[bytearray]:
+    """Make holes in the heap of this process, and return the buffers between them."""
+    sizes = (keyed.uniform(0, "bench holes", HOLES, sample=number) * LARGEST_HOLE).astype(int)
+    buffers = [bytearray(size) for size in sizes.tolist()]
+    return buffers[::2]  # the freed buffers leave holes
+
+
 def main(folder, side, number):
     """Measure one round in this process and print its times as JSON."""
-    sizes = (keyed.uniform(0, "bench holes", HOLES, sample=int(number)) * LARGEST_HOLE).astype(int)
-    buffers = [bytearray(size) for size in sizes.tolist()]
-    buffers = buffers[::2]  # the freed buffers leave holes
+    buffers = make_holes(int(number))
     print(json.dumps(measure_round(folder, int(side))))
     buffers.clear()

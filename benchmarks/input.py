@@ -3,7 +3,7 @@
 For each kind of file and number of workers, the benchmark measures the images per second of the
 pipeline alone, of the step alone, and of both together. It also reports the ratio of an epoch's
 time from a packed file to that from memory, and the ratio of the cost of decoding, cropping and
-mirroring to that of decoding with Pillow. `input_memory` implements --memory.
+mirroring to that of decoding with Pillow. `input_memory` implements --memory, `packs` --packs.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks import decoding, input_memory, machine, report, subject, turns
+from benchmarks import decoding, input_memory, machine, packs, report, subject, turns
 from benchmarks.mpidl_step import EagerStep
 from mpidl import keyed
 from mpidl.comm import World
@@ -37,6 +37,14 @@ def main(options: argparse.Namespace) -> dict:
         raise UserError("bench input starts its own processes: run it without mpirun")
     if options.memory:
         return input_memory.run(options)
+    names = ("side", "images", "batch_size", "threads", "network", "seed")
+    versions = configuration.versions_of("one rank")
+    if options.packs:
+        print(f"{options.images} JPEG files of {FILE_SIDE}x{FILE_SIDE}, {options.rounds} rounds")
+        with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
+            draw(folder, FILE_SIDE, options.images, ["whole"])
+            record = packs.run(options, os.path.join(folder, "whole"), FILE_SIDE)
+        return report.header(options, versions, *names) | {"packs": record}
     notes = subject.configure(options)
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         draw(folder, options.side, options.images)
@@ -48,8 +56,7 @@ def main(options: argparse.Namespace) -> dict:
             "epoch": measure_epochs(options, folder),
             "decode": decoding.run(options, os.path.join(folder, "whole"), FILE_SIDE),
         }
-    names = ("side", "images", "batch_size", "threads", "network", "seed")
-    return report.header(options, configuration.versions_of("one rank"), *names) | figures
+    return report.header(options, versions, *names) | figures
 
 
 def draw(folder: str, side: int, count: int, kinds: Sequence[str] = DRAWN) -> None:

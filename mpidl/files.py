@@ -111,6 +111,18 @@ class RawFile:
         except OSError as e:
             raise unreadable(self.path, e) from None
 
+    def read_range(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on; see `read_into`."""
+        try:
+            content = os.pread(self.descriptor, size, offset)
+        except OSError as e:
+            raise unreadable(self.path, e) from None
+        if len(content) == size:
+            return content
+        buffer = bytearray(size)  # a signal, or the end of the file
+        self.read_into(buffer, offset)
+        return bytes(buffer)
+
     def read_rows(self, rows: np.ndarray, offsets: np.ndarray) -> None:
         """Fill each row of a C-ordered array with the bytes that start at the row's offset.
 
@@ -195,7 +207,10 @@ def digest(*parts: object) -> str:
 
 
 def write_whole(
-    path: str | os.PathLike, content: bytes | memoryview, aside: str | os.PathLike | None = None
+    path: str | os.PathLike,
+    content: bytes | memoryview,
+    aside: str | os.PathLike | None = None,
+    confirm: Callable[[], object] = lambda: None,
 ) -> None:
     """Write a file completely, or leave it as it was if the write fails.
 
@@ -207,6 +222,8 @@ def write_whole(
         The bytes to write.
     aside : str, optional
         Path to which the previous file is renamed; by default it is replaced.
+    confirm : callable, optional
+        Function to call before the renames. If it raises an exception, nothing is renamed.
 
     Raises
     ------
@@ -218,10 +235,13 @@ def write_whole(
     folder, name = os.path.split(os.path.abspath(path))
     part = os.path.join(folder, f".{name}.part")
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)  # a process that was suspended while it wrote may still have it open
         with open(part, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        confirm()
         if aside is not None:
             os.replace(path, aside)
             sync_folder(folder)

@@ -66,6 +66,7 @@ NAMES: dict[str, str] = {
     "combine": "dl.data.combined(images, targets)",
     "transform": "images.transform(function)",
     "splitEachLabel": "images.split(0.9), or images.split(0.8, 0.1) for three parts",
+    "readtable": "dl.data.ImageTable(path, world), for a table of image files",
     "cvpartition": "images.kfold(5), pairs of training and validation images",
     "crossval": "images.kfold(5), or `folds = 5` in the file of mpidl.sweep",
     "countEachLabel": "images.class_counts()",

@@ -88,6 +88,11 @@ list_results() { # ignore the lock, which a step that was killed at its start le
     ls -lAR --full-time --ignore='*run.lock*' "$out" 2>/dev/null | cksum
 }
 
+wait_for_slurm() { # wait until the controller answers, for as long as a request to stop leaves
+    local end=$((SECONDS + 90))
+    until scontrol ping 2>/dev/null | grep -q 'is UP' || [ $SECONDS -ge $end ]; do sleep 2; done
+}
+
 read_facts() { facts=$(scontrol --oneliner show job "$job" 2>/dev/null); }
 
 fact() { # fact NAME: print a value that read_facts got from Slurm, such as the JobState
@@ -108,6 +113,7 @@ finish() { # requeue the job if Slurm stopped it and it can continue, and exit w
     # Code 75 is a checkpoint. A code above 128 is a signal: that of the request to stop, for a rank
     # whose Python has not started, or that of srun -K, for ranks that took longer than the others.
     [ $code = 75 ] || [ $code -gt 128 ] || exit $code
+    wait_for_slurm # its restart must not cost the job its place in the queue
     read_facts
     if [ "$(fact Restarts)" != "${SLURM_RESTART_COUNT:-0}" ] && [ -n "$facts" ]; then
         say "Slurm has requeued the job"

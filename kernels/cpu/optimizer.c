@@ -1,5 +1,5 @@
-/* Optimizer steps: SGD with momentum, and Adam and RMSProp with moving averages of the gradient and
- * its square. Expressions are not contracted, so that results equal those of NumPy bit for bit.
+/* Optimizer steps: SGD with momentum, Adam and RMSProp with moving averages of the gradient and its
+ * square, and averages of weights. Expressions are not contracted, so that results equal those of NumPy bit for bit.
  *
  * A store to a line that is not in the cache first reads the line. If there are more new weights
  * than a cache can keep until they are read, they are stored to memory past the caches. */
@@ -17,7 +17,7 @@ enum {
 };
 
 /* The formulas: their names, and how many numbers and arrays each takes. */
-enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, FORMULAS };
+enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, AVERAGE, FORMULAS };
 static const struct {
     const char *name;
     int64_t numbers, arrays;
@@ -27,6 +27,7 @@ static const struct {
     [ADAM] = {"adam", 6, 2},
     [ADAMW] = {"adamw", 7, 2},
     [RMSPROP] = {"rmsprop", 4, 1},
+    [AVERAGE] = {"average", 1, 1},
 };
 
 struct parameter { /* Python passes it as int64_t[6] */
@@ -91,6 +92,9 @@ INLINE void step(const float *numbers, int formula, int past, float decay, float
             if (decay != 0) direction = direction + decay * w;
         }
         stepped = w - rate * direction;
+    } else if (formula == AVERAGE) { /* arrays: the average */
+        first = first + rate * (w - first);
+        stepped = w;
     } else { /* RMSPROP: numbers: decay, share, epsilon; arrays: mean square */
         first = numbers[1] * first + numbers[2] * (g * g);
         stepped = w - rate * (g / (root(first) + numbers[3]));
@@ -139,6 +143,7 @@ static void step_tile(void *argument, int64_t tile, float *own) {
         case ADAM: steps(&job, ADAM, decay, rate, a, count); break;
         case ADAMW: steps(&job, ADAMW, decay, rate, a, count); break;
         case RMSPROP: steps(&job, RMSPROP, decay, rate, a, count); break;
+        case AVERAGE: steps(&job, AVERAGE, decay, rate, a, count); break;
     }
 #if defined(__AVX2__)
     if (job.past) _mm_sfence(); /* before other threads read this tile */

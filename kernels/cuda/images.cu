@@ -77,6 +77,22 @@ extern "C" __global__ void __launch_bounds__(256) images_of_floats(
            of_pixels, count, parts);
 }
 
+// y = factor * (x + total) for images (image, height, width, channels), where x is mirrored left to
+// right (turn 1), top to bottom (2), both ways (3) or not at all. total may be null.
+extern "C" __global__ void __launch_bounds__(256)
+    images_mirror(const float* __restrict__ x, const float* __restrict__ total,
+                  float* __restrict__ y, float factor, int turn, int channels, int height,
+                  int width, long long n) {
+    EACH_INDEX(i, n) {
+        const long long pixel = i / channels, row = pixel / width;
+        int w = (int)(pixel % width), h = (int)(row % height);
+        if (turn & LEFT_TO_RIGHT) w = width - 1 - w;
+        if (turn & TOP_TO_BOTTOM) h = height - 1 - h;
+        const long long from = ((row / height * height + h) * width + w) * channels + i % channels;
+        y[i] = (x[from] + (total ? total[i] : 0.0f)) * factor;
+    }
+}
+
 // Gathers the targets of images, from table (n, channels, places) into lanes (image, places,
 // channels), by words of four bytes. Images from number *valid on become zero; see `window`.
 extern "C" __global__ void __launch_bounds__(256)

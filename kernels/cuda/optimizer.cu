@@ -164,3 +164,19 @@ extern "C" __global__ void __launch_bounds__(256)
     const RmsProp step = {*square_decay, *square_share, *epsilon};
     each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
 }
+
+struct Average {
+    float decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* state) const {
+        state[0] = state[0] + rate * (w - state[0]);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    average(const long long* __restrict__ parameters, const int* __restrict__ places,
+            const float* __restrict__ decays, const float* __restrict__ factors,
+            const float* __restrict__ share, int chunk) {
+    const Average step = {};
+    each_number<1>(step, parameters, places, decays, factors, *share, chunk);
+}

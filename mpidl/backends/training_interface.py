@@ -245,6 +245,13 @@ class TrainingFunctions(Protocol):
         separately: coordinates to float64, pixel values to float32.
         """
 
+    def mirror(self, x: Lanes, turn: int, total: Lanes | None = None, factor: float = 1.0) -> Lanes:
+        """Mirror images (B, C, H, W, 16), add `total` if given, and multiply the sum by `factor`.
+
+        `turn` is 1 for left to right, 2 for top to bottom, 3 for both and 0 for neither. Values of
+        other shapes, such as scores (B, K, 16), have turn 0. `total` has the shape of x.
+        """
+
     def planes(self, pixels: Array, out: Array | None = None) -> Array:
         """Convert a decoder's rows (H, W, stride) to planes (C, H, W) uint8, in `out` if given.
 

@@ -37,7 +37,7 @@ VERIFY_COMMON = (
 )
 # Training options that mpidl.predict also accepts.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
-PREDICT += ("on_bad_image",)
+PREDICT += ("on_bad_image", "test_flips")
 STORAGE = ("endpoint_url", "requests", "cache_dir", "retry_seconds")
 PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 

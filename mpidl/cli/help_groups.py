@@ -26,6 +26,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *("resized_crop", "crop_area", "crop_aspect"),
         *("brightness", "contrast", "saturation", "hue"),
         *("erase", "erase_area", "erase_aspect", "erase_value"),
+        *("mixup", "cutmix", "mix_probability", "test_flips"),
     ),
     "Object stores": ("endpoint_url", "requests", "cache_dir", "retry_seconds"),
     "Start from weights": ("weights", "new_layer_factor", "freeze_up_to"),
@@ -47,6 +48,7 @@ GROUPS: dict[str, Sequence[str]] = {
         *("gradient_decay_factor", "squared_gradient_decay_factor", "epsilon"),
         *("trust_coefficient", "l2", "decay_exclude"),
         *("gradient_threshold", "gradient_threshold_method"),
+        *("average", "average_decay", "average_start", "average_every", "average_use"),
         *("batchnorm", "batchnorm_statistics"),
     ),
     "Learning rate schedule": (

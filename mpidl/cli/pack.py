@@ -11,12 +11,13 @@ from mpidl.cli import arguments, remote, start
 from mpidl.cli.parser import Parser, count
 from mpidl.comm import failure
 from mpidl.data import registry
-from mpidl.data.formats import packed, packing
+from mpidl.data.formats import pack_contents, packed, packing
 from mpidl.data.storage.settings import check_url, refuse_remote
 from mpidl.errors import UserError
 from mpidl.report.progress.console import LINE_SECONDS
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
+from mpidl.training.options.option_types import check_value, one_of
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -32,9 +33,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Returns
     -------
     Namespace
-        The attributes are source, target, preprocess, threads, verify and storage. target is None
-        if verify is true; preprocess is a Preprocess; storage is a dict {name: value} of the
-        options in `arguments.STORAGE` that the user typed.
+        The attributes are source, target, images, shards, shard_mb, preprocess, threads, verify and
+        storage. target is None if verify is true; preprocess is a Preprocess; storage is a dict
+        {name: value} of the options in `arguments.STORAGE` that the user typed.
 
     Raises
     ------
@@ -43,9 +44,10 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     """
     parser = Parser(
         "mpidl.pack",
-        "Write the images of a folder, or of any other source, to one file that training reads\n"
-        "faster, especially from parallel file systems. The file includes labels, class names and\n"
-        "the test images of the source. Training on it gives the same weights, byte for byte.\n"
+        "Write the images of a folder, or of any other source, to one file or to a few shards,\n"
+        "which training reads faster, especially from parallel file systems. The file includes\n"
+        "labels, class names and the test images of the source. Training on it gives the same\n"
+        "weights, byte for byte.\n"
         "After an interruption, the same command continues.",
         quiet,
         epilog=(
@@ -55,6 +57,27 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     )
     parser.add_argument("source", metavar="SRC", help=arguments.DATA_HELP)
     parser.add_argument("target", metavar="DST.h5", nargs="?", help="The file to write")
+    parser.text(
+        "--images",
+        "decoded|encoded",
+        "Store pixels, or the contents of the image files, such as JPEG, which need less space and "
+        "are decoded during training; default: decoded",
+        ("decoded", "encoded"),
+        type=_images,
+        default="decoded",
+    )
+    parser.text(
+        "--shards",
+        "N",
+        "Store the images in N files beside DST.h5; default: in DST.h5",
+        type=count("--shards"),
+    )
+    parser.text(
+        "--shard-mb",
+        "MB",
+        "Store the images in files of about this size beside DST.h5; default: in DST.h5",
+        type=count("--shard-mb"),
+    )
     arguments.add_preprocess(parser)
     arguments.add_storage(parser)
     parser.add_argument(
@@ -70,7 +93,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     )
     parsed = parser.parse(argv)
     preprocess = start.preprocess(vars(parsed))
-    if parsed.verify and (parsed.target or preprocess):
+    shapes_file = parsed.shards or parsed.shard_mb or parsed.images != "decoded"
+    if parsed.verify and (parsed.target or preprocess or shapes_file):
         raise UserError("--verify: expected a packed file and nothing else")
     if not parsed.verify and parsed.target is None:
         raise UserError("DST.h5: expected the file to write, found none")
@@ -81,10 +105,18 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         storage=storage,
         source=parsed.source,
         target=parsed.target,
+        images=parsed.images,
+        shards=parsed.shards,
+        shard_mb=parsed.shard_mb,
         preprocess=preprocess,
         threads=parsed.threads or len(os.sched_getaffinity(0)),
         verify=parsed.verify,
     )
+
+
+def _images(text):
+    """Return the value of --images; raise UserError if it is invalid."""
+    return check_value(one_of("decoded", "encoded"), text, "--images", text=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +137,7 @@ def run(job: argparse.Namespace) -> int:
 def _pack(job, signals):
     train, test = registry.open_data(job.source, option="SRC", preprocess=job.preprocess)
     parts = {"train": train} if test is None else {"train": train, "test": test}
-    if test is not None and test.image_shape != train.image_shape:
+    if job.images == "decoded" and test is not None and test.image_shape != train.image_shape:
         raise UserError(
             f"{test.describe()}: expected images of shape {train.image_shape}, as in "
             f"{train.describe()}, found {test.image_shape}; --resize converts them"
@@ -117,6 +149,9 @@ def _pack(job, signals):
         completed = packing.pack(
             parts,
             job.target,
+            images=job.images,
+            shards=job.shards,
+            shard_mb=job.shard_mb,
             threads=job.threads,
             progress=progress.add,
             stop=lambda: signals.name is not None,
@@ -127,15 +162,20 @@ def _pack(job, signals):
             "the same command again"
         )
         return arguments.STOPPED
-    size = os.path.getsize(job.target)
-    print(f"Packed: {job.target}, {total} images, {size:,} bytes, in {clock(progress.seconds())}")
+    files = pack_contents.files_of(job.target)
+    size = sum(map(os.path.getsize, files))
+    shards = "" if len(files) == 1 else f" in {len(files) - 1} shard(s)"
+    print(
+        f"Packed: {job.target}, {total} images, {size:,} bytes{shards}, in "
+        f"{clock(progress.seconds())}"
+    )
     return 0
 
 
 def _verify(job, signals):
     parts = [
         packed.PackedDatastore(job.source, part=part, labelled=False)
-        for part in packed.parts_of(job.source)
+        for part in pack_contents.parts_of(job.source)
     ]
     total = sum(len(store) for store in parts)
 

@@ -81,6 +81,8 @@ def _check_outputs(parsed):
             if getattr(parsed, name):
                 flag = training_options.flag(name)
                 raise UserError(f"--activations: expected no {flag} with it")
+        if parsed.test_flips != "none":
+            raise UserError("--activations: expected no --test-flips with it")
         if not parsed.out:
             raise UserError("--activations: expected --out FILE.npy or FILE.h5 with it, found none")
         arrays.check_path(parsed.out, "--out")
@@ -121,6 +123,7 @@ def _outputs(parsed, world, net, images):
             batch_size=parsed.batch_size,
             confusion=bool(parsed.confusion),
             bad_images=parsed.bad_images,
+            test_flips=parsed.test_flips,
         )
         count = losses.labels_per_image(net, images)
         text = (
@@ -134,6 +137,7 @@ def _outputs(parsed, world, net, images):
             world=world,
             batch_size=parsed.batch_size,
             bad_images=parsed.bad_images,
+            test_flips=parsed.test_flips,
         )
         text = f"RMSE: {errors.rmse:.6g}, MAE: {errors.mae:.6g} ({errors.images} images)"
     if world.rank == 0:
@@ -154,6 +158,7 @@ def _batches(parsed, world, net, images, function):
     The function is collective.
     """
     options = {"world": world, "batch_size": parsed.batch_size, "bad_images": parsed.bad_images}
+    options["test_flips"] = parsed.test_flips
     for batch in predict.by_batch(net, images, function, **options):
         if world.rank == 0:
             yield batch

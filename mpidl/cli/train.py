@@ -192,6 +192,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
                             confusion=small,
                             progress=advance,
                             bad_images=skipped,
+                            test_flips=settings.test_flips,
                         )
                 lock.confirm()
                 if skipped:
@@ -296,6 +297,13 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
     """Return the training images, and a copy of the options that contains the validation set."""
     source = run["validation_data"]
     if source is None:
+        images = data.open_validation_data(
+            run["data"], world, classes=train_set.classes, preprocess=preprocess
+        )
+        if images is not None:
+            _refuse_two_validations(settings, f"--data {run['data']} with validation images")
+            _check_shape("--data", images, train_set)
+            return train_set, replace(settings, validation=images)
         held_out = validation.held_out(train_set, settings)
         if "validation_frequency" in typed and held_out[1].validation is None:
             raise UserError(

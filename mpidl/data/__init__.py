@@ -9,9 +9,10 @@ from mpidl.data.formats.digits import digits  # `data.digits` is this function, 
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
-from mpidl.data.registry import open_data, open_test_data
+from mpidl.data.registry import open_data, open_test_data, open_validation_data
 from mpidl.data.storage.settings import configure as configure_storage
 from mpidl.data.transforms.augment import Augmenter
+from mpidl.data.transforms.mixing import Mixing
 from mpidl.data.transforms.normalize import Normalization, normalization, statistics
 from mpidl.data.transforms.preprocess import Preprocess, preprocessed
 
@@ -21,6 +22,7 @@ __all__ = [
     "BadImages",
     "Datastore",
     "MinibatchQueue",
+    "Mixing",
     "NodeCache",
     "Normalization",
     "Preprocess",
@@ -30,6 +32,7 @@ __all__ = [
     "normalization",
     "open_data",
     "open_test_data",
+    "open_validation_data",
     "preprocessed",
     "statistics",
     *_formats,

@@ -77,6 +77,12 @@ class Combined(Derived):
         targets = source.read_ahead(indices) if isinstance(source, Datastore) else None
         return self.parent.read_ahead(indices), targets
 
+    def encoded_sizes(self) -> np.ndarray | None:
+        return self.parent.encoded_sizes()
+
+    def read_encoded(self, indices: Indices) -> list[bytes]:
+        return self.parent.read_encoded(indices)
+
     def describe(self) -> str:
         return f"{self.parent.describe().rpartition(': ')[0] or 'combined'}: {counted(self)}"
 

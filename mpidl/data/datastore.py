@@ -110,6 +110,31 @@ class Datastore:
         """
         return None
 
+    def encoded_sizes(self) -> np.ndarray | None:
+        """Return the sizes in bytes of the image files that hold the images of this set.
+
+        Returns
+        -------
+        ndarray or None
+            Sizes (n,), int64. None if the images are not those of files, or are converted.
+        """
+        return None
+
+    def read_encoded(self, indices: Indices) -> list[bytes]:
+        """Return the content of image files by index, such as JPEG. Must not call MPI.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Numbers of images, in any order.
+
+        Returns
+        -------
+        list of bytes
+            The contents, if `encoded_sizes` is not None.
+        """
+        raise TypeError(f"{type(self).__name__} has no image files")
+
     def name(self, i: int) -> str:
         """Return the name of image i for tables: its path, or "image 17".
 
@@ -404,6 +429,13 @@ class Subset(Derived):
 
     def read_ahead(self, indices: Indices) -> object:
         return self.parent.read_ahead(self.indices[np.asarray(indices, np.int64)])
+
+    def encoded_sizes(self) -> np.ndarray | None:
+        sizes = self.parent.encoded_sizes()
+        return None if sizes is None else sizes[self.indices]
+
+    def read_encoded(self, indices: Indices) -> list[bytes]:
+        return self.parent.read_encoded(self.indices[np.asarray(indices, np.int64)])
 
     def name(self, i: int) -> str:
         return self.parent.name(int(self.indices[i]))

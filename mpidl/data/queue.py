@@ -23,6 +23,7 @@ from mpidl.text import did_you_mean
 
 if TYPE_CHECKING:
     from mpidl.data.transforms.augment import Augmenter
+    from mpidl.data.transforms.mixing import Mixing
     from mpidl.data.transforms.normalize import Normalization
 
 SHUFFLES = ("every-epoch", "once", "never")
@@ -101,6 +102,9 @@ class MinibatchQueue:
         of images. "discard" leaves out the last images of the order: other images in each epoch,
         or the same ones if `shuffle` is not "every-epoch". All mini-batches then have the same
         size, on any number of ranks.
+    mixing : Mixing, optional
+        Mixup and CutMix, after the augmenter and the function. The labels of a mini-batch are then
+        the probabilities of `classes` classes, float32 (classes,) each.
 
     Raises
     ------
@@ -135,6 +139,7 @@ class MinibatchQueue:
         classes: int | None = None,
         ignore_label: int | None = None,
         partial_minibatch: str = "return",
+        mixing: Mixing | None = None,
     ):
         if batch_size < 1:
             raise UserError(f"--batch-size must be at least 1, got {batch_size}")
@@ -161,8 +166,8 @@ class MinibatchQueue:
         self.epoch_images: int = epoch_images(datastore, sampling)
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
-        label_range = classes, ignore_label
-        self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, *label_range)
+        arguments = augmenter, normalization, crop, function, classes, ignore_label, mixing
+        self.pipeline = Pipeline(datastore, *arguments)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images

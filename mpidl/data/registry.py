@@ -32,7 +32,7 @@ def open_data(
         - a folder with a training file and a test file (train.h5 and test.h5, or another format),
         - a folder with the sub-folders train/ and test/, each with one sub-folder per class,
         - a folder with one sub-folder per class,
-        - a packed file, an HDF5 file, a .mat file (XTrain, XTest), or an .npz file.
+        - a packed file, an HDF5 file, a .mat file (XTrain, XTest), an .npz file, or a .csv table.
     world : World, optional
         The ranks that open the data, by default this rank alone.
     option : str
@@ -97,6 +97,43 @@ def open_test_data(
     check_url(text, option)
     with listed(text):
         return _format_of(text, world, option).open_test_data(text, world, options)
+
+
+def open_validation_data(
+    text: str,
+    world: World = None,
+    *,
+    classes: Sequence[str] | None = None,
+    option: str = "--data",
+    preprocess: Preprocess = AS_IT_IS,
+) -> Datastore | None:
+    """Open the validation set that data contain, such as those rows of a table. Collective.
+
+    Parameters
+    ----------
+    text : str
+        "digits" or a path, as for `open_data`.
+    world : World, optional
+        The ranks that open the data, by default this rank alone.
+    classes : sequence of str, optional
+        Class names of the training set, to which the labels are mapped.
+    option : str
+        Command-line option that named the data, for messages.
+    preprocess : Preprocess
+        Conversion to apply to the images.
+
+    Returns
+    -------
+    Datastore or None
+        None if the data contain no validation set.
+    """
+    options = OpenOptions(option, classes, preprocess=preprocess)
+    for candidate in FILES:
+        if candidate.open_validation_data is not None and candidate.recognizes(text, b"", option):
+            with listed(text):
+                store = candidate.open_validation_data(text, world, options)
+            return store and _converted(store, preprocess)
+    return None
 
 
 def _format_of(text: str, world: World, option: str) -> Format:

@@ -19,6 +19,7 @@ from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.confusion import Confusion, tally
+from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.fold import Counter, Partial, replicated
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
@@ -177,6 +178,7 @@ def evaluate(
     loss: str | Callable[..., Any] = "crossentropy",
     progress: Callable[[int], object] | None = None,
     bad_images: BadImages | None = None,
+    test_flips: Flips = "none",
 ) -> Evaluation:
     """Evaluate a network on a data set, in prediction mode.
 
@@ -209,6 +211,8 @@ def evaluate(
     bad_images : BadImages, optional
         Receives the images that cannot be read. The result then covers the others. By default, an
         image that cannot be read raises an error.
+    test_flips : {"none", "x", "y", "xy"}
+        Average the scores over mirror images: left to right, top to bottom, or both ways.
 
     Returns
     -------
@@ -230,7 +234,7 @@ def evaluate(
     label_range = losses.label_range(loss, net)
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
     batches = in_order(net, datastore, world, batch_size, signals, **queue)
-    net, function = net.on(world.device), losses.loss_function(loss)
+    net, function = mirrored(net.on(world.device), test_flips), losses.loss_function(loss)
     for images, labels in batches:
         if isinstance(function, CrossEntropy) and (top_k or confusion):
             scores = net.logits(images)
@@ -349,6 +353,7 @@ def regression_errors(
     world: World | None = None,
     batch_size: int = BATCH,
     bad_images: BadImages | None = None,
+    test_flips: Flips = "none",
 ) -> RegressionErrors:
     """Compare a network's outputs with targets, in prediction mode.
 
@@ -366,6 +371,8 @@ def regression_errors(
     batch_size : int
         Images per mini-batch.
     bad_images : BadImages, optional
+        As for `evaluate`.
+    test_flips : {"none", "x", "y", "xy"}
         As for `evaluate`.
 
     Returns
@@ -392,7 +399,7 @@ def regression_errors(
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
-    net = net.on(world.device)
+    net = mirrored(net.on(world.device), test_flips)
     for images, targets in batches:
         totals += world.gplus(_errors(net(images), targets))
         n += images.batch.count

@@ -17,6 +17,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import BATCH, in_order
+from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 
@@ -29,6 +30,7 @@ def predict(
     world: World | None = None,
     batch_size: int = BATCH,
     softmax: bool | None = None,
+    test_flips: Flips = "none",
     everywhere: Literal[True] = True,
 ) -> np.ndarray: ...
 @overload
@@ -39,6 +41,7 @@ def predict(
     world: World | None = None,
     batch_size: int = BATCH,
     softmax: bool | None = None,
+    test_flips: Flips = "none",
     everywhere: bool,
 ) -> np.ndarray | None: ...
 @explain_arguments
@@ -49,6 +52,7 @@ def predict(
     world: World | None = None,
     batch_size: int = BATCH,
     softmax: bool | None = None,
+    test_flips: Flips = "none",
     everywhere: bool = True,
 ) -> np.ndarray | None:
     """Return the network's output for each image, in prediction mode. Collective.
@@ -69,6 +73,8 @@ def predict(
         or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
         network ends in `Softmax`. The default is True if the outputs have shape (K,) and the images
         have no targets, and False otherwise.
+    test_flips : {"none", "x", "y", "xy"}
+        Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
         Whether all ranks get the result. If False, only rank 0 gets it.
 
@@ -87,7 +93,8 @@ def predict(
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
     function = scores if softmax else outputs
     return _collect(
-        net, images, function, net.output_shape, np.float32, world, batch_size, everywhere
+        *(net, images, function, net.output_shape, np.float32, world, batch_size, everywhere),
+        test_flips,
     )
 
 
@@ -99,6 +106,7 @@ def classify(
     world: World | None = None,
     batch_size: int = BATCH,
     names: bool = False,
+    test_flips: Flips = "none",
     everywhere: Literal[True] = True,
 ) -> np.ndarray: ...
 @overload
@@ -109,6 +117,7 @@ def classify(
     world: World | None = None,
     batch_size: int = BATCH,
     names: bool = False,
+    test_flips: Flips = "none",
     everywhere: bool,
 ) -> np.ndarray | None: ...
 @explain_arguments
@@ -119,6 +128,7 @@ def classify(
     world: World | None = None,
     batch_size: int = BATCH,
     names: bool = False,
+    test_flips: Flips = "none",
     everywhere: bool = True,
 ) -> np.ndarray | None:
     """Return the class of each image, in prediction mode. Collective.
@@ -127,7 +137,7 @@ def classify(
 
     Parameters
     ----------
-    net, images, world, batch_size, everywhere
+    net, images, world, batch_size, test_flips, everywhere
         As for `predict`.
     names : bool
         Whether to return the names of the classes, ``net.classes``, instead of their indices.
@@ -156,7 +166,8 @@ def classify(
             'are None): set net.classes = ("cat", "dog", ...)'
         )
     images, shape = as_datastore(net, images), net.output_shape[1:]
-    indices = _collect(net, images, labels, shape, np.int64, world, batch_size, everywhere)
+    arguments = net, images, labels, shape, np.int64, world, batch_size, everywhere, test_flips
+    indices = _collect(*arguments)
     return np.array(net.classes)[indices] if names and indices is not None else indices
 
 
@@ -252,6 +263,7 @@ def by_batch(
     world: World,
     batch_size: int = BATCH,
     bad_images: BadImages | None = None,
+    test_flips: Flips = "none",
 ) -> Generator[tuple, None, None]:
     """Yield the results of each mini-batch on rank 0, in the order of the datastore.
 
@@ -273,6 +285,8 @@ def by_batch(
     bad_images : BadImages, optional
         Receives the images that cannot be read, which are left out. By default, such an image
         raises an error.
+    test_flips : {"none", "x", "y", "xy"}
+        As for `predict`.
 
     Yields
     ------
@@ -281,7 +295,7 @@ def by_batch(
         other than 0 get (None, None).
     """
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
-    net = net.on(world.device)
+    net = mirrored(net.on(world.device), test_flips)
     for images, targets in batches:
         entries = images.batch.indices, function(net, images)
         del images, targets  # frees memory for the next mini-batch
@@ -311,12 +325,15 @@ def as_datastore(net: Network, images: Datastore | np.ndarray) -> Datastore:
     return images
 
 
-def _collect(net, datastore, function, shape, dtype, world, batch_size, everywhere):
+def _collect(
+    net, datastore, function, shape, dtype, world, batch_size, everywhere, test_flips="none"
+):
     """Call a function for all images, and collect its results in one array."""
     world = World() if world is None else world
     keeps = everywhere or world.rank == 0
     collected = np.empty((len(datastore), *shape), dtype) if keeps else None
-    for batch in by_batch(net, datastore, function, world=world, batch_size=batch_size):
+    options: Any = {"world": world, "batch_size": batch_size, "test_flips": test_flips}
+    for batch in by_batch(net, datastore, function, **options):
         indices, values = world.broadcast(batch) if everywhere else batch
         if keeps:
             collected[indices] = values

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Var, WithVjp, op, refuse_gpu, value_of
-from mpidl.backends.training_interface import PLAIN, LabelRule
+from mpidl.autodiff.tape import Var, WithVjp, op, value_of
+from mpidl.backends.training_interface import LabelRule
 from mpidl.blocks import Blocked
 from mpidl.fold import Partial
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes, squeezed
-from mpidl.ops.probabilities import is_soft, of_soft_targets
+from mpidl.ops.probabilities import is_soft, of_soft_targets, soft_correct_count
 
 __all__ = [
     "correct_count",
@@ -90,8 +90,7 @@ def softmax_cross_entropy(
     labels
         Integers from 0 to K-1, (N,) or (N, ...). Or probabilities of the classes, such as one-hot
         targets: floats in the shape of the scores, on CPUs only. For these, the mean of
-        -sum(labels * log softmax(logits)) is computed, and the other arguments must have their
-        defaults.
+        -sum(labels * log softmax(logits)) is computed, and only label_smoothing may be given.
     class_weights
         A weight per class, (K,). The mean is weighted: a label counts with the weight of its class.
     label_smoothing
@@ -123,12 +122,12 @@ def softmax_cross_entropy(
     _check_ignored(ignore_label, scores.shape[1])
     rule = _rule(scores.shape[1], class_weights, label_smoothing, focal_gamma)
     if is_soft(labels, scores):
-        if rule != PLAIN or ignore_label is not None:
+        if rule.class_weights is not None or rule.gamma or ignore_label is not None:
             raise ValueError(
-                "softmax_cross_entropy: expected integer labels with class_weights, "
-                "label_smoothing, ignore_label or focal_gamma, got floats"
+                "softmax_cross_entropy: expected integer labels with class_weights, ignore_label "
+                "or focal_gamma, got floats"
             )
-        return of_soft_targets(logits, labels)
+        return of_soft_targets(logits, labels, rule.smoothing)
     return _cross_entropy_of_labels(logits, labels, rule=rule, ignore_label=ignore_label)
 
 
@@ -280,8 +279,9 @@ def correct_count(
     logits
         Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
-        Integers from 0 to K-1, (N,) or (N, ...), or one-hot targets: floats in the shape of the
-        scores, whose class has the largest number.
+        Integers from 0 to K-1, (N,) or (N, ...), or probabilities of the classes, such as one-hot
+        targets: floats in the shape of the scores. An image then counts as the probability of the
+        class with the largest score.
     ignore_label
         A label outside 0..K-1, which is never correct.
 
@@ -293,8 +293,7 @@ def correct_count(
     scores: Blocked = value_of(logits)
     check_scores("correct_count", scores)
     if is_soft(labels, scores):
-        refuse_gpu("correct_count", labels)
-        labels = labels.like(labels.lanes.argmax(axis=1).astype(np.int32))
+        return soft_correct_count(scores, value_of(labels))
     lanes = label_lanes("correct_count", labels, scores, ignore_label)
     batch = scores.batch
     return backends.of_value(scores).correct_count(scores.lanes, lanes, batch.counts(), batch.tree)

@@ -10,7 +10,7 @@ import numpy as np
 from mpidl import backends
 from mpidl.autodiff.tape import Var, op, refuse_gpu, value_of
 from mpidl.blocks import Blocked, zero_unused
-from mpidl.fold import Partial
+from mpidl.fold import Counter, Partial
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes
 from mpidl.ops.reductions import mean
@@ -80,22 +80,26 @@ def _cross_entropy_of_probabilities(p, targets):
 
 
 @op
-def _cross_entropy_of_scores(x, targets, p):
-    """Return the sum of -targets * log(softmax(x)) for each image, float64 (n,).
+def _cross_entropy_of_scores(x, targets, p, *, smoothing):
+    """Return the sum of -q * log(softmax(x)) for each image, float64 (n,).
 
-    p is softmax(x) of the backend. The gradient uses it because the bytes of NumPy's exp and log
-    depend on the CPU.
+    q is (1 - smoothing) * targets + smoothing / K. p is softmax(x) of the backend. The gradient
+    uses it because the bytes of NumPy's exp and log depend on the CPU.
     """
     axes = tuple(range(1, x.ndim))
     shifted = x.astype(np.float64) - x.max(axis=1, keepdims=True)
     logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    q = targets
+    if smoothing:
+        q = (1 - smoothing) * targets.astype(np.float64) + smoothing / x.shape[1]
 
     def vjp(dy):
         dy = dy.reshape(-1, *(1,) * (x.ndim - 1))
-        dx = p * targets.sum(axis=1, dtype=np.float64, keepdims=True) - targets
-        return (dy * dx).astype(x.dtype), (-dy * logs).astype(targets.dtype), None
+        dx = p * q.sum(axis=1, dtype=np.float64, keepdims=True) - q
+        dtargets = -dy * logs * (1 - smoothing)
+        return (dy * dx).astype(x.dtype), dtargets.astype(targets.dtype), None
 
-    return -(targets * logs).sum(axis=axes), vjp
+    return -(q * logs).sum(axis=axes), vjp
 
 
 @overload
@@ -152,12 +156,26 @@ def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Parti
     return _mean_of_images(_cross_entropy_of_probabilities(probabilities, targets), p)
 
 
-def of_soft_targets(logits: Blocked | Var, targets: Blocked | Var) -> Partial | Var:
+def of_soft_targets(
+    logits: Blocked | Var, targets: Blocked | Var, smoothing: float = 0.0
+) -> Partial | Var:
     """Return the mean cross-entropy of scores before softmax, for targets of their shape."""
     refuse_gpu("softmax_cross_entropy", value_of(logits), value_of(targets))
     scores: Blocked = value_of(logits)
     p = scores.like(backends.of_value(scores).softmax(scores.lanes))
-    return _mean_of_images(_cross_entropy_of_scores(logits, targets, p), scores)
+    losses = _cross_entropy_of_scores(logits, targets, p, smoothing=smoothing)
+    return _mean_of_images(losses, scores)
+
+
+def soft_correct_count(scores: Blocked, targets: Blocked) -> Partial:
+    """Add up the targets of the classes with the largest scores."""
+    refuse_gpu("correct_count", scores, targets)
+    counter = Counter(scores.batch.tree)
+    for b in range(scores.batch.blocks):
+        predicted = scores.block(b).argmax(axis=1)
+        weights = np.take_along_axis(targets.block(b), predicted[:, None], axis=1)
+        counter.push(np.array(weights.sum(dtype=np.float64)))
+    return counter.partial((), np.float64)
 
 
 def is_soft(targets: object, scores: Blocked) -> bool:

@@ -114,13 +114,13 @@ def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Ro
     summaries = []
     for first in range(0, len(rows), folds):
         group = rows[first : first + folds]
-        done = [row for row in group if row["state"] == "done"]
+        complete = [row for row in group if row["state"] == "done"]
         summary = {"trials": f"{group[0]['trial']}-{group[-1]['trial']}"}
         summary |= {name: group[0].get(name) for name in varied if name != "fold"}
-        summary["done"] = len(done)
+        summary["done"] = len(complete)
         for name in SCORES:
-            values = [row[name] for row in done if row[name] is not None]
-            is_known = bool(values) and len(values) == len(done)
+            values = [row[name] for row in complete if row[name] is not None]
+            is_known = bool(values) and len(values) == len(complete)
             summary[name] = statistics.fmean(values) if is_known else None
             has_spread = is_known and len(values) > 1
             summary[f"{name}_std"] = statistics.stdev(values) if has_spread else None

@@ -30,7 +30,7 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
 
     A custom layer, loss, optimizer or transform may behave differently in the next step, so a step
     with one of these stays eager. So does a loss that divides by a number that depends on the
-    labels.
+    labels, and the loss of mixed labels, which NumPy computes.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     is_mean = isinstance(loss, CrossEntropy) and loss.class_weights is None
@@ -39,6 +39,7 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
         options.graphs != "off"
         and options.worker_load != "measured"
         and options.batchnorm == "global"
+        and not (options.mixup or options.cutmix)
         and (isinstance(loss, str) or is_mean)
         and isinstance(optimizer, Optimizer)
         and all(type(part).__module__.startswith("mpidl.") for part in parts)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
-    """Choose the best network and compute its population statistics, as the options require.
+    """Choose the final weights and compute their population statistics, as the options require.
 
     If a signal arrives during the validation or the computation, the rest is skipped. Collective.
     """
@@ -23,7 +23,12 @@ def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
         trainer.validate(interruptible=signals is not None)
         if validation.owed:
             return
+    averages = {}
+    if trainer.average.replaces_weights(iteration, len(trainer.queue)):
+        trainer.wait()
+        averages = trainer.average.arrays()
     trainer.step.close()
+    net.parameters = {**net.parameters, **averages}
     validation.give_best(net)
     if options.batchnorm_statistics == "population" and iteration:
         queue_options = {"prefetch": options.prefetch, **net.input_transform()}

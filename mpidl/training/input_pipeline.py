@@ -10,12 +10,14 @@ from typing import Any, cast
 import numpy as np
 
 from mpidl import losses
+from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data import balanced
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.augment import Augmenter
+from mpidl.data.transforms.mixing import Mixing
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.training.options.option_types import size_of
@@ -85,6 +87,52 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         raise UserError(f"--{name.replace('_', '-')}:{text}") from None
 
 
+def mixing_of(options: TrainingOptions) -> Mixing | None:
+    """Return the Mixing that the options describe, or None.
+
+    Raises
+    ------
+    UserError
+        If a value is invalid, or if the images are not in a new random order in each epoch.
+    """
+    if not (options.mixup or options.cutmix):
+        return None
+    if options.shuffle != "every-epoch":
+        raise UserError(
+            "--mixup and --cutmix: expected --shuffle every-epoch, because images are mixed with "
+            f"their neighbours in the order, found {options.shuffle}"
+        )
+    try:
+        return Mixing(
+            mixup=options.mixup, cutmix=options.cutmix, probability=options.mix_probability
+        )
+    except UserError as error:
+        raise UserError(f"--{error}") from None
+
+
+def _check_mixing(options, loss, datastore):
+    """Raise UserError if labels cannot be mixed."""
+    if mixing_of(options) is None:
+        return
+    rules = [
+        name
+        for name in ("class_weights", "ignore_label", "focal_gamma")
+        if getattr(loss, name, None) not in (None, 0)
+    ]
+    if not isinstance(loss, CrossEntropy) and loss != "crossentropy" and not callable(loss):
+        rules.append(f"loss {loss}")
+    if rules:
+        raise UserError(
+            "--mixup and --cutmix: expected --loss crossentropy without class_weights, "
+            f"ignore_label and focal_gamma, found {', '.join(rules)}"
+        )
+    if datastore.labels is None or datastore.targets_shape is not None:
+        raise UserError(
+            f"{datastore.describe()}: --mixup and --cutmix: expected one label per image, found "
+            "none"
+        )
+
+
 def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape (C, P, Q) of images after augmentation, given the datastore's (C, H, W)."""
     augmenter = augmenter_of(options)
@@ -139,6 +187,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"the network expects, found {store.image_shape}"
         )
     loss = options.loss_for(net, datastore)
+    _check_mixing(options, loss, datastore)
     for images in (datastore, store):
         if images is not None:
             losses.check(loss, trained, images, training=images is datastore)
@@ -199,6 +248,7 @@ def prepare(
     net.classes = losses.trained_classes(loss, net, datastore)
     return {
         "augmenter": augmenter,
+        "mixing": mixing_of(options),
         "normalization": normalization,
         **losses.label_range(loss, net),
         "bad_images": bad_images,

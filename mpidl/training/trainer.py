@@ -43,6 +43,7 @@ from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
 from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
 from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
+from mpidl.training.weight_average import WeightAverage
 
 
 def stopped_by(signals: Signals, world: World) -> str | None:
@@ -74,6 +75,8 @@ class Trainer:
         The queue that delivers the mini-batches.
     step : EagerStep or RecordedStep
         The object that computes the training steps.
+    average : WeightAverage
+        The average of the weights, if the options require one.
     position : Position
         The progress of the run, such as the current epoch and iteration.
     validation : Validation
@@ -107,6 +110,7 @@ class Trainer:
     ) -> None:
         self.net, self.options, self.world, self.signals = net, options, world, signals
         self.console, self.optimizer = console, optimizer
+        self.average = WeightAverage(options, optimizer)
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
         self._seconds_apart = 0.0  # seconds that the speed excludes
@@ -328,6 +332,7 @@ class Trainer:
         position, start_time = self.position, time.monotonic()
         position.batch, position.iteration = position.batch + 1, position.iteration + 1
         self.optimizer.learning_rate = rate = self.learning_rate(position.iteration)
+        self.average.prepare_step(position.iteration, len(self.queue))
         self.world.transport.activity = f"epoch {position.epoch}, iteration {position.iteration}"
         return StepInfo(position.epoch, position.iteration, images, rate, start_time)
 
@@ -385,7 +390,10 @@ class Trainer:
         if stop_requested and signals is not None:
             signals.name = None
         with self._apart("validation", len(self.validation.store)) as progress:
-            evaluation = self.validation.run(self.net, position.iteration, signals, progress)
+            net = self.net
+            if self.average.replaces_weights(position.iteration, len(self.queue)):
+                net = self.average.network(net)
+            evaluation = self.validation.run(net, position.iteration, signals, progress)
         if stop_requested:
             self.stop()
         if evaluation is None:

@@ -90,6 +90,7 @@ FORMULAS = {  # the numbers of each, and the lowest number of each array that it
     "adam": (ADAM, [-1.0, 0.0]),
     "adamw": ((*ADAM, 0.3), [-1.0, 0.0]),
     "rmsprop": ((0.01, 0.999, 1 - 0.999, 1e-8), [0.0]),
+    "average": ((0.3,), [-1.0]),
 }
 
 
@@ -203,6 +204,12 @@ def training_table():
         yield from (case._replace(backends=CPU) for case in pixels_to_lanes(shape))
     for shape in ((3, 4, 5), (7,)):
         yield Case("image_sums", f"{shape}", {"x": lanes(*shape)}, 1e-6, backends=CPU)
+    for turn in (0, 1, 2, 3):
+        arguments = {"x": lanes(3, 5, 7), "turn": turn}
+        yield Case("mirror", f"turn {turn}", arguments, 0)
+        arguments |= {"total": lanes(3, 5, 7), "factor": 0.3}
+        yield Case("mirror", f"turn {turn}, added", arguments, 0)
+    yield Case("mirror", "scores", {"x": lanes(10), "turn": 0, "total": lanes(10)}, 0)
     for stride in (1, 3, 4):
         for width in (1, 5, 227):
             yield planes(stride, width)

@@ -39,8 +39,8 @@ def test_every_class_and_every_image_of_a_class_equally_often(epoch):
     assert np.bincount(LABELS[images], minlength=5).tolist() == [14, 14, 0, 14, 14]
     counts = np.bincount(images, minlength=54)
     for label, size in SIZES.items():
-        low, more = divmod(PER_CLASS, size)
-        expected = [low] * (size - more) + [low + 1] * more
+        low, remainder = divmod(PER_CLASS, size)
+        expected = [low] * (size - remainder) + [low + 1] * remainder
         assert sorted(counts[LABELS == label]) == expected
     for image in range(54):
         assert sorted(copies[images == image]) == list(range(counts[image]))
@@ -92,16 +92,16 @@ def test_shares_of_all_ranks_are_the_global_order(size, prefetch):
 
 def test_lengths_and_partial_mini_batches():
     assert len(queue(batch_size=56)) == 1 and len(queue(batch_size=55)) == 2
-    whole = queue(batch_size=20, partial_minibatch="discard")
-    assert len(whole) == 2 and len(whole.order(1)) == 40
+    full = queue(batch_size=20, partial_minibatch="discard")
+    assert len(full) == 2 and len(full.order(1)) == 40
     assert len(queue(batch_size=56, partial_minibatch="discard")) == 1
     text = refusal(queue, batch_size=57, partial_minibatch="discard")
     assert text.endswith("at least one mini-batch of 57, found 56")
 
 
 def test_shuffle_once_repeats_the_first_draws():
-    once = queue(shuffle="once")
-    assert np.array_equal(once.order(1), once.order(2))
+    fixed = queue(shuffle="once")
+    assert np.array_equal(fixed.order(1), fixed.order(2))
     assert not np.array_equal(queue().order(1), queue().order(2))
 
 

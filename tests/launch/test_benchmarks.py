@@ -286,6 +286,17 @@ def test_input(bench):
 
 
 @pytest.mark.slow("jobs")
+def test_packs(bench):
+    """The size does not depend on the machine; the images are too few for rates."""
+    words = ["--packs", "--side", 40, "--images", 12, "--batch-size", 8, "--rounds", 1]
+    _, record = bench("input", *words)
+    assert all(0 < size <= 0.3 for size in record["packs"]["size"].values())
+    for figures in record["packs"]["1"].values():
+        assert figures["rate"]["median"] > 0
+    assert record["packs"]["1"]["4 shards"]["processor_rate_ratio"] > 0
+
+
+@pytest.mark.slow("jobs")
 def test_input_memory():
     """The record has every way to read; the set is too small for meaningful figures."""
     options = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())

@@ -1,6 +1,7 @@
 """Options of the data give the same bytes on any ranks, threads and workers, also resumed."""
 
 import jobs
+import pool
 import pytest
 
 SLOW = pytest.mark.slow("jobs")
@@ -14,15 +15,15 @@ def hashes(data, folder, words, network=jobs.SMALL):
     The second run halts on 3 ranks with 2 workers, and ends on 2 ranks with 2 threads each.
     """
     words = ["--epochs", 2, *words]
-    one, halted = folder / "1", folder / "halted"
-    jobs.train(1, data, one, *words, "--threads", 1, network=network)
+    single, halted = folder / "1", folder / "halted"
+    jobs.train(1, data, single, *words, "--threads", 1, network=network)
     jobs.train(
         *(3, data, halted, *words, "--threads", 1, "--workers", 2, "--max-iterations", 3),
         network=network,
     )
-    assert jobs.summary(halted)["iterations"] == 3 < jobs.summary(one)["iterations"]
+    assert jobs.summary(halted)["iterations"] == 3 < jobs.summary(single)["iterations"]
     jobs.resume(2, halted, "--max-iterations", "none", "--threads", 2, "--workers", 3)
-    return {1: jobs.weights_hash(one), "3, then 2": jobs.weights_hash(halted)}
+    return {1: jobs.weights_hash(single), "3, then 2": jobs.weights_hash(halted)}
 
 
 def assert_other_weights(data, folder, words, expected):
@@ -57,6 +58,53 @@ def test_folds(pictures, tmp_path):
     line = jobs.refusal(jobs.resume(1, tmp_path / "halted", "--fold", "1/3", check=2))
     assert "--fold was 2/3, is 1/3" in line
     assert_other_weights(pictures, tmp_path, ["--fold", "1/3", *FOLD[2:]], results[1])
+
+
+@SLOW  # test_pack_layout.py compares the mini-batches
+def test_packs_of_image_files_in_shards(pictures, tmp_path):
+    """The weights of the folder, with which a run may continue."""
+    words = ["--shuffle", "every-epoch", "--cache-mb", 0]
+    folder = jobs.trained_hash(1, pictures, tmp_path / "folder", "--epochs", 2, *words)
+    packs = {}
+    for options in (("encoded",), ("encoded", "--shards", 5), ("decoded", "--shards", 2)):
+        path, runs = tmp_path / f"{'-'.join(map(str, options))}.h5", tmp_path / str(len(packs))
+        pool.run(None, "-m", "mpidl.pack", pictures, path, "--images", *options, check=0)
+        runs.mkdir()
+        packs |= {(options, ranks): h for ranks, h in hashes(path, runs, words).items()}
+    jobs.assert_same_weights(packs | {"folder": folder})
+    halted = tmp_path / "halted"
+    jobs.train(2, pictures, halted, "--epochs", 2, *words, "--max-iterations", 3)
+    jobs.resume(3, halted, "--max-iterations", "none", "--data", tmp_path / "encoded.h5")
+    assert jobs.weights_hash(halted) == folder
+
+
+@pytest.fixture(scope="module")
+def table(pictures):
+    """A table of the pictures with two labels of 0 or 1, and all three parts."""
+    rows = []
+    for i, image in enumerate(sorted(pictures.glob("*/*.png"))):
+        part = "test" if i % 9 == 0 else "validation" if i % 9 == 1 else "train"
+        name = image.parent.name
+        cells = [str(image.relative_to(pictures)), int(name == "bar"), int(name != "dot"), part]
+        rows.append(",".join(map(str, cells)))
+    path = pictures.parent / "shapes.csv"
+    rows = [f"shapes/{row}" for row in rows]
+    path.write_text("\n".join(["path,tall,large,split", *rows]) + "\n")
+    return path
+
+
+@SLOW  # test_table.py reads tables on several ranks
+def test_a_table_with_several_labels(table, tmp_path):
+    """Rows of the table validate and test the network, which has an output per label."""
+    words = ["--loss", "mse", "--validation-frequency", 2]
+    jobs.assert_same_weights(hashes(table, tmp_path, words))
+    kinds = [record["kind"] for record in jobs.metrics(tmp_path / "1")]
+    assert "validation" in kinds and jobs.summary(tmp_path / "1")["loss"] > 0
+    text = jobs.refusal(
+        jobs.train(None, table, tmp_path / "x", *words, "--validation-fraction", 0.1, check=2)
+    )
+    expected = f"--data {table} with validation images and --validation-fraction 0.1: expected at"
+    assert text.startswith(expected)
 
 
 REFUSED = {

@@ -19,6 +19,10 @@ WARPED = [
     *("--hue", 0.1, "--erase", 0.5),
 ]
 # The transformations that `WARPED` does not have, of images and of the labels of their pixels.
+MIXED = [
+    *("--mixup", 0.5, "--cutmix", 1, "--mix-probability", 0.9, "--shuffle", "every-epoch"),
+    *("--label-smoothing", 0.1, "--test-flips", "xy"),
+]
 RESIZED = [
     *("--resized-crop", 8, "--crop-area", "0.3,1", "--flip", "x", "--rotation", 20),
     *("--contrast", 0.4, "--erase", 1, "--erase-value", 90, "--erase-aspect", "0.5,2"),
@@ -91,14 +95,15 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
     "kind, function, words",
     [
         ("labels", "small", ()),
+        ("mixed", "small", MIXED),
         ("pixels", "pixels", ("--ignore-label", 255)),
         ("images", "shades", ("--loss", "mse")),
     ],
 )
-def test_resized_images_with_their_targets(kind, function, words, pictures, pairs, tmp_path):
+def test_images_with_their_targets_on_any_ranks(kind, function, words, pictures, pairs, tmp_path):
     """Stopped on three ranks and resumed on two."""
     words, network = (*words, "--epochs", 2, "--learning-rate", 0.01), jobs.network(function)
-    data, halted = pictures if kind == "labels" else pairs[kind], tmp_path / "halted"
+    data, halted = pairs.get(kind, pictures), tmp_path / "halted"
 
     def weights(out, *options):
         return jobs.trained_hash(1, data, tmp_path / out, *options, *words, network=network)
@@ -108,6 +113,8 @@ def test_resized_images_with_their_targets(kind, function, words, pictures, pair
     jobs.train(3, data, halted, *options, "--workers", 3, network=network)
     jobs.resume(2, halted, "--max-iterations", "none", "--threads", 1, "--workers", 2)
     jobs.assert_same_weights({1: expected, "resumed": jobs.weights_hash(halted)})
+    test = [jobs.summary(out)["loss"] for out in (tmp_path / "1", halted)]
+    assert test[0] == test[1]
     assert weights("plain", "--random-crop", 8, "--threads", 1) != expected
 
 

@@ -82,6 +82,14 @@ SOLVERS = {
     "lamb": [
         *("--solver", "lamb", "--learning-rate", 0.02, "--l2", 0.1, "--decay-exclude", "none"),
     ],
+    "ema": [
+        *("--average", "ema", "--average-decay", 0.9, "--learning-rate", 0.05),
+        *("--validation-data", "test", "--validation-frequency", 3),
+    ],
+    "swa": [
+        *("--average", "swa", "--average-start", 1, "--average-every", 2),
+        *("--validation-data", "test", "--output-network", "best-validation"),
+    ],
     "nesterov": [
         *("--nesterov", "on", "--learning-rate", 0.05, "--l2", 0.01),
         *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),

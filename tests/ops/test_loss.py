@@ -122,7 +122,7 @@ class TestLoss(OpChecks):
             r"ignore_label must be outside 0\.\.2",
         ),
         (
-            lambda x, f, i: dl.softmax_cross_entropy(f, f, label_smoothing=0.1),
+            lambda x, f, i: dl.softmax_cross_entropy(f, f, focal_gamma=2),
             ValueError,
             "expected integer labels with",
         ),

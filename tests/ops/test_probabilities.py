@@ -31,12 +31,26 @@ def label_reference(x, labels):
     return -sum(np.log(row[i]) for row, i in zip(rows, labels.ravel(), strict=True)) / len(rows)
 
 
+def smoothed(x, targets):
+    """Make probabilities of random numbers, and smooth them."""
+    return dl.softmax_cross_entropy(x, dl.softmax(targets), label_smoothing=0.2)
+
+
+def smoothed_reference(x, targets):
+    """Add up -q log(p), q = 0.8 t + 0.2 / K, of all images, pixels and classes."""
+    rows, soft = (softmax_reference(by_pixel(a)) for a in (x, targets))
+    q = 0.8 * soft + 0.2 / soft.shape[1]
+    return -sum((q * np.log(rows)).ravel()) / len(rows)
+
+
 class TestCrossEntropy(OpChecks):
     """Each case runs under the fixture `world`."""
 
     cases = {
         "targets": Case(of_scores, soft_reference, [(5,), (5,)]),
         "targets of pixels": Case(of_scores, soft_reference, [(4, 2, 3), (4, 2, 3)]),
+        "smoothed targets": Case(smoothed, smoothed_reference, [(5,), (5,)]),
+        "smoothed targets of pixels": Case(smoothed, smoothed_reference, [(4, 2, 3), (4, 2, 3)]),
         "labels": Case(of_scores, label_reference, [(6,), ("labels",)]),
         "labels of pixels": Case(of_scores, label_reference, [(6, 1, 3), ("labels", 3)]),
     }

@@ -154,10 +154,19 @@ class Cluster:
         munge += [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "seed")]
         self._start("munged", *munge, f"--log-file={self.folder}/munge.log")
         wait_until((self.folder / "munge.socket").exists)
-        self._start("slurmctld", "slurmctld", "-D")
+        self.start_controller()
         for name in NODES:
             self.start_node(name)
         wait_until(self.is_idle, 0.2)
+
+    def kill_controller(self):
+        """Kill slurmctld, as if its machine was restarted."""
+        os.kill(int(_child(self.daemons["slurmctld"].pid)), signal.SIGKILL)
+        self.daemons["slurmctld"].wait()
+
+    def start_controller(self):
+        self._start("slurmctld", "slurmctld", "-D")
+        wait_until(lambda: "is UP" in self.finish("scontrol", "ping").stdout, 0.2)
 
     def start_node(self, name):
         """Start the daemon of a node, with the node's host name and shared memory."""

@@ -1,6 +1,9 @@
 """run/train.slurm on a real Slurm: whatever ends a job, the weights are those of one rank."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import jobs
 import pytest
@@ -124,6 +127,28 @@ def test_scontrol_requeue(submit, expected_hash):
     training.job.cluster.run("scontrol", "requeue", training.job.number)
     training.job.wait_for_requeue()
     assert training.finish() == expected_hash
+
+
+def test_the_controller_is_restarted_when_a_job_wants_back(submit, cluster, expected_hash):
+    """It is away for longer than scontrol waits for it."""
+    training = submit(nodes=1)
+    training.wait_for_steps()
+    log = Path(training.job.facts()["StdOut"])
+    (script,) = (pid for pid in cluster.pids("n1") if is_batch_script(pid))
+    cluster.kill_controller()
+    try:
+        os.kill(script, signal.SIGUSR1)
+        wait_until(lambda: "exit code 75" in log.read_text(), 0.2)
+        time.sleep(40)
+    finally:
+        cluster.start_controller()
+    training.job.wait_for_requeue()
+    assert training.finish() == expected_hash
+
+
+def is_batch_script(pid):
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return any(word.endswith(b"/slurm_script") for word in words)
 
 
 @pytest.mark.parametrize("node", ["n1", "n2"], ids=["first", "second"])

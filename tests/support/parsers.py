@@ -153,6 +153,45 @@ def packed_file(labelled):
     return images(write, 8, check=open_and_verify)
 
 
+def encoded_pack(damaged):
+    """A packed set of PNG files in two shards; the file to damage is its index or a shard."""
+
+    def prepare(folder):
+        grow(folder / "set")
+        store = ImageFolder(folder / "set")
+        packing.pack({"train": store}, folder / "x.h5", images="encoded", shards=2)
+        return folder / damaged, lambda: open_and_verify(folder / "x.h5")
+
+    return Parser(prepare, 8 if damaged == "x.h5" else 64)
+
+
+def encoded_file(folder):
+    """A packed set of PNG files in one file."""
+    grow(folder / "set")
+    store = ImageFolder(folder / "set")
+    packing.pack({"train": store}, folder / "x.h5", images="encoded")
+    return folder / "x.h5", lambda: open_and_verify(folder / "x.h5")
+
+
+def table(text):
+    """A table of images with the given columns."""
+
+    def prepare(folder):
+        grow(folder / "set")
+        (folder / "x.csv").write_text(text)
+        return folder / "x.csv", lambda: open_and_use(folder / "x.csv")
+
+    return Parser(prepare, 5, is_slow=False)
+
+
+TABLES_OF_IMAGES = {
+    "label": 'path,label,split\nset/cat/0.png,"a,b",train\nset/dog/1.png,c,test\n'
+    "set/emu/2.png,c,train\n",
+    "labels": "path,labels\nset/cat/0.png,a;b\nset/dog/1.png,\nset/emu/2.png,c;a\n",
+    "targets": "path,x,y\nset/cat/0.png,1,0\nset/dog/1.png,0,1\nset/emu/2.png,0.5,1e-3\n",
+}
+
+
 def npz(write_arrays):
     def write(folder):
         pixels, labels = pixels_of(0, 5, 4, 3), np.arange(5) % 3
@@ -343,6 +382,10 @@ IMAGES = {
     },
     **{f"HDF5, {kind}": hdf5(kind) for kind in ("old", "new", "chunks")},
     **{f"packed, labelled: {labelled}": packed_file(labelled) for labelled in (True, False)},
+    "packed, encoded": Parser(encoded_file, 8),
+    "packed, index of shards": encoded_pack("x.h5"),
+    "packed, shard": encoded_pack("x-00002-of-00002.bin"),
+    **{f"table, {kind}": table(text) for kind, text in TABLES_OF_IMAGES.items()},
     "npz": npz(np.savez),
     "npz compressed": npz(np.savez_compressed),
     **{f"MAT {version}": mat(version) for version in ("5", "5 compressed", "7.3")},

@@ -60,6 +60,20 @@ def images(
     return lanes
 
 
+def mirror(x, turn, total=None, factor=1.0):
+    if turn and (x.ndim != 5 or x.order != array.IMAGES):
+        raise ValueError(f"mirror: expected images (blocks, C, H, W, 16), got {x}")
+    if total is not None and total.order != x.order:
+        raise ValueError(f"mirror: expected a total stored as {x}, got {total}")
+    height, width = x.dims[2:4] if turn else (1, 1)
+    channels = x.size // max(1, x.dims[0] * LANES * height * width)
+    y = array.empty_like(x)
+    blocks, threads = launching.blocks_of_threads(x.size), launching.THREADS
+    numbers = float(factor), turn, channels, height, width, x.size
+    launching.launch("images_mirror", blocks, threads, x, total, y, *numbers)
+    return y
+
+
 def targets(table, *, indices=None, counts=None, blocks=None):
     """Return lanes (B, *shape, 16) of targets: class labels, numbers, label maps or images.
 

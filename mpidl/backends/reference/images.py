@@ -82,6 +82,15 @@ def warp(pixels, maps, size, fill):
     return out
 
 
+def mirror(x, turn, total=None, factor=1.0):
+    if turn & 1:
+        x = x[..., ::-1, :]
+    if turn & 2:
+        x = x[..., ::-1, :, :]
+    y = np.ascontiguousarray(x) if total is None else x + total
+    return y * x.dtype.type(factor)
+
+
 def planes(pixels, out=None):
     channels = 1 if pixels.shape[-1] == 1 else 3
     out = np.empty((channels, *pixels.shape[:2]), np.uint8) if out is None else out

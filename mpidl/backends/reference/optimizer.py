@@ -104,7 +104,15 @@ def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
     return w - rate * (g / (np.sqrt(v) + epsilon))
 
 
-FORMULAS = {formula.__name__: formula for formula in (sgdm, nesterov, adam, adamw, rmsprop)}
+def average(w, g, decay, rate, a):
+    """Set a = a + rate * (w - a), the average of the weights, and return w. g is not used."""
+    a += rate * (w - a)
+    return w
+
+
+FORMULAS = {
+    formula.__name__: formula for formula in (sgdm, nesterov, adam, adamw, rmsprop, average)
+}
 
 
 def _regularized(w, g, decay):

@@ -3,7 +3,7 @@
 To add a format, write a module that defines `FORMAT`, and add this `FORMAT` to FILES or FOLDERS.
 """
 
-from mpidl.data.formats import cifar, digits, folder, hdf5, idx, mat, npz, packed
+from mpidl.data.formats import cifar, digits, folder, hdf5, idx, mat, npz, packed, table
 from mpidl.data.formats.cifar import cifar_folder
 from mpidl.data.formats.folder import ImageFolder
 from mpidl.data.formats.hdf5 import HDF5Datastore
@@ -13,9 +13,10 @@ from mpidl.data.formats.npz import npz_file
 from mpidl.data.formats.packed import PackedDatastore
 from mpidl.data.formats.packing import pack
 from mpidl.data.formats.split_files import split_files
+from mpidl.data.formats.table import ImageTable
 
 # The first format that recognizes a path opens it, so the order matters.
-FILES = (packed.FORMAT, hdf5.FORMAT, mat.FORMAT, npz.FORMAT)
+FILES = (packed.FORMAT, hdf5.FORMAT, mat.FORMAT, npz.FORMAT, table.FORMAT)
 FOLDERS = (
     idx.FORMAT,
     cifar.FORMAT,
@@ -29,6 +30,7 @@ FORMATS = (*KEYWORDS, *FILES, *FOLDERS)
 __all__ = [
     "HDF5Datastore",
     "ImageFolder",
+    "ImageTable",
     "PackedDatastore",
     "cifar_folder",
     "idx_folder",

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, Indices, counted
+from mpidl.data.datastore import counted
 from mpidl.data.formats.format import OpenOptions, World, format_of_parts
-from mpidl.data.formats.image_files import KINDS, SUFFIXES, decode
+from mpidl.data.formats.image_files import SUFFIXES, decode
+from mpidl.data.formats.image_list import ImageList
 from mpidl.data.storage import objects
 from mpidl.data.storage.paths import Entry, check_remote, exists, is_folder, listed, scan
 from mpidl.data.storage.settings import is_remote
-from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
+from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
 from mpidl.errors import UserError
-from mpidl.files import Stamp, changed, digest, on_rank_0, reason, stamp
+from mpidl.files import Stamp, on_rank_0, reason, stamp
 from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean, printable
 
 TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
-class ImageFolder(Datastore):
+class ImageFolder(ImageList):
     """A datastore of image files, each labelled by the sub-folder of `folder` that contains it.
 
     With a world, construction is collective: rank 0 lists the files, decodes the first image and
@@ -86,94 +85,18 @@ class ImageFolder(Datastore):
         labelled: bool = True,
         preprocess: Preprocess | None = AS_IT_IS,
     ):
+        super().__init__(preprocess)
         self.folder = os.fspath(folder)
-        self.conversion = preprocess or AS_IT_IS
-        self.preprocess = self.conversion or None
-        self._pending = objects.ReadAhead()
         with listed(self.folder):
             listing = on_rank_0(
                 world, lambda: list_images(self.folder, classes, labelled, self.conversion)
             )
-        self.files: list[str]
-        self.sizes: np.ndarray
-        self.written: np.ndarray
         self.unlabelled: str | None
         self.files, self.sizes, self.written = listing[:3]
         self.labels, self.classes, self.image_shape, self.unlabelled = listing[3:]
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, indices: Indices) -> np.ndarray:
-        # Use memory from the arena: clearing new pages would add a fifth to the decoding time.
-        images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
-        fetches = self.read_ahead(indices) or [None] * len(indices)
-        for image, i, fetch in zip(images, indices, fetches, strict=True):
-            path = os.path.join(self.folder, self.files[i])
-            content = None if fetch is None else fetch.result()
-            pixels, now = decode(path, self.conversion, self.image_shape, image, content)
-            if fetch is None and now != (self.sizes[i], self.written[i]):
-                before = Stamp(int(self.sizes[i]), int(self.written[i]))
-                raise changed(path, before, now)
-            if isinstance(pixels, tuple):
-                raise UserError(self._shape_error(path, pixels))
-        return images
-
-    def read_ahead(self, indices: Indices) -> list[objects.Fetch] | None:
-        if not is_remote(self.folder):
-            return None
-        return self._pending.start(map(int, indices), self._request)
-
-    def _request(self, i):
-        expected = Stamp(int(self.sizes[i]), int(self.written[i]))
-        return objects.request(os.path.join(self.folder, self.files[i]), expected)
-
-    def name(self, i: int) -> str:
-        return printable(os.path.join(self.folder, self.files[i]))
-
     def describe(self) -> str:
         return f"{printable(self.folder)}: {counted(self)}"
-
-    def fingerprint(self) -> str:
-        # Hash relative paths, so that a copy of the folder has the same fingerprint.
-        files_digest = digest(super().fingerprint(), *self.files, self.sizes)
-        if self.conversion == AS_IT_IS:
-            return files_digest
-        return digest(files_digest, self.conversion)
-
-    def preprocessed(self, preprocess: Preprocess) -> Datastore:
-        """Return a datastore of the same files that applies a `Preprocess` while decoding.
-
-        The images in the files may then differ in size; see `mpidl.data.preprocessed`.
-
-        Parameters
-        ----------
-        preprocess : Preprocess
-            The conversion.
-
-        Returns
-        -------
-        Datastore
-            A datastore of the same files.
-        """
-        if self.preprocess is not None:
-            return Preprocessed(self, preprocess)
-        store = copy.copy(self)
-        store.conversion = store.preprocess = preprocess
-        store.image_shape = preprocess.image_shape(self.image_shape)
-        return store
-
-    def _shape_error(self, path, shape):
-        """Return the error message for an image whose shape differs from the first image."""
-        expected, actual = (
-            f"{shape[1]}x{shape[2]} {KINDS[shape[0]]}" for shape in (self.image_shape, shape)
-        )
-        return (
-            f"{printable(path)}: expected a {expected} image like the first one "
-            f"({printable(self.files[0])}), found {actual}; all images must have one size and be "
-            "all gray or all RGB: --resize HxW and --colour rgb convert them (in Python "
-            "preprocess=dl.Preprocess(...), for a trained network preprocess=net.preprocess)"
-        )
 
 
 def list_images(

@@ -60,6 +60,10 @@ class Format(NamedTuple):
         format.
     suffixes : tuple of str
         File name suffixes of the training file and the test file in a folder.
+    open_validation_data : callable or None
+        ``open_validation_data(path, world, options)`` returns the validation set of the data, or
+        None if they have none. Collective. None if data of this format never have one; otherwise,
+        `recognizes` needs only the path.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Format(NamedTuple):
     open_test_data: Callable[[str, World, OpenOptions], Datastore]
     noun: str = ""
     suffixes: tuple[str, ...] = ()
+    open_validation_data: Callable[[str, World, OpenOptions], Datastore | None] | None = None
 
 
 def only_train(path: str) -> list[str]:

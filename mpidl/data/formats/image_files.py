@@ -64,7 +64,7 @@ def decode(
     try:
         now = None
         if content is None:
-            content, now = _read(path)
+            content, now = _content_of(path)
         if expected is not None and not preprocess and content.startswith(JPEG):
             # Faster than Image.open, which would try other formats first.
             image = JpegImageFile(io.BytesIO(content))
@@ -72,6 +72,7 @@ def decode(
                 return planes_of(image, out), now
         else:
             image = _opened(Image, io.BytesIO(content), expected is None)
+            _check_parts(image)
         if expected is not None:
             shape = _shape(image, preprocess)
             if shape != expected:
@@ -91,7 +92,30 @@ def decode(
         raise UserError(f"{printable(path)}: the image cannot be read: {text}") from None
 
 
-def _read(path):
+def read_file(path: str) -> tuple[bytes, Stamp]:
+    """Read the content of an image file without decoding it.
+
+    Returns
+    -------
+    content : bytes
+        The content.
+    stamp : Stamp
+        Size and time of the last change of the file.
+
+    Raises
+    ------
+    UserError
+        The file is missing, cannot be read, or has more than `MAX_BYTES` bytes.
+    """
+    try:
+        return _content_of(path)
+    except FileNotFoundError:
+        raise UserError(f"{printable(path)}: the file no longer exists") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{printable(path)}: the image cannot be read: {reason(e)}") from None
+
+
+def _content_of(path):
     """Read a file with as few system calls as possible, and return (content, Stamp)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -117,6 +141,23 @@ def _pillow():
     return Image, JpegImageFile, UnidentifiedImageError
 
 
+def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
+    """Decode the content of an image file, and raise UserError if that fails.
+
+    Parameters
+    ----------
+    content : bytes
+        Content of the file.
+    name : str
+        Name of the image, for the message.
+    shape : tuple of int
+        Probable shape (C, H, W) of the image, which may have another one.
+    """
+    pixels, _ = decode(name, expected=shape, content=content)
+    if isinstance(pixels, tuple):
+        decode(name, expected=pixels, content=content)
+
+
 def _opened(Image, file, strict):
     """Open an image; if `strict`, reject images with more pixels than Pillow considers safe."""
     if not strict:
@@ -124,6 +165,17 @@ def _opened(Image, file, strict):
     with warnings.catch_warnings():  # not thread-safe, so only before prefetch threads start
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(file, formats=FORMATS)
+
+
+def _check_parts(image):
+    """Raise ValueError if the file lacks parts of the image, which Pillow would leave black."""
+    boxes = [part[1] for part in image.tile]  # (left, top, right, bottom)
+    area = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
+    if area < image.width * image.height:
+        percent = int(100 * area / (image.width * image.height))
+        raise ValueError(
+            f"expected {image.width}x{image.height} pixels, found {percent}% of them: it is damaged"
+        )
 
 
 def _shape(image, preprocess):

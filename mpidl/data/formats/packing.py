@@ -1,27 +1,40 @@
-"""Write packed files for `python -m mpidl.pack`. The module `packed` describes the file format.
+"""Write packed files for `python -m mpidl.pack`. `pack_contents` describes the file format.
 
 While packing the file NAME, this module writes to `.NAME.part`. First, HDF5 writes labels and
 names, and allocates the images, so that every image has an offset before any image is read. Then
 each chunk of images is read and written to its offset; the checksum of the chunk is written last.
 If packing is interrupted, the next call continues it and keeps all chunks whose checksums match. At
-the end, the file is flushed to disk and renamed to NAME.
+the end, the file is flushed to disk and renamed to NAME. Shards have their names from the start:
+without NAME they belong to no set.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from mpidl.data.checks import read_images, read_targets
 from mpidl.data.datastore import Datastore
-from mpidl.data.formats import hdf5, packed
+from mpidl.data.formats import hdf5, pack_contents
+from mpidl.data.formats.image_files import check_image
+from mpidl.data.formats.pack_layout import (
+    HEADER,
+    MAX_SHARDS,
+    Rows,
+    chunks,
+    describe_header,
+    shard_header,
+    shard_paths,
+)
 from mpidl.data.loading.workers import Job, prefetch_items
 from mpidl.errors import UserError
 from mpidl.files import digest, sync_folder, unreadable
@@ -34,6 +47,9 @@ def pack(
     parts: Mapping[str, Datastore],
     path: str | os.PathLike[str],
     *,
+    images: Literal["decoded", "encoded"] = "decoded",
+    shards: int | None = None,
+    shard_mb: float | None = None,
     threads: int = 1,
     progress: Callable[[int], object] | None = None,
     stop: Callable[[], bool] | None = None,
@@ -47,6 +63,15 @@ def pack(
     path : path-like
         The file to write, which must not exist. If an earlier call was interrupted, this call
         continues the unfinished file.
+    images : {"decoded", "encoded"}
+        Whether to store pixels, or the contents of the image files, such as JPEG and PNG. The
+        latter need less space, and are decoded whenever an image is read. Images of other sets than
+        image files cannot be stored in this way.
+    shards : int, optional
+        Number of files beside `path` that hold the images and targets. By default, `path` itself
+        holds them.
+    shard_mb : float, optional
+        Approximate size of a shard in MB (10**6 bytes), in place of the number of shards.
     threads : int
         Number of threads that read images.
     progress : callable, optional
@@ -75,20 +100,111 @@ def pack(
     for part, store in parts.items():
         if not len(store):
             raise UserError(f"{store.describe()}: expected images to pack as {part}, found none")
+    sources = {part: _source(store, images) for part, store in parts.items()}
+    count = _shard_count(sources, shards, shard_mb)
     try:
         with _locked(part_path) as descriptor:
-            plan = _plan(parts)
-            offsets = _offsets(part_path, plan)
-            if offsets is None:
-                _lay_out(part_path, parts, plan)
-                offsets = _offsets(part_path, plan)
+            plan = _plan(sources, images, count)
+            target = _Target(path, part_path, descriptor, sources, plan, count)
+            if not target.open():
+                target.lay_out()
             progress = progress or (lambda count: None)
-            if not _fill(descriptor, parts, plan, offsets, threads, progress, stop):
+            if not target.fill(threads, progress, stop):
                 return False
-            _finish(part_path, path, descriptor)
+            target.finish()
     except OSError as e:
         raise UserError(f"{printable(path)}: cannot be written: {e.strerror or e}") from None
     return True
+
+
+class _Source(NamedTuple):
+    """A datastore to pack.
+
+    `sizes` has the sizes of its image files if their contents are packed; `tables` has
+    {name: (shape, dtype)} of the entries of the other datasets.
+    """
+
+    store: Datastore
+    sizes: np.ndarray | None
+    tables: dict[str, tuple[tuple[int, ...], np.dtype]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all images and targets in bytes."""
+        fixed = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.tables.values())
+        return fixed * len(self.store) + (0 if self.sizes is None else int(self.sizes.sum()))
+
+    def edges(self, count: int) -> np.ndarray:
+        """Return the number of the first image in each of `count` files of about equal sizes."""
+        places = np.arange(count)
+        if self.sizes is None:
+            return len(self.store) * places // count
+        begins = np.cumsum(self.sizes) - self.sizes
+        return np.searchsorted(begins, int(self.sizes.sum()) * places // count)
+
+    def rows(self, first: np.ndarray, starts: Mapping[str, np.ndarray]) -> dict[str, Rows]:
+        """Return the Rows of each dataset, given the places of the first entries in each file."""
+        rows = {}
+        if self.sizes is not None:
+            ends = np.cumsum(self.sizes)
+            rows["encoded"] = Rows((), np.dtype(np.uint8), ends, first, starts["encoded"])
+        for name, (shape, dtype) in self.tables.items():
+            rows[name] = Rows(tuple(shape), np.dtype(dtype), None, first, starts[name])
+        return rows
+
+    def entries(self, first: int, stop: int) -> list[bytes | np.ndarray]:
+        """Read images first..stop-1 and their targets, for each dataset what its file holds."""
+        indices, parts = np.arange(first, stop), []
+        if self.sizes is not None:
+            contents = self.store.read_encoded(indices)
+            for i, content in zip(indices.tolist(), contents, strict=True):
+                check_image(content, self.store.located(i), self.store.image_shape)
+            parts.append(b"".join(contents))
+        for name in self.tables:
+            array = (read_images if name == "images" else read_targets)(self.store, indices)
+            parts.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
+        return parts
+
+
+def _source(store, images):
+    """Return the _Source of a datastore; raise UserError if its images cannot be stored so."""
+    sizes, tables = None, {}
+    if images == "encoded":
+        sizes = store.encoded_sizes()
+        if sizes is None:
+            raise UserError(
+                f"{store.describe()}: --images encoded: expected image files as they are (in a "
+                "folder, a table or a packed file); training takes --resize and the like"
+            )
+        if sizes.min() < 1:
+            raise UserError(
+                f"{store.located(int(sizes.argmin()))}: expected an image, found 0 bytes"
+            )
+    elif images == "decoded":
+        tables["images"] = store.image_shape, np.dtype(store.dtype)
+    else:
+        raise UserError(f"images: expected decoded or encoded, got {images}")
+    if store.targets_shape is not None:
+        tables["targets"] = store.targets_shape, np.dtype(store.targets_dtype)
+    return _Source(store, sizes, tables)
+
+
+def _shard_count(sources, shards, shard_mb):
+    """Return the number of shards, or 0 if the packed file itself holds all images."""
+    if shards is not None and shard_mb is not None:
+        raise UserError("--shards and --shard-mb: expected at most one of them")
+    if shards is None and shard_mb is None:
+        return 0
+    images = sum(len(source.store) for source in sources.values())
+    limit = min(images, MAX_SHARDS)
+    if shard_mb is not None:
+        if not shard_mb > 0:
+            raise UserError(f"--shard-mb must be above 0, got {shard_mb}")
+        nbytes = sum(source.nbytes for source in sources.values())
+        return max(1, min(limit, round(nbytes / (shard_mb * 1e6))))
+    if not 1 <= shards <= limit:
+        raise UserError(f"--shards {shards}: expected from 1 to {limit} shards of {images} images")
+    return int(shards)
 
 
 @contextlib.contextmanager
@@ -107,173 +223,279 @@ def _locked(path):
         os.close(descriptor)
 
 
-def _plan(parts):
+def _plan(sources, images, shards):
     """Describe the datastores to pack, as JSON values.
 
     An unfinished file is continued only if it stores the same plan.
     """
     plan = {}
-    for part, store in parts.items():
-        size = sum(_entry_bytes(shape, dtype) for shape, dtype in _tables(store).values())
+    for part, source in sources.items():
+        store, count = source.store, len(source.store)
         written = getattr(store, "written", None)
         plan[part] = {
             "fingerprint": store.fingerprint(),
             "written": None if written is None else digest(written),
-            "count": len(store),
-            "chunk_images": max(1, CHUNK // size),
-            "size": size,
+            "count": count,
+            "chunk_images": max(1, CHUNK * count // source.nbytes),
+            "bytes": source.nbytes,
         }
-    return plan
+    return {"parts": plan, "images": images, "shards": shards}
 
 
-def _tables(store):
-    """Return {name: (shape, dtype)} of one entry in the datasets "images" and "targets"."""
-    tables = {"images": (store.image_shape, store.dtype)}
-    if store.targets_shape is not None:
-        tables["targets"] = store.targets_shape, store.targets_dtype
-    return tables
+class _Target:
+    """The packed file that is being written, with its shards.
 
+    Parameters
+    ----------
+    path, part_path : str
+        Path of the complete file, and of the unfinished one.
+    descriptor : int
+        Descriptor of the unfinished file.
+    sources : dict
+        The _Source of each part.
+    plan : dict
+        The result of `_plan`.
+    shards : int
+        Number of shards, or 0.
+    """
 
-def _entry_bytes(shape, dtype):
-    return int(np.prod(shape)) * dtype.itemsize
+    def __init__(self, path, part_path, descriptor, sources, plan, shards):
+        self.path, self.part_path, self.descriptor = path, part_path, descriptor
+        self.sources, self.plan = sources, plan
+        self.identity = hashlib.sha256(json.dumps(plan).encode()).digest()
+        self.stem = os.path.splitext(os.path.basename(path))[0]
+        self.paths = shard_paths(path, self.stem, shards)
+        self.sizes = [HEADER] * shards
+        self.rows: dict[str, dict[str, Rows]] = {}
+        self.sums: dict[str, int] = {}  # offset of the checksums of each part
+        for part, source in sources.items():
+            if shards:
+                self.rows[part] = self._shard_rows(source)
 
+    def _shard_rows(self, source):
+        """Return the Rows of a part in the shards, and add their sizes to those of the shards."""
+        count, first = len(source.store), source.edges(len(self.paths))
+        stops = np.array([*first[1:], count])
+        starts = {}
+        for name, rows in source.rows(
+            first, dict.fromkeys(("encoded", "images", "targets"))
+        ).items():
+            starts[name] = np.array(self.sizes, np.int64)
+            added = rows.begins(stops) - rows.begins(first)
+            self.sizes = (starts[name] + added).tolist()
+        return source.rows(first, starts)
 
-def _lay_out(path, parts, plan):
-    """Write the HDF5 file with labels and names; allocate images, targets and checksums."""
-    import h5py
+    def open(self) -> bool:
+        """Read where the unfinished file stores entries; return False if it has another plan."""
+        try:
+            with hdf5.opened(self.part_path) as file:
+                if pack_contents.text_of(hdf5.attribute(file, "plan")) != json.dumps(self.plan):
+                    return False
+                for part, source in self.sources.items():
+                    self.sums[part] = file[f"{part}/checksums"].id.get_offset()
+                    if not self.paths:
+                        names = [name for name in pack_contents.LARGE if name in file[part]]
+                        offsets = {name: file[part][name].id.get_offset() for name in names}
+                        starts = {name: np.array([n], np.int64) for name, n in offsets.items()}
+                        self.rows[part] = source.rows(np.zeros(1, np.int64), starts)
+        except UserError:  # the file is empty, or `lay_out` was interrupted
+            return False
+        self._make_shards()
+        return True
 
-    total_bytes = sum(p["count"] * p["size"] for p in plan.values())
-    free = shutil.disk_usage(os.path.dirname(path)).free
-    if total_bytes > free:
-        raise UserError(
-            f"{printable(path)}: expected {total_bytes >> 20} MB of free disk space, found "
-            f"{free >> 20} MB"
-        )
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    creation.set_layout(h5py.h5d.CONTIGUOUS)
-    creation.set_obj_track_times(False)
+    def _make_shards(self):
+        """Make the shards that do not exist; raise UserError if a file of another set is there."""
+        for number, (path, size) in enumerate(zip(self.paths, self.sizes, strict=True)):
+            header = shard_header(number, self.identity)
+            with _descriptor(path, os.O_CREAT) as descriptor:
+                current = bytes(_read(descriptor, HEADER, 0))
+                if current != header:
+                    if os.fstat(descriptor).st_size:
+                        raise UserError(
+                            f"{printable(path)}: expected no file, or shard {number + 1} of this "
+                            f"packing, found {describe_header(current)}: remove it"
+                        )
+                    _write(descriptor, header, 0)
+                os.ftruncate(descriptor, size)
 
-    with h5py.File(path, "w", libver=("v108", "v108"), locking=False) as file:
-        classes = next(iter(parts.values())).classes
-        file.attrs["format"] = packed.FORMAT_NAME
-        file.attrs["format_version"] = packed.FORMAT_VERSION
-        file.attrs["classes"] = json.dumps(list(classes), ensure_ascii=True)
-        for part, store in parts.items():
-            count, step = len(store), plan[part]["chunk_images"]
-            group = file.create_group(part)
-            group.attrs["fingerprint"], group.attrs["chunk_images"] = store.fingerprint(), step
-            if store.preprocess is not None:
-                group.attrs["preprocess"] = json.dumps(asdict(store.preprocess))
-            if store.labels is not None:
-                group.create_dataset("labels", data=store.labels.astype("<i8"), track_times=False)
-            files = getattr(store, "files", None)
-            if files is not None:
-                names = [os.fsencode(name) for name in files]
-                text = np.frombuffer(b"".join(names), np.uint8)
-                ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-                group.create_dataset("names", data=text, track_times=False)
-                group.create_dataset("name_ends", data=ends, track_times=False)
-            zeros = np.zeros((-(-count // step), 32), np.uint8)
-            group.create_dataset("checksums", data=zeros, track_times=False)
-            for name, (shape, dtype) in _tables(store).items():  # `_fill` writes the entries
-                space = h5py.h5s.create_simple((count, *shape))
-                h5py.h5d.create(group.id, name.encode(), h5py.h5t.py_create(dtype), space, creation)
-        file.attrs["plan"] = json.dumps(plan)
+    def lay_out(self) -> None:
+        """Write the HDF5 file with labels and names; allocate images, targets and checksums."""
+        import h5py
 
+        total_bytes = sum(part["bytes"] for part in self.plan["parts"].values())
+        free = shutil.disk_usage(os.path.dirname(self.part_path)).free
+        if total_bytes > free:
+            raise UserError(
+                f"{printable(self.part_path)}: expected {total_bytes >> 20} MB of free disk space, "
+                f"found {free >> 20} MB"
+            )
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        creation.set_layout(h5py.h5d.CONTIGUOUS)
+        creation.set_obj_track_times(False)
 
-def _offsets(path, plan):
-    """Return {part: {dataset: offset}} of the unfinished file; None if it has another plan."""
-    try:
-        with hdf5.opened(path) as file:
-            if packed.text_of(hdf5.attribute(file, "plan")) != json.dumps(plan):
-                return None
-            return {
-                part: {
-                    name: file[part][name].id.get_offset()
-                    for name in ("images", "targets", "checksums")
-                    if name in file[part]
-                }
-                for part in plan
+        def allocate(group, name, shape, dtype):  # `fill` writes the entries
+            space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(dtype)
+            h5py.h5d.create(group.id, name.encode(), kind, space, creation)
+
+        with h5py.File(self.part_path, "w", libver=("v108", "v108"), locking=False) as file:
+            classes = next(iter(self.sources.values())).store.classes
+            is_simple = self.plan["images"] == "decoded" and not self.paths
+            file.attrs["format"] = pack_contents.FORMAT_NAME
+            file.attrs["format_version"] = 1 if is_simple else 2
+            file.attrs["classes"] = json.dumps(list(classes), ensure_ascii=True)
+            if self.paths:
+                file.attrs["shards"], file.attrs["shard_id"] = self.stem, self.identity.hex()
+                sizes = np.array(self.sizes, np.int64)
+                file.create_dataset(pack_contents.SHARD_SIZES, data=sizes, track_times=False)
+            for part, source in self.sources.items():
+                group = file.create_group(part)
+                self._describe(part, source, group)
+                if self.paths:
+                    continue
+                if source.sizes is not None:
+                    allocate(group, "encoded", (int(source.sizes.sum()),), np.dtype(np.uint8))
+                for name, (shape, dtype) in source.tables.items():
+                    allocate(group, name, (len(source.store), *shape), dtype)
+            file.attrs["plan"] = json.dumps(self.plan)
+        if not self.open():
+            raise UserError(f"{printable(self.part_path)}: the file was changed while packing")
+
+    def _describe(self, part, source, group):
+        """Write everything except images and targets to the group of a part."""
+        store, step = source.store, self.plan["parts"][part]["chunk_images"]
+        group.attrs["fingerprint"], group.attrs["chunk_images"] = store.fingerprint(), step
+        of_files = getattr(store, "files_fingerprint", lambda: None)()
+        if source.sizes is not None and of_files is not None:
+            group.attrs["files_fingerprint"] = of_files
+        if store.preprocess is not None:
+            group.attrs["preprocess"] = json.dumps(asdict(store.preprocess))
+
+        def write(name, values):
+            group.create_dataset(name, data=values, track_times=False)
+
+        if store.labels is not None:
+            write("labels", store.labels.astype("<i8"))
+        if source.sizes is not None:
+            write("ends", np.cumsum(source.sizes, dtype=np.int64))
+        files = getattr(store, "files", None)
+        if files is not None:
+            names = [os.fsencode(name) for name in files]
+            write("names", np.frombuffer(b"".join(names), np.uint8))
+            write("name_ends", np.cumsum([len(name) for name in names], dtype=np.int64))
+        first = np.zeros(1, np.int64)
+        if self.paths:
+            rows = self.rows[part]
+            kinds = {
+                name: {"shape": list(shape), "dtype": dtype.name}
+                for name, (shape, dtype) in source.tables.items()
             }
-    except UserError:  # the file is empty, or `_lay_out` was interrupted
-        return None
+            group.attrs["entries"] = json.dumps({"count": len(store), **kinds})
+            images = rows.get("images") or rows["encoded"]
+            first, targets = images.first, rows.get("targets", images).starts
+            write("shard_rows", np.stack([first, images.starts, targets], 1).astype(np.int64))
+        count = sum(1 for _ in chunks(first, len(store), step))
+        write("checksums", np.zeros((count, 32), np.uint8))
+
+    def fill(self, threads, progress, stop) -> bool:
+        """Write all missing chunks; return False if `stop` returned True."""
+
+        def write(part, number, first, last):
+            if self._is_written(part, number, first, last):
+                return
+            parts = self.sources[part].entries(first, last)
+            for rows, data in zip(self.rows[part].values(), parts, strict=True):
+                file, offset, _ = self._place(rows, first, last)
+                with self._opened(file) as descriptor:
+                    _write(descriptor, data, offset)
+            total = pack_contents.checksum(*parts)
+            _write(self.descriptor, total, self.sums[part] + 32 * number)
+
+        def job(part, number, first, last):
+            return Job([lambda: write(part, number, first, last)], lambda: last - first)
+
+        jobs = (
+            job(part, number, first, last)
+            for part in self.sources
+            for number, (first, last) in enumerate(self._chunks(part))
+        )
+        with contextlib.closing(prefetch_items(jobs, threads + 1, threads)) as counts:
+            for count in counts:
+                progress(count)
+                if stop is not None and stop():
+                    return False
+        return True
+
+    def _chunks(self, part) -> Iterator[tuple[int, int]]:
+        facts, rows = self.plan["parts"][part], next(iter(self.rows[part].values()))
+        return chunks(rows.first, facts["count"], facts["chunk_images"])
+
+    def _is_written(self, part, number, first, last):
+        """Return whether a chunk has been written, that is, whether its checksum matches."""
+        expected = _read(self.descriptor, 32, self.sums[part] + 32 * number)
+        if not any(expected):
+            return False
+        contents = []
+        for rows in self.rows[part].values():
+            file, offset, nbytes = self._place(rows, first, last)
+            with self._opened(file) as descriptor:
+                contents.append(_read(descriptor, nbytes, offset))
+        return pack_contents.checksum(*contents) == bytes(expected)
+
+    @staticmethod
+    def _place(rows, first, last):
+        """Return the file, offset and size of the entries of a chunk, which follow each other."""
+        files, offsets, sizes = rows.spans(np.arange(first, last))
+        return int(files[0]), int(offsets[0]), int(sizes.sum())
+
+    def _opened(self, file):
+        """Return a context manager with the descriptor of a file that holds entries."""
+        if not self.paths:
+            return contextlib.nullcontext(self.descriptor)
+        return _descriptor(self.paths[file])
+
+    def finish(self) -> None:
+        """Store the checksum of the contents, flush all files and rename the packed file."""
+        import h5py
+
+        for path in self.paths:
+            with _descriptor(path) as descriptor:
+                os.fsync(descriptor)
+        os.fsync(self.descriptor)
+        try:
+            with h5py.File(self.part_path, "r+", libver=("v108", "v108"), locking=False) as file:
+                del file.attrs["plan"]
+                file.attrs["sha256"] = pack_contents.content(file)
+        except OSError as e:
+            raise unreadable(self.part_path, e) from None
+        os.fsync(self.descriptor)
+        os.replace(self.part_path, self.path)
+        sync_folder(os.path.dirname(self.path))
 
 
-def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
-    """Write all missing chunks; return False if `stop` returned True."""
-
-    def write(part, first, last):
-        store, number = parts[part], first // plan[part]["chunk_images"]
-        if not _is_written(descriptor, store, offsets[part], number, first, last):
-            indices = np.arange(first, last)
-            arrays = []
-            for name, read in zip(_tables(store), (read_images, read_targets), strict=False):
-                array = read(store, indices)
-                array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-                entry = array.nbytes // len(array)
-                _write(descriptor, array, offsets[part][name] + first * entry)
-                arrays.append(array)
-            total = np.frombuffer(packed.checksum(*arrays), np.uint8)
-            _write(descriptor, total, offsets[part]["checksums"] + 32 * number)
-
-    def job(part, first):
-        last = min(first + plan[part]["chunk_images"], len(parts[part]))
-        return Job([lambda: write(part, first, last)], lambda: last - first)
-
-    jobs = (
-        job(part, first)
-        for part, store in parts.items()
-        for first in range(0, len(store), plan[part]["chunk_images"])
-    )
-    with contextlib.closing(prefetch_items(jobs, threads + 1, threads)) as counts:
-        for count in counts:
-            progress(count)
-            if stop is not None and stop():
-                return False
-    return True
-
-
-def _is_written(descriptor, store, offsets, number, first, last):
-    """Return whether a chunk has been written, that is, whether its checksum matches."""
-    expected = _read(descriptor, 32, offsets["checksums"] + 32 * number)
-    if not any(expected):
-        return False
-    arrays = []
-    for name, (shape, dtype) in _tables(store).items():
-        entry = _entry_bytes(shape, dtype)
-        data = _read(descriptor, (last - first) * entry, offsets[name] + first * entry)
-        arrays.append(np.frombuffer(data, np.uint8))
-    return packed.checksum(*arrays) == bytes(expected)
+@contextlib.contextmanager
+def _descriptor(path, flags=0):
+    """Open a shard for reading and writing, and yield its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _read(descriptor, count, offset):
     data = bytearray(count)
-    view = memoryview(data)
-    while len(view) and (count := os.preadv(descriptor, [view], offset)):
-        view, offset = view[count:], offset + count
+    view, length = memoryview(data), 0
+    while length < count and (n := os.preadv(descriptor, [view[length:]], offset + length)):
+        length += n
     return data
 
 
-def _write(descriptor, array, offset):
-    view = memoryview(array.reshape(-1).view(np.uint8))
+def _write(descriptor, data, offset):
+    if isinstance(data, np.ndarray):
+        data = data.reshape(-1).view(np.uint8)
+    view = memoryview(data)
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
-
-
-def _finish(part_path, path, descriptor):
-    """Store the checksum of the contents, flush the file to disk and rename it."""
-    import h5py
-
-    os.fsync(descriptor)
-    try:
-        with h5py.File(part_path, "r+", libver=("v108", "v108"), locking=False) as file:
-            del file.attrs["plan"]
-            file.attrs["sha256"] = packed.content(file)
-    except OSError as e:
-        raise unreadable(part_path, e) from None
-    os.fsync(descriptor)
-    os.replace(part_path, path)
-    sync_folder(os.path.dirname(path))

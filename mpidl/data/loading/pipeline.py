@@ -15,6 +15,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable
 from mpidl.data.transforms.augment import Augmenter, centred
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
+from mpidl.data.transforms.mixing import Mixing
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 
@@ -53,7 +54,7 @@ class Pipeline:
         Normalization of the pixels, by default "rescale-zero-one".
     crop : tuple of int, optional
         Size (P, Q) of a window cut from the centre of images. Ignored if there is an augmenter.
-    function, classes, ignore_label
+    function, classes, ignore_label, mixing
         The arguments of `MinibatchQueue` with the same names.
 
     Attributes
@@ -82,7 +83,9 @@ class Pipeline:
         function: Callable[..., Any] | None = None,
         classes: int | None = None,
         ignore_label: int | None = None,
+        mixing: Mixing | None = None,
     ):
+        self.mixing: Mixing | None = None
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
@@ -108,6 +111,8 @@ class Pipeline:
             self.labels_shape, self.labels_dtype = (), np.dtype(np.int32)
         if function is not None and len(datastore):
             self._try_function()
+        if mixing is not None:
+            self._set_mixing(mixing)
         normalization = Normalization() if normalization is None else normalization
         if not isinstance(normalization, Normalization):
             raise TypeError(
@@ -116,6 +121,18 @@ class Pipeline:
             )
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
+
+    def _set_mixing(self, mixing):
+        """Let `read` mix images and labels, whose shape and type change."""
+        if self.classes is None:
+            raise UserError("mixing: expected classes=, the number of classes of the labels")
+        if self.labels_shape != () or self.labels_dtype != np.int32:
+            raise UserError(
+                f"{self.datastore.describe()}: mixup and CutMix expect one label per image, found "
+                f"{'none' if self.labels_shape is None else 'targets'}"
+            )
+        self.mixing = mixing
+        self.labels_shape, self.labels_dtype = (self.classes,), np.dtype(np.float32)
 
     def _check_targets(self):
         """Raise UserError if targets that are images cannot move with the images."""
@@ -131,6 +148,8 @@ class Pipeline:
     def changes_pixels(self) -> bool:
         """Whether `read` computes the final pixels, so that `moves` has nothing to do."""
         augmenter = self.augmenter
+        if self.mixing is not None:
+            return True
         if augmenter is None:
             crops = self.crop is not None and has_image_targets(self.datastore)
             return crops or self.function is not None
@@ -217,6 +236,9 @@ class Pipeline:
         if self.classes is not None and labels is not None:
             indices = self.image_indices(samples)
             check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
+        if self.mixing is not None:
+            keys = {"epoch": epoch, "seed": seed}
+            return self.mixing.apply(pixels, labels, samples, self.classes, **keys)
         return pixels, labels
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
@@ -239,7 +261,7 @@ class Pipeline:
         data = []
         reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), samples)
         unreadable_images.update(
-            {int(self.image_indices(sample)): text for sample, text in reasons.items()}
+            {int(self.image_indices(np.asarray(sample))): text for sample, text in reasons.items()}
         )
         return None if reasons else data[-1]  # the last call succeeded for all images
 

@@ -179,15 +179,27 @@ class RemoteFile:
     def _span(self, start, stop):
         return Span(self.url, self.expected, start, stop)
 
-    def read_ahead(self, offsets: np.ndarray, nbytes: int) -> list[Fetch]:
-        """Request `nbytes` bytes from each offset on, and return the requests."""
-        if settings.current().cache_dir is not None or not nbytes:
+    def read_ahead(self, offsets: np.ndarray, nbytes: int | np.ndarray) -> list[Fetch]:
+        """Request `nbytes` bytes from each offset on, and return the requests.
+
+        `nbytes` is one number, or one for each offset.
+        """
+        if settings.current().cache_dir is not None or not np.all(nbytes):
             return []
         return self._start(offsets, nbytes)
 
+    def read_range(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on."""
+        if self._copy is not None:
+            return self._copy.read_range(offset, size)
+        (fetch,) = self._start(np.array([offset]), size)
+        start = offset - fetch.span.start
+        return fetch.result()[start : start + size]
+
     def _start(self, offsets, nbytes):
         """Return a Fetch per offset. Offsets that are close together have the same Fetch."""
-        ranges = [(offset, nbytes) for offset in offsets.tolist()]
+        sizes = np.broadcast_to(nbytes, np.shape(offsets))
+        ranges = list(zip(np.asarray(offsets).tolist(), sizes.tolist(), strict=True))
         fresh: dict[tuple[int, int], Fetch] = {}
         for start, stop, members in _joined(sorted(self._pending.missing(ranges))):
             fresh.update(dict.fromkeys(members, Fetch(self._span(start, stop))))

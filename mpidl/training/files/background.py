@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from mpidl import side_process
-from mpidl.errors import Fault, UserError
+from mpidl.errors import Fault, LostLock, UserError
 from mpidl.report import plots
-from mpidl.training.files import checkpoint
+from mpidl.training.files import checkpoint, lock_file
 
 CHECKPOINT, PLOT = "checkpoint", "plot"
 SMALL = 8 << 20  # bytes of a checkpoint that rank 0 writes itself, as it takes less than a start
@@ -47,7 +47,7 @@ class BackgroundWriter:
 
     Attributes
     ----------
-    problem : UserError or None
+    problem : UserError, LostLock or None
         Why a file could not be written. All later calls raise it.
     process : Popen or None
         The process; None before the first job that takes long.
@@ -55,13 +55,20 @@ class BackgroundWriter:
 
     def __init__(self, *, starts_process: bool = True) -> None:
         self.starts_process = starts_process
-        self.problem: UserError | None = None
+        self.problem: UserError | LostLock | None = None
         self.process: subprocess.Popen | None = None
         self._memory = -1  # file descriptor
         self._pending: list[str] = []  # kinds of the jobs that the process has not answered
         self._replies = b""
 
-    def save(self, folder: str, tables: Tables, facts: Mapping[str, Any], metrics: str) -> None:
+    def save(
+        self,
+        folder: str,
+        tables: Tables,
+        facts: Mapping[str, Any],
+        metrics: str,
+        claim: tuple[str, str] | None = None,
+    ) -> None:
         """Write a checkpoint from a copy of the arrays.
 
         Parameters
@@ -70,10 +77,13 @@ class BackgroundWriter:
             Arguments of `checkpoint.save`.
         metrics : path
             File whose records must be on the disk before the checkpoint is.
+        claim : (folder, token), optional
+            The lock that this run must still hold when the new file takes its place. A run may be
+            suspended while it writes, and another job may continue it meanwhile.
 
         Raises
         ------
-        UserError
+        UserError, LostLock
             If this or an earlier file cannot be written.
         """
         while CHECKPOINT in self._pending:
@@ -81,7 +91,12 @@ class BackgroundWriter:
         self.check()
         attributes = checkpoint.attributes_of(facts)
         nbytes = sum(np.asarray(a).nbytes for arrays in tables.values() for a in arrays.values())
-        job = {"kind": CHECKPOINT, "folder": os.fsdecode(folder), "metrics": os.fsdecode(metrics)}
+        job = {
+            "kind": CHECKPOINT,
+            "folder": os.fsdecode(folder),
+            "metrics": os.fsdecode(metrics),
+            "claim": claim,
+        }
         if nbytes > SMALL and not self.process:
             self._start()
         if self.process:
@@ -123,14 +138,14 @@ class BackgroundWriter:
             self.wait()
 
     def check(self) -> None:
-        """Raise the UserError of a file that could not be written. Does not wait."""
+        """Raise the error of a file that could not be written. Does not wait."""
         while self._pending and self._has_reply():
             self._receive()
         if self.problem is not None:
             raise self.problem
 
     def wait(self) -> None:
-        """Return when all files are written; raise the UserError of a file that could not be."""
+        """Return when all files are written; raise the error of a file that could not be."""
         while self._pending:
             self._receive()
         self.check()
@@ -191,7 +206,8 @@ class BackgroundWriter:
             os.ftruncate(self._memory, 0)  # free the memory
         problem = json.loads(line)
         if problem is not None and self.problem is None:
-            self.problem = UserError(problem)
+            kind, text = problem
+            self.problem = LostLock(text) if kind == LostLock.__name__ else UserError(text)
 
     def _fault(self):
         """Return the Fault for a process that has ended."""
@@ -227,8 +243,12 @@ def _copy(tables, descriptor):
 
 
 def _save(job, tables, attributes):
+    def confirm():
+        if job["claim"] is not None:
+            lock_file.confirm(*job["claim"])
+
     _flush(job["metrics"])
-    checkpoint.write(job["folder"], tables, attributes)
+    checkpoint.write(job["folder"], tables, attributes, confirm)
 
 
 def _flush(path):
@@ -258,8 +278,8 @@ def main() -> None:
         problem = None
         try:
             _perform(json.loads(jobs.get()), memory)
-        except UserError as error:
-            problem = str(error)
+        except (UserError, LostLock) as error:
+            problem = type(error).__name__, str(error)
         os.write(replies, f"{json.dumps(problem)}\n".encode())
 
 

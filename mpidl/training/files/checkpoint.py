@@ -60,15 +60,21 @@ def attributes_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(
-    folder: str, arrays: Mapping[str, Mapping[str, np.ndarray]], attributes: Mapping[str, Any]
+    folder: str,
+    arrays: Mapping[str, Mapping[str, np.ndarray]],
+    attributes: Mapping[str, Any],
+    confirm: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write a checkpoint as `save` does, with the attributes that `attributes_of` returned."""
+    """Write a checkpoint as `save` does, with the attributes that `attributes_of` returned.
+
+    `confirm` is called before the new file takes its place; it may raise an exception.
+    """
     global _written
     current = os.path.join(folder, CURRENT)
     # A checkpoint.h5 that a crash damaged must not replace a complete previous checkpoint.
     is_known = _written is not None and _identity(current) == _written
     previous = os.path.join(folder, PREVIOUS) if is_known or _is_whole(current) else None
-    write_whole(current, model_file.pack(arrays, attributes), previous)
+    write_whole(current, model_file.pack(arrays, attributes), previous, confirm)
     _written = _identity(current)
 
 
@@ -100,6 +106,8 @@ def load(
         path = os.path.join(folder, name)
         try:
             arrays, attributes = model_file.read(path)
+            if "facts" not in attributes:
+                raise model_file.Torn("it is a model, not a checkpoint")
         except model_file.Torn as error:
             problems.append(f"{path}: {error}")
             continue

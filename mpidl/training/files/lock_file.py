@@ -178,12 +178,7 @@ class LockFile:
         if not self.is_lost and time.monotonic() - self._confirm_time >= seconds:
             self.renew()
         if self.is_lost:
-            entry = self._read(self.path)
-            cause = f"{entry.description} has it" if entry else "somebody has removed it"
-            raise LostLock(
-                f"{self.path}: this run has lost its lock: {cause}; it stops and writes nothing "
-                "more to the folder"
-            )
+            raise _lost(self.path)
 
     def release(self) -> None:
         """Remove the lock, if this process still holds it. Never raises OSError."""
@@ -254,6 +249,30 @@ class LockFile:
                 with contextlib.suppress(OSError):
                     if now - os.stat(path).st_mtime > STALE_SECONDS:
                         _remove(path)
+
+
+def confirm(folder: str | os.PathLike[str], token: str) -> None:
+    """Raise LostLock unless the holder with this token has the lock of a folder.
+
+    If the file system does not answer, do nothing.
+    """
+    path = os.path.join(folder, NAME)
+    try:
+        entry = LockFile._read(path)
+    except OSError:
+        return
+    if entry is None or entry.token != token:
+        raise _lost(path)
+
+
+def _lost(path):
+    """Return the LostLock for a lock that another process has, or that is gone."""
+    entry = LockFile._read(path)
+    cause = f"{entry.description} has it" if entry else "somebody has removed it"
+    return LostLock(
+        f"{path}: this run has lost its lock: {cause}; it stops and writes nothing more to the "
+        "folder"
+    )
 
 
 @contextlib.contextmanager

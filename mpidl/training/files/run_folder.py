@@ -335,12 +335,13 @@ class RunWriter:
             for function in self.before_checkpoint:
                 function()
             all_facts = {"position": asdict(position), **facts}
-            self.background.save(self.out, tables, all_facts, self.metrics.path)
+            claim = self.folder.lock.claim
+            self.background.save(self.out, tables, all_facts, self.metrics.path, claim)
 
         self.write(write)
 
     def check(self) -> None:
-        """Raise UserError on rank 0 if a checkpoint or a plot could not be written."""
+        """Raise UserError or LostLock on rank 0 if a checkpoint or a plot could not be written."""
         self.background.check()
 
     def wait(self) -> None:

@@ -135,6 +135,11 @@ class RunLock:
         call_together(self.world, self.check)
 
     @property
+    def claim(self) -> tuple[str, str] | None:
+        """The locked folder and the token of the lock's holder; None without a lock."""
+        return None if self._token is None else (os.fspath(self._folder), self._token)
+
+    @property
     def is_lost(self) -> bool:
         """Whether another process has taken over the folder, as far as rank 0 has noticed."""
         return self._file is not None and self._file.is_lost

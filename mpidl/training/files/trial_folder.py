@@ -97,7 +97,10 @@ class TrialFolder(NamedTuple):
             sys.stdout.flush()
 
     def _record(self):
-        return _read_json(os.path.join(self.path, RECORD))
+        """Return the content of the record; {} if there is none, or if it is damaged."""
+        record = _read_json(os.path.join(self.path, RECORD))
+        is_valid = isinstance(record.get("options", {}), dict) and record.get("state") in STATES
+        return record if is_valid else {}
 
 
 def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:

@@ -22,6 +22,8 @@ from mpidl.training.optimizers.transforms import (
     check,
 )
 
+AVERAGE = "average"  # the table of the averages of the parameters
+
 
 class Optimizer:
     """A chain of transforms. The output of the last one is added to the parameters.
@@ -40,6 +42,12 @@ class Optimizer:
         {name: factor} by which a parameter's learning rate is multiplied, 1 by default. A parameter
         with the factor 0 does not change and needs no gradient. `net.factors` contains the factors
         of a network's layers: SGDM(0.01, **net.factors).
+
+    Attributes
+    ----------
+    average_share : float or None
+        Share of the new parameters in their average, which each step updates to
+        average + average_share * (parameter - average); None keeps no average. See `keep_average`.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Optimizer:
             raise ValueError(f"two transforms have a table of the same name: {', '.join(tables)}")
         self.state_arrays: Tables = {table: {} for table in tables}
         self.steps: int = 0
+        self.average_share: float | None = None
         parts, self._fused = _fused_tail(transforms)
         if self._fused is not None:
             parts = (*parts, self._fused)
@@ -84,6 +93,28 @@ class Optimizer:
         """
         return self.apply(parameters, gradients, self.advance())
 
+    def keep_average(self, is_kept: bool = True) -> None:
+        """Keep an average of the parameters, or drop it.
+
+        The average starts as zeros, so the share of the first step that counts is 1. Until then
+        `average_share` is 0.
+
+        Parameters
+        ----------
+        is_kept : bool
+            Whether to keep an average from now on.
+        """
+        if is_kept:
+            self.state_arrays.setdefault(AVERAGE, {})
+        else:
+            self.state_arrays.pop(AVERAGE, None)
+        self.average_share = 0.0 if is_kept else None
+
+    @property
+    def averages(self) -> dict[str, np.ndarray]:
+        """The averages of the parameters that steps change, by name; see `keep_average`."""
+        return dict(self.state_arrays.get(AVERAGE, {}))
+
     def numbers(self) -> dict[str, float]:
         """Return, by name, the scalars of the next step that can differ between steps.
 
@@ -94,11 +125,12 @@ class Optimizer:
         dict
             {name: number}
         """
-        return {
+        numbers = {
             prefix + name: value
             for prefix, part in self._parts
             for name, value in part.numbers(self.learning_rate, self.steps + 1).items()
         }
+        return numbers if self.average_share is None else numbers | {AVERAGE: self.average_share}
 
     def advance(self) -> dict[str, float]:
         """Return the `numbers` of the next step and increment the step count.
@@ -173,6 +205,11 @@ class Optimizer:
                 part.apply(updates, part_arrays, values)
         if self._fused is None:
             weights = _added(updates)
+        if self.average_share is not None:
+            share = [backend.step_number(AVERAGE, numbers[AVERAGE])]
+            arrays = [state_arrays[AVERAGE]]
+            decays = updates.take_decays()
+            weights = backend.optimizer_step(AVERAGE, weights, weights, arrays, share, decays)
         return {**parameters, **dict(zip(names, weights, strict=True))}
 
     def spec(self) -> list[list[Any]]:

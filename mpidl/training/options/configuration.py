@@ -316,6 +316,12 @@ def changed_on_resume(
             f"--epochs was {old}, is {new}; it cannot increase with --learn-rate-schedule "
             f"{schedule}, which ends with the last epoch"
         )
+    is_swa = now["options"].get("average") == "swa"
+    if is_swa and now["options"]["average_start"] is None and new > old:
+        refused.append(
+            f"--epochs was {old}, is {new}; it cannot increase with --average swa without "
+            "--average-start, which starts after three quarters of the epochs"
+        )
     network = json.loads(json.dumps(now["network"]))  # tuples become lists, as in the checkpoint
     if saved["network"] != network:
         refused.append(f"--network: {_difference(saved['network'], network)}")

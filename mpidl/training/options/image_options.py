@@ -204,6 +204,31 @@ class ImageOptions:
         default="noise",
         resume="fixed",
     )
+    mixup: float = option(
+        MIX,
+        "Alpha of mixup: average each training image and its label with another one, with a "
+        "weight from the distribution Beta(alpha, alpha); 0: off",
+        default=0.0,
+        resume="fixed",
+    )
+    cutmix: float = option(
+        MIX,
+        "Alpha of CutMix: replace a rectangle of each training image by that of another one, and "
+        "its part of the label; 0: off. With --mixup, each image draws one of them",
+        default=0.0,
+        resume="fixed",
+    )
+    mix_probability: float = option(
+        Rule(float, "above 0 and at most 1", 0, 1, exclude_low=True),
+        "Probability that an image is combined by --mixup or --cutmix",
+        default=1.0,
+        resume="fixed",
+    )
+    test_flips: Literal["none", "x", "y", "xy"] = choice(
+        "Average the scores of the final test over mirror images: x left to right, y top to "
+        "bottom, xy both ways",
+        default="none",
+    )
     on_bad_image: Literal["stop", "skip"] = choice(
         "If an image cannot be read: stop, or skip it: leave it out of its mini-batch, count it, "
         "and list it in bad-images.csv",

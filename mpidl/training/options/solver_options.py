@@ -274,6 +274,39 @@ class SolverOptions:
         resume="fixed",
         matlab="BiasL2Factor, ScaleL2Factor, OffsetL2Factor",
     )
+    average: Literal["none", "ema", "swa"] = option(
+        one_of("none", "ema", "swa"),
+        "Average the weights: an exponential moving average over iterations (ema), or the mean of "
+        "the weights at the ends of epochs (swa)",
+        default="none",
+        resume="fixed",
+    )
+    average_decay: float = option(
+        fraction(),
+        "Factor by which the moving average decays per update (ema)",
+        default=0.999,
+        resume="fixed",
+    )
+    average_start: int | None = option(
+        at_least(1, optional=True),
+        "Epoch with which the average starts; by default the first one (ema), or the one after "
+        "three quarters of --epochs (swa)",
+        default=None,
+        resume="fixed",
+    )
+    average_every: int = option(
+        at_least(0),
+        "Iterations between updates of the average; 0 updates it after each iteration (ema) or "
+        "epoch (swa)",
+        default=0,
+        resume="fixed",
+    )
+    average_use: Literal["average", "raw"] = option(
+        one_of("average", "raw"),
+        "Weights of validations, of the test and of the trained network, if there is an average",
+        default="average",
+        resume="fixed",
+    )
     gradient_threshold: float = option(
         RULES["gradient_threshold"],
         "Clip gradients, with their L2 regularization term, to this value; inf disables clipping",

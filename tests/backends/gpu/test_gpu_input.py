@@ -80,3 +80,14 @@ def test_negative_control_augmentation_changes_the_weights(world):
         dl.train(net, store, options, world=world)
         hashes.add(weights_sha256(net))
     assert len(hashes) == 2
+
+
+@pytest.mark.parametrize("kind", ["classes", "pixels"])
+def test_scores_averaged_over_mirror_images(world, kind):
+    end = dl.Dense(3) if kind == "classes" else dl.Conv2D(1, 3)
+    net = dl.Network([dl.Conv2D(3, 4, padding=1), dl.ReLU(), end], (3, 10, 11), seed=1)
+    images = numbers("mirrored", 40, 3, 10, 11, low=0, high=256).astype(np.uint8)
+    options = {"softmax": False, "test_flips": "xy"}
+    scores = dl.predict(net, images, world=world, **options)
+    assert abs(scores - dl.predict(net, images, world=dl.World(threads=1), **options)).max() < 1e-5
+    assert abs(scores - dl.predict(net, images, world=world, softmax=False)).max() > 1e-3

@@ -93,6 +93,33 @@ def test_recorded_and_eager_steps_give_the_same_bytes(world, solver):
         assert np.linalg.norm(change - expected) < 1e-2 * np.linalg.norm(expected), name
 
 
+@pytest.mark.parametrize(
+    "average",
+    [
+        pytest.param({"average": "ema", "average_decay": 0.5}, id="ema"),
+        pytest.param(
+            {"average": "swa", "average_start": 1}, id="swa", marks=pytest.mark.slow("gpu")
+        ),
+    ],
+)
+def test_averages_of_recorded_steps(world, tmp_path, average):
+    """The average is close to the CPU's, also of a resumed run, which has the same bytes."""
+    options = average | {"learning_rate": 0.05, "validation": pictures(20, "others")}
+    averaged, result = trained(world, **options)
+    host, expected = trained(dl.World(threads=1), **options)
+    raw, _ = trained(world, **options | {"average_use": "raw"})
+    for name, weight in host.parameters.items():
+        np.testing.assert_allclose(averaged.parameters[name], weight, rtol=1e-3, atol=1e-4)
+    change = raw.parameters["dense1.weight"] - averaged.parameters["dense1.weight"]
+    assert np.abs(change).max() > 1e-3
+    assert result.validation_loss == pytest.approx(expected.validation_loss, rel=1e-3)
+    stopped = training_options(**options, max_iterations=3)
+    dl.train(small(), pictures(80), stopped, world=world, out=str(tmp_path))
+    resumed, start = small(), checkpoint.load(str(tmp_path))
+    dl.train(resumed, pictures(80), training_options(**options), world=world, resume=start)
+    assert weights_sha256(resumed) == weights_sha256(averaged)
+
+
 def test_graphs_do_not_change_a_byte_of_adam(world):
     hashes = {weights_sha256(trained(world, graphs=g, **ADAM)[0]) for g in ("auto", "off")}
     assert len(hashes) == 1

@@ -107,6 +107,17 @@ def test_decompression_bombs(tmp_path, monkeypatch):
     assert "found 40x40 gray" in text and str(bomb) in text and not conversions
 
 
+def test_a_tiff_that_lacks_strips_is_refused(tmp_path):
+    """Pillow leaves them black, in an image as large as the header says."""
+    path = save(tmp_path / "c" / "x.tif", pixels_of(0, 3, 6, 5))
+    content = path.read_bytes()
+    tag = b"\x01\x01\x04\x00\x01\x00\x00\x00"  # 257, the height, is one long number
+    place = content.index(tag) + len(tag)
+    path.write_bytes(content[:place] + (600).to_bytes(2, "little") + content[place + 2 :])
+    expected = "the image cannot be read: expected 5x600 pixels, found 1% of them: it is damaged"
+    assert refusal(ImageFolder, tmp_path) == f"{path}: {expected}"
+
+
 def test_images_of_any_size_are_resized_and_converted(tmp_path):
     save(tmp_path / "a" / "0.png", pixels_of(0, 3, 20, 30))
     save(tmp_path / "b" / "1.png", pixels_of(1, 1, 9, 9))

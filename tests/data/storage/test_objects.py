@@ -120,6 +120,53 @@ def test_every_format_has_the_images_of_local_files(put, cache, tmp_path):
     settings.configure()
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_packs_of_image_files_and_shards(put, reads, cache, tmp_path):
+    """By byte ranges, only those of the images that are read; or brought over whole."""
+    grow(tmp_path / "photos", per_class=6)
+    folder, kinds = ImageFolder(tmp_path / "photos"), []
+    (tmp_path / "packs").mkdir()
+    for images in ("decoded", "encoded"):
+        for shards in (None, 3):
+            kinds.append(f"{images}-{shards}.h5")
+            pack({"train": folder}, tmp_path / "packs" / kinds[-1], images=images, shards=shards)
+    url = put(tmp_path / "packs")
+    configure_storage(cache_dir=tmp_path / "cache" if cache else None, requests=3)
+    for name in kinds:
+        remote, local = (open_data(f"{place}/{name}")[0] for place in (url, tmp_path / "packs"))
+        assert_same_set(remote, local)
+        reads.clear()
+        if not cache:
+            remote.read([2, 3])
+            rows = 2 * 30 if name.startswith("decoded") else int(folder.sizes[2:4].sum())
+            assert sum(stop - start for start, stop in reads) == rows
+    settings.configure()
+    shutil.copytree(tmp_path / "packs", tmp_path / "fewer")
+    name = "encoded-3-00002-of-00003.bin"
+    (tmp_path / "fewer" / name).unlink()
+    text = refusal(open_data, f"{put(tmp_path / 'fewer')}/encoded-3.h5")
+    assert text.endswith(f"{name}: no such file: expected this shard of the packed set")
+
+
+def test_a_table_lists_objects_below_its_prefix(put, tmp_path):
+    images = sorted(grow(tmp_path / "set" / "photos", per_class=6))
+    rows = [
+        f"photos/{image},{image[:3]},{'test' if i % 5 else 'train'}"
+        for i, image in enumerate(images)
+    ]
+    (tmp_path / "set" / "t.csv").write_text("\n".join(["path,label,split", *rows]))
+    url = put(tmp_path / "set")
+    remote, local = (open_data(f"{place}/t.csv") for place in (url, tmp_path / "set"))
+    for pair in zip(remote, local, strict=True):
+        assert_same_set(*pair)
+    (tmp_path / "set" / "t.csv").write_text("path,label\nphotos/none.png,a\n")
+    text = refusal(open_data, f"{put(tmp_path / 'set')}/t.csv")
+    assert "t.csv, line 2, column path: " in text and text.endswith("none.png: no such file")
+    (tmp_path / "set" / "t.csv").write_text(f"path,label\n{tmp_path}/a.png,a\n")
+    text = refusal(open_data, f"{put(tmp_path / 'set')}/t.csv")
+    assert "column path: expected a path relative to the table" in text
+
+
 def test_rows_that_are_close_are_read_together(put, reads, tmp_path):
     images = pixels_of(0, 40, 1, 64, 64)
     datafiles.hdf5(tmp_path / "rows.h5", images, np.arange(40) % 4)

@@ -16,10 +16,11 @@ import pytest
 from short_training import pictures, small
 
 import mpidl as dl
-from mpidl.errors import Fault, UserError
+from mpidl.errors import Fault, LostLock, UserError
 from mpidl.report import plots
-from mpidl.training.files import background, checkpoint
+from mpidl.training.files import background, checkpoint, lock_file, model_file
 from mpidl.training.files.background import BackgroundWriter
+from mpidl.training.files.lock_holder import Holder
 
 
 @pytest.fixture
@@ -37,9 +38,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def save(writer, folder, tables, iteration):
+def save(writer, folder, tables, iteration, claim=None):
     facts = {**faulty_saves.FACTS, "iteration": iteration}
-    writer.save(str(folder), tables, facts, str(folder / "metrics.jsonl"))
+    writer.save(str(folder), tables, facts, str(folder / "metrics.jsonl"), claim)
 
 
 def all_kinds_of_arrays():
@@ -81,6 +82,41 @@ def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, fold
             call()
     writer.close()
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_a_run_that_has_lost_its_lock_leaves_the_files_of_the_other(folder, monkeypatch, small):
+    """The job is suspended while it writes, and another one continues its run meanwhile."""
+    monkeypatch.setattr(background, "SMALL", small)
+    lock = lock_file.LockFile(folder, Holder.current())
+    assert lock.attempt() is None
+    claim, writer = (str(folder), lock.holder.token), BackgroundWriter()
+    save(writer, folder, all_kinds_of_arrays(), 1, claim)
+    writer.wait()
+    pack = model_file.pack
+
+    def continue_the_run():
+        os.unlink(lock.path)
+        assert lock_file.LockFile(folder, Holder.current()).attempt() is None
+        checkpoint.save(folder, all_kinds_of_arrays(), {**faulty_saves.FACTS, "iteration": 9})
+
+    def packed_late(*arguments):
+        content = pack(*arguments)
+        monkeypatch.setattr(model_file, "pack", pack)
+        continue_the_run()
+        return content
+
+    if writer.process:
+        writer.process.send_signal(signal.SIGSTOP)
+        save(writer, folder, all_kinds_of_arrays(), 2, claim)
+        continue_the_run()
+        writer.process.send_signal(signal.SIGCONT)
+    else:
+        monkeypatch.setattr(model_file, "pack", packed_late)
+    with pytest.raises(LostLock, match="run.lock: this run has lost its lock: process "):
+        save(writer, folder, all_kinds_of_arrays(), 3, claim)
+    assert checkpoint.load(folder)[1]["iteration"] == 9
+    writer.close()
 
 
 def test_a_process_that_is_killed_is_a_fault(writer, folder):

@@ -351,6 +351,15 @@ def test_files_that_hdf5_never_finishes_reading(model, tmp_path, monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGVTALRM
 
 
+def test_a_model_is_no_checkpoint(model, tmp_path):
+    checkpoint.save(tmp_path, tables(1), FACTS)
+    checkpoint.save(tmp_path, tables(2), FACTS)
+    (tmp_path / checkpoint.CURRENT).write_bytes(model.read_bytes())
+    lines = []
+    assert_tables(checkpoint.load(tmp_path, lines.append)[0], 1)
+    assert "checkpoint.h5: it is a model, not a checkpoint; continuing" in lines[0]
+
+
 def test_inconsistent_models_are_refused(tmp_path):
     path = tmp_path / "model.h5"
     net = network(1)

@@ -1,6 +1,15 @@
 """The folders of a sweep's trials."""
 
-from mpidl.training.files.trial_folder import COMPLETE, FAILED, RUNNING, WAITING, folders_of
+import pytest
+
+from mpidl.training.files.trial_folder import (
+    COMPLETE,
+    FAILED,
+    RUNNING,
+    WAITING,
+    TrialFolder,
+    folders_of,
+)
 from mpidl.training.options.sweep_file import Sweep
 
 
@@ -12,6 +21,20 @@ def test_more_trials_do_not_rename_the_others():
     names = [folder.name for folder in folders(1001)]
     assert (names[0], names[998], names[999]) == ("trial-001", "trial-999", "trial-1000")
     assert [folder.name for folder in folders(2)] == names[:2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"trial": 1, "options": "x", "state": "failed"}',
+        '{"trial": 1, "options": {}, "state": ["failed"]}',
+        "[]",
+    ],
+)
+def test_a_damaged_record_is_that_of_a_trial_that_waits(tmp_path, text):
+    (tmp_path / "trial.json").write_text(text)
+    trial = TrialFolder(str(tmp_path), 1, {"epochs": 3})
+    assert trial.state() == "waiting" and trial.changes() == [] and trial.row()["error"] is None
 
 
 def test_a_trial_is_complete_once_this_is_recorded(tmp_path):

@@ -46,9 +46,9 @@ def test_the_mix_of_labels_is_that_of_scikit_learn(count):
 
 
 def test_folds_depend_on_the_seed_alone():
-    chosen = [[fold.indices for _, fold in labelled().kfold(3, seed=s)] for s in (0, 0, 1)]
-    assert all(map(np.array_equal, chosen[0], chosen[1]))
-    assert not any(map(np.array_equal, chosen[0], chosen[2]))
+    selections = [[fold.indices for _, fold in labelled().kfold(3, seed=s)] for s in (0, 0, 1)]
+    assert all(map(np.array_equal, selections[0], selections[1]))
+    assert not any(map(np.array_equal, selections[0], selections[2]))
 
 
 def test_images_without_labels():

@@ -1,0 +1,138 @@
+"""Where a packed set stores its entries: in the packed file itself, or in shards beside it.
+
+A shard is a file with a header of 64 bytes, followed by the entries of consecutive images of each
+part. The header has the signature `SIGNATURE` (16 bytes), the number of the shard (4 bytes, from 0,
+little-endian), 12 bytes of 0, and the SHA-256 that identifies the packed set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidl.data.storage.objects import Fetch, Span
+from mpidl.data.storage.paths import stamp_of
+from mpidl.data.storage.settings import is_remote
+from mpidl.errors import UserError
+from mpidl.files import RawFile, Stamp, unreadable
+from mpidl.text import printable
+
+SIGNATURE = b"mpidl shard 1\n\0\0"
+HEADER = 64  # bytes
+MAX_SHARDS = 99_999
+
+
+class Rows(NamedTuple):
+    """The places of the entries of one kind, such as images or targets: one entry per image.
+
+    Attributes
+    ----------
+    shape, dtype : tuple of int, dtype
+        Shape and type of an entry. The content of an image file has the shape () and type uint8.
+    ends : ndarray or None
+        For the contents of image files, the end of each in bytes if they all followed each other,
+        int64 (n,). None for entries of one size.
+    first : ndarray
+        Number of the first image in each file, int64 (files,).
+    starts : ndarray
+        Offset of its entry in that file, int64 (files,).
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    ends: np.ndarray | None
+    first: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of an entry, if all have one size."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def begins(self, indices: np.ndarray) -> np.ndarray:
+        """Return where entries would begin if they all followed each other, in bytes."""
+        if self.ends is None:
+            return indices * self.nbytes
+        return np.where(indices > 0, self.ends[np.maximum(indices, 1) - 1], 0)
+
+    def spans(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the files, offsets and sizes in bytes of entries, int64 (len(indices),) each."""
+        files = np.searchsorted(self.first, indices, "right") - 1
+        begins = self.begins(indices)
+        offsets = self.starts[files] + begins - self.begins(self.first[files])
+        return files, offsets, self.begins(indices + 1) - begins
+
+
+def chunks(first: Sequence[int], count: int, chunk_images: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, stop) of each run of images that has a checksum of its own.
+
+    Parameters
+    ----------
+    first : sequence of int
+        Number of the first image in each file. A chunk lies in one file.
+    count : int
+        Number of images.
+    chunk_images : int
+        Largest number of images of a chunk.
+    """
+    edges = [*(int(number) for number in first), count]
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        for chunk in range(start, stop, chunk_images):
+            yield chunk, min(chunk + chunk_images, stop)
+
+
+def shard_paths(index: str, stem: str, count: int) -> list[str]:
+    """Return the paths of the shards of a packed file, which lie in its folder."""
+    folder = os.path.dirname(index)
+    names = [f"{stem}-{i + 1:05}-of-{count:05}.bin" for i in range(count)]
+    return [os.path.join(folder, name) for name in names]
+
+
+def shard_header(number: int, identity: bytes) -> bytes:
+    """Return the first bytes of a shard, whose number counts from 0."""
+    return SIGNATURE + number.to_bytes(4, "little") + bytes(12) + identity
+
+
+def check_shards(paths: Sequence[str], sizes: Sequence[int], identity: bytes) -> list[Stamp]:
+    """Return the Stamp of each shard; raise UserError for one that is missing or foreign."""
+    stamps = []
+    for path, size in zip(paths, sizes, strict=True):
+        try:
+            now = stamp_of(path)
+        except (OSError, UserError) as e:
+            error = unreadable(path, e) if isinstance(e, OSError) else e
+            raise UserError(f"{error}: expected this shard of the packed set") from None
+        if now.size != size:
+            raise UserError(
+                f"{printable(path)}: expected a shard of {size} bytes, found {now.size}: pack again"
+            )
+        stamps.append(now)
+    fetches = [
+        Fetch(Span(path, now, 0, HEADER)) if is_remote(path) else None
+        for path, now in zip(paths, stamps, strict=True)
+    ]
+    for number, (path, now, fetch) in enumerate(zip(paths, stamps, fetches, strict=True)):
+        header = _header(path, now) if fetch is None else fetch.result()
+        if header != shard_header(number, identity):
+            raise UserError(
+                f"{printable(path)}: expected shard {number + 1} of this packed set, found "
+                f"{describe_header(header)}"
+            )
+    return stamps
+
+
+def _header(path, now):
+    file = RawFile(path, now)
+    file.check()
+    return file.read_range(0, HEADER)
+
+
+def describe_header(header: bytes) -> str:
+    """Describe the file that begins with these bytes, for a message."""
+    if not header.startswith(SIGNATURE):
+        return "another file"
+    number = int.from_bytes(header[len(SIGNATURE) : len(SIGNATURE) + 4], "little")
+    return f"shard {number + 1} of this or another set"

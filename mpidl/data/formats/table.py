@@ -1,0 +1,173 @@
+"""Image files that a table lists: `--data table.csv`. `table_files` describes the columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidl.data.datastore import Datastore, Indices, counted
+from mpidl.data.formats.format import Format, OpenOptions, World
+from mpidl.data.formats.image_files import decode
+from mpidl.data.formats.image_list import ImageList
+from mpidl.data.formats.table_files import PARTS, LabelSets, Rows, Table
+from mpidl.data.storage import objects
+from mpidl.data.storage.settings import is_remote
+from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
+from mpidl.errors import UserError
+from mpidl.files import on_rank_0
+from mpidl.matlab_names import explain_arguments
+from mpidl.text import printable
+
+
+class ImageTable(ImageList):
+    """A datastore of the image files in a CSV file, with their labels or targets.
+
+    The file is UTF-8 with a header. The column `path` has the files, relative to the folder of the
+    table. Labels and targets come from one of these columns:
+
+    - `label`: the name of the image's class. Other columns are then ignored. The classes are those
+      of the training rows, sorted by bytes, or by value if all names are whole numbers.
+    - `labels`: names of several classes, separated by a character. The targets are then float32
+      (K,), 1 for the classes of the image and 0 for others.
+    - all other columns: numbers, which become targets (R,), or () for one column. If all of several
+      columns hold only 0 and 1, their names are the class names.
+
+    The optional column `split` has train, validation or test. With a world, construction is
+    collective: rank 0 reads the table, and broadcasts the results.
+
+    Parameters
+    ----------
+    path : path-like
+        The table.
+    world : World, optional
+        The ranks that open the table.
+    part : {"train", "validation", "test"} or None
+        Rows to open, by the column `split`. Without this column, "train" are all rows. None opens
+        all rows.
+    classes : sequence of str, optional
+        Class names of the training set, to which labels are mapped.
+    labelled : bool
+        Whether labels or targets are required.
+    separator : str, optional
+        Separator of the names in the column `labels`. By default ";" or "|", whichever occurs.
+    preprocess : Preprocess or None
+        Conversion to apply to the images; see `ImageFolder`.
+
+    Attributes
+    ----------
+    path : str
+        The table.
+    unlabelled : str or None
+        The reason why there are no labels, if `labelled` is False and some are invalid.
+
+    Raises
+    ------
+    UserError
+        If the table or a file cannot be read, or a cell is invalid. The message names the file, the
+        line and the column.
+    """
+
+    @explain_arguments
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        world: World = None,
+        part: str | None = "train",
+        *,
+        classes: Sequence[str] | None = None,
+        labelled: bool = True,
+        separator: str | None = None,
+        preprocess: Preprocess | None = AS_IT_IS,
+    ):
+        super().__init__(preprocess)
+        self.path, self.part = os.fspath(path), part
+        self.folder = os.path.dirname(self.path)
+        if part is not None and part not in PARTS:
+            raise UserError(f"{printable(self.path)}: part must be {', '.join(PARTS)}, got {part}")
+
+        def read() -> tuple[Rows, tuple[int, ...]]:
+            rows = Table(self.path).select(part, classes, labelled, separator)
+            return rows, self._first_shape(rows)
+
+        rows, self.image_shape = on_rank_0(world, read)
+        self.files = rows.files
+        self.sizes, self.written = np.array(rows.stamps, np.int64).reshape(-1, 2).T
+        self.labels, self.classes = rows.labels, rows.classes
+        self.unlabelled: str | None = rows.problem
+        self._values = rows.targets
+        if isinstance(self._values, LabelSets):
+            self.targets_shape = (self._values.classes,)
+        elif self._values is not None:
+            self.targets_shape = self._values.shape[1:]
+
+    def _first_shape(self, rows):
+        """Return the shape of the first image, which is decoded for that."""
+        path, content = os.path.join(self.folder, rows.files[0]), None
+        if is_remote(self.folder):
+            content = objects.request(path, rows.stamps[0]).result()
+        pixels, _ = decode(path, self.conversion, content=content)
+        return pixels.shape
+
+    def targets(self, indices: Indices) -> np.ndarray:
+        if self._values is None:
+            return super().targets(indices)
+        indices = np.asarray(indices, np.int64)
+        if isinstance(self._values, LabelSets):
+            return self._values.rows(indices)
+        return self._values[indices]
+
+    def _digested_targets(self) -> tuple[object, ...]:
+        if isinstance(self._values, LabelSets):
+            return self._values.labels, self._values.ends
+        return () if self._values is None else (self._values,)
+
+    def describe(self) -> str:
+        part = "" if self.part in (None, "train") else f", {self.part}"
+        return f"{printable(self.path)}{part}: {counted(self)}"
+
+
+def _open(path: str, world: World, options: OpenOptions, part: str | None) -> ImageTable:
+    return ImageTable(
+        path,
+        world,
+        part,
+        classes=options.classes,
+        labelled=options.labelled,
+        preprocess=options.preprocess,
+    )
+
+
+def _parts(path: str, world: World) -> list[str]:
+    return on_rank_0(world, lambda: list(Table(path).parts()))
+
+
+def _open_data(path: str, world: World, options: OpenOptions) -> tuple[Datastore, Datastore | None]:
+    train = _open(path, world, options, "train")
+    if "test" not in _parts(path, world):
+        return train, None
+    return train, _open(path, world, options._replace(classes=train.classes), "test")
+
+
+def _open_test_data(path: str, world: World, options: OpenOptions) -> Datastore:
+    part = "validation" if options.option == "--validation-data" else "test"
+    parts = _parts(path, world)
+    is_whole = not parts or (part not in parts and options.option == "--data")
+    return _open(path, world, options, None if is_whole else part)
+
+
+def _open_validation_data(path: str, world: World, options: OpenOptions) -> Datastore | None:
+    if "validation" not in _parts(path, world):
+        return None
+    return _open(path, world, options, "validation")
+
+
+FORMAT = Format(
+    "table",
+    recognizes=lambda path, head, option: path.lower().endswith(".csv"),
+    open_data=_open_data,
+    open_test_data=_open_test_data,
+    noun="a .csv table",
+    open_validation_data=_open_validation_data,
+)

@@ -1,0 +1,400 @@
+"""Read tables of image files: CSV files with a row per image.
+
+The column `path` names the file, relative to the folder of the table. One of these follows:
+
+- `label`: the name of the image's class,
+- `labels`: names of several classes, separated by a character,
+- any other columns: numeric targets. If all of several columns hold only 0 and 1, they are classes
+  of which an image may have several.
+
+The optional column `split` says to which part an image belongs: train, validation or test.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidl.data.formats.image_files import MAX_BYTES
+from mpidl.data.storage.paths import listed, read_whole, stamp_of
+from mpidl.data.storage.settings import is_remote
+from mpidl.errors import UserError
+from mpidl.files import Stamp, reason, stamp, unreadable
+from mpidl.text import did_you_mean, name_list, printable
+
+PATH, LABEL, LABELS, SPLIT = "path", "label", "labels", "split"
+PARTS = ("train", "validation", "test")
+SPLITS = {
+    **{name: name for name in PARTS},
+    **{"training": "train", "valid": "validation", "val": "validation", "testing": "test"},
+}
+SEPARATORS = (";", "|")  # of the names in a cell of the column `labels`
+
+
+class LabelSets(NamedTuple):
+    """Sets of labels, one per image.
+
+    Attributes
+    ----------
+    labels : ndarray
+        Labels of all images, one image after the other, int64.
+    ends : ndarray
+        End of the labels of each image in `labels`, int64 (n,).
+    classes : int
+        Number of classes.
+    """
+
+    labels: np.ndarray
+    ends: np.ndarray
+    classes: int
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """Return 1 for each label of an image and 0 otherwise, float32 (len(indices), classes)."""
+        rows = np.zeros((len(indices), self.classes), np.float32)
+        for row, i in zip(rows, indices.tolist(), strict=True):
+            row[self.labels[self.ends[i - 1] if i else 0 : self.ends[i]]] = 1
+        return rows
+
+
+class Rows(NamedTuple):
+    """The rows of a table that belong to one part.
+
+    Attributes
+    ----------
+    files : list of str
+        Paths as the table has them.
+    stamps : list of Stamp
+        Stamp of each file.
+    labels : ndarray or None
+        Label of each image, int64 (n,).
+    targets : ndarray, LabelSets or None
+        Targets, float32 (n,) of one column or (n, R) of several, or sets of labels.
+    classes : list of str
+        Class names of `labels`, or of targets that are 0 or 1.
+    problem : str or None
+        Why there are neither labels nor targets; None if there are some, or if no column has any.
+    """
+
+    files: list[str]
+    stamps: list[Stamp]
+    labels: np.ndarray | None
+    targets: np.ndarray | LabelSets | None
+    classes: list[str]
+    problem: str | None
+
+
+class Table:
+    """The cells of a table, with the positions that messages name.
+
+    Parameters
+    ----------
+    path : str
+        Path or URL of the CSV file, UTF-8.
+
+    Attributes
+    ----------
+    columns : list of str
+        Names of the columns.
+    rows : list of list of str
+        Cells of each row.
+    lines : list of int
+        Line of the file in which each row ends, from 1.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be read, is no CSV file in UTF-8, has no rows or no column `path`, or if
+        a row has another number of cells than there are columns.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        text = self._text()
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        self.columns: list[str] = []
+        self.rows: list[list[str]] = []
+        self.lines: list[int] = []
+        try:
+            for row in reader:
+                if not row:
+                    continue
+                if not self.columns:
+                    self.columns = self._checked_columns([cell.strip() for cell in row])
+                    continue
+                if len(row) != len(self.columns):
+                    raise UserError(
+                        f"{self.place(reader.line_num)}: expected {len(self.columns)} cells, found "
+                        f"{len(row)}"
+                    )
+                self.rows.append(row)
+                self.lines.append(reader.line_num)
+        except csv.Error as e:
+            raise UserError(
+                f"{self.place(reader.line_num)}: not a row of a CSV file: {e}"
+            ) from None
+        if not self.columns or not self.rows:
+            raise UserError(f"{printable(path)}: expected a header and rows, found none")
+
+    def _text(self):
+        """Return the content of the file."""
+        try:
+            size = stamp_of(self.path).size
+            if size > MAX_BYTES:
+                raise UserError(
+                    f"{printable(self.path)}: expected a table of at most {MAX_BYTES >> 30} GiB, "
+                    f"found {size} bytes"
+                )
+            if is_remote(self.path):
+                content = read_whole(self.path)
+            else:
+                with open(self.path, "rb") as file:
+                    content = file.read()
+        except OSError as e:
+            raise unreadable(self.path, e) from None
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as e:
+            line = content.count(b"\n", 0, e.start) + 1
+            raise UserError(
+                f"{self.place(line)}: expected UTF-8, found the byte 0x{content[e.start]:02x}"
+            ) from None
+
+    def _checked_columns(self, columns):
+        line = self.place(1)
+        if PATH not in columns:
+            hint = did_you_mean(PATH, columns)
+            raise UserError(f"{line}: expected a column {PATH}, found {name_list(columns)}{hint}")
+        for name in columns:
+            if not name or columns.count(name) > 1:
+                found_text = "an empty one" if not name else f"{printable(name)} twice"
+                raise UserError(f"{line}: expected different names of columns, found {found_text}")
+        return columns
+
+    def place(self, line: int, column: str | None = None) -> str:
+        """Return the beginning of a message about a line, or about a cell."""
+        text = f"{printable(self.path)}, line {line}"
+        return text if column is None else f"{text}, column {printable(column)}"
+
+    def cells(self, column: str, numbers: Sequence[int]) -> list[tuple[str, int]]:
+        """Return (cell, line) of a column in the rows with the given numbers."""
+        index = self.columns.index(column)
+        return [(self.rows[i][index].strip(), self.lines[i]) for i in numbers]
+
+    def parts(self) -> dict[str, list[int]]:
+        """Return the numbers of the rows of each part that exists; {} without a column `split`.
+
+        Raises
+        ------
+        UserError
+            If a cell names no part.
+        """
+        if SPLIT not in self.columns:
+            return {}
+        parts: dict[str, list[int]] = {}
+        for i, (cell, line) in enumerate(self.cells(SPLIT, range(len(self.rows)))):
+            if cell.lower() not in SPLITS:
+                hint = did_you_mean(cell.lower(), SPLITS)
+                raise UserError(
+                    f"{self.place(line, SPLIT)}: expected train, validation or test, found "
+                    f"{_cell_text(cell)}{hint}"
+                )
+            parts.setdefault(SPLITS[cell.lower()], []).append(i)
+        return parts
+
+    def select(
+        self,
+        part: str | None,
+        classes: Sequence[str] | None,
+        labelled: bool,
+        separator: str | None = None,
+    ) -> Rows:
+        """Return the rows of a part, after a check of its files.
+
+        Parameters
+        ----------
+        part : str or None
+            One of `PARTS`; None for all rows.
+        classes : sequence of str or None
+            Class names of the training set. By default, those of the training rows.
+        labelled : bool
+            Whether labels or targets are required.
+        separator : str, optional
+            Separator of names in the column `labels`, by default that of `SEPARATORS` which occurs.
+
+        Raises
+        ------
+        UserError
+            If there are no such rows, a file is missing, or a label or target is invalid.
+        """
+        parts = self.parts()
+        numbers = parts.get(part or "", []) if parts and part else list(range(len(self.rows)))
+        if not numbers:
+            listing = name_list(list(parts))
+            raise UserError(
+                f"{printable(self.path)}: expected rows with {part} in the column {SPLIT}, found "
+                f"{listing}"
+            )
+        if part not in (None, "train") and not parts:
+            raise UserError(f"{printable(self.path)}: expected a column {SPLIT} for {part} images")
+        training = parts.get("train", numbers) if parts else numbers
+        stamps = self._stamps(numbers)
+        labels, targets, names, problem = None, None, list(classes or []), None
+        try:
+            if LABEL in self.columns:
+                labels, names = self._labels(numbers, training, classes)
+            elif LABELS in self.columns:
+                targets, names = self._label_sets(numbers, training, classes, separator)
+            elif columns := [name for name in self.columns if name not in (PATH, SPLIT)]:
+                targets, names = self._numbers(columns, numbers, classes)
+            elif labelled:
+                raise UserError(
+                    f"{self.place(1)}: expected a column {LABEL}, {LABELS} or columns of targets, "
+                    f"found {name_list(self.columns)}"
+                )
+        except UserError as e:
+            if labelled:
+                raise
+            problem = str(e)
+        files = [cell for cell, _ in self.cells(PATH, numbers)]
+        return Rows(files, stamps, labels, targets, names, problem)
+
+    def _stamps(self, numbers):
+        """Return the Stamp of each file; raise UserError for one that is missing."""
+        folder = os.path.dirname(self.path)
+        with listed(folder):
+            return [
+                self._stamp(folder, cell, self.place(line, PATH))
+                for cell, line in self.cells(PATH, numbers)
+            ]
+
+    @staticmethod
+    def _stamp(folder, cell, prefix):
+        if not cell or "\0" in cell:
+            raise UserError(f"{prefix}: expected the path of an image, found {_cell_text(cell)}")
+        if is_remote(cell) or (is_remote(folder) and os.path.isabs(cell)):
+            raise UserError(
+                f"{prefix}: expected a path relative to the table, found {_cell_text(cell)}"
+            )
+        path = os.path.join(folder, cell)
+        try:
+            if is_remote(folder):
+                return stamp_of(path)
+            status = os.stat(path)
+        except UserError as e:
+            raise UserError(f"{prefix}: {e}") from None
+        except (OSError, ValueError) as e:
+            is_missing = isinstance(e, FileNotFoundError | NotADirectoryError)
+            text = "no such file" if is_missing else reason(e)
+            raise UserError(f"{prefix}: {printable(path)}: {text}") from None
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+            raise UserError(f"{prefix}: {printable(path)}: expected a file, found {kind}")
+        return stamp(status)
+
+    def _labels(self, numbers, training, classes):
+        """Return the labels of rows, and the class names."""
+        if classes is None:
+            names = {cell for cell, _ in self.cells(LABEL, training)}
+            classes = sorted(names, key=_class_order(names))
+        index = {name: i for i, name in enumerate(classes)}
+        labels = []
+        for cell, line in self.cells(LABEL, numbers):
+            if not cell or cell not in index:
+                raise self._unknown_class(cell, line, LABEL, classes)
+            labels.append(index[cell])
+        return np.array(labels, np.int64), list(classes)
+
+    def _unknown_class(self, cell, line, column, classes):
+        prefix = self.place(line, column)
+        if not cell:
+            return UserError(f"{prefix}: expected a class name, found nothing")
+        hint = did_you_mean(cell, classes)
+        return UserError(
+            f"{prefix}: {_cell_text(cell)} is not one of the classes ({name_list(classes)}){hint}"
+        )
+
+    def _label_sets(self, numbers, training, classes, separator):
+        """Return the LabelSets of rows, and the class names."""
+        all_cells = self.cells(LABELS, range(len(self.rows)))
+        if separator is None:
+            used = {mark: [line for cell, line in all_cells if mark in cell] for mark in SEPARATORS}
+            marks = [mark for mark, lines in used.items() if lines]
+            if len(marks) > 1:
+                line = max(used[mark][0] for mark in marks)
+                raise UserError(
+                    f"{self.place(line, LABELS)}: expected one separator, found "
+                    f"{' and '.join(marks)} in the column (in Python separator= sets it)"
+                )
+            separator = marks[0] if marks else SEPARATORS[0]
+
+        def names_of(cell):
+            return [name.strip() for name in cell.split(separator)] if cell else []
+
+        if classes is None:
+            names = {name for cell, _ in self.cells(LABELS, training) for name in names_of(cell)}
+            classes = sorted(names, key=_class_order(names))
+        index = {name: i for i, name in enumerate(classes)}
+        labels, ends = [], []
+        for cell, line in self.cells(LABELS, numbers):
+            for name in names_of(cell):
+                if not name or name not in index:
+                    raise self._unknown_class(name, line, LABELS, classes)
+                labels.append(index[name])
+            ends.append(len(labels))
+        if not classes:
+            raise UserError(f"{self.place(1, LABELS)}: expected class names, found none")
+        sets = LabelSets(np.array(labels, np.int64), np.array(ends, np.int64), len(classes))
+        return sets, list(classes)
+
+    def _numbers(self, columns, numbers, classes):
+        """Return numeric targets of rows; their class names if they are 0 or 1, else []."""
+        table = np.array([self._column(name) for name in columns], np.float32).T
+        is_binary = len(columns) > 1 and bool(np.isin(table, (0, 1)).all())
+        if classes and list(classes) != columns:
+            raise UserError(
+                f"{self.place(1)}: expected columns of the classes {name_list(classes)}, found "
+                f"{name_list(columns)}"
+            )
+        targets = table[numbers]
+        return (targets if len(columns) > 1 else targets[:, 0]), columns if is_binary else []
+
+    def _column(self, name):
+        """Return the numbers of a column."""
+        values = []
+        for cell, line in self.cells(name, range(len(self.rows))):
+            value = _number(cell)
+            if value is None:
+                raise UserError(
+                    f"{self.place(line, name)}: expected a number, found {_cell_text(cell)} "
+                    f"(without a column {LABEL} or {LABELS}, all columns but {PATH} and {SPLIT} "
+                    "are targets)"
+                )
+            values.append(value)
+        return values
+
+
+def _number(cell):
+    """Return the number in a cell, or None if there is none that is finite in float32."""
+    try:
+        value = math.nan if "_" in cell else float(cell)
+    except ValueError:
+        return None
+    return value if abs(value) <= float(np.finfo(np.float32).max) else None
+
+
+def _cell_text(cell):
+    text = printable(cell)
+    return "nothing" if not text else text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _class_order(names: set[str]) -> Callable[[str], tuple[int, bytes]]:
+    """Return the sort key of class names: by value if all are whole numbers, else by bytes."""
+    are_numbers = all(name.isascii() and name.isdigit() and len(name) < 19 for name in names)
+    return lambda name: (int(name) if are_numbers else 0, os.fsencode(name))

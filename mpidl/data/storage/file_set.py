@@ -1,0 +1,76 @@
+"""Read ranges of bytes from several files or objects, such as the shards of a packed set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidl.data.storage.objects import Fetch, RemoteFile, open_raw
+from mpidl.files import RawFile, Stamp
+
+MAX_OPEN = 256  # with more files than this, each call opens and closes the files that it needs
+
+
+class FileSet:
+    """Files that are opened on first use and read by (file, offset).
+
+    Parameters
+    ----------
+    paths : sequence of str
+        Paths or URLs.
+    stamps : sequence of Stamp
+        The Stamp that each file must have whenever it is read.
+    """
+
+    def __init__(self, paths: Sequence[str], stamps: Sequence[Stamp]):
+        self._files = [open_raw(path, now) for path, now in zip(paths, stamps, strict=True)]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files are objects of a store."""
+        return isinstance(self._files[0], RemoteFile)
+
+    def _opened(self, number):
+        """Return a file that has been checked."""
+        file = self._files[number]
+        if len(self._files) > MAX_OPEN and isinstance(file, RawFile):
+            file = RawFile(file.path, file.expected)  # closed when the caller drops it
+        file.check()
+        return file
+
+    def _runs(self, files):
+        """Yield (file, start, stop) for each run of ranges in the same file."""
+        opened: dict[int, RawFile | RemoteFile] = {}
+        edges = [0, *(np.nonzero(np.diff(files))[0] + 1), len(files)]
+        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            if start < stop:
+                number = int(files[start])
+                if number not in opened:
+                    opened[number] = self._opened(number)
+                yield opened[number], start, stop
+
+    def read_ahead(self, files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> list[Fetch]:
+        """Request ranges of objects, and return the requests; local files have none."""
+        if not self.is_remote:
+            return []
+        fetches = []
+        for number in np.unique(files).tolist():
+            mask = files == number
+            fetches += self._files[number].read_ahead(offsets[mask], sizes[mask])
+        return fetches
+
+    def read_rows(self, rows: np.ndarray, files: np.ndarray, offsets: np.ndarray) -> None:
+        """Fill each row of a C-ordered array with the bytes from a file's offset on."""
+        for file, start, stop in self._runs(files):
+            file.read_rows(rows[start:stop], offsets[start:stop])
+
+    def read_ranges(self, files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes]:
+        """Return the bytes of ranges of different sizes."""
+        return [
+            file.read_range(offset, size)
+            for file, start, stop in self._runs(files)
+            for offset, size in zip(
+                offsets[start:stop].tolist(), sizes[start:stop].tolist(), strict=True
+            )
+        ]

@@ -1,0 +1,231 @@
+"""Mixup and CutMix: combine each image with another one, and their labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl import backends
+from mpidl.blocks import LANES
+from mpidl.data.transforms import draws
+from mpidl.errors import UserError
+
+PURPOSE, PARTNER = "mixing", "mixing partner"
+ATTEMPTS = 32  # of `beta`
+LOWEST, HIGHEST = 0.05, 10.0  # valid values of alpha, apart from 0
+
+
+class MixPlan(NamedTuple):
+    """How n images of a block are combined.
+
+    Attributes
+    ----------
+    partners : ndarray
+        Position of the other image in the block, (n,) int64.
+    weights : ndarray
+        Weight of the image's own label, (n,) float64; the partner's label has the rest.
+    boxes : ndarray
+        (top, left, height, width) of the rectangle that comes from the partner, (n, 4) int64; zeros
+        if all pixels are averaged with the weight.
+    """
+
+    partners: np.ndarray
+    weights: np.ndarray
+    boxes: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """Combine each training image with another image of its block of 16, and their labels.
+
+    Parameters
+    ----------
+    mixup : float
+        Alpha of mixup: the image is w times itself plus (1 - w) times the other image, where w has
+        the distribution Beta(alpha, alpha). 0, or from 0.05 to 10.
+    cutmix : float
+        Alpha of CutMix: a rectangle of the image is replaced by that of the other image. Its area
+        is 1 - w of the image's area, less what is beyond the edges. If both are given, each
+        image draws one of them.
+    probability : float
+        Probability that an image is combined.
+
+    Raises
+    ------
+    UserError
+        If a value is out of range, or both alphas are 0.
+
+    Notes
+    -----
+    The label becomes the probabilities of the two classes: w' for its own and 1 - w' for the other
+    one, where w' is w, or the area that is left. Their cross-entropy is w' times that of the first
+    label plus 1 - w' times that of the second.
+
+    The other image is one of the block. A block lies on one rank, so that no rank reads or sends
+    another image, and the result does not depend on the number of ranks. The order of an epoch is
+    random, so that blocks are random groups of images.
+
+    Zhang et al., "mixup: beyond empirical risk minimization", 2018; Yun et al., "CutMix:
+    regularization strategy to train strong classifiers with localizable features", 2019.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("mixup", "cutmix"):
+            alpha = getattr(self, name)
+            if alpha != 0 and not LOWEST <= alpha <= HIGHEST:
+                raise UserError(f"{name} must be 0, or from {LOWEST} to {HIGHEST:g}, got {alpha}")
+        if not (self.mixup or self.cutmix):
+            raise UserError("mixup and cutmix: expected a number above 0 for one of them")
+        if not 0 < self.probability <= 1:
+            raise UserError(f"mix_probability must be above 0, at most 1, got {self.probability}")
+
+    def spec(self) -> dict[str, Any]:
+        """Return the arguments that differ from their defaults as {name: value}.
+
+        Returns
+        -------
+        dict
+            {name: value}
+        """
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    def draw(self, seed: int, epoch: int, samples: np.ndarray, shape: tuple[int, ...]) -> MixPlan:
+        """Draw how the images of one block are combined.
+
+        Parameters
+        ----------
+        seed, epoch : int
+            Seed and epoch.
+        samples : ndarray
+            Sample numbers of the block's images, (n,) with n at most 16.
+        shape : tuple of int
+            Shape (C, H, W) of the images.
+
+        Returns
+        -------
+        MixPlan
+            The partners, weights and rectangles.
+        """
+        n, (height, width) = len(samples), shape[1:]
+        words = backends.of_type(np.float32).keyed_words(seed, PARTNER, 1, epoch, samples)[:, 0]
+        order = np.argsort(words, kind="stable")
+        partners = np.empty(n, np.int64)
+        partners[order] = np.roll(order, -1)  # one cycle: never itself if there are two images
+        u = draws.uniforms(seed, PURPOSE, 4 + 2 * ATTEMPTS, epoch, samples)
+        cuts = (u[1] < 0.5) if self.mixup and self.cutmix else np.full(n, bool(self.cutmix))
+        alphas = self.mixup or self.cutmix, self.cutmix or self.mixup
+        weights = np.where(cuts, *(beta(alpha, u[4:]) for alpha in alphas[::-1]))
+        weights = np.where(u[0] < self.probability, weights, 1.0)
+        boxes = np.zeros((n, 4), np.int64)
+        side = np.sqrt(1 - weights)
+        for axis, (extent, place) in enumerate(((height, u[2]), (width, u[3]))):
+            half = np.floor(extent * side).astype(np.int64) / 2
+            centre = np.floor(extent * place)
+            first = np.clip(np.floor(centre - half), 0, extent)
+            stop = np.clip(np.floor(centre + half), 0, extent)
+            boxes[:, axis], boxes[:, 2 + axis] = first, stop - first
+        boxes *= cuts[:, None]
+        area = boxes[:, 2] * boxes[:, 3]
+        return MixPlan(partners, np.where(cuts, 1 - area / (height * width), weights), boxes)
+
+    def apply(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        samples: np.ndarray,
+        classes: int,
+        *,
+        epoch: int = 0,
+        seed: int = 0,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Combine images and labels as a `MinibatchQueue` with this mixing does.
+
+        Parameters
+        ----------
+        images : ndarray
+            Images (n, C, H, W), uint8 or float32, in the order of the mini-batch. Each 16 of them,
+            from the first one on, are a block.
+        labels : ndarray
+            Labels (n,), integers.
+        samples : ndarray
+            Sample numbers of the images, (n,).
+        classes : int
+            Number of classes K.
+        epoch, seed : int
+            Epoch and seed, which are keys of the random numbers together with `samples`.
+
+        Returns
+        -------
+        images : ndarray
+            Images of the same shape and type; uint8 values are rounded.
+        targets : ndarray
+            Probabilities of the classes, (n, K) float32.
+        """
+        out, targets = images.copy(), np.zeros((len(images), classes), np.float64)
+        for first in range(0, len(images), LANES):
+            block = slice(first, first + LANES)
+            plan = self.draw(seed, epoch, np.asarray(samples[block]), images.shape[1:])
+            _combine(images[block], out[block], plan)
+            rows = np.arange(first, first + len(plan.partners))
+            block_labels = np.asarray(labels[block])
+            np.add.at(targets, (rows, block_labels), plan.weights)
+            np.add.at(targets, (rows, block_labels[plan.partners]), 1 - plan.weights)
+        return out, targets.astype(np.float32)
+
+
+def beta(alpha: float, u: np.ndarray) -> np.ndarray:
+    """Return numbers with the distribution Beta(alpha, alpha).
+
+    Parameters
+    ----------
+    alpha : float
+        Above 0.
+    u : ndarray
+        Uniform numbers (2 * attempts, n).
+
+    Returns
+    -------
+    ndarray
+        Numbers (n,) from 0 to 1; 1/2 if no attempt succeeded.
+
+    Notes
+    -----
+    Jöhnk's method for alpha below 1, otherwise rejection from the uniform distribution. Both use
+    powers whose bits do not depend on the C library.
+    """
+    result, is_missing = np.full(u.shape[1], 0.5), np.ones(u.shape[1], bool)
+    for first, second in u.reshape(-1, 2, u.shape[1]):
+        if alpha < 1:
+            x, y = draws.power(first, 1 / alpha), draws.power(second, 1 / alpha)
+            total = x + y
+            accepted = (total > 0) & (total <= 1)
+            value = x / np.where(accepted, total, 1.0)
+        else:
+            value = first
+            accepted = second <= draws.power(4 * first * (1 - first), alpha - 1)
+        result = np.where(is_missing & accepted, value, result)
+        is_missing &= ~accepted
+        if not is_missing.any():
+            break
+    return result
+
+
+def _combine(images, out, plan):
+    """Write the combinations of a block's images to `out`."""
+    for i, (partner, weight, box) in enumerate(zip(*plan, strict=True)):
+        top, left, height, width = box.tolist()
+        if height and width:
+            rows, columns = slice(top, top + height), slice(left, left + width)
+            out[i][:, rows, columns] = images[partner][:, rows, columns]
+        elif weight != 1 and partner != i:
+            first, second = np.float32(weight), np.float32(1 - weight)
+            mixture = images[i] * first + images[partner] * second
+            is_bytes = out.dtype == np.uint8
+            out[i] = np.floor(mixture + np.float32(0.5)) if is_bytes else mixture
