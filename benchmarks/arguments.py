@@ -296,6 +296,8 @@ def _add_compare(parser):
         text,
         type=lambda name: _one_of("--held-to", name, ["avx2"]),
     )
+    text = "compare predictions instead of training steps, also with onnxruntime"
+    parser.add_argument("--predict", action="store_true", help=text)
     text = "measure the peak memory of a step, not its time"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "other libraries to time in addition to PyTorch"

@@ -29,8 +29,12 @@ STEPS_COMPARED = 3
 def main(options: argparse.Namespace) -> dict:
     """Run the sub-command and return its record."""
     ranks, threads = options.ranks, options.threads
-    if not options.libraries:
+    if not (options.libraries or options.predict):
         torch_step.require("compare")
+    if options.predict:
+        options.libraries = [*options.libraries, "onnxruntime"]
+    if options.predict and (ranks > 1 or options.memory):
+        raise UserError("--predict: expected one rank, and times: leave out --ranks and --memory")
     if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that all "
@@ -142,8 +146,9 @@ def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
     ratios = {name: [b / a for a, b in pairs] for name, pairs in times.items()}
     medians = {name: report.median(seconds) for name, seconds in other_times.items()}
     torch = {k: v for k, v in medians.items() if k not in options.libraries}
-    best = min(torch or medians, key=medians.get)
-    rows = [["", f"ms per step, {options.rounds} rounds", "theirs / ours"]]
+    best = min(medians if options.predict else torch or medians, key=medians.get)
+    unit = "pass" if options.predict else "step"
+    rows = [["", f"ms per {unit}, {options.rounds} rounds", "theirs / ours"]]
     rows.append(["ours", report.spread(our_times, 1e3), ""])
     for name, seconds in other_times.items():
         rows.append([name, report.spread(seconds, 1e3), report.spread(ratios[name])])
@@ -156,12 +161,24 @@ def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
         f"ratio {ratio:.2f} (turn by turn {min(ratios[best]):.2f} to {max(ratios[best]):.2f}): "
         f"{best} against ours"
     )
-    print(
-        f"loss of step 1: {losses['ours'][0]:.8f}; others differ by at most "
-        f"{max(first.values()):.1e}, after {STEPS_COMPARED} steps by "
-        f"{max(abs(v[-1] / losses['ours'][-1] - 1) for v in losses.values()):.1e}"
+    text = f"loss of {unit} 1: {losses['ours'][0]:.8f}; others differ by at most "
+    text += f"{max(first.values()):.1e}"
+    if options.predict:
+        text += f"; ours: {options.batch_size / our_median:.1f} images/s"
+    else:
+        last = max(abs(v[-1] / losses["ours"][-1] - 1) for v in losses.values())
+        text += f", after {STEPS_COMPARED} steps by {last:.1e}"
+    print(text)
+    names = (
+        "network",
+        "predict",
+        "batch_size",
+        "ranks",
+        "threads",
+        "held_to",
+        "winograd",
+        "rounds",
     )
-    names = ("network", "batch_size", "ranks", "threads", "held_to", "winograd", "rounds")
     return {name: getattr(options, name) for name in names} | {
         "ratio": ratio,
         "ratio_min": min(ratios[best]),

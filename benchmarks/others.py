@@ -1,8 +1,8 @@
-"""Run JAX or MyGrad as one side of a comparison: `python -m benchmarks.others TASK ADDRESS`.
+"""Run another library as one side of a comparison: `python -m benchmarks.others TASK ADDRESS`.
 
-Either library runs in one process, with the same layers, initial weights and images as mpidl. It
-may be installed for another Python interpreter (`compare --with jax --with-python PATH`), which
-must be able to import mpidl.
+JAX and MyGrad train, and onnxruntime predicts. The library runs in one process, with the same
+layers, initial weights and images as mpidl. It may be installed for another Python interpreter
+(`compare --with jax --with-python PATH`), which must be able to import mpidl.
 """
 
 import argparse
@@ -11,10 +11,11 @@ import sys
 
 import numpy as np
 
-from benchmarks import machine, subject, turns
+from benchmarks import machine, prediction, subject, turns
 from mpidl.comm.launcher import environment
 from mpidl.errors import UserError
 from mpidl.ops import check
+from mpidl.training.options import configuration
 
 
 def main(argv=None):
@@ -24,11 +25,19 @@ def main(argv=None):
     """
     job, address = subject.join(argv, 0)
     net, images, labels = subject.prepare(job)
-    new_step, version = LIBRARIES[job.package](net, images, labels, job.threads)
-    step = new_step()
+    if job.package == "onnxruntime":
+        version = configuration.version_of("onnxruntime")
+    else:
+        new_step, version = LIBRARIES[job.package](net, images, labels, job.threads)
 
     def describe():
         return {"versions": {job.package: version}, "arithmetic": job.package}
+
+    if job.package == "onnxruntime":
+        scores = prediction.onnx_pass(net, images, job.threads)
+        prediction.serve(address, scores, labels, describe)
+        os._exit(0)
+    step = new_step()
 
     def losses(count):
         other = new_step()
@@ -200,7 +209,7 @@ def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
     Parameters
     ----------
     library : str
-        "jax" or "mygrad".
+        "jax", "mygrad" or, for predictions, "onnxruntime".
     options : argparse.Namespace
         Parsed command line of the sub-command.
     folder : str

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks import machine, subject, turns
+from benchmarks import machine, prediction, subject, turns
 from benchmarks.mpidl_step import TrainStep
 from mpidl.comm import World, failure
 from mpidl.comm.launcher import environment, launcher
@@ -23,11 +23,16 @@ def main(argv=None):
     subject.configure(job)
     world = World(timeout=job.timeout, plain=job.plain)
     net, *arrays = subject.prepare(job)
-    step = TrainStep(net, arrays, world, job.batchnorm)
+    images, labels = arrays
 
     def describe():
         versions = configuration.versions_of(world.transport.MPI.Get_library_version())
         return {"versions": versions, "arithmetic": machine.arithmetic()}
+
+    if job.predict:
+        prediction.serve(address, prediction.our_pass(net, images, world), labels, describe)
+        return 0
+    step = TrainStep(net, arrays, world, job.batchnorm)
 
     def losses(count):
         """Return the first losses; batch statistics are local to each rank, as in PyTorch."""
@@ -73,7 +78,8 @@ def side(
         Environment variables to add.
     """
     names = ("winograd", "batchnorm", "timeout")
-    entries = {name: getattr(options, name) for name in names} | {"plain": plain}
+    entries = {name: getattr(options, name) for name in names}
+    entries |= {"plain": plain, "predict": getattr(options, "predict", False)}
     task = subject.task(options, machine.cores_of(ranks, options.threads), **entries)
     command = [*(launcher(ranks) if ranks > 1 else []), sys.executable, "-m", "benchmarks.ours"]
     variables = environment() | (variables or {})

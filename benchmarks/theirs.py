@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 
-from benchmarks import machine, subject, torch_step, turns
+from benchmarks import machine, prediction, subject, torch_step, turns
 from mpidl.comm.launcher import environment
 
 
@@ -31,13 +31,18 @@ def main(argv=None):
     net, images, labels = subject.prepare(job)
     count = len(images) // job.ranks
     part = slice(job.rank * count, (job.rank + 1) * count)
-    step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
 
     def describe():
         return {
             "versions": {"torch": torch.__version__},
             "arithmetic": torch.backends.cpu.get_cpu_capability(),
         }
+
+    if job.predict:
+        scores = prediction.torch_pass(net, images, job.variant)
+        prediction.serve(address, scores, labels, describe)
+        os._exit(0)
+    step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
 
     def losses(count):
         values = [step() for _ in range(count)]
@@ -121,7 +126,7 @@ def side(
     """
     cores = machine.cores_of(ranks, options.threads)
     meeting = os.path.join(folder, f"{variant}.meeting")
-    shared = {"variant": variant, "ranks": ranks, "meeting": meeting}
+    shared = {"variant": variant, "ranks": ranks, "meeting": meeting, "predict": options.predict}
     tasks = [subject.task(options, cores, rank=rank, **shared) for rank in range(ranks)]
     commands = [[sys.executable, "-m", "benchmarks.theirs", task] for task in tasks]
     variables = environment() | (variables or {})

@@ -226,7 +226,8 @@ def _part(net, layer, shape, inplace):
         norm = nn.BatchNorm2d if len(shape) == 3 else nn.BatchNorm1d
         return norm(shape[0], eps=layer.epsilon, momentum=layer.decay)
     if kind == "Dense":
-        linear = nn.Linear(net.parameters[f"{layer.name}.weight"].shape[1], layer.outputs)
+        features = net.parameters[f"{layer.name}.weight"].shape[1]
+        linear = nn.Linear(features, layer.outputs, bias=layer.bias)
         return nn.Sequential(nn.Flatten(), linear) if len(shape) > 1 else linear
     if kind == "CrossChannelNorm" and layer.window % 2:  # PyTorch centres even windows differently
         return nn.LocalResponseNorm(layer.window, layer.alpha, layer.beta, layer.k)
@@ -261,6 +262,7 @@ def _conv(layer, shape, size):
     pads = check.same_or_pads(layer.name, layer.padding, shape[1:], size, stride, dilation)
     pad_modules, padding = _padding(pads, 0.0)
     options = {"stride": stride, "dilation": dilation, "groups": layer.groups, "padding": padding}
+    options["bias"] = layer.bias
     return nn.Sequential(*pad_modules, nn.Conv2d(shape[0], layer.filters, size, **options))
 
 

@@ -29,6 +29,7 @@ from mpidl.autodiff import check_vjp as check_vjp
 from mpidl.autodiff import op as op
 from mpidl.autodiff import value_and_grad as value_and_grad
 from mpidl.backends import configure as configure
+from mpidl.binary_cross_entropy_loss import BinaryCrossEntropy as BinaryCrossEntropy
 from mpidl.blocks import Batch as Batch
 from mpidl.blocks import Blocked as Blocked
 from mpidl.blocks import OneRank as OneRank
@@ -75,9 +76,11 @@ from mpidl.nn.transfer import transfer as transfer
 from mpidl.ops.activation import *
 from mpidl.ops.arithmetic import *
 from mpidl.ops.batchnorm import *
+from mpidl.ops.binary_loss import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
+from mpidl.ops.dice import *
 from mpidl.ops.dropout import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
@@ -88,6 +91,7 @@ from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
+from mpidl.soft_dice_loss import Dice as Dice
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256

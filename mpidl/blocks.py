@@ -62,6 +62,9 @@ class Batch:
     device
         The object that stores the image counts and sample numbers in GPU memory. None if the values
         are in host memory.
+    total
+        Number of images that a mean is over: of a whole mini-batch, if this is a part of one. By
+        default `count`.
     """
 
     count: int
@@ -71,6 +74,7 @@ class Batch:
     epoch: int = 0
     seed: int = 0
     device: Any = None
+    total: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -131,8 +135,9 @@ class Batch:
 
     @property
     def per_image(self) -> float | fold.Late:
-        """1 / count as a float, or as a `fold.Late` if the counts are in GPU memory."""
-        return 1.0 / self.count if self.device is None else self.device.per_image(self)
+        """1 / total as a float, or as a `fold.Late` if the counts are in GPU memory."""
+        total = self.total or self.count
+        return 1.0 / total if self.device is None else self.device.per_image(self)
 
     def __repr__(self) -> str:
         start, stop = self.tree.run

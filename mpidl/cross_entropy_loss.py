@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from mpidl import ops
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
+from mpidl.data.target_counts import count_labels
 from mpidl.errors import UserError
 from mpidl.fold import Partial
 from mpidl.nn import Network
@@ -31,7 +32,7 @@ class CrossEntropy:
     class_weights : sequence of float or "balanced", optional
         A weight per class, (K,), by which the labels of the class count in the mean. "balanced"
         gives each class the same total weight in the training set: n / (K n_c) for a class with n_c
-        of the n images, as in scikit-learn.
+        of the n images or pixels, as in scikit-learn.
     label_smoothing : float
         Fraction of the target probability that is spread evenly over all classes.
     ignore_label : int, optional
@@ -93,7 +94,24 @@ class CrossEntropy:
         tuple of Partial
             See `of_scores`.
         """
-        return self.of_scores(net.logits(images), labels)
+        return self.of_scores(self.scores(net, images), labels)
+
+    def scores(self, net: Network, images: Blocked) -> Blocked:
+        """Return the scores of a network before its softmax.
+
+        Parameters
+        ----------
+        net : Network
+            The network.
+        images : Blocked
+            Images (N, C, H, W).
+
+        Returns
+        -------
+        Blocked
+            Scores (N, K) or (N, K, ...).
+        """
+        return net.logits(images)
 
     def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
         """Return the mean loss and the number of correct labels, given the scores of a network.
@@ -133,39 +151,45 @@ class CrossEntropy:
         weight = ops.label_count(scores, labels, class_weights=weights, ignore_label=ignore_label)
         return loss, correct, count, weight
 
-    def for_images(self, datastore: Any, classes: int) -> CrossEntropy:
-        """Return this loss with numbers instead of "balanced", for the labels of a training set.
+    def for_images(self, datastore: Any, classes: int, world: Any = None) -> CrossEntropy:
+        """Return this loss with numbers instead of "balanced", for a training set. Collective.
 
         Parameters
         ----------
         datastore : Datastore
-            The training set.
+            The training set, with a label per image or per pixel.
         classes : int
             Number of classes K.
+        world : World, optional
+            The ranks that share the reading of the pixels' labels.
 
         Returns
         -------
         CrossEntropy
-            The loss. A class without images has the weight 0.
-
-        Raises
-        ------
-        UserError
-            If the training set has no label per image.
+            The loss. A class without images or pixels has the weight 0.
         """
         if self.class_weights != "balanced":
             return self
-        if datastore.labels is None or datastore.targets_shape is not None:
-            raise UserError(
-                f"{datastore.describe()}: class_weights balanced needs one label per image; give "
-                f"{classes} numbers"
-            )
-        labels = np.asarray(datastore.labels)
-        counts = np.bincount(labels[labels < classes], minlength=classes)
+        counts = count_labels(datastore, classes, world)
         weights = counts.sum() / (classes * np.maximum(counts, 1))
         return replace(self, class_weights=tuple(np.where(counts, weights, 0.0).tolist()))
 
-    def check(self, classes: int, dataset: str) -> None:
+    def is_replayable(self, outputs: int) -> bool:
+        """Return whether a CPU may replay the loss: whether no divisor depends on the labels.
+
+        Parameters
+        ----------
+        outputs : int
+            Number of outputs K.
+
+        Returns
+        -------
+        bool
+            Whether a recorded training step may replay it.
+        """
+        return self.class_weights is None and self.ignore_label is None
+
+    def check(self, classes: int, dataset: str, labels: int | None = None) -> None:
         """Raise a UserError if the weights or the ignored label do not fit the classes.
 
         Parameters
@@ -174,23 +198,18 @@ class CrossEntropy:
             Number of classes K.
         dataset : str
             Description of the images, for the error message.
+        labels : int, optional
+            Number of labels that are not ignored; by default K.
         """
         weights, ignored = self.class_weights, self.ignore_label
+        labels = classes if labels is None else labels
         if weights is not None and weights != "balanced" and len(weights) != classes:
             raise UserError(
                 f"{dataset}: class_weights: expected a number for each of {classes} classes, found "
                 f"{len(weights)}"
             )
-        if ignored is not None and 0 <= ignored < classes:
+        if ignored is not None and 0 <= ignored < labels:
             raise UserError(
-                f"{dataset}: ignore_label {ignored}: expected a label outside 0..{classes - 1}, "
+                f"{dataset}: ignore_label {ignored}: expected a label outside 0..{labels - 1}, "
                 "which are the network's classes"
             )
-
-
-OPTIONS = tuple(field.name for field in fields(CrossEntropy))
-
-
-def is_cross_entropy(loss: Any) -> bool:
-    """Return whether a value of the argument `loss` is the cross-entropy of labels."""
-    return isinstance(loss, CrossEntropy) or loss == "crossentropy"

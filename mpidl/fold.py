@@ -391,6 +391,16 @@ class Partial:
         """
         return Partial(self.terms, self.addend, self.shape, dtype)
 
+    @property
+    def is_root(self) -> bool:
+        """Whether the total is the root of a single term, neither scaled nor converted."""
+        return (
+            len(self.terms) == 1
+            and self.addend is None
+            and self.terms[0].scale == 1.0
+            and self.terms[0].dtype == self.dtype
+        )
+
     def finish(self, roots: Sequence[np.ndarray]) -> np.ndarray:
         """Return the total, given the root of each term.
 

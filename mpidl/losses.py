@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpidl import ops
 from mpidl.autodiff import is_one_number
+from mpidl.binary_cross_entropy_loss import BinaryCrossEntropy
 from mpidl.blocks import Blocked
-from mpidl.cross_entropy_loss import CrossEntropy, Sums, is_cross_entropy
+from mpidl.cross_entropy_loss import CrossEntropy, Sums
 from mpidl.data.checks import check_classes
 from mpidl.data.datastore import need_datastore
 from mpidl.data.transforms.image_targets import moved_shape
 from mpidl.errors import UserError
 from mpidl.nn import Network
+from mpidl.nn.layers import Sigmoid
 from mpidl.ops.label_checks import squeezed
+from mpidl.soft_dice_loss import Dice
 from mpidl.text import class_names, name_list
 
 
@@ -34,12 +37,80 @@ def mean_absolute_error(net: Network, images: Blocked, targets: Blocked) -> Sums
 cross_entropy = CrossEntropy()  # the loss "crossentropy" without options
 
 LossFunction: TypeAlias = Callable[[Network, Any, Any], Sums]
+LabelLoss: TypeAlias = CrossEntropy | BinaryCrossEntropy | Dice
 
 LOSSES: dict[str, LossFunction] = {
     "crossentropy": cross_entropy,
+    "binary-crossentropy": BinaryCrossEntropy(),
+    "dice": Dice(),
+    "crossentropy+dice": Dice(cross_entropy=cross_entropy),
     "mse": mean_squared_error,
     "mae": mean_absolute_error,
 }
+
+# {option of training: the losses that take it}
+TAKERS = {
+    "class_weights": ("crossentropy", "dice", "crossentropy+dice"),
+    "positive_weights": ("binary-crossentropy",),
+    "label_smoothing": ("crossentropy", "crossentropy+dice"),
+    "ignore_label": ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice"),
+    "focal_gamma": ("crossentropy", "binary-crossentropy", "crossentropy+dice"),
+}
+
+
+def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
+    """Return the loss of labels that a value of the argument `loss` stands for, or None."""
+    value = loss if callable(loss) else LOSSES.get(loss)
+    return value if isinstance(value, LabelLoss) else None
+
+
+def has_class_scores(loss: str | Callable[..., Any]) -> bool:
+    """Return whether the outputs are scores of classes, of which each label is one."""
+    return isinstance(label_loss(loss), CrossEntropy | Dice)
+
+
+def has_label_scores(loss: str | Callable[..., Any]) -> bool:
+    """Return whether the outputs are scores of labels that may occur together."""
+    return isinstance(label_loss(loss), BinaryCrossEntropy)
+
+
+def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return a named loss with options.
+
+    Parameters
+    ----------
+    name
+        The value of the argument `loss`.
+    options
+        {name in TAKERS: value} of the options that do not have their default.
+
+    Returns
+    -------
+    str or callable
+        `name` without options, else a loss.
+
+    Raises
+    ------
+    UserError
+        If the loss does not take an option, or if a value is out of range.
+    """
+    for option, value in options.items():
+        if callable(name) or name not in TAKERS[option]:
+            *losses, last = TAKERS[option]
+            takers = f"{', '.join(losses)} or {last}" if losses else last
+            raise UserError(
+                f"--{option.replace('_', '-')} {value}: expected the loss {takers}, found {name}"
+            )
+    if not options:
+        return name
+    if name == "binary-crossentropy":
+        return BinaryCrossEntropy(**options)
+    if name == "dice":
+        return Dice(**options)
+    loss = CrossEntropy(**options)
+    if name == "crossentropy":
+        return loss
+    return Dice(ignore_label=loss.ignore_label, cross_entropy=loss)
 
 
 def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
@@ -55,7 +126,7 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     -------
     callable
         The function returns a tuple of Partials: the loss to minimize and, optionally, the number
-        of correct labels. A `CrossEntropy` may return more (`CrossEntropy.of_scores`).
+        of correct labels. A loss of labels may return more (`CrossEntropy.of_scores`).
 
     Raises
     ------
@@ -68,7 +139,7 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
         if loss not in LOSSES:
             raise UserError(f"loss must be {', '.join(LOSSES)} or a function, found {loss}")
         return LOSSES[loss]
-    if isinstance(loss, CrossEntropy):
+    if isinstance(loss, LabelLoss):
         return loss
     name = getattr(loss, "__name__", loss)
 
@@ -107,10 +178,13 @@ def labels_per_image(net: Network, datastore: Any) -> int:
 def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: Any) -> list[str]:
     """Return the dataset's class names if the outputs are scores for its classes, else `[]`."""
     names = [str(name) for name in datastore.classes]
+    if has_label_scores(loss):
+        names = names[1:] if net.output_shape[:1] == (1,) and len(names) == 2 else names
+        return names if net.output_shape[:1] == (len(names),) else []
     if datastore.targets_shape is None:
         return names
     # More names than outputs are the names of the images' labels, not of the targets' classes.
-    return names if is_cross_entropy(loss) and len(names) <= net.output_shape[0] else []
+    return names if has_class_scores(loss) and len(names) <= net.output_shape[0] else []
 
 
 def trained_classes(
@@ -118,11 +192,14 @@ def trained_classes(
 ) -> tuple[str, ...] | None:
     """Return the value of `Network.classes` for a network trained on the dataset.
 
-    The value is () for the regression losses "mse" and "mae", and None if the class names are
-    unknown.
+    The value is () for the regression losses "mse" and "mae", and for scores of labels that do not
+    end in a sigmoid. It is None if the class names are unknown.
     """
-    is_function = callable(loss) and not is_cross_entropy(loss)
-    if not is_function and not is_cross_entropy(loss):
+    named_loss = label_loss(loss)
+    is_function = callable(loss) and named_loss is None
+    if not is_function and named_loss is None:
+        return ()
+    if has_label_scores(loss) and not isinstance(net.layers[-1], Sigmoid):
         return ()
     names, outputs = output_class_names(loss, net, datastore), net.output_shape[:1]
     if not names or len(names) > outputs[0] or (is_function and outputs != (len(names),)):
@@ -182,18 +259,29 @@ def check(
     loss_function(loss)
     need_network(net)
     need_datastore(datastore, "images")
-    if not is_cross_entropy(loss):
+    named_loss = label_loss(loss)
+    if named_loss is None:
         if not callable(loss):
             _check_targets(loss, net, datastore)
         return
-    if isinstance(loss, CrossEntropy) and net.output_shape:
-        loss.check(net.output_shape[0], datastore.describe())
-    if datastore.targets_shape is not None:
-        _check_label_targets(net, datastore)
+    has_targets = datastore.targets_shape is not None
+    if isinstance(named_loss, BinaryCrossEntropy):
+        named_loss.check(net, datastore)
     else:
-        if training:
-            check_classes(datastore)
-        _check_labels(net, datastore, getattr(loss, "ignore_label", None))
+        if net.output_shape:
+            named_loss.check(net.output_shape[0], datastore.describe())
+        if has_targets:
+            _check_label_targets(_name_of(named_loss), net, datastore)
+        else:
+            _check_labels(net, datastore, named_loss.ignore_label)
+    if training and not has_targets:
+        check_classes(datastore)
+
+
+def _name_of(loss):
+    """Return the name that --loss has for a loss of labels."""
+    added = isinstance(loss, Dice) and loss.cross_entropy is not None
+    return "crossentropy+dice" if added else "dice" if isinstance(loss, Dice) else "crossentropy"
 
 
 def _check_labels(net, datastore, ignore_label):
@@ -215,7 +303,7 @@ def _check_labels(net, datastore, ignore_label):
         )
 
 
-def _check_label_targets(net, datastore):
+def _check_label_targets(name, net, datastore):
     """Raise a UserError unless the targets are labels that match the outputs.
 
     The targets of an image are an array of labels, such as one label per pixel.
@@ -225,13 +313,13 @@ def _check_label_targets(net, datastore):
         gray = len(shape) == 3 and shape[0] == 1
         hint = "; pixel_labels=True of dl.data.combined reads pixels as labels" if gray else ""
         raise UserError(
-            f"{dataset}: --loss crossentropy: expected labels, or whole numbers as targets, found "
+            f"{dataset}: --loss {name}: expected labels, or whole numbers as targets, found "
             'targets that are floats; use --loss mse for these (in Python loss="mse", and '
             f"dl.regression_errors){hint}"
         )
     if len(outputs) < 1 or squeezed(outputs[1:]) != squeezed(shape):
         raise UserError(
-            f"{dataset}: --loss crossentropy: expected a network with outputs (K, "
+            f"{dataset}: --loss {name}: expected a network with outputs (K, "
             f"{', '.join(map(str, shape))}), a score for each class and target, found {outputs}"
         )
 
@@ -256,6 +344,9 @@ def _check_targets(loss, net, datastore):
 
 def label_range(loss: str | Callable[..., Any], net: Network) -> dict[str, int | None]:
     """Return the arguments `classes` and `ignore_label` of a `MinibatchQueue` for a loss."""
-    if not is_cross_entropy(loss):
+    named_loss = label_loss(loss)
+    if named_loss is None:
         return {"classes": None, "ignore_label": None}
-    return {"classes": net.output_shape[0], "ignore_label": getattr(loss, "ignore_label", None)}
+    classes = 2 if has_label_scores(loss) else net.output_shape[0]
+    classes = 2 if isinstance(named_loss, Dice) and classes == 1 else classes
+    return {"classes": classes, "ignore_label": named_loss.ignore_label}

@@ -39,6 +39,8 @@ NAMES: dict[str, str] = {
     "dlaccelerate": "not needed: dl.train records the step on a GPU",
     "forward": "net(images)",
     "extractdata": "x.local(), the array of this rank's images",
+    "focalCrossEntropy": "dl.softmax_cross_entropy(scores, labels, focal_gamma=2)",
+    "generalizedDice": "dl.dice_loss(scores, labels, generalized=True), which is 1 minus its mean",
     "crossentropy": "dl.softmax_cross_entropy(scores, labels), or "
     "dl.cross_entropy(probabilities, targets)",
     "mse": "dl.mean_squared_error(outputs, targets)",

@@ -132,6 +132,20 @@ class Phase:
             _spans.add(MAIN, KINDS[self._kind], self._name, self._start, time)
 
 
+def move(kind: int, nanoseconds: int) -> None:
+    """Count some of the time since the last change of kind under another kind.
+
+    Parameters
+    ----------
+    kind : int
+        The other kind.
+    nanoseconds : int
+        The time.
+    """
+    _totals[_kind] -= nanoseconds
+    _totals[kind] += nanoseconds
+
+
 class _Span:
     """Context manager of a span that does not change the kind of time."""
 

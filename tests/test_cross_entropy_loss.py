@@ -1,11 +1,14 @@
 """The options of the cross-entropy, in training and evaluation."""
 
+import re
+
 import numpy as np
 import pytest
 from image_sets import ReadArrays
 from single_rank import numbers
 
 import mpidl as dl
+from mpidl.data import target_counts
 from mpidl.errors import UserError
 from mpidl.training.files.model_file import weights_sha256
 
@@ -115,11 +118,14 @@ def test_an_evaluation_weighs_mini_batches_by_their_labels(world):
         ({"label_smoothing": 1.0}, "label_smoothing must be"),
         ({"focal_gamma": 2, "label_smoothing": 0.1}, "expected at most one of them"),
         ({"ignore_label": 2}, "ignore_label 2: expected a label outside 0..2"),
-        ({"loss": "mse", "label_smoothing": 0.1}, "expected the loss crossentropy, found mse"),
+        (
+            {"loss": "mse", "label_smoothing": 0.1},
+            "expected the loss crossentropy or crossentropy+dice, found mse",
+        ),
     ],
 )
 def test_unusable_options_are_refused(world, options, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+    with pytest.raises(UserError, match=re.escape(message)):
         trained(world, to_classes(), pictures(), **options)
 
 
@@ -136,6 +142,13 @@ def test_unusable_arguments_are_refused(arguments, message):
         dl.CrossEntropy(**arguments)
 
 
-def test_balanced_weights_of_pixels_are_refused():
-    with pytest.raises(UserError, match="needs one label per image; give 3 numbers"):
-        dl.CrossEntropy("balanced").for_images(labelled_pixels(), CLASSES)
+@pytest.mark.parametrize("count", [90, 1])
+def test_balanced_weights_of_pixels_count_those_of_all_ranks(world, count, monkeypatch):
+    monkeypatch.setattr(target_counts, "CHUNK", 7)
+    store = labelled_pixels(count)
+    labels = store.targets(np.arange(count))
+    counts = np.bincount(labels[labels < CLASSES], minlength=CLASSES)
+    expected = np.where(counts, counts.sum() / (CLASSES * np.maximum(counts, 1)), 0)
+    loss = dl.CrossEntropy("balanced").for_images(store, CLASSES, world)
+    assert loss.class_weights == tuple(expected)
+    trained(world, to_pixels(), store, ignore_label=IGNORED, class_weights="balanced", epochs=1)

@@ -15,7 +15,8 @@ BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
 SERVICES = {"comm", "data", "report"}
-LOSSES = NN | {"nn", "data", "cross_entropy_loss"}
+LABEL_LOSSES = {"cross_entropy_loss", "binary_cross_entropy_loss", "soft_dice_loss"}
+LOSSES = NN | {"nn", "data"} | LABEL_LOSSES
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
@@ -29,7 +30,7 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "phases", "side_process"},
-    "cross_entropy_loss": NN | {"nn"},
+    **dict.fromkeys(LABEL_LOSSES, LOSSES),
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,

@@ -56,7 +56,8 @@ OPAQUE = {
     "a World, which mpidl.data may not import": "MinibatchQueue.world NodeCache.world",
     "an object of a GPU or of its world": "Batch.device MinibatchQueue.device",
     "of mpidl.data, which mpidl.nn may not import": "Network.normalization Network.preprocess",
-    "a function of the user": "TrainingOptions.loss loss_for Trainer.loss Transformed.function",
+    "a function of the user": "TrainingOptions.loss loss_for loss_with_options Trainer.loss "
+    "Transformed.function",
     "overloads have the types": "add divide gop gplus allreduce multiply negative op subtract "
     "value_and_grad",
     "any function's arguments": "Var.vjp",

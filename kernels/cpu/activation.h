@@ -6,6 +6,8 @@
 #ifndef MPIDL_ACTIVATION_H
 #define MPIDL_ACTIVATION_H
 
+#include <math.h>
+
 #include "lanes.h"
 
 /* An input of a kernel: x itself or, if mean is not NULL, max(0, (x - mean) * scale + beta) per
@@ -25,6 +27,16 @@ INLINE struct norm norm_of(const struct source *s, int64_t channel) {
     if (s->scale) n.scale = splat(s->scale[channel]), n.beta = splat(s->beta[channel]);
     return n;
 }
+
+/* What follows a convolution before its output is stored: the addition of `addend`, which has the
+ * layout of the output (NULL: none), and ReLU. */
+struct finish {
+    const float *addend;
+    int relu;
+};
+
+/* Return the largest value that ReLU replaces, or minus infinity if there is no ReLU. */
+INLINE vec floor_of(struct finish f) { return splat(f.relu ? 0.0f : -INFINITY); }
 
 INLINE vec normalize(vec x, struct norm n) { return muladd(x - n.mean, n.scale, n.beta); }
 

@@ -26,6 +26,7 @@ struct pass {
     const float *weight;
     const float *bias;    /* forward: added to y; backward: added to dx; or NULL */
     float *y, *dx;
+    struct finish finish; /* of y */
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
     struct winograd shape; /* one group's convolution to y or dx; m is 0 if direct */
@@ -175,9 +176,10 @@ static int64_t transform_weights(struct pass *pass) {
     return winograd_conv_floats(w);
 }
 
-/* Compute the block's y from padded x, or its dx from padded dy. */
+/* Compute the block's y from padded x, or its dx from padded dy. The addend of `finish` is that of
+ * the block. */
 static void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
-                     const float *in, float *out) {
+                     const float *in, struct finish finish, float *out) {
     const struct winograd *w = &pass->shape;
     int64_t row = w->columns * LANES, channel = w->rows * row;
     int64_t channels = pass->backward ? pass->c.K : pass->c.C;
@@ -185,19 +187,24 @@ static void convolve(const struct team *team, const struct pass *pass, const str
         const float *group = in + g * (channels / pass->c.groups) * from->channel_stride;
         const float *bias = pass->bias ? pass->bias + g * w->outputs : NULL;
         float *to = out + g * w->outputs * channel;
+        struct finish last = finish;
+        if (finish.addend) last.addend += to - out;
         if (w->m)
             winograd_conv(team, w, pixels_of(from, group, pass->backward ? 1 : pass->c.stride_h),
                           pass->packed + g * pass->packed_group, bias,
-                          (struct pixels){.at = to, .channel = channel, .row = row},
+                          (struct pixels){.at = to, .channel = channel, .row = row}, last,
                           team->shared + pass->winograd_at);
         for (int64_t i = 0; i < pass->phase_count; i++) {
             const struct phase *phase = &pass->phases[i];
+            int64_t first = phase->row * row + phase->column * LANES;
+            struct finish of_phase = {last.addend ? last.addend + first : NULL, last.relu};
             struct direct d = {.taps = phase->taps,
                                .offset = phase->offset,
                                .weight = phase->weight + g * w->outputs * phase->taps,
                                .bias = bias,
                                .outputs = w->outputs,
-                               .out = to + phase->row * row + phase->column * LANES,
+                               .out = to + first,
+                               .finish = of_phase,
                                .out_channel = channel,
                                .out_row = pass->step_h * row,
                                .out_pixel = pass->step_w * LANES,
@@ -217,7 +224,9 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
     float *y = pass->y + block * c->K * pixels;
     const float *in = bring_x(team, pass, block);
     meet(team);
-    convolve(team, pass, &pass->in, in, y);
+    struct finish finish = pass->finish;
+    if (finish.addend) finish.addend += block * c->K * pixels;
+    convolve(team, pass, &pass->in, in, finish, y);
     if (!pass->rows) return;
     meet(team);
     double *row = pass->rows + block * (1 + 2 * c->K);
@@ -230,7 +239,7 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t m) {
+                  int64_t m, const float *addend, int64_t relu) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
     struct winograd winograd = {inputs, outputs, c.P, c.Q, 0, 0};
@@ -239,6 +248,7 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                         .x = {x, mean, scale, beta},
                         .weight = weight,
                         .bias = bias,
+                        .finish = {addend, (int)relu},
                         .y = y,
                         .rows = moments,
                         .counts = counts,
@@ -398,7 +408,8 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     if (leaf) dweight_block(team, pass, x, out.data, leaf);
     tick();
     if (pass->dx)
-        convolve(team, pass, &out, out.data, pass->dx + block * c->C * c->H * c->W * LANES);
+        convolve(team, pass, &out, out.data, (struct finish){0},
+                 pass->dx + block * c->C * c->H * c->W * LANES);
     if (pass->rows) {
         meet(team);
         double *row = pass->rows + block * 2 * c->C;

@@ -41,7 +41,7 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
 enum { OUTPUTS = 4 };
 
 /* The arguments of a sum of shifted images: out[k] = bias[k] + sum over t of weight[t][k] * image
- * at offset[t]. */
+ * at offset[t], finished. */
 struct direct {
     int64_t taps;            /* channels of the group times taps of the filter */
     const int32_t *offset;   /* offset of each tap from the pixel, in floats */
@@ -49,6 +49,7 @@ struct direct {
     const float *bias;       /* or NULL */
     int64_t outputs;
     float *out;              /* first pixel of the first output */
+    struct finish finish;    /* its addend belongs to `out` */
     int64_t out_channel, out_row, out_pixel; /* strides in floats */
     int64_t rows, columns;   /* size of the output */
     const float *in;         /* the input at output pixel (0, 0) */

@@ -11,8 +11,8 @@
 
 /* Compute X pixels of a row for K outputs. */
 INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const float *w,
-                 const float *bias, float *out, int64_t out_channel, int64_t out_pixel, const int X,
-                 const int K) {
+                 const float *bias, struct finish finish, float *out, int64_t out_channel,
+                 int64_t out_pixel, const int X, const int K) {
     for (int part = 0; part < LANES; part += WIDTH) {
         vec sum[OUTPUTS][PIXELS];
         UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] =
@@ -27,18 +27,22 @@ INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const flo
                 UNROLL for (int i = 0; i < X; i++) sum[k][i] = muladd(f, x[i], sum[k][i]);
             }
         }
+        if (finish.addend)
+            UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] +=
+                load(finish.addend + k * out_channel + i * out_pixel + part);
+        vec floor = floor_of(finish);
         UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++)
-            store(out + k * out_channel + i * out_pixel + part, sum[k][i]);
+            store(out + k * out_channel + i * out_pixel + part, larger(floor, sum[k][i]));
     }
 }
 
 typedef void tile_kernel(const float *, const int32_t *, int64_t, const float *, const float *,
-                         float *, int64_t, int64_t);
+                         struct finish, float *, int64_t, int64_t);
 #define TILE(X, K)                                                                                 \
     static void tile_##X##x##K(const float *in, const int32_t *offset, int64_t taps,               \
-                               const float *w, const float *bias, float *out, int64_t channel,     \
-                               int64_t pixel) {                                                    \
-        tile(in, offset, taps, w, bias, out, channel, pixel, X, K);                                \
+                               const float *w, const float *bias, struct finish finish,            \
+                               float *out, int64_t channel, int64_t pixel) {                       \
+        tile(in, offset, taps, w, bias, finish, out, channel, pixel, X, K);                        \
     }
 
 /* Define kernel(X, K) for each width X and number of outputs K, and a table of them. */
@@ -65,11 +69,13 @@ void direct_rows(const struct team *team, const struct direct *d) {
         for (int64_t i = 0; i < across; i++) {
             int64_t q = d->columns * i / across, width = d->columns * (i + 1) / across - q;
             const float *in = d->in + p * d->in_row + q * LANES;
-            float *out = d->out + p * d->out_row + q * d->out_pixel;
+            int64_t pixel = p * d->out_row + q * d->out_pixel;
             for (int64_t k = 0; k < d->outputs; k += OUTPUTS) {
-                int64_t high = least(d->outputs - k, OUTPUTS);
+                int64_t high = least(d->outputs - k, OUTPUTS), at = pixel + k * d->out_channel;
+                struct finish finish = d->finish;
+                if (finish.addend) finish.addend += at;
                 tiles[width - 1][high - 1](in, d->offset, d->taps, d->weight + k * d->taps,
-                                           d->bias ? d->bias + k : NULL, out + k * d->out_channel,
+                                           d->bias ? d->bias + k : NULL, finish, d->out + at,
                                            d->out_channel, d->out_pixel);
             }
         }

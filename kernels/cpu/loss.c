@@ -5,13 +5,8 @@
  * depend on the number of threads. A block's sum adds the sums of its tiles in order. */
 #include <math.h>
 
-#include "fold.h"
-#include "mpidl.h"
-#include "special.h"
-#include "team.h"
+#include "loss.h"
 
-#define EACH_LANE_OF_ALL for (int lane = 0; lane < LANES; lane++)
-enum { FEW = 2048 }; /* up to this amount of work, one thread is faster */
 enum { STRIP = 16, ROWS = 1024 };
 
 void mpidl_exp(const double *x, double *y, int64_t count) {
@@ -34,35 +29,10 @@ struct job {
     struct rule rule;
 };
 
-/* Run `work` on each tile. `amount` is the number of logits or elements, 16 floats each. */
-static void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t amount) {
-    if (amount > FEW || own) {
-        each_tile(tiles, work, job, own);
-    } else {
-        for (int64_t tile = 0; tile < tiles; tile++) work(job, tile, NULL);
-        tick();
-    }
-}
-
 static void run(tile_work *work, struct job *job, int64_t blocks) {
     int64_t own = job->pixels > 1 ? job->classes * STRIP * LANES : 0; /* see `gathered` */
     job->tiles = parts_of(job->pixels, STRIP);
     each(blocks * job->tiles, work, job, own, blocks * job->classes);
-}
-
-/* Sum the tiles of each block into rows, and fold the rows into this rank's nodes. */
-static void fold_tiles(const double *sums, int64_t blocks, int64_t tiles, double *rows,
-                       const int64_t *tree) {
-    for (int64_t block = 0; block < blocks; block++) {
-        double total = 0;
-        for (int64_t tile = 0; tile < tiles; tile++) total += sums[block * tiles + tile];
-        rows[block] = total;
-    }
-    fold_sums(rows, 1, (const struct tree *)tree);
-}
-
-static double *room_for_sums(int64_t count) {
-    return (double *)scratch(0, count * (int64_t)(sizeof(double) / sizeof(float)));
 }
 
 static void sum(tile_work *work, struct job *job, int64_t blocks, double *rows,
@@ -141,11 +111,6 @@ static double sum_of_weights(const struct rule *rule, int64_t classes) {
     double total = 0;
     for (int64_t c = 0; c < classes; c++) total += weight_of(rule, c);
     return total;
-}
-
-/* Return rest^gamma for rest >= 0, without the C library's pow. */
-static double power_of(double rest, double gamma) {
-    return rest < 0x1p-1022 ? 0 : exponential(gamma * logarithm(rest));
 }
 
 static void loss_tile(void *argument, int64_t tile, float *own) {

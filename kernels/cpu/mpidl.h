@@ -28,10 +28,21 @@ extern int64_t mpidl_missing_bytes;
 /* Make the calling thread run `function` about every millisecond of a pass; NULL stops this. */
 void mpidl_set_hook(void (*function)(void));
 
-/* play.c: calls functions of this file, one after the other, until one lacks scratch memory. Returns
- * the number of calls made. Each call is stored as the position of the function in this file, the
- * number of its arguments, and the arguments: integers, addresses, or the bits of a number. */
+/* play.c: calls functions of this file, one after the other, until one lacks scratch memory or waits
+ * for other ranks. Returns the number of calls that are complete. Each call is stored as the position
+ * of the function in this file, the number of its arguments, and the arguments: integers, addresses,
+ * or the bits of a number. */
 int64_t mpidl_play(const int64_t *calls, int64_t count);
+
+/* sums.c: sums over the ranks of a host. A queue and a sum are the structs of sums.c, and the caller
+ * keeps their memory. These functions may be called from the hook. */
+void mpidl_sums_start(int64_t *queue, int64_t *sum);
+void mpidl_sums_advance(int64_t *queue); /* without waiting */
+/* Wait for a sum, but not longer than the queue's patience; set mpidl_sums_waiting to 1 if the sum is
+ * not complete then, else to 0. */
+void mpidl_sums_wait(int64_t *queue, const int64_t *sum);
+void mpidl_sums_leave(const int64_t *queue); /* nobody advances the queue any more */
+extern int64_t mpidl_sums_waiting;
 
 /* peak.c */
 /* Adds products in registers, `iterations` times; returns the number of operations, two per
@@ -120,12 +131,13 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
                                  double beta, double k);
 
 /* conv.c: shape is struct conv of conv.h; m and dweight_m are Winograd tile sizes, 0 for direct
- * sums (filters: see winograd.h). moments (blocks, 1 + 2K) or NULL receives (count, mean, M2) of y, folded into the first
- * rows. */
+ * sums (filters: see winograd.h). moments (blocks, 1 + 2K) or NULL receives (count, mean, M2) of y,
+ * folded into the first rows. addend or NULL has the shape of y and is added to it; if relu,
+ * max(0, y) follows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t m);
+                  int64_t m, const float *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
  * the gradient of y is a * dz + b * (y - mean) + c. dx may be NULL. sums (blocks, 2C) or NULL
  * receives the mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the
@@ -187,6 +199,32 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
                   double *rows, int64_t blocks, int64_t elements, const int64_t *tree);
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements);
+
+/* binary.c: targets are floats or, if those are NULL, the ints in labels; both have the shape of the
+ * logits. positive_weights (classes, or NULL for 1), gamma: see BinaryRule */
+void mpidl_binary_cross_entropy(const float *logits, const float *targets, const int32_t *labels,
+                                const int32_t *counts, double *rows, int64_t blocks,
+                                int64_t classes, int64_t pixels, const int64_t *tree,
+                                const double *positive_weights, double gamma);
+void mpidl_binary_cross_entropy_dlogits(const float *logits, const float *targets,
+                                        const int32_t *labels, const int32_t *counts, double scale,
+                                        float *dlogits, int64_t blocks, int64_t classes,
+                                        int64_t pixels, const double *positive_weights,
+                                        double gamma);
+void mpidl_binary_correct_count(const float *logits, const float *targets, const int32_t *labels,
+                                const int32_t *counts, double *rows, int64_t blocks,
+                                int64_t classes, int64_t pixels, const int64_t *tree);
+
+/* dice.c: p (blocks, classes, pixels, 16); slopes (blocks, 2, classes, 16): derivatives of an image's
+ * loss with respect to p, see backends/reference/dice.py. class_weights (classes, or NULL for 1),
+ * smooth, generalized: see DiceRule */
+void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
+                double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                const int64_t *tree, const double *class_weights, double smooth,
+                int64_t generalized);
+void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts,
+                   const double *slopes, double scale, float *dp, int64_t blocks, int64_t classes,
+                   int64_t pixels);
 
 /* optimizer.c, clip.c: parameters are structs of those files; decays, factors and scales have the
  * shape (count). formula is a name. numbers (given) has the learning rate and the formula's other

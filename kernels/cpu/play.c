@@ -23,13 +23,14 @@ static inline double as_double(int64_t bits) {
 }
 
 int64_t mpidl_play(const int64_t *calls, int64_t count) {
+    mpidl_sums_waiting = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t function = calls[0], *arguments = calls + 2;
         switch (function) {
             CALLS
             default: return i; /* a string or a hook is not an argument of a recorded call */
         }
-        if (mpidl_missing_bytes) return i;
+        if (mpidl_missing_bytes || mpidl_sums_waiting) return i;
         calls = arguments + calls[1];
     }
     return count;

@@ -76,7 +76,7 @@ static float *room(struct room *room, int64_t floats) {
 
 float *scratch(int slot, int64_t floats) { return room(&slots[slot], floats); }
 
-static void relax(int *spins) {
+void relax(int *spins) {
     if (++*spins < SPIN) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -87,6 +87,7 @@ static void relax(int *spins) {
 }
 
 void tick(void) {
+    advance_sums();
     if (!hook || !pthread_equal(pthread_self(), watcher)) return;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -112,9 +113,7 @@ void meet(const struct team *team) {
 /* If the division leaves a remainder, the first teams have one member more. */
 int members_of(int index, int teams) { return threads / teams + (index < threads % teams); }
 
-/* Select IEEE 754 arithmetic on the calling thread and return its former mode. A library that was
- * compiled with -ffast-math may have disabled subnormal numbers on the thread that loaded it. */
-static unsigned standard_rounding(void) {
+unsigned standard_rounding(void) {
 #if defined(__x86_64__)
     unsigned before = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(0x1f80);
@@ -124,7 +123,7 @@ static unsigned standard_rounding(void) {
 #endif
 }
 
-static void former_rounding(unsigned before) {
+void former_rounding(unsigned before) {
 #if defined(__x86_64__)
     __builtin_ia32_ldmxcsr(before);
 #else
@@ -207,6 +206,7 @@ static void stop_workers(void) {
 static void in_child(void) {
     threads = 1, sleeping = 0, leaving = 0;
     hook = NULL; /* the hook sends the parent's messages */
+    stop_sums();
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&begin, NULL);
 }

@@ -65,6 +65,19 @@ void meet(const struct team *team);
  * nothing on threads other than the one that set the hook. */
 void tick(void);
 
+/* Select IEEE 754 arithmetic on the calling thread and return its former mode, for `former_rounding`.
+ * A library that was compiled with -ffast-math may have disabled subnormal numbers on the thread that
+ * loaded it. */
+unsigned standard_rounding(void);
+void former_rounding(unsigned before);
+
+/* Pause in a loop that waits; after some thousand times, leave the core to another thread. */
+void relax(int *spins);
+
+/* sums.c: advance the sums over ranks that this thread has started; stop this. */
+void advance_sums(void);
+void stop_sums(void);
+
 /* Return 64-byte aligned memory for `floats` floats, on huge pages if the system supports them.
  * `slot` identifies the buffer. It is valid until a call requests more memory for the same slot.
  * Return NULL if the system refuses the memory. Call this on the main thread only. */

@@ -181,10 +181,11 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
     }
 }
 
-/* Compute y of one tile from M, whose points are `point` floats apart. Only rows x columns pixels
- * are written. */
-INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64_t row,
-                        int64_t rows, int64_t columns, const int m, const int r) {
+/* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (NULL: nothing)
+ * and replace values below `floor`. Only rows x columns pixels are written. */
+INLINE void output_tile(const float *M, int64_t point, vec bias, const float *addend, vec floor,
+                        float *y, int64_t row, int64_t rows, int64_t columns, const int m,
+                        const int r) {
     const int n = m + r - 1;
     vec t[MOST_OUTPUTS][MOST_POINTS], v[MOST_POINTS], out[MOST_OUTPUTS];
     UNROLL for (int i = 0; i < n; i++, M += n * point) { /* few pointers: they stay in registers */
@@ -195,16 +196,20 @@ INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64
     UNROLL for (int c = 0; c < m; c++) {
         if (c >= columns) break;
         output_line(t[c], out, m, r);
-        UNROLL for (int i = 0; i < m; i++)
-            if (i < rows) store(y + i * row + c * LANES, out[i] + bias);
+        UNROLL for (int i = 0; i < m; i++) {
+            if (i >= rows) break;
+            vec sum = out[i] + bias;
+            if (addend) sum += load(addend + i * row + c * LANES);
+            store(y + i * row + c * LANES, larger(floor, sum));
+        }
     }
 }
 
 /* Compute y of one band, which has the tiles [first, stop). */
 INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                           const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
-                          const float *u, const float *bias, struct pixels y, float *scratch,
-                          const int m, const int r) {
+                          const float *u, const float *bias, struct pixels y,
+                          struct finish finish, float *scratch, const int m, const int r) {
     const int n = m + r - 1;
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
@@ -248,21 +253,27 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     }
     meet(team);
     EACH_TILE(team, o, outputs) {
-        vec add = bias ? splat(bias[o]) : zero();
+        vec add = bias ? splat(bias[o]) : zero(), floor = floor_of(finish);
         for (int64_t t = first; t < stop; t++) {
             const int64_t row = t / across * m, column = t % across * m;
             const int64_t rows = shape->rows - row, columns = shape->columns - column;
-            float *to = y.at + o * y.channel + row * y.row + column * LANES;
+            const int64_t offset = o * y.channel + row * y.row + column * LANES;
+            float *to = y.at + offset;
             const float *from = M + (o * tiles + t - first) * LANES;
             if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
                 UNROLL for (int i = 0; i < m; i++)
                     UNROLL for (int j = 0; j < m; j++)
                         __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
             for (int part = 0; part < LANES; part += WIDTH) {
-                if (rows >= m && columns >= m)
-                    output_tile(from + part, m_point, add, to + part, y.row, m, m, m, r);
+                const float *addend = finish.addend ? finish.addend + offset + part : NULL;
+                if (rows < m || columns < m)
+                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, rows,
+                                columns, m, r);
+                else if (addend)
+                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, m, m,
+                                m, r);
                 else
-                    output_tile(from + part, m_point, add, to + part, y.row, rows, columns, m,
+                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row, m, m, m,
                                 r);
             }
         }
@@ -276,14 +287,15 @@ int64_t winograd_conv_floats(const struct winograd *shape) {
 }
 
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
-                   const float *u, const float *bias, struct pixels y, float *scratch) {
+                   const float *u, const float *bias, struct pixels y, struct finish finish,
+                   float *scratch) {
     struct bands bands = bands_of(shape);
     int64_t count = parts_of(bands.tiles, bands.most);
     for (int64_t band = 0; band < count; band++) {
         int64_t first = bands.tiles * band / count, stop = bands.tiles * (band + 1) / count;
 #define SIZE(m_, r_)                                                                               \
     if (shape->m == m_ && shape->r == r_)                                                          \
-        convolve_band(team, shape, &bands, first, stop, x, u, bias, y, scratch, m_, r_);
+        convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, m_, r_);
         EACH_SIZE(SIZE)
 #undef SIZE
     }
@@ -307,7 +319,7 @@ static void example_weights(void *job, int64_t tile, float *own) {
 
 static void example_conv(const struct team *team, void *job, int64_t block) {
     const struct example *e = job;
-    winograd_conv(team, &e->shape, e->x, e->u, e->bias, e->y, team->shared);
+    winograd_conv(team, &e->shape, e->x, e->u, e->bias, e->y, (struct finish){0}, team->shared);
 }
 
 int64_t mpidl_winograd_weights_floats(const int64_t *shape) {

@@ -17,6 +17,7 @@
 
 #include <stdint.h>
 
+#include "activation.h"
 #include "team.h"
 
 /* A convolution of one block, or of one group of its channels. Tiles cover the output, starting at
@@ -62,12 +63,13 @@ int64_t winograd_weights_tiles(int64_t outputs);
 void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int r, int backward,
                       int64_t tile);
 
-/* Compute y, the convolution of x plus bias (NULL: no bias). x is padded. y is not: pixels outside
- * its rows and columns are not written. `scratch` has winograd_conv_floats floats of the team's
- * scratch memory. */
+/* Compute y, the convolution of x plus bias (NULL: no bias), and finish it. x is padded. y is not:
+ * pixels outside its rows and columns are not written. `scratch` has winograd_conv_floats floats of
+ * the team's scratch memory. */
 int64_t winograd_conv_floats(const struct winograd *shape);
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
-                   const float *u, const float *bias, struct pixels y, float *scratch);
+                   const float *u, const float *bias, struct pixels y, struct finish finish,
+                   float *scratch);
 
 /* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights; m is 4.
  * x is padded. dy starts at its first pixel and is zero beyond its rows and columns up to the end of

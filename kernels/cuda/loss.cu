@@ -218,17 +218,18 @@ extern "C" __global__ void __launch_bounds__(512)
     add_warps(of_warp, value, rows);
 }
 
-// Returns y - target for element i of y. Element k of an image of y in memory corresponds to
-// element k % near * far + k / near of the target. That is k itself if `near` is `elements`.
+// Returns the place in a target of element i of y. Element k of an image of y in memory corresponds
+// to element k % near * far + k / near of the target. That is k itself if `near` is `elements`.
+__device__ __forceinline__ long long in_target(long long i, int elements, int near, int far) {
+    if (near == elements) return i;
+    const long long image = i / elements * elements;
+    const int k = (int)(i - image);
+    return image + k % near * far + k / near;
+}
+
 __device__ __forceinline__ double error(const float* y, const float* target, long long i,
                                         int elements, int near, int far) {
-    long long at = i;
-    if (near < elements) {
-        const long long image = i / elements * elements;
-        const int k = (int)(i - image);
-        at = image + k % near * far + k / near;
-    }
-    return (double)y[i] - target[at];
+    return (double)y[i] - target[in_target(i, elements, near, far)];
 }
 
 // rows (leaves): for each leaf, the sum of |y - target|, or of its square if power is 2.
@@ -260,4 +261,96 @@ extern "C" __global__ void __launch_bounds__(256)
         if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // NaN stays NaN
         dy[i] = i < used ? (float)(e * scale) : 0.0f;
     }
+}
+
+// The factors of -log p and -log q of an element; see BinaryRule in
+// mpidl/backends/training_interface.py. Labels other than 0 and 1 have zeros.
+struct BinaryWeights {
+    double positive, negative;
+};
+
+__device__ __forceinline__ BinaryWeights binary_weights(const float* targets, const int* labels,
+                                                        long long i, double weight) {
+    if (!labels) return {weight * targets[i], 1.0 - targets[i]};
+    return {labels[i] == 1 ? weight : 0.0, labels[i] == 0 ? 1.0 : 0.0};
+}
+
+// p = 1 / (1 + e^-x), q = 1 - p, and their negative logarithms.
+struct Chances {
+    double p, q, minus_log_p, minus_log_q;
+};
+
+__device__ __forceinline__ Chances chances(double x) {
+    const double e = exp(-fabs(x)), larger = 1.0 / (1.0 + e), smaller = e / (1.0 + e);
+    const double log = log1p(e);
+    return {x >= 0.0 ? larger : smaller, x >= 0.0 ? smaller : larger, log + (x < 0.0 ? -x : 0.0),
+            log + (x > 0.0 ? x : 0.0)};
+}
+
+// rows (leaves): for each leaf, the sum of the terms of BinaryRule. targets, labels: the targets as
+// floats or as ints; the other is null. positive_weights: of the classes, or null. In memory,
+// elements of an image with consecutive numbers have consecutive classes.
+extern "C" __global__ void __launch_bounds__(256)
+    loss_binary(const float* __restrict__ logits, const float* __restrict__ targets,
+                const int* __restrict__ labels, const int* __restrict__ valid,
+                double* __restrict__ rows, const double* __restrict__ positive_weights,
+                double gamma, int classes, int near, int far, int elements, int images, int parts,
+                int chunk) {
+    __shared__ double of_warp[256 / LANES_OF_WARP];
+    const Range own = leaf(valid, elements, images, parts, chunk);
+    double value = 0.0;
+    for (long long i = own.first + threadIdx.x; i < own.stop; i += blockDim.x) {
+        const BinaryWeights w =
+            binary_weights(targets, labels, in_target(i, elements, near, far),
+                           weight_of(positive_weights, (int)(i % classes)));
+        const Chances c = chances(logits[i]);
+        double up = c.minus_log_q, down = c.minus_log_p;
+        if (gamma > 0.0) up *= pow(c.p, gamma), down *= pow(c.q, gamma);
+        value += w.positive * down + w.negative * up;
+    }
+    add_warps(of_warp, sum_of_warp(value), rows);
+}
+
+// d: the gradient of the terms of BinaryRule, times factor * late; zero in unused images.
+extern "C" __global__ void __launch_bounds__(256)
+    loss_binary_dlogits(const float* __restrict__ logits, const float* __restrict__ targets,
+                        const int* __restrict__ labels, const int* __restrict__ valid,
+                        double factor, const double* __restrict__ late, float* __restrict__ d,
+                        const double* __restrict__ positive_weights, double gamma, int classes,
+                        int near, int far, int elements, long long n) {
+    const double scale = late ? *late * factor : factor;
+    const long long used = (long long)*valid * elements;
+    EACH_INDEX(i, n) {
+        if (i >= used) {
+            d[i] = 0.0f;
+            continue;
+        }
+        const BinaryWeights w =
+            binary_weights(targets, labels, in_target(i, elements, near, far),
+                           weight_of(positive_weights, (int)(i % classes)));
+        const Chances c = chances(logits[i]);
+        double up = c.p, down = c.q;
+        if (gamma > 0.0) {
+            up = pow(c.p, gamma) * (c.p + gamma * c.q * c.minus_log_q);
+            down = pow(c.q, gamma) * (c.q + gamma * c.p * c.minus_log_p);
+        }
+        d[i] = (float)((w.negative * up - w.positive * down) * scale);
+    }
+}
+
+// rows (leaves): for each leaf, the number of elements whose logit is above 0 if and only if the
+// target is 1. Labels other than 0 and 1 do not count.
+extern "C" __global__ void __launch_bounds__(256)
+    loss_binary_correct(const float* __restrict__ logits, const float* __restrict__ targets,
+                        const int* __restrict__ labels, const int* __restrict__ valid,
+                        double* __restrict__ rows, int near, int far, int elements, int images,
+                        int parts, int chunk) {
+    __shared__ double of_warp[256 / LANES_OF_WARP];
+    const Range own = leaf(valid, elements, images, parts, chunk);
+    double value = 0.0;
+    for (long long i = own.first + threadIdx.x; i < own.stop; i += blockDim.x) {
+        const long long at = in_target(i, elements, near, far);
+        value += (logits[i] > 0.0f) == (labels ? labels[at] : (int)(targets[at] > 0.5f));
+    }
+    add_warps(of_warp, sum_of_warp(value), rows);
 }

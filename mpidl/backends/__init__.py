@@ -7,6 +7,8 @@ array that holds the value.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -87,3 +89,18 @@ def configure(
         library, settings.threads_chosen = builds.kernels(), True
         # fewer threads if the system cannot start as many
         settings.threads = library.set_threads(threads) if library is not None else 1
+
+
+@contextlib.contextmanager
+def fast_convolutions() -> Iterator[None]:
+    """Compute 3x3 convolutions by F(4x4) in forward passes, as predictions do.
+
+    The option `winograd` "off" takes precedence. In training, the larger error of F(4x4) could flip
+    a ReLU and so change gradients. Scores differ by rounding alone.
+    """
+    chosen = settings.winograd
+    settings.winograd = "fast" if chosen == "auto" else chosen
+    try:
+        yield
+    finally:
+        settings.winograd = chosen

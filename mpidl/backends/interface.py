@@ -48,7 +48,7 @@ Readable: TypeAlias = Any  # Lanes or a DeferredInput
 Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None]
 
 # Functions that exist only in backends with `fuses_convolutions`.
-FUSED = frozenset({"activation", "activation_sums", "conv2d_moments"})
+FUSED = frozenset({"activation", "activation_sums", "conv2d_moments", "conv2d_relu"})
 # Functions that exist only in backends without `arrays_on_device`: the host prepares images.
 HOST = frozenset({"image_sums", "keyed_words", "planes", "warp"})
 
@@ -87,6 +87,22 @@ class Backend(TrainingFunctions, Protocol):
         """Return the cross-correlation of x with weight (K, C/groups, R, S).
 
         If bias (K,) is given, it is added to the result.
+        """
+
+    def conv2d_relu(
+        self,
+        x: Readable,
+        weight: Array,
+        bias: Array | None,
+        stride: Pair,
+        padding: Pads,
+        dilation: Pair,
+        groups: int,
+        addend: Lanes | None,
+    ) -> Lanes:
+        """Return max(0, conv2d(x, weight, bias) + addend), with the bytes of separate functions.
+
+        If `addend` is given, it has the shape of the result.
         """
 
     def conv2d_moments(

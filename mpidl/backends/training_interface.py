@@ -42,6 +42,64 @@ class LabelRule(NamedTuple):
 PLAIN = LabelRule()
 
 
+class BinaryRule(NamedTuple):
+    """How a target t in 0..1 enters the binary cross-entropy.
+
+    With x the logit of class c, p = 1 / (1 + exp(-x)) and w the positive weights, an element adds
+
+        -t w[c] (1 - p)**gamma log p - (1 - t) p**gamma log(1 - p)
+
+    An integer target other than 0 and 1 adds 0.
+
+    Attributes
+    ----------
+    positive_weights : Vector or None
+        Weights of the positive targets of each class, (K,) float64; None if all are 1.
+    gamma : float
+        Exponent of the focal loss, at least 0; 0 is the cross-entropy.
+    """
+
+    positive_weights: Any = None
+    gamma: float = 0.0
+
+
+PLAIN_BINARY = BinaryRule()
+
+
+class DiceRule(NamedTuple):
+    """How the pixels of an image enter its Dice loss.
+
+    For class k, let I be the sum over the image's pixels of p g, and U that of p**2 + g, where p is
+    the probability of the class, and g is 1 if the label is k, else 0. With w the class weights
+    divided by their sum, and s the smoothing, the loss of an image is
+
+        sum_k w[k] (1 - (2 I[k] + s) / (U[k] + s))
+
+    If `generalized`, it is instead, with v[k] = w[k] / max(sum of g, 1)**2,
+
+        1 - (2 sum_k v[k] I[k] + s) / (sum_k v[k] U[k] + s)
+
+    Pixels with a label outside 0..K-1 are left out. A single class has the label 1, and 0 stands
+    for the background. A denominator of 0 gives a loss of 0.
+
+    Attributes
+    ----------
+    class_weights : Vector or None
+        Weights of the classes, (K,) float64; None if all are 1.
+    smooth : float
+        Number of pixels that is added to numerator and denominator, at least 0.
+    generalized : bool
+        Whether classes are weighted by the inverse square of their number of pixels.
+    """
+
+    class_weights: Any = None
+    smooth: float = 1.0
+    generalized: bool = False
+
+
+PLAIN_DICE = DiceRule()
+
+
 class TrainingFunctions(Protocol):
     """The functions of a `Backend` for losses, optimizers and images."""
 
@@ -81,6 +139,40 @@ class TrainingFunctions(Protocol):
         If several classes have the largest logit, the first of them is the prediction.
         """
 
+    def binary_cross_entropy(
+        self,
+        logits: Lanes,
+        targets: Lanes,
+        counts: Array,
+        tree: Tree,
+        rule: BinaryRule = PLAIN_BINARY,
+    ) -> Partial:
+        """Sum the terms of `BinaryRule` over images and elements: () float64.
+
+        logits have shape (B, K, ..., 16). targets have the same shape and are float32 or int32.
+        """
+
+    def binary_cross_entropy_dlogits(
+        self,
+        logits: Lanes,
+        targets: Lanes,
+        scale: Any,
+        counts: Array,
+        rule: BinaryRule = PLAIN_BINARY,
+    ) -> Lanes:
+        """Return the gradient of the terms of `BinaryRule`, times scale; unused lanes are 0.
+
+        See `cross_entropy_dlogits` for `scale`.
+        """
+
+    def binary_correct_count(
+        self, logits: Lanes, targets: Lanes, counts: Array, tree: Tree
+    ) -> Partial:
+        """Count the elements with logit > 0 and target 1, or logit <= 0 and target 0: () float64.
+
+        A float target is 1 if it is above 1/2, and 0 otherwise. Other integers do not count.
+        """
+
     def errors(self, y: Lanes, target: Lanes, power: int, counts: Array, tree: Tree) -> Partial:
         """Sum |y - target|**power over images and elements: () float64. power is 1 or 2."""
 
@@ -88,6 +180,23 @@ class TrainingFunctions(Protocol):
         """Return (y - target) * scale for power 2, sign(y - target) * scale for power 1.
 
         Unused lanes are zero. See `cross_entropy_dlogits` for `scale`.
+        """
+
+    # dice
+
+    def dice(
+        self, p: Lanes, labels: Lanes, counts: Array, tree: Tree, rule: DiceRule = PLAIN_DICE
+    ) -> tuple[Partial, Array]:
+        """Sum the losses of `DiceRule` over the images: () float64; also return slopes.
+
+        p (B, K, ..., 16) is float64. The slopes are an argument of `dice_dp`.
+        """
+
+    def dice_dp(self, p: Lanes, labels: Lanes, slopes: Array, scale: Any, counts: Array) -> Lanes:
+        """Return the gradient of the losses with respect to p, times scale; unused lanes are 0.
+
+        The result is float32; that of the reference has the dtype of p. See
+        `cross_entropy_dlogits` for `scale`.
         """
 
     def image_sums(self, x: Lanes, counts: Array, tree: Tree) -> Partial:

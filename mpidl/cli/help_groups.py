@@ -30,11 +30,18 @@ GROUPS: dict[str, Sequence[str]] = {
     ),
     "Object stores": ("endpoint_url", "requests", "cache_dir", "retry_seconds"),
     "Start from weights": ("weights", "new_layer_factor", "freeze_up_to"),
-    "Length and mini-batches": ("epochs", "max_iterations", "batch_size", "batch_per_rank"),
+    "Length and mini-batches": (
+        "epochs",
+        "max_iterations",
+        "batch_size",
+        "batch_per_rank",
+        "accumulate",
+    ),
     "Solver": (
         *(
             "loss",
             "class_weights",
+            "positive_weights",
             "label_smoothing",
             "ignore_label",
             "focal_gamma",

@@ -7,6 +7,7 @@ notebook.)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import sys
@@ -209,10 +210,15 @@ class Supervisor:
             self._log(f"without {', '.join(sorted(lost))}, which cannot start a program")
 
     def _log(self, text):
-        print(f"mpidl launch: {text}", file=sys.stderr, flush=True)
+        _say(text)
         try:
             os.makedirs(self.out, exist_ok=True)
             with open(os.path.join(self.out, LOG), "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%FT%T')} {text}\n")
         except OSError as error:
-            print(f"mpidl launch: {self.out}: {reason(error)}", file=sys.stderr, flush=True)
+            _say(f"{self.out}: {reason(error)}")
+
+
+def _say(text):
+    with contextlib.suppress(OSError):  # restart the job even if nobody reads the messages
+        print(f"mpidl launch: {text}", file=sys.stderr, flush=True)

@@ -264,6 +264,7 @@ def network(
             freeze_up_to=run["freeze_up_to"],
             seed=options.seed,
         )
+        net = start.with_sigmoid(net, options.loss)
     return net, options, resolved
 
 

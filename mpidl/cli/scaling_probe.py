@@ -48,7 +48,7 @@ def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
         train_set, options = validation.held_out(train_set, options)
     if source is None:
         shape = input_pipeline.image_shape(options, train_set.image_shape)
-        net = start.network(run["network"], shape, start.outputs_of(train_set), options.seed)
+        net = start.network_for(run["network"], shape, train_set, options)
     else:
         net, options, _ = pretrained.network(source, resolved, options, train_set)
     input_pipeline.check(net, train_set, options)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from mpidl import data
+from mpidl import data, losses
 from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.data.datastore import Datastore
@@ -20,9 +20,11 @@ from mpidl.data.transforms.image_targets import moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Layer, Network, zoo
+from mpidl.nn.layers import Sigmoid
 from mpidl.text import host_list
 from mpidl.training.files import run_folder
 from mpidl.training.options.option_types import nearest, size_of
+from mpidl.training.options.training_options import TrainingOptions
 
 
 def device_of(world: World) -> str:
@@ -197,7 +199,9 @@ def with_test(
 
 
 def outputs_of(
-    datastore: Datastore, image_shape: tuple[int, ...] | None = None
+    datastore: Datastore,
+    image_shape: tuple[int, ...] | None = None,
+    loss: str | Callable[..., Any] = "crossentropy",
 ) -> int | tuple[int, ...]:
     """Return the number or the shape of the outputs that a network needs for a data set.
 
@@ -211,15 +215,38 @@ def outputs_of(
     Returns
     -------
     int or tuple of int
-        The number of classes if the data have labels. Without labels, the number of elements of an
-        image's target if the target is a scalar or a vector, and the shape of the target otherwise.
+        The number of classes if the data have labels, or 1 for the binary cross-entropy of two
+        classes. Without labels, the number of elements of an image's target if the target is a
+        scalar or a vector, and the shape of the target otherwise.
     """
     shape = datastore.targets_shape
     if shape is None:
-        return len(datastore.classes)
+        is_binary = losses.has_label_scores(loss) and len(datastore.classes) == 2
+        return 1 if is_binary else len(datastore.classes)
     if len(shape) < 2:
         return math.prod(shape)
     return moved_shape(datastore, datastore.image_shape if image_shape is None else image_shape)
+
+
+def network_for(
+    name: str, input_shape: tuple[int, ...], images: Datastore, options: TrainingOptions
+) -> Network:
+    """Build the network that --network names for training images and the loss of the options.
+
+    See `network` for the parameters and errors, and `with_sigmoid` for the loss.
+    """
+    outputs = outputs_of(images, input_shape, options.loss)
+    return with_sigmoid(network(name, input_shape, outputs, options.seed), options.loss)
+
+
+def with_sigmoid(net: Network, loss: str | Callable[..., Any]) -> Network:
+    """Return a network that ends in `Sigmoid` if the loss is the binary cross-entropy.
+
+    The outputs of the trained network are then probabilities.
+    """
+    if not losses.has_label_scores(loss) or isinstance(net.layers[-1], Sigmoid):
+        return net
+    return net.append_layer(Sigmoid())
 
 
 def network(

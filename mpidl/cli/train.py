@@ -10,7 +10,6 @@ from typing import Any
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start
 from mpidl.comm import World, failure, survival
-from mpidl.cross_entropy_loss import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
@@ -18,6 +17,7 @@ from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, validation
 from mpidl.files import call_together, on_rank_0
+from mpidl.losses import has_class_scores
 from mpidl.report import Console, metrics
 from mpidl.report.live import address, page_process
 from mpidl.report.trackers import tracking
@@ -111,9 +111,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         return _preview(typed["preview"], train_set, settings, world)
     settings.load(world.size)  # raises if worker_load does not fit the number of ranks
     if source is None:
-        net = start.network(
-            run["network"], shape, start.outputs_of(train_set, shape), settings.seed
-        )
+        net = start.network_for(run["network"], shape, train_set, settings)
     else:
         pretrained.check_shape(source, train_set, settings)
         net, settings, resolved = pretrained.network(source, resolved, settings, train_set)
@@ -181,8 +179,8 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
             skipped = BadImages.of_options(settings)  # of the test set
             if stopped in (None, progress.PATIENCE):
                 if test_set is not None:
-                    loss = settings.loss_for(net, train_set)
-                    small = is_cross_entropy(loss) and confusion.is_small(net.output_shape[0])
+                    loss = settings.loss_for(net, train_set, world)
+                    small = has_class_scores(loss) and confusion.is_small(net.output_shape[0])
                     with console.stage("test", len(test_set)) as advance:
                         test = evaluate.evaluate(
                             *(net, test_set),

@@ -5,7 +5,8 @@ the root (the total) combines all leaves. All algorithms except `allreduce` foll
 they return the same bytes.
 
 Each algorithm is a generator. It posts messages, yields the requests that it waits for, and returns
-the root as a flat array on every rank. The caller decides how to wait: by blocking, or by testing
+the root as a flat array on every rank. (`host_memory` also yields functions that return whether the
+generator can go on.) The caller decides how to wait: by blocking, or by testing
 the requests from time to time while other work continues. All messages are point to point and carry
 the tag of their exchange. Any number of exchanges can therefore be pending, and they can complete
 in any order.
@@ -54,7 +55,7 @@ SMALL_BYTES = 16 * 1024  # up to this size, the number of messages matters more 
 FEW_RANKS = 8
 
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
-Steps = Generator[Sequence[Any], None, np.ndarray]
+Steps = Generator[Sequence[Any] | Callable[[], bool], None, np.ndarray]
 Algorithm = Callable[["Transport", int, Tree, np.ndarray, Combine], Steps]
 
 

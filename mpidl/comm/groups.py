@@ -134,7 +134,7 @@ class Group:
         """Agree on a task's outcome; close its world, or abandon it if messages are pending."""
         transport, size = self.ranks.transport, self.ranks.size
         is_origin = error is not None and not isinstance(error, Cancelled)
-        is_pending = isinstance(error, Cancelled) or bool(world.pending_exchanges)
+        is_pending = isinstance(error, Cancelled) or world.is_exchanging
         facts = np.array([is_pending, (size - self.ranks.rank) * is_origin], int)
         agreed = np.empty_like(facts)
         request = transport.comm.Iallreduce(facts, agreed, transport.MPI.MAX)
@@ -151,6 +151,7 @@ class Group:
         if pending:
             # MPI may still write to the memory of messages that nobody will receive, so keep it:
             # it belongs to the world and to the frames of the traceback.
+            world.leave_memory()
             self._abandoned.append((world, error))
         else:
             world.close()

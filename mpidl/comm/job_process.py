@@ -72,8 +72,9 @@ class JobProcess:
     def _pass_on(self):
         for line in self._process.stderr:
             text = line.decode(errors="replace")
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # if nobody reads it, the job must not wait either
+                sys.stderr.write(text)
+                sys.stderr.flush()
             self._tail.append(text.rstrip("\n"))
 
     def wait(self, signals: Signals, has_children: bool) -> int:

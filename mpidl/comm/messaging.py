@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidl import phases
+from mpidl.backends.cpu import builds
 from mpidl.comm import watchdog
 from mpidl.comm.exchange import choose_algorithm
-from mpidl.comm.reducer import PendingExchange
+from mpidl.comm.host_memory import HostMemory
+from mpidl.comm.reducer import PendingExchange, Piece, packed
 from mpidl.comm.transport import Transport
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class Messaging:
         self._next_tag = 0
         self._sent_count = self._received_count = 0
         self._outbox: list[MPI.Request] = []
+        self._host_memory: HostMemory | None = None
+        self._has_host_memory: bool | None = None  # None before the first sum
 
     # objects
 
@@ -239,12 +243,83 @@ class Messaging:
         PendingExchange
             The exchange, for `wait`.
         """
-        algorithm = choose_algorithm(tree, matrix.shape[1] * matrix.itemsize, combine)
-        steps = algorithm(self.transport, self._new_tag(), tree, matrix, combine)
-        pending = PendingExchange(steps, name or phases.place(), matrix.nbytes)
+        return self.start_sum(tree, [(matrix.shape[1], list(matrix))], combine, matrix.dtype, name)
+
+    def start_sum(
+        self,
+        tree: Tree,
+        pieces: Sequence[Piece],
+        combine: Combine,
+        dtype: np.dtype,
+        name: str = "",
+        out: np.ndarray | None = None,
+    ) -> PendingExchange:
+        """Start a sum of several values side by side without waiting; collective.
+
+        Parameters
+        ----------
+        tree : Tree
+            The tree of the sum.
+        pieces : sequence of (int, sequence of ndarray)
+            Size and this rank's nodes of each value.
+        combine : callable
+            ``combine(left, right)`` returns the parent of two nodes.
+        dtype : dtype
+            Type of the nodes.
+        name : str
+            Name of the sum in a timeline; by default its place in the training step.
+        out : ndarray, optional
+            Memory for the root, which only sums in shared memory use.
+
+        Returns
+        -------
+        PendingExchange
+            The exchange, for `wait`.
+        """
+        width, rows = sum(size for size, _ in pieces), len(tree.nodes[tree.rank])
+        tag, memory = self._new_tag(), None
+        if HostMemory.supports(tree, combine, dtype):
+            memory = self.host_memory()
+        if memory is not None:
+            out = np.empty(width, dtype) if out is None else out
+            steps = memory.exchange(tag, tree, pieces, combine, out)
+        else:
+            with phases.Phase(phases.SUM, "pack"):
+                matrix = packed(pieces, rows, dtype)
+            algorithm = choose_algorithm(tree, width * dtype.itemsize, combine)
+            steps = algorithm(self.transport, tag, tree, matrix, combine)
+        nbytes = rows * width * dtype.itemsize
+        pending = PendingExchange(steps, name or phases.place(), nbytes)
         if not pending.is_complete:
             self.pending_exchanges.append(pending)
         return pending
+
+    def host_memory(self) -> HostMemory | None:
+        """Return the memory in which the ranks of a host sum; the first call allocates it.
+
+        Collective.
+
+        Returns
+        -------
+        HostMemory or None
+            None without kernels, if no ranks share a host, or if /dev/shm is too small.
+        """
+        if self._has_host_memory is None:
+            if self.size > 1 and builds.kernels() is not None:  # on all ranks or on none
+                self._host_memory = HostMemory.allocate(self.transport)
+            self._has_host_memory = self._host_memory is not None
+        return self._host_memory
+
+    def leave_memory(self) -> None:
+        """Let kernels not touch the shared memory any more, in which sums stay incomplete."""
+        if self._host_memory is not None:
+            self._host_memory.leave()
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether a sum has started that is not complete."""
+        memory = self._host_memory
+        return bool(self.pending_exchanges) or (memory is not None and memory.is_busy)
 
     def wait(self, pending: PendingExchange) -> None:
         """Wait until an exchange is complete.
@@ -272,7 +347,7 @@ class Messaging:
         """Advance pending exchanges, without waiting."""
         testall = self.transport.MPI.Request.Testall
         for pending in list(self.pending_exchanges):
-            if testall(pending.requests):
+            if pending.is_ready(testall):
                 pending.advance()
                 if pending.is_complete:
                     self.pending_exchanges.remove(pending)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.recording import Recorder, address_of, fixed
 from mpidl.blocks import OneRank
+from mpidl.comm.host_memory import HostSum
+from mpidl.comm.reducer import BUCKET_BYTES, PendingExchange, Piece, Reducer
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:
+    from mpidl.comm.exchange import Combine
     from mpidl.comm.world import World
+    from mpidl.fold import Tree
 
 
 class RecordedWorld:
     """A world that records its sums; pass it as the argument `reduce` of `value_and_grad`.
 
-    A replay calls the same functions of the world in the same order, on arrays at the same
-    addresses. Ranks that replay a step can therefore exchange sums with ranks that run it eagerly.
+    A replay makes the same sums in the same order, on arrays at the same addresses. Ranks that
+    replay a step can therefore exchange sums with ranks that run it eagerly. If all ranks share
+    memory, a sum is two kernel calls of the replay: its start, and the wait for it. Otherwise a
+    replay calls the functions of the world.
 
     Parameters
     ----------
@@ -32,8 +40,6 @@ class RecordedWorld:
 
     Attributes
     ----------
-    outputs : dict
-        {key: Partial}, the results of the step, which are its last sums.
     gradients : dict
         {name: array} of the last replay; only with several ranks.
     """
@@ -41,21 +47,30 @@ class RecordedWorld:
     def __init__(self, world: World, recorder: Recorder) -> None:
         self.world, self.recorder = world, recorder
         self.rank, self.size, self.plain = world.rank, world.size, world.plain
-        self.outputs: dict[Any, Any] = {}
         self.gradients: dict[str, np.ndarray] = {}
+        memory = None if world.plain else world.host_memory()
+        self.memory = memory if memory is not None and memory.has_all_ranks else None
+        self._replayed: dict[PendingExchange, HostSum] = {}
+        self._by_address: dict[int, HostSum] = {}
+        self._totals_of_results: Callable[[], dict[Any, Any]] = dict
+        recorder.wait = self._wait_in_replay
 
     def gplus(self, value: Any) -> Any:
         """Sum a Partial, or the results of the step as a dict of Partials, over the ranks."""
         if isinstance(value, dict):
-            self.outputs = {key: self.at_fixed_place(item) for key, item in value.items()}
-            return self.world.gplus(value)
+            return self._sum_results(value)
         if not isinstance(value, Partial):
             self.recorder.refuse("it sums a value that is not a Partial over the ranks")
             return self.world.gplus(value)
-        if self.size == 1 and len(value.terms) == 1 and value.terms[0].scale == 1.0:
-            if value.addend is None:  # on one rank, the single node is the sum
-                return value.finish([np.reshape(value.terms[0].nodes[0], value.shape)])
+        if self.size == 1 and value.is_root:  # the node is the sum
+            return value.finish([np.reshape(value.terms[0].nodes[0], value.shape)])
         total = arenas.empty(value.shape, value.dtype)
+        if self.memory is not None and value.is_root:
+            (term,) = value.terms
+            pieces = [(total.size, term.nodes)]
+            flat = fixed(total).reshape(-1)
+            self.wait(self.start_sum(term.tree, pieces, term.combine, term.dtype, out=flat), total)
+            return total
         partial, target = self.at_fixed_place(value), fixed(total)
 
         def exchange() -> None:
@@ -65,14 +80,32 @@ class RecordedWorld:
         self.recorder.call_python(exchange, [total])
         return total
 
+    def _sum_results(self, values):
+        if self.memory is not None and all(isinstance(v, Partial) for v in values.values()):
+            reducer = SharedReducer(self, float("inf"))
+            for key, value in values.items():
+                reducer.push(key, value)
+            sums = reducer.finish()
+            self._totals_of_results = reducer.totals_of_replay
+            return sums
+        ranks = OneRank() if self.size == 1 else self.world
+        places = {key: self.at_fixed_place(value) for key, value in values.items()}
+        self._totals_of_results = lambda: ranks.gplus(places)
+        return self.world.gplus(values)
+
     def results(self) -> dict[Any, Any]:
         """Return the sums of the step's results in a replay, {key: array}."""
-        world = OneRank() if self.size == 1 else self.world
-        return world.gplus(self.outputs)
+        if self.memory is not None:
+            waited = self.memory.up.take_waited()
+            phases.move(phases.WAIT, waited)
+            self.world.transport.wait_seconds += waited * 1e-9
+        return self._totals_of_results()
 
     def reducer(self) -> Any:
         """Return an object that sums gradients and notes the sums."""
-        return self.world.reducer() if self.size == 1 else RecordedReducer(self)
+        if self.size == 1:
+            return self.world.reducer()
+        return MessageReducer(self) if self.memory is None else SharedGradients(self)
 
     def at_fixed_place(self, value: Any) -> Any:
         """Return a Partial or an array at the same addresses that does not own the memory."""
@@ -83,9 +116,131 @@ class RecordedWorld:
         addend = None if value.addend is None else fix(np.asarray(value.addend))
         return Partial(terms, addend, value.shape, value.dtype)
 
+    # what a `Reducer` asks its world for, if all ranks share memory
 
-class RecordedReducer:
-    """Sums gradients over several ranks like a `Reducer`, during recording and in each replay."""
+    def start_sum(
+        self,
+        tree: Tree,
+        pieces: Sequence[Piece],
+        combine: Combine,
+        dtype: np.dtype,
+        name: str = "",
+        out: np.ndarray | None = None,
+    ) -> PendingExchange:
+        """Start a sum now and in each replay; see `World.start_sum`."""
+        memory, recorder = self.memory, self.recorder
+        if memory is None or not memory.supports(tree, combine, dtype):
+            recorder.refuse(f"it sums values of type {dtype} over the ranks")
+            return self.world.start_sum(tree, pieces, combine, dtype, name)
+        if out is None:
+            out = recorder.constant(np.empty(sum(size for size, _ in pieces), dtype))
+        places = [(size, [recorder.fix(np.asarray(n)) for n in nodes]) for size, nodes in pieces]
+        host_sum = memory.sum_over_all(tree, places, combine, out)
+        recorder.call_sum("sums_start", memory.up, host_sum)
+        pending = self.world.start_sum(tree, pieces, combine, dtype, name, out)
+        self._replayed[pending] = self._by_address[address_of(host_sum.words)] = host_sum
+        return pending
+
+    def wait(self, pending: PendingExchange, *totals: np.ndarray) -> None:
+        """Wait for a sum now and in each replay; `totals` are complete then."""
+        self.world.wait(pending)
+        if pending in self._replayed:
+            host_sum = self._replayed.pop(pending)
+            self.recorder.call_sum("sums_wait", self.memory.up, host_sum, totals)
+
+    @property
+    def pending_exchanges(self) -> list[PendingExchange]:
+        """The exchanges that are not complete."""
+        return self.world.pending_exchanges
+
+    def progress(self) -> None:
+        """Advance pending exchanges, without waiting."""
+        self.world.progress()
+
+    def _wait_in_replay(self, address):
+        """Wait for a sum for which a kernel call has waited in vain."""
+        host_sum = self._by_address[address]
+
+        def is_complete():
+            self.memory.up.advance()
+            return host_sum.is_complete
+
+        self.world.transport.wait_until(is_complete, "a sum over the ranks", self.world.progress)
+
+
+class SharedReducer(Reducer):
+    """Sums values over ranks that all share memory, now and in each replay.
+
+    Parameters
+    ----------
+    ranks : RecordedWorld
+        The ranks.
+    bucket_bytes : float
+        Size in bytes at which a bucket is considered full.
+    kernel_hook : callable, optional
+        See `Reducer`.
+    """
+
+    def __init__(
+        self,
+        ranks: Any,  # a RecordedWorld, which has what a Reducer needs of a World
+        bucket_bytes: float = BUCKET_BYTES,
+        kernel_hook: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(ranks, bucket_bytes, kernel_hook)
+        self._recorder = ranks.recorder
+        self._pushed: list[Any] = []  # replays must not reuse their memory before the end of a sum
+
+    def push(self, name: Any, value: Partial | Any) -> None:
+        self._pushed.append(value)
+        if not isinstance(value, Partial):
+            value = self._recorder.fix(np.asarray(value))
+        elif value.addend is not None:
+            addend = self._recorder.fix(np.asarray(value.addend))
+            value = Partial(value.terms, addend, value.shape, value.dtype)
+        super().push(name, value)
+
+    def finish(self) -> dict[str, Any]:
+        sums = super().finish()
+        self._pushed.clear()
+        return sums
+
+    def _totals(self, values, roots):
+        self.totals_of_replay = functools.partial(super()._totals, values, roots)
+        return super()._totals(values, roots)
+
+
+class SharedGradients(SharedReducer):
+    """Sums gradients over ranks that all share memory, now and in each replay."""
+
+    def __init__(self, ranks: RecordedWorld) -> None:
+        super().__init__(ranks, kernel_hook=ranks.world.advance)
+        self._ranks = ranks
+        self._computed: list[str] = []  # gradients that are not roots themselves
+
+    def push(self, name: str, value: Partial | Any) -> None:
+        if isinstance(value, Partial) and not value.is_root:
+            self._computed.append(name)
+        super().push(name, value)
+
+    def finish(self) -> dict[str, Any]:
+        sums = super().finish()
+        self._ranks.gradients = {name: fixed(array) for name, array in sums.items()}
+        for name in self._computed:
+            self._recorder.input(f"gradient of {name}", sums[name])
+        if self._computed:
+            self._recorder.call_python(self._compute)
+        return sums
+
+    def _compute(self):
+        totals = self.totals_of_replay()
+        for name in self._computed:
+            self._ranks.gradients[name] = totals[name]
+            self._recorder.inputs.set_address(f"gradient of {name}", address_of(totals[name]))
+
+
+class MessageReducer:
+    """Sums gradients by messages as a `Reducer` does, now and in each replay."""
 
     def __init__(self, world: RecordedWorld) -> None:
         self._world, self._recorder = world, world.recorder

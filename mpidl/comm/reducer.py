@@ -12,11 +12,12 @@ from mpidl import phases
 from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
 from mpidl.device_array import OnDevice
-from mpidl.fold import Partial
+from mpidl.fold import Partial, add
 
 if TYPE_CHECKING:
     from mpidl.comm.world import World
 
+Piece = tuple[int, Sequence[np.ndarray]]  # number of values, and this rank's nodes of a sum
 BUCKET_BYTES = 1 << 18  # the gradient of the dense layer of the digits network fills a bucket
 
 
@@ -34,8 +35,9 @@ class PendingExchange:
 
     Attributes
     ----------
-    requests : sequence of mpi4py.MPI.Request
-        Requests that must complete before the next `advance`.
+    requests : sequence of mpi4py.MPI.Request, or callable
+        Requests that must complete before the next `advance`, or a function that returns whether
+        the exchange can advance.
     is_complete : bool
         Whether `root` is available.
     root : ndarray, shape (width,), or None
@@ -45,10 +47,14 @@ class PendingExchange:
     def __init__(self, steps: exchange.Steps, name: str = "", nbytes: int = 0) -> None:
         self._steps, self._name, self._nbytes = steps, name, nbytes
         self._start = phases.now()
-        self.requests: Sequence[Any] = []
+        self.requests: Sequence[Any] | Callable[[], bool] = []
         self.root: np.ndarray | None = None
         self.is_complete = False
         self.advance()
+
+    def is_ready(self, testall: Callable[[Sequence[Any]], bool]) -> bool:
+        """Return whether the exchange can advance; `testall` tests requests."""
+        return self.requests() if callable(self.requests) else testall(self.requests)
 
     def advance(self) -> None:
         """Run the exchange up to its next requests; the current requests must be complete."""
@@ -133,7 +139,8 @@ class Reducer:
         self._values[name] = Partial(shells, value.addend, value.shape, value.dtype)
         for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
-            if self._bucket and key != self._bucket_key:
+            # moments side by side would not be moments
+            if self._bucket and (key != self._bucket_key or term.combine is not add):
                 self._send_bucket()
             self._bucket_key = key
             size = int(np.prod(value.shape))
@@ -144,25 +151,13 @@ class Reducer:
 
     def _send_bucket(self):
         """Start the exchange of the current bucket."""
-        with phases.Phase(phases.SUM, "pack"):
-            self._pack_bucket()
-        self._bucket, self._bucket_key, self._filled_bytes = [], None, 0
-
-    def _pack_bucket(self):
         tree, combine, dtype = self._bucket_key
         entries = [(name, index, size) for name, index, _, size in self._bucket]
-        if len(self._bucket) == len(self._bucket[0][2]) == 1:  # send one node without a copy
-            matrix = np.reshape(self._bucket[0][2][0], (1, -1))
-        else:
-            width, offset = sum(size for *_, size in self._bucket), 0
-            matrix = np.empty((len(tree.nodes[tree.rank]), width), dtype)
-            for _, _, nodes, size in self._bucket:
-                for row, node in zip(matrix, nodes, strict=True):
-                    row[offset : offset + size] = np.reshape(node, -1)
-                offset += size
+        pieces = [(size, nodes) for *_, nodes, size in self._bucket]
         names = [name for name, *_ in entries if isinstance(name, str) and name]
         title = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
-        self._buckets.append((entries, self.world.start(tree, matrix, combine, title)))
+        self._bucket, self._bucket_key, self._filled_bytes = [], None, 0
+        self._buckets.append((entries, self.world.start_sum(tree, pieces, combine, dtype, title)))
 
     def progress(self) -> None:
         """Advance pending exchanges, without waiting."""
@@ -184,21 +179,22 @@ class Reducer:
         roots = {}
         for entries, pending in self._buckets:
             self.world.wait(pending)
-            offset = 0
-            for name, index, size in entries:
-                roots[name, index] = pending.root[offset : offset + size]
-                offset += size
+            roots |= parts_of(entries, pending.root)
+        sums = self._totals(self._values, roots)
+        self._values, self._buckets = {}, []
+        return sums
+
+    def _totals(self, values, roots):
+        """Return {name: array}, given {(name, index of a term): root}."""
         sums = self._sums_on_devices()
-        for name, value in self._values.items():
+        for name, value in values.items():
             if name in sums:
                 continue
             if isinstance(value, Partial):
                 terms = [roots[name, index] for index in range(len(value.terms))]
                 value = value.finish([root.reshape(value.shape) for root in terms])
             sums[name] = value
-        sums = {name: sums[name] for name in self._values}
-        self._values, self._buckets = {}, []
-        return sums
+        return {name: sums[name] for name in values}
 
     def _sums_on_devices(self):
         """Return the sums of the values that are on a GPU, {name: array}."""
@@ -208,6 +204,29 @@ class Reducer:
         from mpidl.backends.gpu import sums
 
         return sums.gplus(values, self.world)
+
+
+def packed(pieces: Sequence[Piece], rows: int, dtype: np.dtype) -> np.ndarray:
+    """Return a matrix with a row for each node, in which the pieces are side by side."""
+    if len(pieces) == rows == 1:  # a node needs no copy
+        return np.reshape(pieces[0][1][0], (1, -1))
+    matrix, offset = np.empty((rows, sum(size for size, _ in pieces)), dtype), 0
+    for size, nodes in pieces:
+        for row, node in zip(matrix, nodes, strict=True):
+            row[offset : offset + size] = np.reshape(node, -1)
+        offset += size
+    return matrix
+
+
+def parts_of(
+    entries: Sequence[tuple[Any, int, int]], root: np.ndarray
+) -> dict[tuple[Any, int], np.ndarray]:
+    """Divide the root of a bucket; return {(name, index of the term): values}."""
+    stops = np.cumsum([size for *_, size in entries])
+    return {
+        (name, index): root[stop - size : stop]
+        for (name, index, size), stop in zip(entries, stops, strict=True)
+    }
 
 
 def is_on_host(value: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpidl import phases
-from mpidl.comm import acts, serial, thread_budget, watchdog
+from mpidl.comm import acts, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.hang_report import Peer
 from mpidl.comm.roll_call import RollCall
 
@@ -188,6 +188,8 @@ class Transport:
             if now - start > 0.02:
                 time.sleep(0.0005)  # in a long wait, leave the core to other processes
             self._acts.renew()
+            if self.size > 1:
+                ulfm.raise_if_lost(self.MPI, self.comm)
             if self.control.Iprobe(tag=CANCEL):
                 self._is_cancelled = True
                 raise Cancelled(CANCELLED)

@@ -103,3 +103,22 @@ def lost_ranks(comm: MPI.Comm) -> list[int]:
         return []
     failed = comm.Get_failed()
     return failed.Translate_ranks(range(failed.size), comm.Get_group())
+
+
+def raise_if_lost(mpi: Any, comm: MPI.Comm) -> None:
+    """Raise an error of MPI if a rank of a communicator is known to have ended.
+
+    A wait for ranks that share memory sends no message whose operation would raise it.
+
+    Parameters
+    ----------
+    mpi : module
+        `mpi4py.MPI`.
+    comm : mpi4py.MPI.Comm
+        The communicator.
+    """
+    if is_enabled():
+        if comm.Is_revoked():
+            raise mpi.Exception(mpi.ERR_REVOKED)
+        if comm.Get_failed().size > 0:
+            raise mpi.Exception(mpi.ERR_PROC_FAILED)

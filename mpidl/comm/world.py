@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
     from mpidl.backends.gpu.sums import Counts
     from mpidl.comm.groups import Neighbours
+    from mpidl.comm.host_memory import HostMemory
     from mpidl.comm.nccl import MpiMover, NcclMover
 
 Key = TypeVar("Key")
@@ -148,6 +149,7 @@ class World(Messaging):
         self._one_rank = OneRank()  # sums values on one rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
         self._abandoned_windows: list[MPI.Win | None] = []  # arrays shared with lost ranks
+        self._abandoned_memory: list[HostMemory | None] = []
         failure.abort_on_exception(self.transport)
         builds.settle(self)
         self.threads: list[int] = []
@@ -252,6 +254,8 @@ class World(Messaging):
                 self.lost_ranks.append(LostRank(self.first_ranks[rank], host))
         self.first_ranks = [self.first_ranks[rank] for rank in survivors]
         self.threads = [self.threads[rank] for rank in survivors] if self.threads else []
+        self.leave_memory()
+        self._abandoned_memory.append(self._host_memory)
         self._use(transport)
         self.hosts = transport.hosts
         self._abandoned_windows += self._windows.values()
@@ -535,7 +539,10 @@ class World(Messaging):
             for window in self._windows.values():
                 if window is not None:
                     window.Free()
+            if self._host_memory is not None:
+                self._host_memory.close()
         self._windows.clear()
+        self._host_memory = None
         self.transport.close()
 
 

@@ -29,6 +29,10 @@ class ArrayDatastore(Datastore):
         strings are converted by `str`.
     source : str
         Name of the set in messages.
+    targets : array_like, optional
+        Target of each image, (n, ...), as floats or whole numbers: for example one number 0 or 1
+        per label (n, K), a label per pixel (n, H, W), or another image. Mini-batches then hold the
+        targets instead of the labels. Floats are stored as float32, whole numbers as int32.
 
     Raises
     ------
@@ -45,6 +49,8 @@ class ArrayDatastore(Datastore):
         labels: Sequence[int] | np.ndarray | None = None,
         classes: Sequence[object] | None = None,
         source: str = "arrays",
+        *,
+        targets: np.ndarray | None = None,
     ):
         images = np.asarray(images)
         images = images[:, None] if images.ndim == 3 else images
@@ -64,12 +70,21 @@ class ArrayDatastore(Datastore):
             self.labels = check_labels(labels, len(images), classes, source)
             if classes is None:
                 self.classes = [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
+        self._targets = None if targets is None else checked_targets(targets, len(images), source)
+        if self._targets is not None:
+            self.targets_shape = tuple(int(size) for size in self._targets.shape[1:])
+            self.targets_dtype = self._targets.dtype
 
     def __len__(self) -> int:
         return len(self.images)
 
     def read(self, indices: Indices) -> np.ndarray:
         return self.images[np.asarray(indices, np.int64)]
+
+    def targets(self, indices: Indices) -> np.ndarray:
+        if self._targets is None:
+            return super().targets(indices)
+        return self._targets[np.asarray(indices, np.int64)]
 
     def located(self, i: int) -> str:
         return f"{self.source}: {self.name(i)}"
@@ -80,7 +95,34 @@ class ArrayDatastore(Datastore):
     def fingerprint(self) -> str:
         # Hash up to 64 images spread over the set, to distinguish sets of equal labels and shapes.
         sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
-        return digest(super().fingerprint(), self.images[sample])
+        parts = [super().fingerprint(), self.images[sample]]
+        return digest(*parts, *([] if self._targets is None else [self._targets[sample]]))
+
+
+def checked_targets(targets: np.ndarray, count: int, source: str) -> np.ndarray:
+    """Check the targets of `count` images and return them as float32 or int32.
+
+    `source` names the targets in messages.
+
+    Raises
+    ------
+    UserError
+        If there is not a target for each image, or if they are neither floats nor whole numbers in
+        the range of int32.
+    """
+    targets = np.asarray(targets)
+    if targets.shape[:1] != (count,) or targets.dtype.kind not in "biuf":
+        raise UserError(
+            f"{source}: expected floats or whole numbers as targets of {count} images, found "
+            f"{targets.dtype} of shape {targets.shape}"
+        )
+    if targets.dtype.kind == "f":
+        with np.errstate(over="ignore"):  # `read_targets` later reports infinities
+            return targets.astype(np.float32, copy=False)
+    low, high = int(targets.min(initial=0)), int(targets.max(initial=0))
+    if low < -(1 << 31) or high >= 1 << 31:
+        raise UserError(f"{source}: expected targets in the range of int32, found {low} to {high}")
+    return targets.astype(np.int32)
 
 
 def check_labels(

@@ -136,11 +136,11 @@ def check_below(
 ) -> None:
     """Raise `UserError` for the first image with a label outside 0..classes-1.
 
-    `ignore_label` is valid, too.
+    Labels may be floats, such as probabilities for two classes. `ignore_label` is valid, too.
     """
-    if labels.size and not 0 <= labels.min() <= labels.max() < classes:
+    if labels.size and not 0 <= labels.min() <= labels.max() <= classes - 1:
         rows = labels.reshape(len(labels), -1)
-        bad = (rows < 0) | (rows >= classes)
+        bad = (rows < 0) | (rows > classes - 1)
         if ignore_label is not None:
             bad &= rows != ignore_label
             if not bad.any():

@@ -17,6 +17,7 @@ from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
 from mpidl.data.loading.pipeline import Pipeline, fill_blocks
 from mpidl.data.loading.workers import Job, make_items, prefetch_items
+from mpidl.data.parts import part_blocks, share_parts
 from mpidl.errors import UserError
 from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean
@@ -106,6 +107,12 @@ class MinibatchQueue:
         Mixup and CutMix, after the augmenter and the function. The labels of a mini-batch are then
         the probabilities of `classes` classes, float32 (classes,) each.
 
+    Attributes
+    ----------
+    parts : int
+        Largest number of parts of each mini-batch, 1 by default. With more than 1, mini-batches
+        have a `parts.PartedBatch`, of which training steps compute one part after the other.
+
     Raises
     ------
     UserError
@@ -170,6 +177,7 @@ class MinibatchQueue:
         self.pipeline = Pipeline(datastore, *arguments)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
+        self.parts = 1
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images
         # A separate arena: in the arena of the training step, mini-batches would leave holes that
         # become too small for the next mini-batch.
@@ -286,16 +294,13 @@ class MinibatchQueue:
 
     def _job(self, indices, epoch):
         """Return a Job that prepares one mini-batch; each of its tasks reads a run of blocks."""
-        batch = share(
-            len(indices),
-            self.world,
-            indices=indices,
-            epoch=epoch,
-            seed=self.seed,
-            load=self.load,
-            plain=self.plain,
-            device=None if self.device is None else self.world.counts,
-        )
+        keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
+        if self.parts > 1:
+            blocks = part_blocks(self.batch_size, self.parts)
+            batch: Any = share_parts(len(indices), blocks, self.world, indices, **keys)
+        else:
+            device = None if self.device is None else self.world.counts
+            batch = share(len(indices), self.world, indices=indices, device=device, **keys)
         images = batch.indices % max(len(self.datastore), 1)
         fetches = self.datastore.read_ahead(images) if self.prefetch else None
         if self.device is not None:

@@ -13,7 +13,6 @@ from mpidl import losses, phases
 from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
-from mpidl.cross_entropy_loss import CrossEntropy, is_cross_entropy
 from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
@@ -235,10 +234,11 @@ def evaluate(
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
     batches = in_order(net, datastore, world, batch_size, signals, **queue)
     net, function = mirrored(net.on(world.device), test_flips), losses.loss_function(loss)
+    named_loss = losses.label_loss(loss)
     for images, labels in batches:
-        if isinstance(function, CrossEntropy) and (top_k or confusion):
-            scores = net.logits(images)
-            terms = function.of_scores(scores, labels)
+        if named_loss is not None and (top_k or confusion):
+            scores = named_loss.scores(net, images)
+            terms = named_loss.of_scores(scores, labels)
         else:
             terms = function(net, images, labels)
         # A term that is not a sum over images is the same on all ranks and is added only once.
@@ -276,7 +276,8 @@ class _Totals:
 
     def add(self, sums, images):
         """Add the sums of a mini-batch (`cross_entropy_loss.Sums`) with its number of images."""
-        labels, weight = sums[2:] or (images * self.labels_per_image, images)
+        labels = sums[2] if len(sums) > 2 else images * self.labels_per_image
+        weight = sums[3] if len(sums) > 3 else images
         self.weighted_loss += sums[0] * weight
         self.weight, self.labels = self.weight + weight, self.labels + labels
         self.correct = None if len(sums) == 1 else self.correct + sums[1]
@@ -308,7 +309,7 @@ def _classes(net, loss, top_k, confusion):
     if not confusion and top_k is None:
         return None
     request = "confusion" if confusion else "top_k"
-    if not is_cross_entropy(loss):
+    if not losses.has_class_scores(loss) or net.output_shape[0] < 2:
         raise UserError(f"{request}: expected loss crossentropy, whose outputs are class scores")
     classes = net.output_shape[0]
     is_integer = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)

@@ -8,6 +8,7 @@ from mpidl import backends
 from mpidl.blocks import Blocked
 from mpidl.errors import UserError
 from mpidl.nn import Network
+from mpidl.nn.layers import Layer, Softmax
 
 Flips: TypeAlias = Literal["none", "x", "y", "xy"]
 
@@ -35,9 +36,9 @@ class MirroredNetwork:
         """Return the mean of the network's outputs."""
         return self._mean(self.net, images)
 
-    def logits(self, images: Blocked) -> Blocked:
+    def logits(self, images: Blocked, activation: type[Layer] = Softmax) -> Blocked:
         """Return the mean of the scores before softmax; see `Network.logits`."""
-        return self._mean(self.net.logits, images)
+        return self._mean(lambda mirror_image: self.net.logits(mirror_image, activation), images)
 
     def _mean(self, function, images):
         backend, total, value = backends.of_value(images), None, images

@@ -2,6 +2,9 @@
 
 Results have the same bytes on any number of ranks. Each image is computed exactly once, in a block
 of 16 images. No image is repeated to give all ranks equally many images.
+
+Predictions take less time than the forward pass of training: batch normalizations are folded into
+the weights, and 3x3 convolutions use F(4x4). The outputs differ from it by rounding.
 """
 
 from collections.abc import Callable, Generator
@@ -10,6 +13,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from mpidl import losses, ops
+from mpidl.backends import fast_convolutions
 from mpidl.blocks import Blocked
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore
@@ -20,6 +24,8 @@ from mpidl.evaluation.evaluate import BATCH, in_order
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
+from mpidl.nn.inference import fold_batchnorm
+from mpidl.nn.layers import Sigmoid
 
 
 @overload
@@ -71,8 +77,8 @@ def predict(
     softmax : bool, optional
         Whether to convert the outputs to class scores with softmax. Softmax applies to each image
         or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
-        network ends in `Softmax`. The default is True if the outputs have shape (K,) and the images
-        have no targets, and False otherwise.
+        network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
+        have no targets and the network does not end in `Sigmoid`, and False otherwise.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
@@ -91,6 +97,7 @@ def predict(
     images = as_datastore(net, images)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
+        softmax = softmax and not isinstance(net.layers[-1], Sigmoid)
     function = scores if softmax else outputs
     return _collect(
         *(net, images, function, net.output_shape, np.float32, world, batch_size, everywhere),
@@ -155,6 +162,11 @@ def classify(
         class names although `names` is True.
     """
     losses.need_network(net)
+    if isinstance(net.layers[-1], Sigmoid):
+        raise UserError(
+            "classify: expected a network whose outputs are class scores, found one for several "
+            "labels per image (it ends in Sigmoid): use dl.predict(...) > 0.5"
+        )
     if net.classes == ():
         raise UserError(
             "classify: expected a network whose outputs are class scores, found one trained for "
@@ -295,9 +307,10 @@ def by_batch(
         other than 0 get (None, None).
     """
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
-    net = mirrored(net.on(world.device), test_flips)
+    net = mirrored(fold_batchnorm(net).on(world.device), test_flips)
     for images, targets in batches:
-        entries = images.batch.indices, function(net, images)
+        with fast_convolutions():
+            entries = images.batch.indices, function(net, images)
         del images, targets  # frees memory for the next mini-batch
         shares = world.gather(entries)
         if shares is None:

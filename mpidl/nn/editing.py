@@ -64,6 +64,17 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
     return edited
 
 
+def append_layer(net: Network, layer: Layer) -> Network:
+    """Return a network with a further layer without learnables; see `Network.append_layer`."""
+    edited = type(net)(
+        [*net.layers, layer], net.input_shape, seed=net.seed, batchnorm=net.batchnorm
+    )
+    edited.fuse, edited.normalization = net.fuse, net.normalization
+    edited.crop, edited.preprocess, edited.classes = net.crop, net.preprocess, net.classes
+    edited.parameters, edited.state = net.parameters, net.state
+    return edited
+
+
 def up_to(net: Network, name: str) -> Network:
     """Return the part of a network that computes a layer's output; see `Network.up_to`."""
     last, part = net.layer_number(name), copy.copy(net)

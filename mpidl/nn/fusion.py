@@ -1,10 +1,15 @@
 """Fuse neighbouring layers into one op. This is a peephole optimization of the list of layers.
 
-Convolution, batch normalization and ReLU become one op, which stores only the convolution's output.
-Later ops (convolution, pooling, dense) apply the normalization and the ReLU when they read that
-output. The three layers must be neighbours in the list, and no other layer may read the outputs of
-the first two. Several layers may read the output of the op; the cotangents from these layers are
-summed. Fusion changes neither the network nor the learnables nor the results.
+Two kinds of runs of layers become one op:
+
+- Convolution, batch normalization and ReLU. The op stores only the convolution's output. Later ops
+  (convolution, pooling, dense) apply the normalization and the ReLU when they read that output.
+- Convolution, ReLU, and between them perhaps the addition of one other value, as at the end of a
+  residual block. The op adds and applies the ReLU before it stores the convolution's output.
+
+The layers must be neighbours in the list, and no other layer may read the outputs of the run's
+layers but the last. Several layers may read the output of the op; the cotangents from these layers
+are summed. Fusion changes neither the network nor the learnables nor the results.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl import backends, ops
-from mpidl.nn.layers import BatchNorm, Conv2D, Layer, LayerContext, ReLU
+from mpidl.nn.layers import Add, BatchNorm, Conv2D, Layer, LayerContext, ReLU
 from mpidl.nn.layers.base import Value
 
 
@@ -31,15 +36,30 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
     readers = collections.Counter(name for names in reads for name in names)
     runs, i = [], 0
     while i < len(layers):
-        three = layers[i : i + 3]
-        types = tuple(type(layer) for layer in three)
-        fusible = types == (Conv2D, BatchNorm, ReLU) and all(
-            reads[i + j + 1] == (three[j].name,) and readers[three[j].name] == 1 for j in (0, 1)
-        )
-        count = 3 if fusible else 1
+        count = next((len(run) for run in RUNS if _begins(run, layers[i:], reads[i:], readers)), 1)
         runs.append(tuple(range(i, i + count)))
         i += count
     return runs
+
+
+RUNS = (Conv2D, BatchNorm, ReLU), (Conv2D, Add, ReLU), (Conv2D, ReLU)
+
+
+def _begins(run, layers, reads, readers):
+    """Return whether layers with these reads begin with a run whose results only it reads."""
+    if tuple(type(layer) for layer in layers[: len(run)]) != run:
+        return False
+    for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
+        inputs = 2 if type(layer) is Add else 1
+        if names.count(before.name) != 1 or len(names) != inputs or readers[before.name] != 1:
+            return False
+    return True
+
+
+def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the names that a run reads and does not compute, in the order of its layers."""
+    names = {layer.name for layer in run}
+    return tuple(name for layer_reads in reads for name in layer_reads if name not in names)
 
 
 def can_fuse(x: Any) -> bool:
@@ -47,28 +67,29 @@ def can_fuse(x: Any) -> bool:
     return backends.of_value(x).fuses_convolutions
 
 
-def forward(run: Sequence[Layer], x: Any, contexts: Sequence[LayerContext]) -> Value:
-    """Apply a run of convolution, batch normalization and ReLU to x by one op."""
-    conv: Any
-    norm: Any
-    conv, norm, _ = run
-    context, norm_context, _ = contexts
+def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:
+    """Compute a run of several layers by one op; x are the values of its `outer_reads`."""
+    conv: Any = run[0]
+    context = contexts[0]
     options = {
         "stride": conv.stride,
         "padding": conv.padding,
         "dilation": conv.dilation,
         "groups": conv.groups,
-        "epsilon": norm.epsilon,
     }
     weight, bias = context["weight"], conv.bias_of(context)
+    if not isinstance(run[1], BatchNorm):
+        return ops.conv2d_relu(x[0], weight, bias, *x[1:], **options)
+    norm, norm_context = run[1], contexts[1]
+    options["epsilon"] = norm.epsilon
     gamma, beta = norm_context["gamma"], norm_context["beta"]
     if not norm_context.training:
         mean, variance = norm.running(norm_context)
         return ops.conv2d_batchnorm_relu_predict(
-            x, weight, bias, mean, variance, gamma, beta, **options
+            x[0], weight, bias, mean, variance, gamma, beta, **options
         )
     return ops.conv2d_batchnorm_relu(
-        x,
+        x[0],
         weight,
         bias,
         gamma,

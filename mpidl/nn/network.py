@@ -291,6 +291,23 @@ class Network:
         """
         return editing.replace_layers(self, layers, seed)
 
+    def append_layer(self, layer: Layer) -> Network:
+        """Return a new network that ends with a further layer, such as `Sigmoid`.
+
+        Both networks share the learnables and the state.
+
+        Parameters
+        ----------
+        layer : Layer
+            A layer without learnables and state.
+
+        Returns
+        -------
+        Network
+            The new network.
+        """
+        return editing.append_layer(self, layer)
+
     def up_to(self, name: str) -> Network:
         """Return a network whose output is the output of the layer `name` of this network.
 
@@ -372,10 +389,10 @@ class Network:
         return self._output(self.layers[-1].name, images)
 
     @overload
-    def logits(self, images: Blocked) -> Blocked: ...
+    def logits(self, images: Blocked, activation: type[Layer] = ...) -> Blocked: ...
     @overload
-    def logits(self, images: Var) -> Var: ...
-    def logits(self, images: Value) -> Value:
+    def logits(self, images: Var, activation: type[Layer] = ...) -> Var: ...
+    def logits(self, images: Value, activation: type[Layer] = Softmax) -> Value:
         """Return the scores that the losses expect.
 
         The scores are the network's output. If the last layer is a Softmax, they are instead the
@@ -385,13 +402,15 @@ class Network:
         ----------
         images : Blocked or Var
             Normalized images (N, C, H, W).
+        activation : type
+            The last layer to leave out, such as `Sigmoid` for independent labels.
 
         Returns
         -------
         Blocked or Var
             Scores, usually (N, K).
         """
-        if not isinstance(self.layers[-1], Softmax):
+        if not isinstance(self.layers[-1], activation):
             return self(images)
         return self._output(self.reads[-1][0], images)
 

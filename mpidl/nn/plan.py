@@ -15,7 +15,7 @@ class Run(NamedTuple):
     """One layer, or several layers that are computed as one op."""
 
     layers: tuple[Layer, ...]
-    reads: tuple[str, ...]  # names of the outputs that the first layer reads
+    reads: tuple[str, ...]  # names of the outputs of other runs that this run reads
     released: list[str]  # names of the outputs that no later run reads
     name: str  # names of the layers, joined by "+"
 
@@ -39,7 +39,7 @@ class Plan:
             self.runs[fused] = [
                 Run(
                     tuple(layers[i] for i in run),
-                    reads[run[0]],
+                    fusion.outer_reads([layers[i] for i in run], [reads[i] for i in run]),
                     released,
                     "+".join(layers[i].name for i in run),
                 )
@@ -68,11 +68,11 @@ class Plan:
                 break
             contexts = [context_of(layer) for layer in run.layers]
             x: Any = tuple(outputs[read] for read in run.reads)
-            x = x if graph.input_names(run.layers[0]) else x[0]
             with phases.layer(run.name):
                 if len(run.layers) > 1:
                     x = fusion.forward(run.layers, x, contexts)
                 else:
+                    x = x if graph.input_names(run.layers[0]) else x[0]
                     x = run.layers[0].forward(x, contexts[0])
             outputs[run.layers[-1].name] = x
             for read in run.released:

@@ -8,9 +8,13 @@ from mpidl.ops.arithmetic import *
 from mpidl.ops.batchnorm import *
 from mpidl.ops.batchnorm import conv2d_batchnorm_relu as conv2d_batchnorm_relu
 from mpidl.ops.batchnorm import conv2d_batchnorm_relu_predict as conv2d_batchnorm_relu_predict
+from mpidl.ops.binary_loss import *
+from mpidl.ops.binary_loss import binary_label_count as binary_label_count
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
+from mpidl.ops.conv import conv2d_relu as conv2d_relu
 from mpidl.ops.dense import *
+from mpidl.ops.dice import *
 from mpidl.ops.dropout import *
 from mpidl.ops.dropout import dropout_threshold as dropout_threshold
 from mpidl.ops.loss import *

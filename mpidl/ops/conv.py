@@ -59,6 +59,57 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
 
 
 @op(blocks=True)
+def conv2d_relu(
+    x: Blocked,
+    weight: Array,
+    bias: Array | None,
+    addend: Blocked | None = None,
+    *,
+    stride: check.PairArgument = 1,
+    padding: check.PaddingArgument = 0,
+    dilation: check.PairArgument = 1,
+    groups: int = 1,
+) -> WithVjp[Blocked]:
+    """Return relu(conv2d(x, weight, bias) + addend), computed in one pass over the output.
+
+    The result has the same bytes as the result of separate ops. The backend must have
+    `fuses_convolutions`.
+
+    Parameters
+    ----------
+    x, weight, bias, stride, padding, dilation, groups
+        As in `conv2d`.
+    addend
+        A value with the shape of the convolution's output, such as the input of a residual block;
+        by default nothing is added.
+
+    Returns
+    -------
+    Blocked
+        (N, K, P, Q).
+    """
+    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    backend, batch = backends.of_value(x), x.batch
+    shape = conv2d_shape(x.shape[1:], weight.shape, *conv_args[:3])
+    if addend is not None and addend.shape[1:] != shape:
+        raise ValueError(
+            f"conv2d_relu: expected an addend of images {shape}, got {addend.shape[1:]}"
+        )
+    joined = None if addend is None else addend.lanes
+    y = backend.conv2d_relu(x.source, weight, bias, *conv_args, joined)
+
+    def vjp(dy, needs):
+        dz = backend.relu_dx(dy.lanes, y)
+        dx, dweight, dbias, _ = backend.conv2d_backward(
+            dz, x.source, weight, *conv_args, batch.counts(), batch.tree, needs[:3]
+        )
+        gradients = None if dx is None else x.like(dx), dweight, dbias
+        return gradients if addend is None else (*gradients, addend.like(dz))
+
+    return x.like(y), vjp
+
+
+@op(blocks=True)
 def conv2d(
     x: Blocked,
     weight: Array,

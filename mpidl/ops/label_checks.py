@@ -11,7 +11,13 @@ from mpidl.blocks import LANES, Blocked
 from mpidl.ops import check
 
 
-def label_lanes(name: str, labels: Any, scores: Blocked, ignore_label: int | None = None) -> Any:
+def label_lanes(
+    name: str,
+    labels: Any,
+    scores: Blocked,
+    ignore_label: int | None = None,
+    classes: int | None = None,
+) -> Any:
     """Check labels against scores, and return the labels as lanes (blocks, ..., 16).
 
     A lane is the slot of one image in a block of 16 images.
@@ -27,6 +33,8 @@ def label_lanes(name: str, labels: Any, scores: Blocked, ignore_label: int | Non
         Scores of K classes, (N, K, ...).
     ignore_label
         A label outside 0..K-1 that is valid, too.
+    classes
+        Number of classes K; by default that of the scores.
 
     Raises
     ------
@@ -45,17 +53,40 @@ def label_lanes(name: str, labels: Any, scores: Blocked, ignore_label: int | Non
             f"{name}: expected integer labels, or floats of shape {scores.shape} as targets, got "
             f"{labels.dtype} of shape {labels.shape}"
         )
-    classes, *pixels = scores.image_shape
+    channels, *pixels = scores.image_shape
+    classes = channels if classes is None else classes
     if squeezed(labels.image_shape) != squeezed(pixels):
         raise ValueError(
             f"{name}: expected labels of shape {(scores.shape[0], *pixels)}, one for each "
             f"{'pixel' if pixels else 'image'} of scores {scores.shape}, got {labels.shape}"
         )
     lanes = labels.lanes.reshape(len(labels.lanes), *pixels, LANES)
-    if not lanes.size:
-        return lanes
+    check_bounds(name, labels.lanes, lanes, classes, ignore_label)
+    return lanes
 
-    def check_bounds(low, high):
+
+def check_bounds(
+    name: str, uploaded: Any, lanes: Any, classes: int, ignore_label: int | None
+) -> None:
+    """Raise a ValueError if a label is outside 0..classes-1 and is not ignored.
+
+    Parameters
+    ----------
+    name
+        Name of the op, for error messages.
+    uploaded
+        The labels as they are stored, which on a GPU have bounds.
+    lanes
+        The same labels in another shape.
+    classes
+        Number of classes.
+    ignore_label
+        A label that is valid, too.
+    """
+    if not lanes.size:
+        return
+
+    def check_limits(low, high):
         if ignore_label is not None:  # a bound of labels on a GPU may be this
             low = max(low, 0) if low == ignore_label else low
             high = min(high, classes - 1) if high == ignore_label else high
@@ -68,10 +99,9 @@ def label_lanes(name: str, labels: Any, scores: Blocked, ignore_label: int | Non
     if isinstance(lanes, np.ndarray):
         counted = lanes if ignore_label is None else lanes[lanes != ignore_label]
         if counted.size:
-            check_bounds(counted.min(), counted.max())
+            check_limits(counted.min(), counted.max())
     else:  # the host checks the bounds of labels on a GPU later
-        labels.lanes.bounds.hold(check_bounds)
-    return lanes
+        uploaded.bounds.hold(check_limits)
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:

@@ -74,7 +74,10 @@ class NetworkFit:
         overhead, inside = measured.get("inside", measured.get("between", (0.0, Link(0, 0))))
         between = measured["between"][1] if "between" in measured else inside
         size = -(-self.record["ranks"] // self.record["hosts"])
-        network = Network(overhead, inside, between, ranks_per_node=size)
+        shares_memory = self.record["shares_memory"]
+        network = Network(
+            overhead, inside, between, ranks_per_node=size, shares_memory=shares_memory
+        )
         folds = [e for e in self.fold_seconds if e.kind != AGREE and e.operation != "gather"]
         small = [e for e in folds if e.width * e.itemsize <= SMALL_BYTES]
         if small:

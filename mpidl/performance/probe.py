@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES, blocks_of
 from mpidl.comm.reducer import BUCKET_BYTES
 from mpidl.comm.thread_budget import SHARED_CORES
@@ -144,12 +145,16 @@ def measure(
         show("messages and sums")
     leaves = max(blocks_of(options.batch_size), job.size)
     network = _network(job, events, leaves, 0.3 * seconds / rounds, rounds)
+    shares_memory = builds.kernels() is not None
+    if shares_memory and most_ranks > 1:
+        shares_memory = job.host_memory() is not None
     if job.rank:
         return None
     return {
         "ranks": job.size,
         "hosts": len(set(job.hosts)),
         "ranks_per_host": most_ranks,
+        "shares_memory": shares_memory,
         "threads": threads,
         "is_oversubscribed": any(SHARED_CORES in line for line in lines),
         "images": len(train_set),

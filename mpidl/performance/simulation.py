@@ -10,6 +10,10 @@ seconds, and these events advance it:
 - A message of n bytes arrives `latency + n * per_byte` seconds after it was posted. A rank sends
   and receives one message at a time, in each direction.
 - Combining two nodes of n bytes takes `n * per_combined_byte` seconds.
+
+Sums of ranks that share memory (`comm.host_memory`) are modelled: a rank notices what another rank
+of the node has written after the latency of a message, and copying n bytes into or out of the
+memory takes `n * per_byte` seconds. The exchange between nodes is that of a real run.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import fold
-from mpidl.comm import exchange
+from mpidl.comm import exchange, host_memory
 
 SEGMENT = 64  # elements of a rank's segment above which simulated messages represent more bytes
 
@@ -60,6 +64,8 @@ class Network(NamedTuple):
         Seconds of fixed cost of an exchange, which do not depend on the algorithm.
     ranks_per_node : int
         Number of consecutive ranks on a node.
+    shares_memory : bool
+        Whether the ranks of a node sum in memory that they share.
     """
 
     overhead: float
@@ -68,6 +74,7 @@ class Network(NamedTuple):
     per_combined_byte: float = 0.0
     per_exchange: float = 0.0
     ranks_per_node: int = 1
+    shares_memory: bool = False
 
 
 ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # the clock counts rounds of messages
@@ -80,6 +87,42 @@ class _Receive:
 
     def __init__(self, source, tag, array):
         self.source, self.tag, self.array = source, tag, array
+
+
+class Meeting:
+    """A point of a sum at which the ranks of a node wait for each other, as a request.
+
+    Parameters
+    ----------
+    count : int
+        Number of ranks.
+    latency : float
+        Seconds until a rank notices the arrival of another one.
+
+    Attributes
+    ----------
+    missing : int
+        Number of ranks that have not arrived.
+    time : float
+        When the last rank noticed that all have arrived.
+    """
+
+    __slots__ = ("missing", "time", "waiting", "_latency")
+
+    def __init__(self, count: int, latency: float) -> None:
+        self.missing, self.time, self._latency = count, 0.0, latency
+        self.waiting: list[_Process] = []
+
+    def arrive(self, rank: SimulatedRank) -> Meeting:
+        """Let a rank arrive; return this request."""
+        self.missing -= 1
+        self.time = max(self.time, rank.clock + self._latency)
+        if not self.missing:
+            for process in self.waiting:
+                process.missing -= 1
+                if not process.missing:
+                    rank.simulation.ready.append(process)
+        return self
 
 
 class SimulatedRank:
@@ -134,11 +177,14 @@ class SimulatedRank:
         """Receive an array; return the request."""
         return _Receive(source, tag, array)
 
-    def receive(self, requests: Sequence[_Receive | None]) -> None:
+    def receive(self, requests: Sequence[_Receive | Meeting | None]) -> None:
         """Take the messages of all requests from the inbox, and advance the clock."""
         network, arrivals = self.simulation.network, []
         for request in requests:
             if request is None:
+                continue
+            if isinstance(request, Meeting):
+                self.clock = max(self.clock, request.time)
                 continue
             key = (request.source, request.tag)
             queue = self.inbox[key]
@@ -190,7 +236,11 @@ class _Process:
                 return
             inbox, waiting = self.rank.inbox, self.rank.waiting
             for request in self.requests:
-                if request is not None and (request.source, request.tag) not in inbox:
+                if isinstance(request, Meeting):
+                    if request.missing:
+                        request.waiting.append(self)
+                        self.missing += 1
+                elif request is not None and (request.source, request.tag) not in inbox:
                     waiting[request.source, request.tag] = self
                     self.missing += 1
             if self.missing:
@@ -264,6 +314,57 @@ class Simulation:
         return [process.root for process in processes]
 
 
+class _SharedMemory:
+    """A model of the sums that `comm.host_memory.HostMemory` makes on one node.
+
+    Parameters
+    ----------
+    simulation : Simulation
+        The ranks.
+    hosts : list of (int, int)
+        First rank of each node, and one past the last.
+    node : int
+        The node.
+    """
+
+    def __init__(self, simulation, hosts, node):
+        first, stop = hosts[node]
+        self.simulation, self.hosts, self.node = simulation, hosts, node
+        self.network, self.size = simulation.network, stop - first
+        latency = self.network.inside.latency if self.size > 1 else 0.0
+        self.placed, self.folded, self.passed = (Meeting(self.size, latency) for _ in range(3))
+
+    def steps(self, transport, tree, matrix, combine, combine_nodes):
+        """Return the generator of a sum on a rank of the node."""
+        network, (first, stop) = self.network, self.hosts[self.node]
+        nbytes = matrix.shape[1] * matrix.itemsize * self.simulation.bytes_per_byte
+        copy_seconds = nbytes * network.inside.per_byte
+        runs = tuple((tree.runs[a][0], tree.runs[b - 1][1]) for a, b in self.hosts)
+        host_tree = fold.Tree(tree.leaves, runs, self.node)
+        count = sum(len(nodes) for nodes in tree.nodes[first:stop])
+        rows, rank = len(host_tree.nodes[self.node]), transport.rank - first
+        is_direct = combine is not fold.add or count * nbytes <= 2 * host_memory.SLOT_BYTES
+        transport.spend(len(matrix) * copy_seconds)
+        yield [self.placed.arrive(transport)]
+        folded_bytes = (count - rows) * nbytes
+        transport.spend(folded_bytes * network.per_combined_byte / (1 if is_direct else self.size))
+        if not is_direct:
+            yield [self.folded.arrive(transport)]
+            transport.spend(copy_seconds)
+        if len(self.hosts) == 1:
+            return
+        segments = host_memory.count_segments(self.hosts, int(nbytes), combine)
+        if rank < segments:
+            row = np.zeros(max(matrix.shape[1] // segments, 1), matrix.dtype)
+            nodes = np.broadcast_to(row, (rows, len(row)))
+            peers: Any = host_memory.Peers(transport, [a + rank for a, _ in self.hosts])
+            algorithm = exchange.choose_algorithm(host_tree, int(nbytes / segments), combine)
+            yield from algorithm(peers, 0, host_tree, nodes, combine_nodes)
+            transport.spend(copy_seconds / segments * (self.size > 1))
+        yield [self.passed.arrive(transport)]
+        transport.spend(copy_seconds * (segments - (rank < segments)) / segments)
+
+
 def exchange_seconds(
     runs: tuple[fold.Range, ...],
     width: int,
@@ -299,11 +400,16 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
     nodes = trees[0].nodes
     for tree in trees[1:]:
         tree.__dict__["nodes"] = nodes  # equal on all ranks, and computed once
+    in_memory = network.shares_memory and algorithm is None and network.ranks_per_node > 1
     chosen_algorithm = algorithm or exchange.choose_algorithm(trees[0], width * itemsize, combine)
     # Simulate fewer elements that represent more bytes, so that 1,024 ranks need little memory.
     values = np.zeros(min(width, SEGMENT * size), f"V{itemsize}")
     factor = width / max(len(values), 1)
     simulation = Simulation(size, network, carries_data=False, bytes_per_byte=factor)
+
+    starts = range(0, size, network.ranks_per_node)
+    ranges = [(first, min(first + network.ranks_per_node, size)) for first in starts]
+    hosts = [_SharedMemory(simulation, ranges, node) for node in range(len(ranges))]
 
     def on(transport):
         def combine_nodes(left, right):
@@ -311,6 +417,9 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
             return left
 
         matrix = np.broadcast_to(values, (len(nodes[transport.rank]), len(values)))
+        if in_memory:
+            shared = hosts[transport.node]
+            return shared.steps(transport, trees[transport.rank], matrix, combine, combine_nodes)
         return chosen_algorithm(transport, 0, trees[transport.rank], matrix, combine_nodes)
 
     simulation.run((transport.rank, on(transport)) for transport in simulation.ranks)

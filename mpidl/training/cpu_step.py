@@ -15,7 +15,7 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.blocks import LANES, Batch, Blocked
 from mpidl.comm.recorded_world import RecordedWorld
-from mpidl.cross_entropy_loss import CrossEntropy
+from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 
 if TYPE_CHECKING:
@@ -33,14 +33,19 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     labels, and the loss of mixed labels, which NumPy computes.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
-    is_mean = isinstance(loss, CrossEntropy) and loss.class_weights is None
-    is_mean = is_mean and loss.ignore_label is None
+    named_loss = label_loss(loss)
+    is_ours = (
+        isinstance(loss, str)
+        if named_loss is None
+        else named_loss.is_replayable(net.output_shape[0])
+    )
     return (
         options.graphs != "off"
+        and options.accumulate == 1
         and options.worker_load != "measured"
         and options.batchnorm == "global"
         and not (options.mixup or options.cutmix)
-        and (isinstance(loss, str) or is_mean)
+        and is_ours
         and isinstance(optimizer, Optimizer)
         and all(type(part).__module__.startswith("mpidl.") for part in parts)
         and builds.kernels() is not None

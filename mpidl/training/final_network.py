@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpidl.blocks import LANES
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue
+from mpidl.data.parts import part_blocks
 from mpidl.training.batchnorm_population import population_state
 
 if TYPE_CHECKING:
@@ -33,7 +35,10 @@ def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
     if options.batchnorm_statistics == "population" and iteration:
         queue_options = {"prefetch": options.prefetch, **net.input_transform()}
         queue_options["bad_images"] = trainer.bad_images
-        arguments = trainer.datastore, options.batch_size, options.seed, world, "never"
+        batch_size = options.batch_size
+        if options.accumulate > 1:  # as in training, where the statistics are those of a part
+            batch_size = part_blocks(batch_size, options.accumulate) * LANES
+        arguments = trainer.datastore, batch_size, options.seed, world, "never"
         # replace the training queue, which frees its memory
         trainer.queue = MinibatchQueue(*arguments, **queue_options)
         with trainer.console.stage("batch-norm statistics", len(trainer.datastore)) as progress:

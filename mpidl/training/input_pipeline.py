@@ -119,7 +119,9 @@ def _check_mixing(options, loss, datastore):
         for name in ("class_weights", "ignore_label", "focal_gamma")
         if getattr(loss, name, None) not in (None, 0)
     ]
-    if not isinstance(loss, CrossEntropy) and loss != "crossentropy" and not callable(loss):
+    named_loss = losses.label_loss(loss)
+    is_ours = named_loss is not None or not callable(loss)
+    if is_ours and not isinstance(named_loss, CrossEntropy):
         rules.append(f"loss {loss}")
     if rules:
         raise UserError(
@@ -186,7 +188,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network expects, found {store.image_shape}"
         )
-    loss = options.loss_for(net, datastore)
+    loss = options.loss_with_options()
     _check_mixing(options, loss, datastore)
     for images in (datastore, store):
         if images is not None:
@@ -244,7 +246,7 @@ def prepare(
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.window
     net.preprocess = datastore.preprocess or net.preprocess
-    loss = options.loss_for(net, datastore)
+    loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
     return {
         "augmenter": augmenter,

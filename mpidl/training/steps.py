@@ -21,8 +21,9 @@ from mpidl import losses, phases
 from mpidl.autodiff import value_and_grad
 from mpidl.backends.cpu import arenas
 from mpidl.data import MinibatchQueue
+from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import NotFinite, UserError
-from mpidl.training import cpu_step
+from mpidl.training import accumulation, cpu_step
 from mpidl.training.optimizers import Optimizer
 
 STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wait for
@@ -105,10 +106,12 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     """
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
     labels_per_image = losses.labels_per_image(net, datastore)
+    accumulation.check(options, loss, world.device)
     if world.device is None:
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
         step_class = ReplayedStep if is_recordable and world.replays_steps else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
+        queue.parts = options.accumulate
         return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
@@ -178,6 +181,8 @@ class EagerStep:
         return sums
 
     def _gradient(self, images, targets):
+        if isinstance(images.batch, PartedBatch):
+            return accumulation.accumulated(self.gradient, self.net, images, targets)
         return self.gradient(self.net, images, targets)
 
     def _update(self, gradients, state):
@@ -192,8 +197,10 @@ class EagerStep:
 
     def _raise_fault(self, images, targets, loss, info):
         """Raise NotFinite, which names the ranks whose images make the loss NaN or infinite."""
-        (own_loss, *_), _, _ = value_and_grad(self.objective)(self.net, images, targets)
-        flags = self.world.gather(not np.isfinite(own_loss.local()).all())
+        gradient = value_and_grad(self.objective)
+        own_losses = [gradient(self.net, *part)[0][0] for part in parts_of(images, targets)]
+        is_finite = all(np.isfinite(own_loss.local()).all() for own_loss in own_losses)
+        flags = self.world.gather(not is_finite)
         ranks = [str(rank) for rank, flag in enumerate(self.world.broadcast(flags)) if flag]
         place = f", on rank {', '.join(ranks)}"
         if len(ranks) == self.world.size:

@@ -119,7 +119,7 @@ class Trainer:
         load = options.load(world.size)
         cache_bytes = memory_budget.for_images(options, datastore, world)
         self.datastore = NodeCache(datastore, world, cache_bytes)
-        self.loss = options.loss_for(net, datastore)
+        self.loss = options.loss_for(net, datastore, world)
         self.position, self.validation = Position(), Validation(options, world, self.loss)
         self.bad_images = BadImages.of_options(options)
         self.rollback = Rollback() if options.on_nan == "rollback" else None

@@ -127,6 +127,12 @@ def moments_after(backend, a):
     return y, backend.moments(y, a["counts"], a["tree"])
 
 
+def relu_after(backend, a):
+    """Compute conv2d_relu by separate functions."""
+    y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", *GEOMETRY)))
+    return backend.relu(y if a["addend"] is None else backend.add(y, a["addend"]))
+
+
 GEOMETRY = ("stride", "padding", "dilation", "groups")
 BETWEEN = ("x", "weight", *GEOMETRY, "counts", "tree")
 
@@ -169,6 +175,10 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     options["numbers_only"] = label not in ("3x3", "1x1")
     bound, backward_bound = bounds_of(label)
     yield Case("conv2d_moments", label, forward, bound, oracle=moments_after, **options)
+    stored = forward | {"x": lanes(*image), "addend": None}
+    yield Case("conv2d_relu", label, stored, bound, oracle=relu_after, **options)
+    joined = forward | {"addend": lanes(*y)}
+    yield Case("conv2d_relu", f"{label}, added", joined, bound, oracle=relu_after, **options)
     yield Case(
         *("conv2d_backward", f"{label}, between activations", backward, backward_bound),
         call=through_activations,
@@ -449,6 +459,7 @@ def joins(shape):
 WITH_BIAS = {
     "conv2d": ("3x3", "digits 2", "digits 1"),
     "conv2d_moments": ("3x3",),
+    "conv2d_relu": ("3x3",),
     "transposed_conv2d": ("3x3, same",),
     "dense": ("(37,) to 10", "(130,) to 17", "(1000,) to 100", "(5, 3, 3) to 68"),
 }

@@ -6,7 +6,7 @@ import numpy as np
 from conformance import Case, Draw, cotangent, filters, images, labels, lanes, vector
 
 from mpidl.backends.reference import optimizer as reference
-from mpidl.backends.training_interface import LabelRule
+from mpidl.backends.training_interface import BinaryRule, DiceRule, LabelRule
 
 CPU = ("cpu",)
 
@@ -30,6 +30,48 @@ def label_rules(classes, pixels, label, scores, large):
         yield Case("cross_entropy_dlogits", of_rule, scaled, 1e-6, True, **large)
         label_arguments = {"labels": labels, "rule": rule, "classes": classes}
         yield Case("label_weight", of_rule, label_arguments, 1e-13, True)
+
+
+def binary_losses(classes, pixels, label, scores, large):
+    """Calls with targets that are ints, some of them neither 0 nor 1, or fractions."""
+    shape, weights = (classes, *pixels), np.linspace(0.5, 3, classes)
+    targets = {
+        "ints": Draw("lanes", shape, -1, 4, np.int32),
+        "fractions": Draw("lanes", shape, 0, 1),
+    }
+    rules = {"": BinaryRule(), ", weighted and focal": BinaryRule(weights, 1.5)}
+    for kind, target in targets.items():
+        compared = {"logits": scores, "targets": target}
+        yield Case("binary_correct_count", f"{label}, {kind}", compared, 0)
+        for name, rule in rules.items():
+            call = f"{label}, {kind}{name}", compared | {"rule": rule}
+            yield Case("binary_cross_entropy", *call, 1e-13, True)
+            scaled = call[1] | {"scale": 0.37}
+            yield Case("binary_cross_entropy_dlogits", call[0], scaled, 2**-23, True, **large)
+
+
+def dice_losses(classes, pixels, label, large):
+    """Calls with labels that are no classes, for each rule."""
+    p = Draw("lanes", (classes, *pixels), 0, 1, np.float64)
+    arguments = {"p": p, "labels": Draw("lanes", pixels, -1, classes + 2, np.int32)}
+
+    def loss(backend, a):
+        return backend.dice(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])[0]
+
+    def gradient(backend, a):
+        _, slopes = backend.dice(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])
+        d = backend.dice_dp(a["p"], a["labels"], slopes, 0.37, a["counts"])
+        return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # of the reference
+
+    weights = np.linspace(0.5, 2, classes)
+    for name, rule in {
+        "plain": DiceRule(),
+        "weighted, not smoothed": DiceRule(weights, 0.0),
+        "generalized": DiceRule(weights, 0.5, True),
+    }.items():
+        call = f"{label}, {name}", arguments | {"rule": rule}
+        yield Case("dice", *call, 1e-13, True, call=loss)
+        yield Case("dice_dp", *call, call=gradient, **large)
 
 
 def reciprocal(backend, arguments):
@@ -60,6 +102,10 @@ def losses(classes, pixels):
     yield Case("cross_entropy_dlogits", label, labelled | {"scale": 0.37}, 2**-23, True, **large)
     if (classes, pixels) in ((33, ()), (3, (2, 3)), (2, (3, 87))):
         yield from label_rules(classes, pixels, label, scores, large)
+    if (classes, pixels) in ((1, ()), (33, ()), (3, (2, 3))):
+        yield from binary_losses(classes, pixels, label, scores, large)
+    if (classes, pixels) in ((1, ()), (3, (2, 3)), (2, (3, 87))):
+        yield from dice_losses(classes, pixels, label, large)
     compared = {"y": scores, "target": scores}
     for power in (1, 2):
         name = f"{label}, power {power}"

@@ -15,9 +15,10 @@ from mpidl.data import PackedDatastore
 
 def test_the_peak_of_memory_that_was_freed_again():
     before = machine.start_of_peak()
-    pixels = np.ones(8 << 20, np.float32)
+    # malloc maps more than 32 MiB anew; less may be resident memory that was freed before.
+    pixels = np.ones(16 << 20, np.float32)
     del pixels
-    assert 30 << 20 < machine.peak() - before < 64 << 20
+    assert 62 << 20 < machine.peak() - before < 96 << 20
 
 
 def test_peaks_beyond_a_training_on_one_mini_batch(monkeypatch, capsys):

@@ -1,8 +1,10 @@
 """A job that a launcher has started: its messages, its end, and what it leaves."""
 
+import contextlib
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 
@@ -121,6 +123,20 @@ def test_a_launcher_without_processes_is_ended(monkeypatch):
     assert job.cause(code) == cause
     job = start("sleep 1 & wait; exit 5")  # negative control
     assert job.wait(failure.Signals(), has_children=True) == 5
+
+
+def test_a_job_whose_messages_nobody_reads_goes_on(monkeypatch, capfd):
+    """Such as with `2>&1 | head`: a full pipe would stop the ranks."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        job = start("head -c 300000 /dev/zero | tr '\\0' '\\n' >&2; echo mpidl: end >&2")
+        with failure.Signals() as signals:
+            assert job.wait(signals, has_children=False) == 0
+        assert job.has_message
+        with contextlib.suppress(BrokenPipeError):
+            closed.close()
 
 
 def test_a_request_to_stop_reaches_the_job_as_usr1():

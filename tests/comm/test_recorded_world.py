@@ -1,10 +1,13 @@
 """Sums over the ranks in a recorded step, and in its replays."""
 
+import time
+
 import numpy as np
 from cpu_builds import needs_kernels
 
 from mpidl.backends.cpu import arenas, builds
 from mpidl.backends.cpu.call import partial_of_rows
+from mpidl.backends.cpu.program import Calls
 from mpidl.backends.cpu.recording import Recorder
 from mpidl.blocks import share
 from mpidl.comm.recorded_world import RecordedWorld
@@ -66,6 +69,45 @@ def test_gradients_of_replays(world):
     assert expected.any() and result.tolist() == (2 * expected).tolist()
     if world.size > 1:
         assert all(ranks.gradients[name].tolist() == result.tolist() for name in names)
+
+
+def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
+    """In shared memory a replay is one call of the library, which is made again after a wait."""
+    result = np.zeros(WIDTH, np.float32)
+    recorder = Recorder([result])
+    ranks = RecordedWorld(world, recorder)
+    values = rows_of(world, 1)
+    recorder.constant(values)
+
+    def step(ranks):
+        reducer = ranks.reducer()
+        total = ranks.gplus(parts(world, values))
+        for name in ("a", "b"):
+            reducer.push(name, parts(world, values))
+        reducer.push("c", parts(world, values) * 0.5)
+        ranks.gplus(parts(world, values))
+        gradients = reducer.finish()
+        return total, [gradients[name] for name in "abc"]
+
+    with recorder.recording():
+        total, _ = step(ranks)
+        builds.kernels().copy(total, result, WIDTH)
+    program = recorder.finish()
+    assert recorder.problem is None
+    if world.size > 1 and ranks.memory is not None:  # the factor 0.5 is the only call of Python
+        assert [type(part) is Calls for part in program.parts[0]] == [True, False, True]
+    unit = result.copy()
+    for late in range(world.size):
+        values[...] = rows_of(world, 2 + late)
+        if world.rank == late:
+            time.sleep(0.02)
+            total, gradients = step(world)
+        else:
+            program.run(0)
+            total, gradients = result, [ranks.gradients[name] for name in "abc"]
+        factors = (1, 1, 1, 0.5) if world.size > 1 else (1,)
+        for array, factor in zip((total, *gradients), factors, strict=False):
+            assert array.tolist() == ((2 + late) * factor * unit).tolist()
 
 
 def test_other_values_make_a_step_unrecordable(world):

@@ -50,6 +50,7 @@ def write_pairs(folder, count=90, side=10):
         "numbers": images.mean(axis=(2, 3), dtype=np.float32)[:, 0] / 255,
         "images": images.astype(np.float32) / 510,
         "pixels": (images[:, 0] // 86).astype(np.int32),
+        "labels": (images[:, 0, :, 0] > 128)[:, :3].astype(np.uint8),
     }
     for name, values in targets.items():
         with h5py.File(folder / f"{name}.h5", "w") as file:

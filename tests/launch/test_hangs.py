@@ -18,7 +18,9 @@ HOST = socket.gethostname()
 # A user's program in which rank 1 stops or hangs at a moment that its argument names.
 PROGRAM = f"""
 import atexit, os, signal, sys, time
+import numpy as np
 import mpidl as dl
+from mpidl.backends.cpu import builds
 from mpidl.comm import transport
 
 def hang():
@@ -26,6 +28,18 @@ def hang():
         with open(sys.argv[2], "w") as file:
             file.write(str(time.time()))
         os.kill(os.getpid(), signal.SIGSTOP)
+
+def train_until_rank_1_stops():
+    play = builds.kernels().play
+    def replay(*arguments):
+        if world.transport.activity == "epoch 5, iteration 5":
+            hang()
+        return play(*arguments)
+    builds.kernels().play = replay
+    images = dl.ArrayDatastore(np.ones((64, 1, 4, 4), "f4"), np.arange(64) % 3)
+    net = dl.Network([dl.BatchNorm(), dl.Dense(3)], (1, 4, 4))
+    options = dl.TrainingOptions(batch_size=64, epochs=9, plots="none", verbose="off")
+    dl.train(net, images, options, world=world)
 
 def sleep_for_ever():
     if world.rank == 1:
@@ -39,6 +53,13 @@ world.barrier()
 if moment == "in a wait":
     hang()
     world.gop("max", 1)
+elif moment == "in a sum":
+    world.host_memory()  # so that the ranks do not wait for its allocation
+    batch = dl.share(64, world)
+    hang()
+    world.gplus(dl.sum(dl.from_images(np.ones((batch.images[1] - batch.images[0], 3)), batch)))
+elif moment == "in a replayed step":
+    train_until_rank_1_stops()
 elif moment == "in the user's code":
     sleep_for_ever()
     world.gop("max", 1)
@@ -53,6 +74,8 @@ elif moment == "while MPI ends":
 """
 MESSAGES = {
     "in a wait": "epoch 1, iteration 2: gop max did not complete within 3 s",
+    "in a sum": "epoch 1, iteration 2: a sum over the ranks did not complete within 3 s",
+    "in a replayed step": "epoch 5, iteration 5: a sum over the ranks did not complete within 3 s",
     "in the user's code": "epoch 1, iteration 2: gop max did not complete within 3 s",
     "while MPI blocks": "epoch 1, iteration 2: shared memory did not complete within 3 s",
     "while the ranks leave": "leaving: the end of the program on all ranks waits for a process "

@@ -90,6 +90,7 @@ SOLVERS = {
         *("--average", "swa", "--average-start", 1, "--average-every", 2),
         *("--validation-data", "test", "--output-network", "best-validation"),
     ],
+    "accumulate": ["--accumulate", 3, "--flip", "x"],
     "nesterov": [
         *("--nesterov", "on", "--learning-rate", 0.05, "--l2", 0.01),
         *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),

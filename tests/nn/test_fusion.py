@@ -28,6 +28,13 @@ LAYERS = {
         *conv_norm_relu(3, 8, groups=4, dilation=2, padding=2),
         *(dl.Flatten(), dl.Dense(3)),
     ],
+    "without normalization": [
+        *(dl.Conv2D(3, 8, stride=2, padding=1, name="first"), dl.ReLU(name="r")),
+        *(dl.Conv2D(3, 32, padding=1), dl.BatchNorm(), dl.ReLU(name="left")),
+        *(dl.Conv2D(3, 32, padding=1, after="r"), dl.Add(inputs=("conv3", "left")), dl.ReLU()),
+        *(dl.Conv2D(3, 32, padding=1, name="c"), dl.Add(inputs=("relu3", "c")), dl.ReLU()),
+        dl.Dense(3),
+    ],
     "read by layers that store": [
         *conv_norm_relu(3, 6),
         *(dl.ReLU(), dl.BatchNorm(), dl.Conv2D(3, 6), dl.ReLU()),
@@ -78,6 +85,26 @@ def test_only_the_convolutions_output_is_stored(world):
     assert type(value.stored()) is Blocked and (value.lanes >= 0).all()
     net = dl.nn.zoo.digits()
     assert [len(run) for run in fusion.find_runs(net.layers, net.reads)] == [3, 3, 3, 1]
+
+
+def runs(layers):
+    net = dl.Network(layers, (1, 8, 8))
+    return [len(run) for run in fusion.find_runs(net.layers, net.reads)]
+
+
+def test_which_layers_are_one_run():
+    conv, relu = dl.Conv2D(3, 4, padding=1, name="c"), dl.ReLU()
+    start = [dl.Conv2D(1, 4, name="x"), dl.ReLU(name="r")]
+    assert runs(LAYERS["without normalization"]) == [2, 3, 3, 3, 1]
+    assert runs([*start, conv, dl.Add(inputs=("r", "c")), relu]) == [2, 3]
+    twice = dl.Add(inputs=("c", "c"))
+    assert runs([*start, conv, twice, relu]) == [2, 1, 1, 1]
+    several = dl.Add(inputs=("c", "r", "r"))
+    assert runs([*start, conv, several, relu]) == [2, 1, 1, 1]
+    read_again = [dl.Add(inputs=("c", "r"), name="s"), dl.ReLU(name="t")]
+    assert runs([*start, conv, *read_again, dl.Add(inputs=("t", "c"))]) == [2, 1, 1, 1, 1]
+    assert runs([*start, conv, *read_again, dl.Add(inputs=("t", "s"))]) == [2, 1, 1, 1, 1]
+    assert runs([conv, dl.ReLU(name="t"), dl.Add(inputs=("t", "c"))]) == [1, 1, 1]
 
 
 def branches(fused):

@@ -45,7 +45,14 @@ def record(noise=0.0, threads=1, batch_size=128, step=STEP, block=BLOCK, network
         "burst": 2 * network.overhead,
     }
     result = {
-        **{"ranks": 2, "hosts": 1, "ranks_per_host": 2, "threads": threads, "workers": 1},
+        **{
+            "ranks": 2,
+            "hosts": 1,
+            "ranks_per_host": 2,
+            "shares_memory": False,
+            "threads": threads,
+            "workers": 1,
+        },
         **{"images": 12_800, "batch_size": batch_size, "batch_per_rank": None},
         **{"copy_seconds_per_byte": 0.0, "rounds": 5, "coupled": []},
         **{"reading_seconds_per_block": READING, "is_oversubscribed": False, "steps": steps},

@@ -53,6 +53,34 @@ def test_links_between_nodes_cost_more():
     assert spread - near == pytest.approx(9 * LATENCY)  # one of the two rounds leaves the node
 
 
+def test_ranks_of_a_node_share_memory():
+    """Each copies its node, notices the others, and folds all of it, or its segment."""
+    node = FLAT._replace(ranks_per_node=4, shares_memory=True)
+    small, large = 4 * 1000, 4 * 100_000
+    expected = FIXED + PER_BYTE * small + LATENCY + 3 * COMBINED * small
+    assert seconds(4, 4, 1000, node) == pytest.approx(expected, rel=1e-12)
+    expected = FIXED + 2 * (PER_BYTE * large + LATENCY) + 3 * COMBINED * large / 4
+    assert seconds(4, 4, 100_000, node) == pytest.approx(expected, rel=1e-12)
+    assert seconds(4, 4, 1000, FLAT._replace(ranks_per_node=4)) == seconds(4, 4, 1000)
+
+
+def test_the_first_ranks_of_nodes_exchange_messages():
+    nodes = FLAT._replace(ranks_per_node=2, shares_memory=True)
+    size = 4 * 1000
+    inside = PER_BYTE * size + LATENCY + COMBINED * size  # one copy, one sum
+    message = OVERHEAD + LATENCY + PER_BYTE * size + OVERHEAD + COMBINED * size
+    root = PER_BYTE * size + LATENCY + PER_BYTE * size
+    assert seconds(4, 4, 1000, nodes) == pytest.approx(FIXED + inside + message + root, rel=1e-12)
+    assert seconds(4, 3, 1000, nodes) > 0  # the second node has one rank
+    # large sums go in segments, which the ranks of a node exchange side by side
+    size = 4 * 100_000
+    inside = 2 * (PER_BYTE * size + LATENCY) + COMBINED * size / 2
+    message = 2 * OVERHEAD + LATENCY + (PER_BYTE + COMBINED) * size / 2
+    root = PER_BYTE * size / 2 + LATENCY + PER_BYTE * size / 2
+    expected = FIXED + inside + message + root
+    assert seconds(4, 4, 100_000, nodes) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("ranks", [3, 7, 12])
 def test_few_elements_stand_for_long_messages(ranks):
     """The arrays of a long exchange are small; its time is that of arrays of full size."""

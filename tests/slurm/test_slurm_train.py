@@ -110,6 +110,29 @@ def test_preemption_at_the_start(submit, preempt, has_user_signal, expected_hash
     assert training.finish() == expected_hash
 
 
+def test_preemption_before_an_earlier_run_is_replaced(
+    submit, cluster, preempt, shapes, tmp_path, expected_hash
+):
+    """The checkpoint that the second start finds is that of the earlier run."""
+    jobs.train(1, shapes, tmp_path / "run", "--epochs", 1, "--seed", 5, network=trainings.NETWORK)
+    wait = f'[ -e "{tmp_path}/called" ] || {{ touch "{tmp_path}/called"; exec sleep 600; }}'
+    (tmp_path / "srun").write_text(
+        f'#!/bin/sh\ncase $1 in -K) {wait} ;; esac\nexec /usr/bin/srun "$@"\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{cluster.environment['PATH']}"
+    training = submit(f"--export=ALL,PATH={path}", words=["--overwrite"])
+    wait_until((tmp_path / "called").exists, 0.2)
+    check_preemption(training, preempt)
+    training.wait_for_steps(10)  # more than the earlier run has
+    preempt()
+    training.job.wait_for_requeue(2)
+    preempt.end()
+    assert training.finish() == expected_hash
+    assert training.job.log().count(f"--overwrite --resume {training.out}\n") == 1
+    assert not list(training.out.glob(".replaced-by-*"))
+
+
 def test_preemption_without_the_traps(submit, preempt, tmp_path):
     """The negative control: the signal ends a script that does not catch it."""
     checkout = trainings.changed_checkout(tmp_path, "slurm.sh", "trap stop_step USR1 TERM", "")

@@ -97,44 +97,44 @@ def expected_ema(weights, decay):
 @pytest.mark.slow_on_ranks
 def test_the_average_is_validated_and_becomes_the_network(world):
     """Batch-norm statistics of the training set belong to the averaged weights."""
-    seen, raw, others = Weights(), Weights(), pictures(30, "others")
-    chosen = {"average": "ema", "average_decay": 0.8, "learning_rate": 0.1}
-    net, result = train(world, hooks=[seen], validation=others, **chosen)
-    plain, _ = train(world, hooks=[raw], validation=others, learning_rate=0.1)
+    snapshots, raw, test_set = Weights(), Weights(), pictures(30, "others")
+    settings = {"average": "ema", "average_decay": 0.8, "learning_rate": 0.1}
+    net, result = train(world, hooks=[snapshots], validation=test_set, **settings)
+    plain, _ = train(world, hooks=[raw], validation=test_set, learning_rate=0.1)
     assert all(
         a[n].tobytes() == b[n].tobytes()
-        for a, b in zip(seen.tables, raw.tables, strict=True)
+        for a, b in zip(snapshots.tables, raw.tables, strict=True)
         for n in a
     )
-    average = expected_ema(seen.tables, 0.8)[-1]
+    average = expected_ema(snapshots.tables, 0.8)[-1]
     for name, weight in net.parameters.items():
         np.testing.assert_allclose(weight, average[name], rtol=1e-5, atol=1e-6)
-    last = seen.tables[-1]["dense1.weight"]
+    last = snapshots.tables[-1]["dense1.weight"]
     assert np.abs(net.parameters["dense1.weight"] - last).max() > 1e-3
     queue = dl.MinibatchQueue(pictures(100), 40, 0, world, "never", **net.input_transform())
     statistics = population_state(net, queue, world)
     assert all(np.array_equal(net.state[name], a) for name, a in statistics.items())
     assert any((plain.state[name] != a).any() for name, a in net.state.items())
 
-    moving, _ = train(world, batchnorm_statistics="moving", **chosen)
-    evaluation = dl.evaluate(moving, others, world=world)
+    moving, _ = train(world, batchnorm_statistics="moving", **settings)
+    evaluation = dl.evaluate(moving, test_set, world=world)
     assert result.validation_loss == evaluation.loss
-    unaveraged, _ = train(world, average_use="raw", **chosen)
+    unaveraged, _ = train(world, average_use="raw", **settings)
     assert weights_sha256(unaveraged) == weights_sha256(plain) != weights_sha256(net)
 
 
 @pytest.mark.slow_on_ranks
 def test_the_best_network_has_averaged_weights(world):
-    seen, others = Weights(), pictures(30, "others")
-    chosen = {"average": "swa", "average_start": 2, "average_every": 1, "learning_rate": 0.05}
+    snapshots, test_set = Weights(), pictures(30, "others")
+    settings = {"average": "swa", "average_start": 2, "average_every": 1, "learning_rate": 0.05}
     net, result = train(
-        world, hooks=[seen], validation=others, output_network="best-validation", **chosen
+        world, hooks=[snapshots], validation=test_set, output_network="best-validation", **settings
     )
-    tables = seen.tables[3 : result.best_iteration] or seen.tables[: result.best_iteration][-1:]
+    assert result.best_iteration > 3
+    tables = snapshots.tables[3 : result.best_iteration]
     for name, weight in net.parameters.items():
         mean = np.mean([table[name] for table in tables], axis=0, dtype=np.float64)
         np.testing.assert_allclose(weight, mean, rtol=1e-5, atol=1e-6)
-    assert result.best_iteration > 3
 
 
 def test_an_average_that_has_not_begun_is_not_used(world):
@@ -161,7 +161,7 @@ def test_frozen_learnables_keep_their_bytes(world):
 
 
 def test_an_optimizer_of_the_user(world):
-    """An optimizer of mpidl keeps the average, and drops it in the next run; others cannot."""
+    """An optimizer of mpidl keeps the average, and drops it in the next run; test_set cannot."""
     sgdm = dl.SGDM(0.1)
     averaged, _ = train(world, optimizer=sgdm, average="ema", average_decay=0.5)
     assert set(sgdm.averages) == set(averaged.parameters)

@@ -25,10 +25,12 @@ NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy"
 ORDER = list(NEEDS)
 
 # Functions that use neither the threads nor the scratch memory of the library. Threads that read
-# mini-batches ahead may call them at any time. All other functions run one at a time.
+# mini-batches ahead may call them at any time, and so may the hook those of sums. All other
+# functions run one at a time.
 ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
+    *("sums_start", "sums_advance", "sums_wait", "sums_leave"),
 }
 _one_pass, _in_pass = threading.Lock(), None  # held during a call; its thread
 

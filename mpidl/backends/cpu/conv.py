@@ -112,12 +112,19 @@ def conv2d(x, weight, bias, stride, padding, dilation, groups):
     return _forward(x, weight, bias, (stride, padding, dilation, groups))[0]
 
 
+def conv2d_relu(x, weight, bias, stride, padding, dilation, groups, addend):
+    conv_args = stride, padding, dilation, groups
+    if addend is not None:
+        addend = np.ascontiguousarray(addend)
+    return _forward(x, weight, bias, conv_args, addend=addend, relu=True)[0]
+
+
 def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):
     y, rows = _forward(x, weight, bias, (stride, padding, dilation, groups), counts, tree)
     return y, partial_of_rows(rows, tree, merge_moments)
 
 
-def _forward(x, weight, bias, conv_args, counts=None, tree=None):
+def _forward(x, weight, bias, conv_args, counts=None, tree=None, addend=None, relu=False):
     source = source_of(x)
     blocks = len(source[0])
     shape, output, (m, _, _) = plan(source[0], weight, *conv_args)
@@ -125,7 +132,7 @@ def _forward(x, weight, bias, conv_args, counts=None, tree=None):
     rows = None if tree is None else arenas.empty((blocks, 1 + 2 * len(weight)), np.float64)
     weight, bias = per_channel(weight), per_channel(bias)
     geometry = counts, blocks, shape, tree and tree_of(tree), m
-    kernels().conv2d(*source, weight, bias, y, rows, *geometry)
+    kernels().conv2d(*source, weight, bias, y, rows, *geometry, addend, int(relu))
     return y, rows
 
 

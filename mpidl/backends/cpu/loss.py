@@ -8,7 +8,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, tree_of
-from mpidl.backends.training_interface import PLAIN
+from mpidl.backends.training_interface import PLAIN, PLAIN_BINARY
 
 
 def _labels(labels):
@@ -59,6 +59,33 @@ def _summed(function, logits, labels, counts, tree, *rule):
     logits = np.ascontiguousarray(logits)
     function(logits, _labels(labels), counts, rows, *sizes(logits), tree_of(tree), *rule)
     return partial_of_rows(rows, tree)
+
+
+def binary_cross_entropy(logits, targets, counts, tree, rule=PLAIN_BINARY):
+    rows, arrays = arenas.empty((len(logits),), np.float64), _binary(logits, targets)
+    function = kernels().binary_cross_entropy
+    function(*arrays, counts, rows, *sizes(logits), tree_of(tree), *rule)
+    return partial_of_rows(rows, tree)
+
+
+def binary_cross_entropy_dlogits(logits, targets, scale, counts, rule=PLAIN_BINARY):
+    d, arrays = arenas.empty(logits.shape), _binary(logits, targets)
+    kernels().binary_cross_entropy_dlogits(*arrays, counts, scale, d, *sizes(logits), *rule)
+    return d
+
+
+def binary_correct_count(logits, targets, counts, tree):
+    rows, arrays = arenas.empty((len(logits),), np.float64), _binary(logits, targets)
+    kernels().binary_correct_count(*arrays, counts, rows, *sizes(logits), tree_of(tree))
+    return partial_of_rows(rows, tree)
+
+
+def _binary(logits, targets):
+    """Return the logits, then the targets as an array of floats and one of ints; one is None."""
+    logits = np.ascontiguousarray(logits)
+    if targets.dtype.kind in "iu":
+        return logits, None, _labels(targets)
+    return logits, np.ascontiguousarray(targets, np.float32), None
 
 
 def errors(y, target, power, counts, tree):

@@ -8,16 +8,25 @@ WORDS = {ctypes.c_float: np.float32, ctypes.c_double: np.float64}  # numbers sto
 
 
 class Calls:
-    """Consecutive calls of the library's functions, as `mpidl_play` reads them."""
+    """Consecutive calls of the library's functions, as `mpidl_play` reads them.
 
-    def __init__(self, library):
-        self._library, self._words, self._count = library, [], 0
+    Parameters
+    ----------
+    library : Library
+        The library.
+    wait : callable
+        Function to call with the address of a sum for which a call has waited in vain. The call is
+        then made again.
+    """
+
+    def __init__(self, library, wait):
+        self._library, self._wait, self._words, self._starts = library, wait, [], []
         self.types = {}  # {position: NumPy type of a number that is not an integer}
 
     def begin(self, name, arguments):
         """Add a call of a function, whose arguments follow."""
+        self._starts.append(len(self._words))
         self._words += [self._library.position(name), arguments]
-        self._count += 1
 
     def add(self, word):
         """Add an integer or an address, and return its position."""
@@ -45,7 +54,12 @@ class Calls:
         self._words = np.array(self._words, np.int64)
 
     def __call__(self):
-        self._library.play(self._words, self._count)
+        count = len(self._starts)
+        complete = self._library.play(self._words, count)
+        while complete < count:
+            start = self._starts[complete]
+            self._wait(int(self._words[start + 3]))  # the second argument of `sums_wait`
+            complete += self._library.play(self._words[start:], count - complete)
 
 
 class Inputs:

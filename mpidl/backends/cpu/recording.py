@@ -121,10 +121,13 @@ class Recorder:
         Why the step cannot be recorded.
     arena : Arena
         The arena of the step's arrays. The Program keeps it.
+    wait : callable or None
+        Function that waits for a sum over the ranks, given its address; see `program.Calls`.
     """
 
     def __init__(self, owned):
         self.problem, self.arena, self.inputs = None, _Arena(), Inputs()
+        self.wait = None
         self.arena.on_take, self._thread = self._allocated, threading.get_ident()
         self._starts, self._ranges = [], {}
         self._alive, self._parts = [owned], [[]]
@@ -166,6 +169,28 @@ class Recorder:
     def call_python(self, function, writes=()):
         """Let replays call a function without arguments at this point of the step."""
         self._parts[-1].append(function)
+        for array in writes:
+            self._write(array)
+
+    def call_sum(self, name, queue, host_sum, writes=()):
+        """Let replays call a function of sums.c at this point of the step.
+
+        Parameters
+        ----------
+        name : {"sums_start", "sums_wait"}
+            The function.
+        queue : SumQueue
+            Its first argument.
+        host_sum : HostSum
+            Its second argument.
+        writes : sequence of ndarray
+            The arrays that are complete then.
+        """
+        self._alive.append((queue, host_sum))
+        calls = self._calls()
+        calls.begin(name, 2)
+        for words in queue.words, host_sum.words:
+            calls.add(address_of(words))
         for array in writes:
             self._write(array)
 
@@ -243,14 +268,18 @@ class Recorder:
         for array in writes:
             self._write(array)
 
+    def _calls(self):
+        """Return the last Calls of the current part."""
+        steps = self._parts[-1]
+        if not (steps and isinstance(steps[-1], Calls)):
+            steps.append(Calls(builds.kernels(), self.wait))
+        return steps[-1]
+
     def _called(self, name, arguments):
         """Note a call of the library, which has just returned."""
         if threading.get_ident() != self._thread:
             return
-        steps = self._parts[-1]
-        if not (steps and isinstance(steps[-1], Calls)):
-            steps.append(Calls(builds.kernels()))
-        calls, written = steps[-1], []
+        calls, written = self._calls(), []
         types = builds.kernels().argument_types(name)
         calls.begin(name, len(arguments))
         for kind, argument in zip(types, arguments, strict=True):

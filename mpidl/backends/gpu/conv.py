@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mpidl import shapes
 from mpidl.backends import settings
-from mpidl.backends.gpu import array, batchnorm, conv_direct, fold, launching
+from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
 from mpidl.blocks import LANES
 
 # Depth of a tile in shared memory, BK of the kernels: elements of k, or pixels in conv_dweight.
@@ -85,6 +85,11 @@ def shape_of(image, weight_shape, stride, padding, dilation, groups):
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
     return _forward(x, weight, bias, (stride, padding, dilation, groups))
+
+
+def conv2d_relu(x, weight, bias, stride, padding, dilation, groups, addend):
+    y = _forward(x, weight, bias, (stride, padding, dilation, groups))
+    return activation.relu(y if addend is None else y + addend)
 
 
 def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.dense import rows_of
-from mpidl.backends.training_interface import PLAIN
+from mpidl.backends.training_interface import PLAIN, PLAIN_BINARY
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 OF_ROWS, OF_ELEMENTS = Leaf(THREADS, ROWS, 16 * ROWS), Leaf(256, 256, 4096)
 
 
-def _pixels_of(scores, name):
+def pixels_of(scores, name):
     """Return (rows, pixels per image, classes) of scores (B, K, 16) or (B, K, H, W, 16)."""
     if scores.ndim == 3:
         rows, classes = rows_of(scores, name)
@@ -44,14 +44,14 @@ def _pixels_of(scores, name):
 
 
 def softmax(logits):
-    rows, _, classes = _pixels_of(logits, "softmax")
+    rows, _, classes = pixels_of(logits, "softmax")
     p = array.empty_like(logits, np.float64)
     launching.launch("loss_softmax", rows // ROWS, THREADS, logits, p, classes)
     return p
 
 
 def softmax_dx(dy, p):
-    rows, _, classes = _pixels_of(dy, "softmax_dx")
+    rows, _, classes = pixels_of(dy, "softmax_dx")
     dx = array.empty_like(dy)
     launching.launch("loss_softmax_dx", rows // ROWS, THREADS, dy, p, dx, classes)
     return dx
@@ -62,16 +62,16 @@ def cross_entropy(logits, labels, counts, tree, rule=PLAIN):
 
 
 def cross_entropy_dlogits(logits, labels, scale, counts, rule=PLAIN):
-    rows, pixels, classes = _pixels_of(logits, "cross_entropy_dlogits")
+    rows, pixels, classes = pixels_of(logits, "cross_entropy_dlogits")
     d = array.empty_like(logits)
-    arrays = logits, _labels(labels, "cross_entropy_dlogits"), counts
-    numbers = *_scale(scale), d, *_rule(rule), classes, pixels
+    arrays = logits, by_image(labels, "cross_entropy_dlogits"), counts
+    numbers = *scale_of(scale), d, *_rule(rule), classes, pixels
     launching.launch("loss_dlogits", rows // ROWS, THREADS, *arrays, *numbers)
     return d
 
 
 def label_weight(labels, counts, tree, rule, classes):
-    arrays = _labels(labels, "label_weight"), counts
+    arrays = by_image(labels, "label_weight"), counts
     numbers, pixels = (_rule(rule)[0], classes), math.prod(labels.dims[1:-1])
     return _summed("loss_label_weight", arrays, numbers, pixels, OF_ROWS, tree)
 
@@ -93,9 +93,44 @@ def correct_count(logits, labels, counts, tree):
 
 
 def _of_rows(kernel, logits, labels, counts, tree, rule=()):
-    _, pixels, classes = _pixels_of(logits, kernel)
-    arrays = logits, _labels(labels, kernel), counts
+    _, pixels, classes = pixels_of(logits, kernel)
+    arrays = logits, by_image(labels, kernel), counts
     return _summed(kernel, arrays, (*rule, classes), pixels, OF_ROWS, tree)
+
+
+def binary_cross_entropy(logits, targets, counts, tree, rule=PLAIN_BINARY):
+    arrays, elements, order = _binary(logits, targets, counts)
+    numbers = *_binary_rule(rule), logits.dims[1], *order
+    return _summed("loss_binary", arrays, numbers, elements, OF_ELEMENTS, tree)
+
+
+def binary_cross_entropy_dlogits(logits, targets, scale, counts, rule=PLAIN_BINARY):
+    arrays, elements, order = _binary(logits, targets, counts)
+    d = array.empty_like(logits)
+    blocks, threads = launching.blocks_of_threads(logits.size), launching.THREADS
+    numbers = *scale_of(scale), d, *_binary_rule(rule), logits.dims[1], *order
+    launching.launch("loss_binary_dlogits", blocks, threads, *arrays, *numbers, elements, d.size)
+    return d
+
+
+def binary_correct_count(logits, targets, counts, tree):
+    arrays, elements, order = _binary(logits, targets, counts)
+    return _summed("loss_binary_correct", arrays, order, elements, OF_ELEMENTS, tree)
+
+
+def _binary(logits, targets, counts):
+    """Return the arrays of a kernel, the elements of an image, and `inner` and `outer`.
+
+    The targets are an array of floats and one of ints, of which one is None.
+    """
+    elements, *order = _apart(logits, targets)
+    pair = (None, targets) if targets.dtype.kind in "iu" else (targets, None)
+    return (logits, *pair, counts), elements, order
+
+
+def _binary_rule(rule):
+    weights = None if rule.positive_weights is None else launching.constant(rule.positive_weights)
+    return weights, rule.gamma
 
 
 def errors(y, target, power, counts, tree):
@@ -108,12 +143,12 @@ def errors_dy(y, target, power, scale, counts):
     elements, inner, outer = _apart(y, target)
     d = array.empty_like(y)
     blocks, threads = launching.blocks_of_threads(y.size), launching.THREADS
-    numbers = *_scale(scale), d, inner, outer, power, elements, y.size
+    numbers = *scale_of(scale), d, inner, outer, power, elements, y.size
     launching.launch("loss_errors_dy", blocks, threads, y, target, counts, *numbers)
     return d
 
 
-def _scale(scale):
+def scale_of(scale):
     """Split a scale into (constant factor, array of the variable factor).
 
     The scale is a number, whose array is None, or a `Late`. A Late is a factor that changes from
@@ -122,7 +157,7 @@ def _scale(scale):
     return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
 
-def _labels(labels, name):
+def by_image(labels, name):
     if not _by_image(labels):
         raise ValueError(f"{name}: expected labels stored image by image, got {labels}")
     return labels

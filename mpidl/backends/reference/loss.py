@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.backends.training_interface import PLAIN
+from mpidl.backends.training_interface import PLAIN, PLAIN_BINARY
 from mpidl.fold import Counter
 
 
@@ -85,6 +85,54 @@ def correct_count(logits, labels, counts, tree):
     right = np.empty((len(labels), labels.shape[-1]), np.float64)
     for block, label, out in zip(logits, labels, right, strict=True):
         out[...] = _of_images(block.argmax(axis=0) == label)
+    return image_sums(right, counts, tree)
+
+
+def binary_cross_entropy(logits, targets, counts, tree, rule=PLAIN_BINARY):
+    losses = np.empty((len(logits), logits.shape[-1]), np.float64)
+    for block, target, out in zip(logits, targets, losses, strict=True):
+        positive, negative = _binary_weights(target, rule)
+        p, q, log_p, log_q = _sigmoid_and_logs(block)
+        loss = positive * q**rule.gamma * log_p + negative * p**rule.gamma * log_q
+        out[...] = -_of_images(loss)
+    return image_sums(losses, counts, tree)
+
+
+def binary_cross_entropy_dlogits(logits, targets, scale, counts, rule=PLAIN_BINARY):
+    d, gamma = np.empty(logits.shape, np.float64), rule.gamma
+    for block, target, out, images in zip(logits, targets, d, counts, strict=True):
+        positive, negative = _binary_weights(target, rule)
+        p, q, log_p, log_q = _sigmoid_and_logs(block)
+        up = negative * p**gamma * (p - gamma * q * log_q)
+        down = positive * q**gamma * (q - gamma * p * log_p)
+        out[...] = up - down
+        out[..., images:] = 0
+    d *= scale
+    return d.astype(logits.dtype)
+
+
+def _binary_weights(target, rule):
+    """Return the factors of -log p and of -log(1 - p); both are 0 for an invalid target."""
+    t = target.astype(np.float64)
+    valid = (target == 0) | (target == 1) if target.dtype.kind in "iu" else 1
+    weights = 1.0 if rule.positive_weights is None else rule.positive_weights
+    return valid * t * np.reshape(weights, (-1, *(1,) * (t.ndim - 1))), valid * (1 - t)
+
+
+def _sigmoid_and_logs(x):
+    """Return p = 1 / (1 + exp(-x)), 1 - p, log p and log(1 - p) in float64."""
+    x = x.astype(np.float64)
+    e = np.exp(-np.abs(x))
+    larger, smaller, log = 1 / (1 + e), e / (1 + e), np.log1p(e)
+    p, q = np.where(x >= 0, larger, smaller), np.where(x >= 0, smaller, larger)
+    return p, q, np.minimum(x, 0) - log, -np.maximum(x, 0) - log
+
+
+def binary_correct_count(logits, targets, counts, tree):
+    right = np.empty((len(logits), logits.shape[-1]), np.float64)
+    for block, target, out in zip(logits, targets, right, strict=True):
+        label = target if target.dtype.kind in "iu" else target > 0.5
+        out[...] = _of_images((block > 0) == label)
     return image_sums(right, counts, tree)
 
 

@@ -191,6 +191,13 @@ class HDF5Datastore(Datastore):
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
 
 
+def class_names_in(file: Any, stored: Any, path: str) -> list[str] | None:
+    """Return the class names that are an attribute of a dataset or of the file, or None."""
+    names = attribute(stored, "classes")
+    names = attribute(file, "classes") if names is None else names
+    return None if names is None else parse_class_names(names, printable(path))
+
+
 def inspect_file(
     path: str,
     names: tuple[str, str, str],
@@ -207,11 +214,7 @@ def inspect_file(
         count = len(dataset(file, names[0]))
         if names[1] in file:
             stored = dataset(file, names[1])
-            file_classes = attribute(stored, "classes")
-            if file_classes is None:
-                file_classes = attribute(file, "classes")
-            if file_classes is not None:
-                file_classes = parse_class_names(file_classes, printable(path))
+            file_classes = class_names_in(file, stored, path)
             hint = f"; store numeric targets in a dataset {names[2]}"
             source = f"{printable(path)}: {names[1]}"
             values = integer_labels(stored[()], count, source, hint)
@@ -226,6 +229,7 @@ def inspect_file(
                     f"{len(stored)}"
                 )
             targets = rows_of(stored, names[2], None)
+            classes = class_names_in(file, stored, path) if classes is None else classes
         elif labelled:
             raise UserError(
                 f"{printable(path)}: expected a dataset {names[1]} or {names[2]} in addition to "

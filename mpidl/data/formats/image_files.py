@@ -25,7 +25,7 @@ KINDS = {1: "gray", 3: "RGB"}
 
 
 def decode(
-    path: str,
+    path: str | os.PathLike[str],
     preprocess: Preprocess = AS_IT_IS,
     expected: tuple[int, ...] | None = None,
     out: np.ndarray | None = None,
@@ -35,7 +35,7 @@ def decode(
 
     Parameters
     ----------
-    path : str
+    path : path-like
         A PNG, JPEG, BMP or TIFF file.
     preprocess : Preprocess
         Conversion to apply to the image.

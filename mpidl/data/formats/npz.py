@@ -1,4 +1,4 @@
-"""Read the arrays `images` and `labels` of NumPy's .npz files, once per node.
+"""Read the arrays `images` and `labels` or `targets` of NumPy's .npz files, once per node.
 
 Arrays of Python objects are never read, because they are pickled. An array is loaded only if its
 header agrees with the sizes in the archive, so a damaged file cannot cause a large allocation.
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpidl.data.array_datastore import ArrayDatastore
+from mpidl.data.array_datastore import ArrayDatastore, checked_targets
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
@@ -23,7 +23,10 @@ from mpidl.errors import StorageFault, UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
 
-ARRAYS = {"train": ("images", "labels"), "test": ("images_test", "labels_test")}
+ARRAYS = {
+    "train": ("images", "labels", "targets"),
+    "test": ("images_test", "labels_test", "targets_test"),
+}
 CLASSES = "classes"
 ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")  # first bytes of an archive and of an empty archive
 DEFLATE_RATIO = 1032  # largest compression ratio of deflate
@@ -44,9 +47,11 @@ def npz_file(
     """Open the images of an .npz file.
 
     With a world, the call is collective. The file holds `images`, (n, C, H, W) or (n, H, W) of
-    uint8 or floats, and `labels`, n whole numbers from 0. `images_test` and `labels_test` hold a
-    test set. An optional array of strings, `classes`, lists the class names in the order of the
-    labels. Without it, the classes are named "0", "1" and so on.
+    uint8 or floats, and `labels`, n whole numbers from 0. Without labels, it may hold `targets`, an
+    array per image, (n, ...): for example 0 and 1 for several labels, (n, K). `images_test`,
+    `labels_test` and `targets_test` hold a test set. An optional array of strings, `classes`, lists
+    the class names in the order of the labels. Without it, the classes are named "0", "1" and so
+    on.
 
     Parameters
     ----------
@@ -74,7 +79,7 @@ def npz_file(
     path = os.fspath(path)
     if part not in ARRAYS:
         raise UserError(f'{printable(path)}: part must be "train" or "test", got {part!r}')
-    images_name, labels_name = ARRAYS[part]
+    images_name, labels_name, targets_name = ARRAYS[part]
 
     def load():
         with _opened(path) as archive:
@@ -85,9 +90,14 @@ def npz_file(
                     _load(archive, path, CLASSES, "US", "strings"), printable(path)
                 )
             if not _has(archive, labels_name):
-                if labelled:
+                targets = None
+                if _has(archive, targets_name):
+                    targets = _load(archive, path, targets_name, "biuf", "numbers")
+                    source = f"{printable(path)}: {targets_name}"
+                    targets = checked_targets(targets, len(images), source)
+                elif labelled:
                     raise _missing(archive, path, labels_name)
-                return images, (None, list(classes or names or []))
+                return images, (None, list(classes or names or []), targets)
             source = f"{printable(path)}: {labels_name}"
             shape, _ = _header(archive, path, labels_name)
             if math.prod(shape) != len(images):
@@ -96,19 +106,18 @@ def npz_file(
                     f"{shape}"
                 )
             values = _load(archive, path, labels_name, "biuf", "whole numbers")
-            return images, align_labels(
-                integer_labels(values, len(images), source), names, classes, source
-            )
+            labels = integer_labels(values, len(images), source)
+            return images, (*align_labels(labels, names, classes, source), None)
 
-    images, (labels, class_names) = once_per_node(world, load, path)
+    images, (labels, class_names, targets) = once_per_node(world, load, path)
     source = printable(path) + (", test" if part == "test" else "")
-    return ArrayDatastore(images, labels, class_names or None, source=source)
+    return ArrayDatastore(images, labels, class_names or None, source=source, targets=targets)
 
 
 def parts_of(path: str) -> list[str]:
     """List the parts that an .npz file holds: "train", "test" or both."""
     with _opened(path) as archive:
-        return [part for part, (images, _) in ARRAYS.items() if _has(archive, images)]
+        return [part for part, (images, *_) in ARRAYS.items() if _has(archive, images)]
 
 
 @contextlib.contextmanager

@@ -66,19 +66,19 @@ class Rows(NamedTuple):
         return files, offsets, self.begins(indices + 1) - begins
 
 
-def chunks(first: Sequence[int], count: int, chunk_images: int) -> Iterator[tuple[int, int]]:
+def chunks(first: np.ndarray, count: int, chunk_images: int) -> Iterator[tuple[int, int]]:
     """Yield (first, stop) of each run of images that has a checksum of its own.
 
     Parameters
     ----------
-    first : sequence of int
+    first : ndarray
         Number of the first image in each file. A chunk lies in one file.
     count : int
         Number of images.
     chunk_images : int
         Largest number of images of a chunk.
     """
-    edges = [*(int(number) for number in first), count]
+    edges = [*first.tolist(), count]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         for chunk in range(start, stop, chunk_images):
             yield chunk, min(chunk + chunk_images, stop)

@@ -154,7 +154,7 @@ class _Source(NamedTuple):
 
     def entries(self, first: int, stop: int) -> list[bytes | np.ndarray]:
         """Read images first..stop-1 and their targets, for each dataset what its file holds."""
-        indices, parts = np.arange(first, stop), []
+        indices, parts = np.arange(first, stop), list[bytes | np.ndarray]()
         if self.sizes is not None:
             contents = self.store.read_encoded(indices)
             for i, content in zip(indices.tolist(), contents, strict=True):
@@ -395,7 +395,7 @@ class _Target:
             images = rows.get("images") or rows["encoded"]
             first, targets = images.first, rows.get("targets", images).starts
             write("shard_rows", np.stack([first, images.starts, targets], 1).astype(np.int64))
-        count = sum(1 for _ in chunks(first, len(store), step))
+        count = len(list(chunks(first, len(store), step)))
         write("checksums", np.zeros((count, 32), np.uint8))
 
     def fill(self, threads, progress, stop) -> bool:

@@ -207,9 +207,8 @@ class Optimizer:
             weights = _added(updates)
         if self.average_share is not None:
             share = [backend.step_number(AVERAGE, numbers[AVERAGE])]
-            arrays = [state_arrays[AVERAGE]]
-            decays = updates.take_decays()
-            weights = backend.optimizer_step(AVERAGE, weights, weights, arrays, share, decays)
+            averages, decays = [state_arrays[AVERAGE]], updates.take_decays()
+            weights = backend.optimizer_step(AVERAGE, weights, weights, averages, share, decays)
         return {**parameters, **dict(zip(names, weights, strict=True))}
 
     def spec(self) -> list[list[Any]]:

@@ -239,16 +239,21 @@ def _fits(rule, converted):
         return bool(rule.pattern) and re.fullmatch(rule.pattern, converted) is not None
     low = converted > rule.low if rule.exclude_low else converted >= rule.low
     high = converted < rule.high if rule.exclude_high else converted <= rule.high
-    finite = math.isfinite(converted) or (rule.allow_inf and converted == math.inf)
+    try:
+        finite = math.isfinite(converted) or (rule.allow_inf and converted == math.inf)
+    except OverflowError:  # an integer above the largest float
+        return False
     return finite and low and high
 
 
 # {option name in MATLAB or another library, lower case, no dashes or underscores: name in mpidl}
 SYNONYMS = {
+    "accumulategradbatches": "accumulate",
     "checkpointfrequency": "checkpoint_every",
     "checkpointpath": "out",
     "dispatchinbackground": "workers",
     "executionenvironment": "device",
+    "gradientaccumulationsteps": "accumulate",
     "initiallearnrate": "learning_rate",
     "l2regularization": "l2",
     "lr": "learning_rate",

@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from mpidl.cross_entropy_loss import OPTIONS as LABEL_OPTIONS
-from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data.datastore import Datastore
-from mpidl.errors import UserError
-from mpidl.losses import LOSSES
+from mpidl.losses import LOSSES, TAKERS, LabelLoss, loss_with_options
 from mpidl.nn import Network
 from mpidl.training.optimizers import SOLVERS, SolverName
 from mpidl.training.optimizers.sgdm import NESTEROV
@@ -84,11 +81,23 @@ class SolverOptions:
         default=None,
         matlab="miniBatchSize*N",
     )
-    loss: Literal["crossentropy", "mse", "mae"] | Callable[..., Any] = option(
+    accumulate: int = option(
+        at_least(1),
+        "Compute each mini-batch in up to this many parts, one after the other, to save memory; "
+        "--batch-size counts the images of all parts, and batch-norm statistics are those of a "
+        "part",
+        default=1,
+        resume="fixed",
+    )
+    loss: (
+        Literal["crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "mse", "mae"]
+        | Callable[..., Any]
+    ) = option(
         one_of(*LOSSES, allow_function=True),
-        "Loss to minimize: cross-entropy of labels (one per image or per pixel), or mean squared "
-        "or mean absolute error of targets; in Python also a function of network, images and "
-        "targets",
+        "Loss to minimize: cross-entropy of labels (one per image or per pixel), binary "
+        "cross-entropy of targets 0 and 1 (several labels per image), Dice loss of the labels of "
+        "pixels, or mean squared or mean absolute error of targets; in Python also a function of "
+        "network, images and targets",
         default="crossentropy",
         resume="fixed",
         matlab="lossFcn of trainnet; classificationLayer, regressionLayer",
@@ -102,11 +111,25 @@ class SolverOptions:
             separator=",",
             optional=True,
         ),
-        "Weight of each class in the cross-entropy, or balanced to give each class the same total "
-        "weight in the training set",
+        "Weight of each class in the cross-entropy or the Dice loss, or balanced to give each "
+        "class the same total weight in the training set, counted over images or pixels",
         default=None,
         resume="fixed",
         matlab="ClassWeights",
+    )
+    positive_weights: str | Sequence[float] | None = option(
+        Rule(
+            str,
+            "balanced, or a number >= 0 per label such as 1,2,0.5",
+            choices=("balanced",),
+            pattern=rf"{NUMBER}(,{NUMBER})*",
+            separator=",",
+            optional=True,
+        ),
+        "Factor of the positive targets of each label in the binary cross-entropy, or balanced for "
+        "negative targets divided by positive ones in the training set",
+        default=None,
+        resume="fixed",
     )
     label_smoothing: float = option(
         fraction(),
@@ -323,45 +346,48 @@ class SolverOptions:
         matlab="GradientThresholdMethod",
     )
 
-    def _loss(self):
-        """Return the loss, where "balanced" class weights have no numbers yet."""
-        rule = {name: getattr(self, name) for name in LABEL_OPTIONS}
-        options = [n for n, value in rule.items() if value != getattr(type(self), n)]
-        if not options:
-            return self.loss
-        if self.loss != "crossentropy":
-            flag = options[0].replace("_", "-")
-            raise UserError(
-                f"--{flag} {rule[options[0]]}: expected the loss crossentropy, found {self.loss}"
-            )
-        weights = rule["class_weights"]
-        if weights not in (None, "balanced"):
-            rule["class_weights"] = tuple(map(float, weights.split(",")))
-        return CrossEntropy(**rule)
+    def loss_with_options(self) -> str | Callable[..., Any]:
+        """Return the loss with the options that change it; "balanced" weights have no numbers yet.
 
-    def loss_for(self, net: Network, datastore: Datastore) -> str | Callable[..., Any]:
-        """Return the loss with the options that change it, for a training set.
+        Returns
+        -------
+        str or callable
+            `loss`, or a loss such as a `CrossEntropy`.
+
+        Raises
+        ------
+        UserError
+            If the loss does not take one of the options.
+        """
+        options: dict[str, Any] = {name: getattr(self, name) for name in TAKERS}
+        options = {n: value for n, value in options.items() if value != getattr(type(self), n)}
+        for name in ("class_weights", "positive_weights"):
+            if options.get(name, "balanced") != "balanced":
+                options[name] = tuple(map(float, options[name].split(",")))
+        return loss_with_options(self.loss, options)
+
+    def loss_for(
+        self, net: Network, datastore: Datastore, world: Any = None
+    ) -> str | Callable[..., Any]:
+        """Return the loss with the options that change it, for a training set. Collective.
 
         Parameters
         ----------
         net : Network
             The network.
         datastore : Datastore
-            The training set, for class weights that follow from it.
+            The training set, for weights that follow from it.
+        world : World, optional
+            The ranks that share the reading of targets; by default this rank reads all of them.
 
         Returns
         -------
         str or callable
-            `loss`, or a `CrossEntropy`.
-
-        Raises
-        ------
-        UserError
-            If class weights cannot be computed from the training set.
+            `loss`, or a loss such as a `CrossEntropy`.
         """
-        loss = self._loss()
-        if isinstance(loss, CrossEntropy):
-            return loss.for_images(datastore, net.output_shape[0])
+        loss = self.loss_with_options()
+        if isinstance(loss, LabelLoss):
+            return loss.for_images(datastore, net.output_shape[0], world)
         return loss
 
 

@@ -272,7 +272,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         if not all(map(callable, functions)):
             raise UserError(f"output_functions must be functions, found {functions}")
         object.__setattr__(self, "output_functions", functions)
-        self._loss()
+        self.loss_with_options()
         if self.warmup_iterations and self.warmup_epochs:
             raise UserError(
                 f"--warmup-iterations {self.warmup_iterations} and --warmup-epochs "

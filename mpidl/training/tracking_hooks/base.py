@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl.comm import World
-from mpidl.cross_entropy_loss import is_cross_entropy
 from mpidl.data import gallery
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
 from mpidl.files import call_together
+from mpidl.losses import has_class_scores
 from mpidl.report import confusion
 from mpidl.report.trackers import tracking
 from mpidl.report.trackers.tracking import Tracker
@@ -225,7 +225,7 @@ class TrackingHook:
         All trackers of a run share the evaluation. If a signal interrupts it, the result is None.
         """
         validation, signals, loss = trainer.validation, trainer.signals, trainer.loss
-        if validation.store is None or not is_cross_entropy(loss) or signals.agreed:
+        if validation.store is None or not has_class_scores(loss) or signals.agreed:
             return None
         can_draw = self._tracker is not None and _can_draw(trainer.net.output_shape[0])
         if not trainer.world.broadcast(can_draw):

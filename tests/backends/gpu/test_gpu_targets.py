@@ -256,6 +256,36 @@ def test_label_rules(world):
         assert_learns_as_the_cpu(world, store, pixel_classifier, loss)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        dl.BinaryCrossEntropy([0.5, 1, 3], ignore_label=-1, focal_gamma=0.5),
+        pytest.param(dl.BinaryCrossEntropy(), marks=pytest.mark.slow("gpu")),
+    ],
+)
+def test_several_labels(world, loss):
+    store = paired(70, (3,), np.int32 if loss.ignore_label else np.float32, classes=2)
+    if loss.ignore_label:
+        store.values[::3, 1] = -1
+    assert_learns_as_the_cpu(world, store, classifier, loss)
+
+
+@pytest.mark.slow("gpu")
+@pytest.mark.parametrize(
+    ("outputs", "loss"),
+    [
+        (3, dl.Dice(ignore_label=255, cross_entropy=dl.CrossEntropy(ignore_label=255))),
+        (1, dl.Dice()),
+        (3, dl.Dice([0, 1, 2], generalized=True)),
+    ],
+)
+def test_the_dice_loss(world, outputs, loss):
+    store = paired(70, (10, 11), np.int32, classes=max(outputs, 2))
+    if loss.ignore_label:
+        store.values[:, :2] = 255
+    assert_learns_as_the_cpu(world, store, lambda: pixel_classifier(outputs), loss)
+
+
 def test_training_on_the_labels_of_a_function(world):
     assert_learns_as_the_cpu(world, paired(60), classifier, losses.cross_entropy, function=relabel)
 
@@ -266,9 +296,10 @@ def shades():
     return dl.Network(layers, (3, 10, 11))
 
 
-def pixel_classifier():
-    """Return a network with three scores per pixel."""
-    layers = [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(3, 3, padding=1)]
+def pixel_classifier(outputs=3):
+    """Return a network with scores for each pixel."""
+    layers = [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU()]
+    layers.append(dl.Conv2D(3, outputs, padding=1))
     return dl.Network(layers, (3, 10, 11))
 
 

@@ -63,6 +63,27 @@ def test_a_folder_of_two_npz_files(tmp_path):
     assert len(train) == 6 and test.labels.tolist() == [1] and test.classes == ["0", "1"]
 
 
+def test_npz_with_targets(tmp_path):
+    """Whole numbers, truth values and floats, for training and test."""
+    images = pixels_of(0, 7, 5, 6)
+    targets = np.arange(21).reshape(7, 3)
+    arrays = {"images_test": images, "targets_test": targets > 9, "classes": ["a", "b", "c"]}
+    path = write(tmp_path / "x.npz", images=images, targets=targets / 2, **arrays)
+    train, test = open_data(str(path))
+    assert train.targets_shape == (3,) and train.targets_dtype == np.float32
+    assert np.array_equal(train.targets([5, 1]), targets[[5, 1]] / 2)
+    assert test.targets_dtype == np.int32 and test.classes == ["a", "b", "c"]
+    assert np.array_equal(test.targets(np.arange(7)), targets > 9)
+    path = write(tmp_path / "y.npz", images=images, targets=targets / 4)
+    assert npz_file(path).fingerprint() != train.fingerprint()
+    for bad, text in (
+        (targets[:6], "expected floats or whole numbers as targets of 7 images, found int64"),
+        (targets + 2**31, "targets in the range of int32, found 0 to 21"),
+        (np.array(["a"] * 7), "targets: expected numbers, found <U1"),
+    ):
+        assert text in refusal(npz_file, write(tmp_path / "bad.npz", images=images, targets=bad))
+
+
 def test_npz_without_labels(tmp_path):
     path = write(tmp_path / "x.npz", images=pixels_of(0, 3, 4, 4))
     assert refusal(npz_file, path) == f"{path}: expected an array labels; found images"

@@ -1,0 +1,140 @@
+/* The Dice loss of each image, computed in double, and its gradient; see DiceRule in
+ * backends/training_interface.py. A tile is one class of a block. */
+#include "loss.h"
+
+struct job {
+    const double *p, *weights;
+    const int32_t *labels, *counts;
+    double *sums, *slopes; /* sums: 3 * 16 per class of a block: p g, p p and g */
+    double *rows;
+    float *dp;
+    double smooth, scale;
+    int64_t classes, pixels, generalized;
+};
+
+static int is_valid(const struct job *job, int32_t label) {
+    return label >= 0 && label < most(job->classes, 2);
+}
+
+/* The label of a class; a single class is labelled 1. */
+static int32_t label_of(const struct job *job, int64_t class) {
+    return (int32_t)class + (job->classes == 1);
+}
+
+static void sums_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    int64_t block = tile / job->classes;
+    int32_t class = label_of(job, tile % job->classes);
+    double *overlap = job->sums + tile * 3 * LANES, *squares = overlap + LANES;
+    double *labelled = squares + LANES;
+    memset(overlap, 0, 3 * LANES * sizeof(double));
+    for (int64_t pixel = 0; pixel < job->pixels; pixel++) {
+        const double *p = job->p + (tile * job->pixels + pixel) * LANES;
+        const int32_t *label = job->labels + (block * job->pixels + pixel) * LANES;
+        EACH_LANE_OF_ALL {
+            double chance = is_valid(job, label[lane]) ? p[lane] : 0;
+            double is_labelled = label[lane] == class;
+            overlap[lane] = muladd_double(chance, is_labelled, overlap[lane]);
+            squares[lane] = muladd_double(chance, chance, squares[lane]);
+            labelled[lane] += is_labelled;
+        }
+    }
+}
+
+static double weight_of(const struct job *job, int64_t class) {
+    return job->weights ? job->weights[class] : 1;
+}
+
+/* Compute the loss and the slopes of one image of a block. Classes are 3 * 16 sums apart. */
+static double loss_of(const struct job *job, const double *sums, double *slopes,
+                      double all_weights) {
+    double loss = 0, overlap = 0, size = 0;
+    for (int64_t c = 0; job->generalized && c < job->classes; c++) {
+        const double *own = sums + c * 3 * LANES;
+        double labelled = own[2 * LANES], least_one = labelled > 1 ? labelled : 1;
+        double factor = weight_of(job, c) / all_weights / (least_one * least_one);
+        overlap += factor * own[0];
+        size += factor * (own[LANES] + labelled);
+    }
+    for (int64_t c = 0; c < job->classes; c++) {
+        const double *own = sums + c * 3 * LANES;
+        double labelled = own[2 * LANES], least_one = labelled > 1 ? labelled : 1;
+        double factor = weight_of(job, c) / all_weights;
+        if (job->generalized)
+            factor /= least_one * least_one;
+        else
+            overlap = own[0], size = own[LANES] + labelled;
+        double smoothed = size + job->smooth, inverse = smoothed > 0 ? 1 / smoothed : 0;
+        double similarity = (2 * overlap + job->smooth) * inverse;
+        double missing = inverse > 0 ? 1 - similarity : 0;
+        loss = job->generalized ? missing : loss + factor * missing;
+        slopes[c * LANES] = -2 * factor * inverse;
+        slopes[(job->classes + c) * LANES] = 2 * factor * similarity * inverse;
+    }
+    return loss;
+}
+
+static void losses_tile(void *argument, int64_t block, float *own) {
+    const struct job *job = argument;
+    double all_weights = 0, total = 0;
+    for (int64_t c = 0; c < job->classes; c++) all_weights += weight_of(job, c);
+    for (int lane = 0; lane < LANES; lane++) {
+        double loss = loss_of(job, job->sums + block * job->classes * 3 * LANES + lane,
+                              job->slopes + block * 2 * job->classes * LANES + lane, all_weights);
+        if (lane < job->counts[block]) total += loss;
+    }
+    job->rows[block] = total;
+}
+
+static void dp_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    int64_t block = tile / job->classes, class = tile % job->classes;
+    int32_t label_of_class = label_of(job, class);
+    const double *of_class = job->slopes + (block * 2 * job->classes + class) * LANES;
+    const double *of_p = of_class + job->classes * LANES;
+    for (int64_t pixel = 0; pixel < job->pixels; pixel++) {
+        int64_t i = (tile * job->pixels + pixel) * LANES;
+        const int32_t *label = job->labels + (block * job->pixels + pixel) * LANES;
+        EACH_LANE_OF_ALL {
+            double slope = label[lane] == label_of_class ? of_class[lane] : 0;
+            slope = muladd_double(of_p[lane], job->p[i + lane], slope);
+            job->dp[i + lane] = is_valid(job, label[lane]) ? (float)(slope * job->scale) : 0;
+        }
+        for (int lane = job->counts[block]; lane < LANES; lane++) job->dp[i + lane] = 0;
+    }
+}
+
+void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
+                double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                const int64_t *tree, const double *class_weights, double smooth,
+                int64_t generalized) {
+    struct job job = {.p = p,
+                      .weights = class_weights,
+                      .labels = labels,
+                      .counts = counts,
+                      .sums = room_for_sums(blocks * classes * 3 * LANES),
+                      .slopes = slopes,
+                      .rows = rows,
+                      .smooth = smooth,
+                      .classes = classes,
+                      .pixels = pixels,
+                      .generalized = generalized};
+    if (blocks && !job.sums) return;
+    each(blocks * classes, sums_tile, &job, 0, blocks * classes * pixels);
+    each(blocks, losses_tile, &job, 0, blocks * classes);
+    fold_sums(rows, 1, (const struct tree *)tree);
+}
+
+void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts,
+                   const double *slopes, double scale, float *dp, int64_t blocks, int64_t classes,
+                   int64_t pixels) {
+    struct job job = {.p = p,
+                      .labels = labels,
+                      .counts = counts,
+                      .slopes = (double *)(uintptr_t)slopes,
+                      .dp = dp,
+                      .scale = scale,
+                      .classes = classes,
+                      .pixels = pixels};
+    each(blocks * classes, dp_tile, &job, 0, blocks * classes * pixels);
+}

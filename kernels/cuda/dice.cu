@@ -1,0 +1,104 @@
+// The Dice loss of each image, computed in double precision, and its gradient; see DiceRule in
+// mpidl/backends/training_interface.py.
+//
+// p (images, pixels, classes) are probabilities, labels (images, pixels) are classes, and valid is
+// the number of images in this rank's share. A single class is labelled 1.
+
+__device__ __forceinline__ bool is_valid(int label, int classes) {
+    return label >= 0 && label < (classes > 1 ? classes : 2);
+}
+
+__device__ __forceinline__ bool is_labelled(int label, int class_number, int classes) {
+    return label == class_number + (classes == 1);
+}
+
+// sums (images, classes, 3): the sums over the pixels of p g, p p and g, where g is 1 if the pixel
+// has the class, else 0. A block of threads has one class of an image.
+extern "C" __global__ void __launch_bounds__(256)
+    dice_sums(const double* __restrict__ p, const int* __restrict__ labels,
+              const int* __restrict__ valid, double* __restrict__ sums, int classes, int pixels) {
+    __shared__ double of_threads[3][256];
+    const long long image = blockIdx.x / classes;
+    const int own = blockIdx.x % classes;
+    double overlap = 0.0, squares = 0.0, labelled = 0.0;
+    if (image < *valid) {
+        for (int pixel = threadIdx.x; pixel < pixels; pixel += blockDim.x) {
+            const long long row = image * pixels + pixel;
+            const int label = labels[row];
+            if (!is_valid(label, classes)) continue;
+            const double chance = p[row * classes + own];
+            squares += chance * chance;
+            if (is_labelled(label, own, classes)) overlap += chance, labelled += 1.0;
+        }
+    }
+    of_threads[0][threadIdx.x] = overlap;
+    of_threads[1][threadIdx.x] = squares;
+    of_threads[2][threadIdx.x] = labelled;
+    for (int half = blockDim.x / 2; half; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half)
+            for (int i = 0; i < 3; i++)
+                of_threads[i][threadIdx.x] += of_threads[i][threadIdx.x + half];
+    }
+    __syncthreads();
+    if (threadIdx.x < 3) sums[(long long)blockIdx.x * 3 + threadIdx.x] = of_threads[threadIdx.x][0];
+}
+
+// losses (images): the loss of each image; 0 for unused images. slopes (images, classes, 2): the
+// derivative with respect to the p of a pixel is slope 0, if it has the class, plus p times slope 1.
+extern "C" __global__ void __launch_bounds__(256)
+    dice_losses(const double* __restrict__ sums, const int* __restrict__ valid,
+                const double* __restrict__ weights, double* __restrict__ losses,
+                double* __restrict__ slopes, double smooth, int generalized, int classes,
+                int images) {
+    double all_weights = 0.0;
+    for (int c = 0; c < classes; c++) all_weights += weights ? weights[c] : 1.0;
+    EACH_INDEX(image, images) {
+        const double* own = sums + (long long)image * classes * 3;
+        double* slope = slopes + (long long)image * classes * 2;
+        double overlap = 0.0, size = 0.0, loss = 0.0;
+        for (int c = 0; generalized && c < classes; c++) {
+            const double labelled = own[3 * c + 2], most = labelled > 1.0 ? labelled : 1.0;
+            const double factor = (weights ? weights[c] : 1.0) / all_weights / (most * most);
+            overlap += factor * own[3 * c];
+            size += factor * (own[3 * c + 1] + labelled);
+        }
+        for (int c = 0; c < classes; c++) {
+            const double labelled = own[3 * c + 2], most = labelled > 1.0 ? labelled : 1.0;
+            double factor = (weights ? weights[c] : 1.0) / all_weights;
+            if (generalized)
+                factor /= most * most;
+            else
+                overlap = own[3 * c], size = own[3 * c + 1] + labelled;
+            const double inverse = size + smooth > 0.0 ? 1.0 / (size + smooth) : 0.0;
+            const double similarity = (2.0 * overlap + smooth) * inverse;
+            const double missing = inverse > 0.0 ? 1.0 - similarity : 0.0;
+            loss = generalized ? missing : loss + factor * missing;
+            slope[2 * c] = -2.0 * factor * inverse;
+            slope[2 * c + 1] = 2.0 * factor * similarity * inverse;
+        }
+        losses[image] = image < *valid ? loss : 0.0;
+    }
+}
+
+// d (images, pixels, classes): the derivative of the loss of each image, times factor * late; zero
+// in unused images and for labels that are no classes.
+extern "C" __global__ void __launch_bounds__(256)
+    dice_dp(const double* __restrict__ p, const int* __restrict__ labels,
+            const int* __restrict__ valid, const double* __restrict__ slopes, double factor,
+            const double* __restrict__ late, float* __restrict__ d, int classes, int pixels,
+            long long n) {
+    const double scale = late ? *late * factor : factor;
+    const long long used = (long long)*valid * pixels;
+    EACH_INDEX(i, n) {
+        const long long row = i / classes;
+        const int own = (int)(i % classes), label = row < used ? labels[row] : -1;
+        if (!is_valid(label, classes)) {
+            d[i] = 0.0f;
+            continue;
+        }
+        const double* slope = slopes + (row / pixels * classes + own) * 2;
+        const double of_class = is_labelled(label, own, classes) ? slope[0] : 0.0;
+        d[i] = (float)((of_class + slope[1] * p[i]) * scale);
+    }
+}

@@ -1,0 +1,51 @@
+"""The Dice loss of probabilities, and its gradient, in NumPy."""
+
+import numpy as np
+
+from mpidl.backends.reference.loss import image_sums
+from mpidl.backends.training_interface import PLAIN_DICE
+
+
+def dice(p, labels, counts, tree, rule=PLAIN_DICE):
+    blocks, classes, images = len(p), p.shape[1], p.shape[-1]
+    losses, slopes = np.empty((blocks, images)), np.empty((blocks, 2, classes, images))
+    weights = np.ones(classes) if rule.class_weights is None else rule.class_weights
+    weights = (weights / weights.sum())[:, None]
+    for b, (block, label) in enumerate(zip(p, labels, strict=True)):
+        is_class, valid = _indicators(label, classes)
+        pixels = tuple(range(1, block.ndim - 1))
+        overlap = (block * is_class).sum(axis=pixels)
+        size = (block * block * valid).sum(axis=pixels) + is_class.sum(axis=pixels)
+        if rule.generalized:
+            factors = weights / np.maximum(is_class.sum(axis=pixels), 1) ** 2
+            overlap, size = (factors * overlap).sum(axis=0), (factors * size).sum(axis=0)
+        else:
+            factors = weights
+        inverse = _inverse(size + rule.smooth)
+        similarity = (2 * overlap + rule.smooth) * inverse
+        loss = np.where(inverse > 0, 1 - similarity, 0)
+        losses[b] = loss if rule.generalized else (weights * loss).sum(axis=0)
+        slopes[b, 0] = -2 * factors * inverse
+        slopes[b, 1] = 2 * factors * similarity * inverse
+    return image_sums(losses, counts, tree), slopes
+
+
+def dice_dp(p, labels, slopes, scale, counts):
+    d = np.empty_like(p)
+    for block, label, slope, out, images in zip(p, labels, slopes, d, counts, strict=True):
+        is_class, valid = _indicators(label, len(block))
+        of_class, of_p = slope.reshape(2, len(block), *(1,) * (label.ndim - 1), -1)
+        out[...] = (of_class * is_class + of_p * block * valid) * scale
+        out[..., images:] = 0
+    return d
+
+
+def _indicators(label, classes):
+    """Return where each class is labelled, (K, ..., 16), and where the label is valid."""
+    first = 1 if classes == 1 else 0
+    numbers = np.arange(first, first + classes).reshape(-1, *(1,) * label.ndim)
+    return label == numbers, (label >= 0) & (label < max(classes, 2))
+
+
+def _inverse(size):
+    return np.divide(1, size, out=np.zeros_like(size), where=size > 0)

@@ -1,0 +1,450 @@
+"""Sums over the ranks of a host in memory that they share, without messages.
+
+Each rank of a host has slots in a window of shared memory. A sum is cut into chunks, and all ranks
+number the chunks of all sums alike, because they start the same sums in the same order. A chunk has
+the same number of a slot on every rank. Each rank copies its nodes of the tree into its slot and
+then counts the chunk as placed. Each rank knows the layout of the shares, and therefore where the
+nodes of the others are. When all ranks have placed a chunk, they fold it by the tree:
+
+- direct: every rank folds all values, for up to twice the size of a slot;
+- in segments: each rank folds a part of the values in place, and counts the chunk as folded. When
+  all ranks have folded it, they copy the results from the slots.
+
+Both follow the tree, so they give the same bytes as the messages of `exchange`. kernels/cpu/sums.c
+does the work: these counts must be written and read in order, which NumPy does not promise.
+
+With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
+host exchanges these nodes by messages, as `exchange` does among ranks, and passes the root on
+through a second set of slots. Large sums are divided into segments, which the first ranks of each
+host exchange side by side. The roots are passed on in the order of the sums, although their
+messages may arrive in another order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl import fold
+from mpidl.backends.cpu import builds
+from mpidl.comm import exchange, watchdog
+from mpidl.comm.reducer import Piece
+from mpidl.comm.transport import free_shared_bytes
+from mpidl.fold import Tree
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpidl.comm.exchange import Combine, Steps
+    from mpidl.comm.transport import Transport
+
+SLOTS, SLOT_BYTES = 8, 1 << 16  # per rank and set of slots
+COUNTS_BYTES, LINE = 128, 64
+PATIENCE = 0.002  # longest wait for other ranks inside a kernel call, in seconds
+
+# {(operation, type): kind of the sum in sums.c}
+FLOATS, DOUBLES, MOMENTS = range(3)
+KINDS: dict[tuple[Any, np.dtype], int] = {
+    (fold.add, np.dtype("f4")): FLOATS,
+    (fold.add, np.dtype("f8")): DOUBLES,
+    (fold.merge_moments, np.dtype("f8")): MOMENTS,
+}
+MOST_NODES = 1024  # of a sum, so that all nodes of a chunk fit into the slots
+QUEUE_WORDS, SUM_WORDS = 18, 7  # of the structs in sums.c
+PATIENCE_WORD, WAITED_WORD, LAST_WORD = 5, 6, 16  # of a queue
+TAKEN_WORD = 6  # of a sum
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return the address of an array's first element."""
+    return array.__array_interface__["data"][0]
+
+
+@lru_cache(maxsize=256)
+def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int) -> np.ndarray:
+    """Describe a sum for sums.c, as its struct plan.
+
+    Parameters
+    ----------
+    tree : Tree
+        The reduction tree over the blocks.
+    ranks : (int, int)
+        First rank of the host, and one past the last.
+    rank : int
+        This rank, counted from the first one of the host.
+    width : int
+        Number of values in a node.
+    kind : int
+        `FLOATS`, `DOUBLES` or `MOMENTS`.
+
+    Returns
+    -------
+    ndarray of int64
+        The plan. Its results are the nodes that the ranks of the host own together.
+    """
+    places, ranges = [], []
+    for member in range(ranks[1] - ranks[0]):
+        nodes = tree.nodes[ranks[0] + member]
+        places += [(member, row) for row in range(len(nodes))]
+        ranges += nodes
+    joins, results = _joins_of(tree, ranges)
+    return _plan(places, joins, results, rank, width, kind)
+
+
+@lru_cache(maxsize=256)
+def broadcast_plan(root: int, rank: int, width: int, kind: int) -> np.ndarray:
+    """Describe a sum whose only node is on rank `root` of the host; see `plan_of`."""
+    return _plan([(root, 0)], [], [0], rank, width, kind)
+
+
+@lru_cache(maxsize=256)
+def _count_nodes(tree):
+    return sum(map(len, tree.nodes))
+
+
+def _joins_of(tree, ranges):
+    """Return the joins (left node, right node) of adjacent nodes, and the nodes with results."""
+    stack, joins = [], []
+    for node, (start, stop) in enumerate(ranges):
+        stack.append((node, start))
+        while len(stack) > 1 and tree.joins(stack[-2][1], stop):
+            right, _ = stack.pop()
+            joins.append((stack[-1][0], right))
+    return joins, [node for node, _ in stack]
+
+
+def _plan(places, joins, results, rank, width, kind):
+    item, size, fixed_bytes = (4 if kind == FLOATS else 8), width, 0
+    if kind == MOMENTS:  # a chunk of moments has the count, and means and M2 of some channels
+        item, size, fixed_bytes = 16, width // 2, 8
+    rows = max((row + 1 for _, row in places), default=1)
+    # a multiple of a line, so that the nodes of a slot are aligned
+    limit = SLOT_BYTES // rows
+    if kind == MOMENTS:
+        limit = min(limit, 2 * SLOT_BYTES // max(len(places), 1))
+    limit -= limit % LINE
+    chunk = max(1, min(size, (limit - fixed_bytes) // item))
+    stride = -(-(fixed_bytes + chunk * item) // LINE) * LINE
+    chunks = max(1, -(-size // chunk))
+    is_direct = kind == MOMENTS or len(places) * stride <= 2 * SLOT_BYTES
+    own_nodes = sum(member == rank for member, _ in places)
+    head = [kind, width, chunk, chunks, stride, is_direct, own_nodes]
+    head += [len(places), len(joins), len(results)]
+    table = [*np.ravel(places), *np.ravel(joins), *results]
+    return np.array([*head, *table], np.int64)
+
+
+class HostSum:
+    """A sum that a queue computes, as the struct sum of sums.c.
+
+    Parameters
+    ----------
+    plan : ndarray
+        The result of `plan_of` or `broadcast_plan`.
+    pieces : sequence of Piece
+        This rank's nodes. They are laid side by side, and stay allocated until the sum is complete.
+    out : ndarray or None
+        Contiguous memory for the results; None if this rank does not need them.
+
+    Attributes
+    ----------
+    words : ndarray
+        The struct.
+    """
+
+    __slots__ = ("words", "_chunks", "_owners")
+
+    def __init__(self, plan: np.ndarray, pieces: Sequence[Piece], out: np.ndarray | None) -> None:
+        table, flat = [len(pieces)], []
+        for size, nodes in pieces:
+            flat.append([np.ascontiguousarray(node) for node in nodes])
+            table += [size, *map(address_of, flat[-1])]
+        addresses = np.array(table, np.int64)
+        self.words = np.zeros(SUM_WORDS, np.int64)
+        self.words[:2] = address_of(plan), address_of(addresses)
+        self.words[2] = 0 if out is None else address_of(out)
+        self._chunks, self._owners = int(plan[3]), (plan, flat, addresses, out)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has the results, and the other ranks its nodes."""
+        return bool(self.words[TAKEN_WORD] == self._chunks)
+
+
+class SumQueue:
+    """A set of slots with the sums of one rank that are not complete.
+
+    Parameters
+    ----------
+    memory : ndarray of uint8, shape (queue_bytes(ranks),)
+        The slots of all ranks, zero at first, and aligned to lines of 64 bytes.
+    rank, ranks : int
+        This rank among those that share the memory, and their number.
+    patience : float
+        Longest wait inside a call of the library, in seconds.
+
+    Attributes
+    ----------
+    words : ndarray
+        The struct queue of sums.c.
+    """
+
+    def __init__(
+        self, memory: np.ndarray, rank: int, ranks: int, patience: float = PATIENCE
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._library = builds.kernels()
+        self._scratch = np.empty(2 * SLOT_BYTES, np.uint8)
+        self._memory = memory
+        self.words = np.zeros(QUEUE_WORDS, np.int64)
+        self.words[:5] = address_of(memory), rank, ranks, SLOTS, SLOT_BYTES
+        self.words[PATIENCE_WORD] = int(patience * 1e9)
+        self.words[-1] = address_of(self._scratch)
+
+    def start(self, host_sum: HostSum) -> None:
+        """Start a sum. All ranks must start the same sums in the same order."""
+        self._library.sums_start(self.words, host_sum.words)
+
+    def advance(self) -> None:
+        """Advance all sums without waiting."""
+        self._library.sums_advance(self.words)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a sum is not complete."""
+        return bool(self.words[LAST_WORD])
+
+    def take_waited(self) -> int:
+        """Return the nanoseconds that calls of the library have waited since the last call."""
+        waited, self.words[WAITED_WORD] = int(self.words[WAITED_WORD]), 0
+        return waited
+
+    def close(self) -> None:
+        """Let kernels not advance the sums any more."""
+        self._library.sums_leave(self.words)
+
+
+def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combine) -> int:
+    """Return into how many segments several hosts divide a sum.
+
+    Parameters
+    ----------
+    hosts : sequence of (int, int)
+        First rank of each host, and one past the last.
+    nbytes : int
+        Size of a node.
+    combine : callable
+        Function that combines two nodes.
+    """
+    if combine is not fold.add:
+        return 1
+    return max(1, min(nbytes // SLOT_BYTES, *(stop - first for first, stop in hosts)))
+
+
+def queue_bytes(ranks: int) -> int:
+    """Return the size of a `SumQueue`'s memory."""
+    return ranks * (COUNTS_BYTES + SLOTS * SLOT_BYTES)
+
+
+class HostMemory:
+    """The shared memory of the ranks of each host. Use `allocate`.
+
+    Attributes
+    ----------
+    hosts : list of (int, int)
+        First rank of each host, and one past the last.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        hosts: Sequence[tuple[int, int]],
+        memory: np.ndarray,
+        window: MPI.Win | None,
+    ) -> None:
+        self.hosts, self.window, self._transport = list(hosts), window, transport
+        rank = transport.rank
+        self._host = next(i for i, (first, stop) in enumerate(hosts) if first <= rank < stop)
+        self._ranks = first, stop = hosts[self._host]
+        patience = 0.0 if transport.oversubscribed else PATIENCE
+        size = queue_bytes(stop - first)
+        self.up = SumQueue(memory[:size], rank - first, stop - first, patience)
+        self.down = SumQueue(memory[-size:], rank - first, stop - first, patience)
+        self._roots = self._passed_roots = 0  # exchanges whose root goes through `down`
+
+    @classmethod
+    def allocate(cls, transport: Transport) -> HostMemory | None:
+        """Allocate the memory; return None if no ranks can share any, or there is no room.
+
+        Collective, and the result is None on all ranks or on none.
+        """
+        mpi, comm = transport.MPI, transport.comm
+        with watchdog.guard("shared memory", transport.timeout):
+            sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)
+            # the hosts of the launcher, because ranks of a host are numbered one after the other
+            of_host = sharing.Split(transport.hosts.index(transport.hosts[transport.rank]))
+            sharing.Free()
+            firsts = comm.allgather(of_host.allreduce(transport.rank, mpi.MIN))
+            hosts = [(first, first + firsts.count(first)) for first in dict.fromkeys(firsts)]
+            nbytes = queue_bytes(of_host.size) * min(len(hosts), 2)
+            is_possible = firsts == sorted(firsts) and len(hosts) < transport.size
+            is_possible = is_possible and free_shared_bytes(transport) >= nbytes + LINE
+            memory = None
+            if comm.allreduce(is_possible, mpi.LAND):
+                memory = cls(transport, hosts, *_window(mpi, of_host, nbytes))
+                of_host.Barrier()
+            of_host.Free()  # the window keeps what it needs
+        return memory
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a sum of this rank is not complete."""
+        return self.up.is_busy or self.down.is_busy
+
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether all ranks share this memory, so that sums need no messages."""
+        return len(self.hosts) == 1
+
+    @staticmethod
+    def supports(tree: Tree, combine: Combine, dtype: np.dtype) -> bool:
+        """Return whether sums of this kind can go through shared memory."""
+        return not tree.plain and (combine, dtype) in KINDS and _count_nodes(tree) <= MOST_NODES
+
+    def sum_over_all(
+        self,
+        tree: Tree,
+        pieces: Sequence[Piece],
+        combine: Combine,
+        out: np.ndarray,
+    ) -> HostSum:
+        """Return a sum over all ranks of the world, which share this memory."""
+        width = sum(size for size, _ in pieces)
+        plan = plan_of(tree, self._ranks, self.up.rank, width, KINDS[combine, out.dtype])
+        return HostSum(plan, pieces, out)
+
+    def exchange(
+        self, tag: int, tree: Tree, pieces: Sequence[Piece], combine: Combine, out: np.ndarray
+    ) -> Steps:
+        """Fold the nodes of all ranks as the generators of `exchange` do.
+
+        Parameters
+        ----------
+        tag : int
+            Tag of the messages between hosts.
+        tree : Tree
+            The reduction tree over the blocks.
+        pieces : sequence of Piece
+            This rank's nodes.
+        combine : callable
+            Function that combines two nodes.
+        out : ndarray, shape (width,)
+            The root; the generator returns it.
+        """
+        if not self.has_all_ranks:
+            return (yield from self._between_hosts(tag, tree, pieces, combine, out))
+        host_sum = self.sum_over_all(tree, pieces, combine, out)
+        self.up.start(host_sum)
+        if not host_sum.is_complete:
+            yield lambda: self._complete([host_sum])
+        return out
+
+    def _between_hosts(self, tag, tree, pieces, combine, out):
+        kind, rank, width = KINDS[combine, out.dtype], self.up.rank, len(out)
+        count = count_segments(self.hosts, out.nbytes, combine)
+        edges = [width * number // count for number in range(count + 1)]
+        runs = tuple((tree.runs[a][0], tree.runs[b - 1][1]) for a, b in self.hosts)
+        host_tree = Tree(tree.leaves, runs, self._host)
+        place, self._roots = self._roots, self._roots + 1
+        upward, downward, nodes = [], [], None
+        for number, (low, high) in enumerate(itertools.pairwise(edges)):
+            plan = plan_of(tree, self._ranks, rank, high - low, kind)
+            rows = len(host_tree.nodes[self._host]) if number == rank else 0
+            folded = np.empty((rows, high - low), out.dtype) if number == rank else None
+            nodes = folded if number == rank else nodes
+            upward.append(HostSum(plan, _columns(pieces, low, high), folded))
+            self.up.start(upward[-1])
+        if nodes is not None:
+            yield lambda: self._complete(upward[rank : rank + 1])
+            peers: Any = Peers(self._transport, [first + rank for first, _ in self.hosts])
+            algorithm = exchange.choose_algorithm(
+                host_tree, nodes.shape[1] * nodes.itemsize, combine
+            )
+            root = yield from algorithm(peers, tag, host_tree, nodes, combine)
+            out[edges[rank] : edges[rank + 1]] = root
+        yield lambda: self._passed_roots == place
+        self._passed_roots += 1
+        for number, (low, high) in enumerate(itertools.pairwise(edges)):
+            plan, part = broadcast_plan(number, rank, high - low, kind), out[low:high]
+            own_pieces = [(high - low, [part])] if number == rank else []
+            downward.append(HostSum(plan, own_pieces, None if number == rank else part))
+            self.down.start(downward[-1])
+        yield lambda: self._complete([*upward, *downward])
+        return out
+
+    def _complete(self, sums):
+        """Advance all sums; return whether some of them are complete."""
+        self.up.advance()
+        self.down.advance()
+        return all(host_sum.is_complete for host_sum in sums)
+
+    def close(self) -> None:
+        """Free the memory. Collective over the host, and all sums must be complete."""
+        self.leave()
+        if self.window is not None:
+            self.window.Free()
+
+    def leave(self) -> None:
+        """Use the memory no more, but keep it, because other ranks may."""
+        self.up.close()
+        self.down.close()
+
+
+class Peers:
+    """One rank of each host, as the transport of an exchange among hosts.
+
+    Parameters
+    ----------
+    transport : Transport
+        Sends the messages.
+    ranks : sequence of int
+        The rank of each host.
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        self._transport, self._ranks = transport, ranks
+        self.rank, self.size = ranks.index(transport.rank), len(ranks)
+
+    def isend(self, array: Any, dest: int, tag: int) -> Any:
+        """Start sending an array to the peer on a host; return the request."""
+        return self._transport.isend(array, self._ranks[dest], tag)
+
+    def irecv(self, array: Any, source: int, tag: int) -> Any:
+        """Start receiving an array from the peer on a host; return the request."""
+        return self._transport.irecv(array, self._ranks[source], tag)
+
+
+def _columns(pieces, low, high):
+    """Return the columns [low, high) of pieces that are side by side."""
+    part, start = [], 0
+    for size, nodes in pieces:
+        first, stop = max(low - start, 0), min(high - start, size)
+        if first < stop or high - low == 0:
+            part.append((max(stop - first, 0), [np.ravel(node)[first:stop] for node in nodes]))
+        start += size
+    return part
+
+
+def _window(mpi, comm, nbytes):
+    """Allocate a window of memory that the ranks of `comm` share; return the memory and it."""
+    window = mpi.Win.Allocate_shared(nbytes + LINE if comm.rank == 0 else 0, 1, comm=comm)
+    memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
+    start = -address_of(memory) % LINE  # the same on all ranks, because pages are aligned
+    memory = memory[start : start + nbytes]
+    # each rank touches a part, which is then allocated near its core
+    memory[nbytes * comm.rank // comm.size : nbytes * (comm.rank + 1) // comm.size] = 0
+    return memory, window

@@ -1,0 +1,121 @@
+"""Divide mini-batches into parts, which a training step computes one after the other.
+
+A part is a run of 2**k blocks of the mini-batch, which is a node of its reduction tree. Folding the
+sums of the parts therefore gives the bytes of a fold over all blocks. All ranks share each part, as
+they share a mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpidl.blocks import LANES, Batch, Blocked, Ranks, blocks_of, share
+
+
+@dataclass(frozen=True, eq=False)
+class PartedBatch:
+    """A mini-batch whose parts are divided among the ranks one by one.
+
+    A `Blocked` value with this batch has the blocks of this rank's share of the first part, then
+    those of the second part, and so on.
+
+    Parameters
+    ----------
+    count
+        Number of images in the mini-batch, on all ranks.
+    parts
+        The parts. A mean over the images of a part is their sum divided by `count`.
+    epoch, seed
+        As for `Batch`.
+    """
+
+    count: int
+    parts: tuple[Batch, ...]
+    epoch: int = 0
+    seed: int = 0
+
+    @cached_property
+    def indices(self) -> np.ndarray:
+        """Dataset indices of the samples of this rank, in the order of the blocks."""
+        return np.concatenate([part.indices for part in self.parts])
+
+    @cached_property
+    def blocks(self) -> int:
+        """Number of blocks that this rank holds."""
+        return sum(part.blocks for part in self.parts)
+
+    def valid(self, block: int) -> int:
+        """Return the number of images in a block of this rank; see `Batch.valid`."""
+        return min(LANES, len(self.indices) - block * LANES)
+
+
+def part_blocks(count: int, parts: int) -> int:
+    """Return the blocks per part: the smallest power of two that needs at most `parts` parts.
+
+    Parameters
+    ----------
+    count : int
+        Images in a full mini-batch.
+    parts : int
+        The largest number of parts.
+
+    Returns
+    -------
+    int
+        Number of blocks of 16 images. The last part of a mini-batch may be smaller.
+    """
+    return 1 << (-(-blocks_of(count) // parts) - 1).bit_length()
+
+
+def share_parts(
+    count: int, blocks: int, world: Ranks, indices: np.ndarray, **options: Any
+) -> PartedBatch:
+    """Divide a mini-batch into parts, and each part among the ranks of `world`.
+
+    Parameters
+    ----------
+    count : int
+        Number of images in the mini-batch.
+    blocks : int
+        Blocks per part, a power of two.
+    world : Ranks
+        The ranks that share each part.
+    indices : ndarray
+        Sample numbers of all images of the mini-batch, (count,).
+    **options
+        Further arguments of `blocks.share`.
+
+    Returns
+    -------
+    PartedBatch
+        The parts of this rank, some of them possibly empty.
+    """
+    parts = []
+    for first in range(0, max(count, 1), blocks * LANES):
+        of_part = indices[first : first + blocks * LANES]
+        parts.append(replace(share(len(of_part), world, indices=of_part, **options), total=count))
+    return PartedBatch(count, tuple(parts), parts[0].epoch, parts[0].seed)
+
+
+def parts_of(images: Blocked, targets: Blocked | None) -> Iterator[tuple[Blocked, Blocked | None]]:
+    """Yield (images, targets) of each part of a mini-batch, or the mini-batch if it has no parts.
+
+    Parameters
+    ----------
+    images, targets : Blocked
+        A mini-batch from a `MinibatchQueue`.
+    """
+    if not isinstance(images.batch, PartedBatch):
+        yield images, targets
+        return
+    first = 0
+    for part in images.batch.parts:
+        blocks = slice(first, first + part.blocks)
+        of_part = None if targets is None else Blocked(targets.lanes[blocks], part)
+        yield Blocked(images.lanes[blocks], part), of_part
+        first += part.blocks

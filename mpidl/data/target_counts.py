@@ -1,0 +1,88 @@
+"""Count the targets of a training set by their values, for weights of classes and labels."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+
+from mpidl.data.checks import read_targets
+from mpidl.data.datastore import Datastore
+
+CHUNK = 256  # images whose targets are read at a time
+
+# The counts of the datastores in use, so that a run reads all targets once.
+_counts: weakref.WeakKeyDictionary[Datastore, dict[tuple, np.ndarray]] = weakref.WeakKeyDictionary()
+
+
+def count_labels(datastore: Datastore, classes: int, world: Any = None) -> np.ndarray:
+    """Count the labels 0..classes-1 of all images and pixels. Collective.
+
+    Parameters
+    ----------
+    datastore : Datastore
+        Images with labels, or with whole numbers as targets.
+    classes : int
+        Number of classes K. Other labels are left out.
+    world : World, optional
+        The ranks that share the reading of targets; by default this rank reads all of them.
+
+    Returns
+    -------
+    ndarray of int64, shape (K,)
+        The counts, the same on all ranks.
+    """
+    if datastore.targets_shape is None:
+        return _bincount(np.asarray(datastore.labels), classes)
+    return _of_targets(datastore, ("labels", classes), world, lambda t: _bincount(t, classes))
+
+
+def count_positives(datastore: Datastore, labels: int, world: Any = None) -> np.ndarray:
+    """Count the negative and the positive targets of each label. Collective.
+
+    Parameters
+    ----------
+    datastore : Datastore
+        Images with targets 0 and 1 of shape (K,) or (K, ...), or with labels 0 and 1. Floats above
+        1/2 count as 1, and other integers are left out.
+    labels : int
+        Number of labels K.
+    world : World, optional
+        As for `count_labels`.
+
+    Returns
+    -------
+    ndarray of int64, shape (2, K)
+        The counts of 0 and of 1, the same on all ranks.
+    """
+    if datastore.targets_shape is None:
+        return _zeros_and_ones(np.asarray(datastore.labels), labels)
+    key = "positives", labels
+    return _of_targets(datastore, key, world, lambda targets: _zeros_and_ones(targets, labels))
+
+
+def _bincount(labels, classes):
+    valid = labels[(labels >= 0) & (labels < classes)]
+    return np.bincount(valid.ravel().astype(np.int64), minlength=classes)
+
+
+def _zeros_and_ones(targets, labels):
+    rows = targets.reshape(len(targets), labels, math.prod(targets.shape[1:]) // labels)
+    ones = rows > 0.5 if rows.dtype.kind == "f" else rows == 1
+    zeros = ~ones if rows.dtype.kind == "f" else rows == 0
+    return np.stack([zeros.sum(axis=(0, 2)), ones.sum(axis=(0, 2))])
+
+
+def _of_targets(datastore, key, world, count):
+    """Return the sum of count(targets) over all images."""
+    counts = _counts.setdefault(datastore, {})
+    if key not in counts:
+        rank, size = (0, 1) if world is None else (world.rank, world.size)
+        total = count(np.zeros((0, *datastore.targets_shape), datastore.targets_dtype))
+        for first in range(rank * CHUNK, len(datastore), size * CHUNK):
+            indices = np.arange(first, min(first + CHUNK, len(datastore)))
+            total += count(read_targets(datastore, indices))
+        counts[key] = total if world is None else world.gop("sum", total)
+    return counts[key]

@@ -1,0 +1,196 @@
+"""The binary cross-entropy of several labels per image, and the count of correct labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+
+from mpidl import backends
+from mpidl.autodiff.tape import Var, WithVjp, op, value_of
+from mpidl.backends.training_interface import PLAIN, BinaryRule
+from mpidl.blocks import Blocked
+from mpidl.fold import Partial
+from mpidl.ops import check
+from mpidl.ops.label_checks import check_bounds, squeezed
+
+__all__ = ["binary_correct_count", "sigmoid_cross_entropy"]
+
+PositiveWeights: TypeAlias = Sequence[float] | np.ndarray | None
+
+
+@op(blocks=True)
+def _cross_entropy(
+    logits: Blocked, targets: Blocked, *, rule: BinaryRule, ignore_label: int | None
+) -> WithVjp[Partial]:
+    lanes = _target_lanes("sigmoid_cross_entropy", targets, logits, ignore_label)
+    backend, batch = backends.of_value(logits), logits.batch
+    counts = batch.counts()
+    if ignore_label is None:
+        weight = batch.per_image * (1.0 / math.prod(logits.image_shape))
+    else:
+        count = backend.label_weight(lanes, counts, batch.tree, PLAIN, 2)
+        weight = backend.reciprocal(batch.world.gplus(count))
+    total = backend.binary_cross_entropy(logits.lanes, lanes, counts, batch.tree, rule)
+
+    def vjp(dy, needs):
+        scale = weight * float(dy)
+        d = backend.binary_cross_entropy_dlogits(logits.lanes, lanes, scale, counts, rule)
+        return logits.like(d), None
+
+    return total * weight, vjp
+
+
+@overload
+def sigmoid_cross_entropy(
+    logits: Blocked,
+    targets: Blocked,
+    *,
+    positive_weights: PositiveWeights = None,
+    ignore_label: int | None = None,
+    focal_gamma: float = 0.0,
+) -> Partial: ...
+@overload
+def sigmoid_cross_entropy(
+    logits: Var,
+    targets: Blocked | Var,
+    *,
+    positive_weights: PositiveWeights = None,
+    ignore_label: int | None = None,
+    focal_gamma: float = 0.0,
+) -> Var: ...
+def sigmoid_cross_entropy(
+    logits: Any,
+    targets: Any,
+    *,
+    positive_weights: PositiveWeights = None,
+    ignore_label: int | None = None,
+    focal_gamma: float = 0.0,
+) -> Partial | Var:
+    """Return the mean binary cross-entropy of independent labels, given their scores.
+
+    With p = sigmoid(logits), the mean of -t log p - (1 - t) log(1 - p) is over all labels and
+    pixels of all images of the global mini-batch. It is computed from the logits, so that it is
+    exact for large ones.
+
+    Parameters
+    ----------
+    logits
+        Scores before the sigmoid, (N, K) or (N, K, ...).
+    targets
+        Integers 0 and 1, or floats from 0 to 1, in the shape of the scores. Dimensions of size 1
+        are ignored, so (N,) matches (N, 1).
+    positive_weights
+        A factor of the first term for each label, (K,). The mean is not weighted.
+    ignore_label
+        An integer target that is left out of the mean, such as -1 for unknown labels.
+    focal_gamma
+        Exponent of the focal loss: the terms are multiplied by (1 - p)**focal_gamma and by
+        p**focal_gamma.
+
+    Returns
+    -------
+    Partial
+        The mean, a float64 scalar; 0 if all targets are ignored.
+
+    Raises
+    ------
+    TypeError
+        If the targets are not values per image, or if ignore_label is given for floats.
+    ValueError
+        If the shapes differ, if an integer is neither 0 nor 1 and is not ignored, or if an argument
+        is out of range.
+
+    Notes
+    -----
+    The formula is that of PyTorch's `binary_cross_entropy_with_logits` with its `pos_weight`. Focal
+    loss: Lin et al., "Focal loss for dense object detection", 2017, equation 5, where alpha
+    corresponds to positive weights.
+    """
+    name, scores = "sigmoid_cross_entropy", value_of(logits)
+    check.images(name, scores)
+    if len(scores.shape) < 2:
+        raise ValueError(f"{name}: expected scores (N, K) or (N, K, ...), got {scores.shape}")
+    weights, classes = None, scores.shape[1]
+    if positive_weights is not None:
+        weights = np.array(positive_weights, np.float64)
+        if weights.shape != (classes,) or not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError(
+                f"{name}: positive_weights: expected {classes} numbers >= 0, one per label, got "
+                f"{np.array2string(weights, threshold=10)}"
+            )
+    if not 0 <= focal_gamma < math.inf:
+        raise ValueError(f"{name}: focal_gamma must be a number >= 0, got {focal_gamma}")
+    rule = BinaryRule(weights, float(focal_gamma))
+    return _cross_entropy(logits, targets, rule=rule, ignore_label=ignore_label)
+
+
+def binary_correct_count(
+    logits: Blocked | Var, targets: Blocked, *, ignore_label: int | None = None
+) -> Partial:
+    """Count the labels, or pixels, that the sign of the score predicts.
+
+    A label is predicted if its score is above 0, which is a probability above 1/2.
+
+    Parameters
+    ----------
+    logits
+        Scores before the sigmoid, (N, K) or (N, K, ...).
+    targets
+        Integers 0 and 1, or floats, which are 1 if they are above 1/2, in the shape of the scores.
+    ignore_label
+        An integer target that does not count.
+
+    Returns
+    -------
+    Partial
+        The count, a float64 scalar.
+    """
+    scores: Blocked = value_of(logits)
+    lanes = _target_lanes("binary_correct_count", targets, scores, ignore_label)
+    backend, batch = backends.of_value(scores), scores.batch
+    return backend.binary_correct_count(scores.lanes, lanes, batch.counts(), batch.tree)
+
+
+def binary_label_count(
+    logits: Blocked | Var, targets: Blocked, *, ignore_label: int | None = None
+) -> Partial:
+    """Count the integer targets 0 and 1.
+
+    Parameters
+    ----------
+    logits
+        Scores before the sigmoid, (N, K) or (N, K, ...).
+    targets
+        Integers in the shape of the scores.
+    ignore_label
+        A target that does not count.
+
+    Returns
+    -------
+    Partial
+        The count, a float64 scalar.
+    """
+    scores: Blocked = value_of(logits)
+    lanes = _target_lanes("binary_label_count", targets, scores, ignore_label)
+    backend, batch = backends.of_value(scores), scores.batch
+    return backend.label_weight(lanes, batch.counts(), batch.tree, PLAIN, 2)
+
+
+def _target_lanes(name, targets, scores, ignore_label):
+    """Check targets against scores, and return their lanes in the shape of those of the scores."""
+    targets = value_of(targets)
+    check.images(f"{name}: targets", targets)
+    fits = squeezed(targets.shape[1:]) == squeezed(scores.shape[1:])
+    if not fits or targets.shape[0] != scores.shape[0]:
+        raise ValueError(f"{name}: expected targets of shape {scores.shape}, got {targets.shape}")
+    lanes = targets.lanes.reshape(scores.lanes.shape)
+    if targets.dtype.kind in "iu":
+        if ignore_label in (0, 1):
+            raise ValueError(f"{name}: ignore_label must not be 0 or 1, got {ignore_label}")
+        check_bounds(name, targets.lanes, lanes, 2, ignore_label)
+    elif ignore_label is not None:
+        raise TypeError(f"{name}: expected integer targets with ignore_label, got {targets.dtype}")
+    return lanes

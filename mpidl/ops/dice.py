@@ -1,0 +1,134 @@
+"""The Dice loss of segmentation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from mpidl import backends
+from mpidl.autodiff.tape import Var, WithVjp, op, value_of
+from mpidl.backends.training_interface import DiceRule
+from mpidl.blocks import Blocked
+from mpidl.fold import Partial
+from mpidl.ops.label_checks import check_scores, label_lanes
+
+__all__ = ["dice_loss"]
+
+
+@op(blocks=True)
+def _dice(
+    scores: Blocked, labels: Blocked, *, rule: DiceRule, ignore_label: int | None
+) -> WithVjp[Partial]:
+    classes = max(scores.shape[1], 2)
+    lanes = label_lanes("dice_loss", labels, scores, ignore_label, classes)
+    backend, batch, x = backends.of_value(scores), scores.batch, scores.lanes
+    counts, is_single = batch.counts(), scores.shape[1] == 1
+    if is_single:
+        y = backend.sigmoid(x)
+        p = y.astype(np.float64)
+    else:
+        p = backend.softmax(x)
+    total, slopes = backend.dice(p, lanes, counts, batch.tree, rule)
+
+    def vjp(dy, needs):
+        d = backend.dice_dp(p, lanes, slopes, batch.per_image * float(dy), counts)
+        d = backend.sigmoid_dx(d, y) if is_single else backend.softmax_dx(d, p)
+        return scores.like(d if d.dtype == x.dtype else d.astype(x.dtype)), None
+
+    return total * batch.per_image, vjp
+
+
+@overload
+def dice_loss(
+    scores: Blocked,
+    labels: Blocked,
+    *,
+    class_weights: Sequence[float] | np.ndarray | None = None,
+    smooth: float = 1.0,
+    ignore_label: int | None = None,
+    generalized: bool = False,
+) -> Partial: ...
+@overload
+def dice_loss(
+    scores: Var,
+    labels: Blocked | Var,
+    *,
+    class_weights: Sequence[float] | np.ndarray | None = None,
+    smooth: float = 1.0,
+    ignore_label: int | None = None,
+    generalized: bool = False,
+) -> Var: ...
+def dice_loss(
+    scores: Any,
+    labels: Any,
+    *,
+    class_weights: Sequence[float] | np.ndarray | None = None,
+    smooth: float = 1.0,
+    ignore_label: int | None = None,
+    generalized: bool = False,
+) -> Partial | Var:
+    """Return the mean over the images of 1 minus the soft Dice similarity with the labels.
+
+    For a class, let p be its probability in a pixel, and g be 1 if the pixel has the class, else 0.
+    The similarity of the class is (2 sum p g + s) / (sum p**2 + sum g + s), with sums over the
+    pixels of an image and the smoothing s. The loss of an image is the mean over the classes.
+
+    Parameters
+    ----------
+    scores
+        Scores before the softmax, (N, K, ...), or before the sigmoid of a single output, (N, 1,
+        ...).
+    labels
+        Integers from 0 to K-1, (N, ...). For a single output, 1 is the foreground, and 0 is the
+        background.
+    class_weights
+        A weight per class, (K,), in the mean over the classes, such as 0 for the background.
+    smooth
+        Number of pixels s, at least 0. With 0, a class that an image lacks has the similarity 0.
+    ignore_label
+        A label that is left out of the sums, such as 255 for unlabelled pixels.
+    generalized
+        Whether the sums of all classes are added up before the division, weighted by the inverse
+        square of the number of pixels of the class.
+
+    Returns
+    -------
+    Partial
+        The mean, a float64 scalar.
+
+    Raises
+    ------
+    ValueError
+        If a label is outside the classes and is not ignored, or if an argument is out of range.
+
+    Notes
+    -----
+    Milletari et al., "V-Net: fully convolutional neural networks for volumetric medical image
+    segmentation", 2016, equation 3, with smoothing and the mean over classes. Generalized: Sudre et
+    al., "Generalised Dice overlap as a deep learning loss function", 2017, with p**2 in the
+    denominator as in MATLAB's `generalizedDice`; a class without pixels has the weight of one
+    pixel.
+    """
+    value: Blocked = value_of(scores)
+    check_scores("dice_loss", value)
+    weights, classes = None, value.shape[1]
+    if class_weights is not None:
+        weights = np.array(class_weights, np.float64)
+        valid = np.isfinite(weights) & (weights >= 0)
+        if weights.shape != (classes,) or not valid.all() or not weights.any():
+            raise ValueError(
+                f"dice_loss: class_weights: expected {classes} numbers >= 0, one per class, got "
+                f"{np.array2string(weights, threshold=10)}"
+            )
+    if not 0 <= smooth < math.inf:
+        raise ValueError(f"dice_loss: smooth must be a number >= 0, got {smooth}")
+    if ignore_label is not None and 0 <= ignore_label < max(classes, 2):
+        raise ValueError(
+            f"dice_loss: ignore_label must be outside 0..{max(classes, 2) - 1}, the classes of the "
+            f"scores, got {ignore_label}"
+        )
+    rule = DiceRule(weights, float(smooth), bool(generalized))
+    return _dice(scores, labels, rule=rule, ignore_label=ignore_label)

@@ -1,0 +1,85 @@
+"""Accumulate the gradients of the parts of a mini-batch, to the bytes of one computation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidl.blocks import Blocked
+from mpidl.cross_entropy_loss import CrossEntropy
+from mpidl.data.parts import PartedBatch, parts_of
+from mpidl.errors import UserError
+from mpidl.fold import Counter, Tree
+from mpidl.nn import Network
+
+MEANS = ("crossentropy", "mse", "mae")  # losses that are means over the images
+
+
+def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, targets: Any) -> Any:
+    """Return what `gradient(net, images, targets)` returns, computed part by part. Collective.
+
+    Gradients and results are folded by a tree over the parts, whose leaves are nodes of the tree
+    over the blocks. Each part starts with the state of the network after the part before it, so the
+    statistics of batch normalization are those of a part.
+
+    Parameters
+    ----------
+    gradient : callable
+        A function that `value_and_grad` returned with `reduce=world`.
+    net : Network
+        The network, which is not changed.
+    images, targets : Blocked
+        A mini-batch with parts.
+
+    Returns
+    -------
+    value : tuple of ndarray
+        The results over the mini-batch.
+    gradients, state : dict
+        {name: array}: the gradients of the mini-batch, and the state after the last part.
+    """
+    assert isinstance(images.batch, PartedBatch)
+    count, sums, net = len(images.batch.parts), {}, copy.copy(net)
+    tree = Tree(count, ((0, count),), 0)
+    for part in parts_of(images, targets):
+        value, gradients, net.state = gradient(net, *part)
+        results = {i: np.array(number) for i, number in enumerate(value)}
+        for name, array in (results | gradients).items():
+            sums.setdefault(name, Counter(tree)).push(array)
+        del part, gradients  # free the memory for the next part
+    totals = {name: counter.values[0] for name, counter in sums.items()}
+    value = tuple(totals.pop(i) for i in range(len(value)))
+    return value, totals, net.state
+
+
+def check(options: Any, loss: Any, device: Any) -> None:
+    """Raise UserError if a run cannot accumulate gradients as its options require.
+
+    Parameters
+    ----------
+    options : TrainingOptions
+        The options of the run.
+    loss : str or function
+        The loss, as `TrainingOptions.loss_for` returns it.
+    device : CudaDevice or None
+        The GPU of this rank.
+    """
+    if options.accumulate == 1:
+        return
+    flag, problem = f"--accumulate {options.accumulate}", None
+    if device is not None:
+        problem = "on GPUs a step is recorded for the whole mini-batch; use --device cpu"
+    elif options.sampling == "partition":
+        problem = "--sampling partition divides whole mini-batches among the ranks"
+    elif getattr(loss, "class_weights", None) is not None:
+        problem = "--class-weights divides by a sum over the whole mini-batch"
+    elif getattr(loss, "ignore_label", None) is not None:
+        problem = "--ignore-label divides by a sum over the whole mini-batch"
+    elif loss not in MEANS and not isinstance(loss, CrossEntropy):
+        name = getattr(loss, "__name__", loss)
+        problem = f"expected the loss {', '.join(MEANS)}, found {name}"
+    if problem:
+        raise UserError(f"{flag}: {problem}")

@@ -1,0 +1,351 @@
+"""Sums in shared memory: simulated ranks in one process, threads, and the ranks of this session."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from cpu_builds import needs_kernels
+from test_exchange import leaves_of, partial_of, tree_sum, trees_of, wide
+
+from mpidl import fold
+from mpidl.backends.cpu import builds
+from mpidl.blocks import LANES, share
+from mpidl.comm import World, exchange, host_memory, messaging
+from mpidl.comm.host_memory import KINDS, HostMemory, HostSum, SumQueue
+from mpidl.comm.reducer import Reducer
+from mpidl.fold import Counter
+
+pytestmark = needs_kernels
+FLOATS, DOUBLES = np.dtype("f4"), np.dtype("f8")
+SUM, MOMENTS = (fold.add, np.add), (fold.merge_moments, fold.merge_moments)
+
+
+def queues_of(ranks):
+    """Return a queue for each of several ranks that share memory in this process."""
+    nbytes = host_memory.queue_bytes(ranks)
+    memory = np.zeros(nbytes + host_memory.LINE, np.uint8)
+    start = -host_memory.address_of(memory) % host_memory.LINE
+    memory = memory[start : start + nbytes]
+    return [SumQueue(memory, rank, ranks, patience=0) for rank in range(ranks)]
+
+
+def moments(name, blocks, channels):
+    """Return moments of all blocks, some of which have no images."""
+    values = wide(name, blocks, 1 + 2 * channels).astype("f8")
+    values[:, 0] = np.arange(blocks) % 3
+    return np.abs(values)
+
+
+class Job:
+    """A sum over all blocks, for each of several ranks."""
+
+    def __init__(self, values, operations=SUM):
+        self.values, (self.combine, oracle) = values, operations
+        self.expected = tree_sum(values, 0, len(values), oracle).tobytes()
+
+    def pieces(self, tree):
+        """Return a rank's nodes in two pieces, and an array for the root."""
+        counter = Counter(tree, self.combine)
+        for block in range(*tree.run):
+            counter.push(self.values[block].copy())
+        width = self.values.shape[1]
+        cut = width // 3 if self.combine is fold.add else width
+        pieces = [(cut, [node[:cut].copy() for node in counter.values])]
+        pieces += [(width - cut, [node[cut:].copy() for node in counter.values])]
+        return pieces, np.full(width, np.nan, self.values.dtype)
+
+    def of_rank(self, tree):
+        """Return a rank's HostSum if all ranks share memory, and the array for its root."""
+        pieces, root = self.pieces(tree)
+        kind = KINDS[self.combine, root.dtype]
+        plan = host_memory.plan_of(tree, (0, len(tree.runs)), tree.rank, len(root), kind)
+        return HostSum(plan, pieces, root), root
+
+
+def run(jobs, trees, queues, seed):
+    """Run sums on ranks whose order is drawn; return the roots of each rank."""
+    draw = random.Random(seed)
+    started = [[] for _ in trees]
+    pending = set(range(len(trees)))
+    while pending:
+        rank = draw.choice(sorted(pending))
+        sums = started[rank]
+        if len(sums) < len(jobs) and draw.random() < 0.5:
+            sums.append(jobs[len(sums)].of_rank(trees[rank]))
+            queues[rank].start(sums[-1][0])
+        queues[rank].advance()
+        if len(sums) == len(jobs) and not queues[rank].is_busy:
+            assert all(host_sum.is_complete for host_sum, _ in sums)
+            pending.discard(rank)
+    return [[root for _, root in sums] for sums in started]
+
+
+def assert_sums(jobs, roots):
+    for of_rank in roots:
+        for number, (job, root) in enumerate(zip(jobs, of_rank, strict=True)):
+            assert root.tobytes() == job.expected, f"sum {number}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
+def test_all_ranks_get_the_sum_that_the_tree_defines(ranks):
+    """Sums of one value, of none, of several chunks, and of more chunks than slots, in between."""
+    for blocks, layout in ((1, "equal"), (ranks, "equal"), (13, "equal"), (29, "one has most")):
+        large = 700_000 // blocks
+        jobs = [
+            Job(wide(1, blocks, 1)),
+            Job(wide(2, blocks, 0)),
+            Job(moments(3, blocks, 20), MOMENTS),
+            Job(wide(4, blocks, 40_000 // blocks)),
+            Job(wide(5, blocks, 41).astype("f8")),
+            Job(moments(6, blocks, 9000 // blocks), MOMENTS),
+            Job(wide(7, blocks, large) if ranks == 3 else wide(7, blocks, 5)),
+            Job(wide(8, blocks, 3)),
+        ]
+        trees = trees_of(blocks, ranks, layout)
+        assert_sums(jobs, run(jobs, trees, queues_of(ranks), seed=blocks))
+
+
+def test_small_sums_are_folded_by_every_rank_and_large_ones_in_segments():
+    plans = [
+        host_memory.plan_of(trees_of(8, 4, "equal")[1], (0, 4), 1, width, host_memory.FLOATS)
+        for width in (82, 8192, 8193, 10**6)
+    ]
+    assert [int(plan[5]) for plan in plans] == [1, 1, 0, 0]
+    assert int(plans[3][3]) * host_memory.SLOT_BYTES >= 4 * 10**6  # chunks fit into slots
+
+
+def test_another_order_of_additions_gives_other_bytes():
+    """Negative control: the sum from left to right differs from that of the tree."""
+    job, trees = Job(wide(1, 13, 1000)), trees_of(13, 3, "equal")
+    plain = fold.Tree(13, trees[0].runs, 0, plain=True)
+    joins_of = host_memory._joins_of
+    host_memory.plan_of.cache_clear()
+    try:
+        host_memory._joins_of = lambda tree, ranges: joins_of(plain, ranges)
+        (root,), *_ = run([job], trees, queues_of(3), seed=1)
+    finally:
+        host_memory._joins_of = joins_of
+        host_memory.plan_of.cache_clear()
+    np.testing.assert_allclose(root, np.sum(job.values, 0, "f8"), rtol=1e-3, atol=1e-2)
+    assert root.tobytes() != job.expected
+
+
+def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
+    """Rank 0 gets as far ahead as there are slots, although rank 1 never takes anything."""
+    trees, queues = trees_of(2, 2, "equal"), queues_of(2)
+    jobs = [Job(wide(n, 2, 6)) for n in range(host_memory.SLOTS + 3)]
+    first_sums = [job.of_rank(trees[0]) for job in jobs]
+    for host_sum, _ in first_sums:
+        queues[0].start(host_sum)
+        queues[0].advance()
+    placed = queues[0].words[7]
+    assert placed == host_memory.SLOTS and not any(s.is_complete for s, _ in first_sums)
+    second_sums = [job.of_rank(trees[1]) for job in jobs]
+    for host_sum, _ in second_sums:
+        queues[1].start(host_sum)
+    for _ in jobs:
+        for queue in queues:
+            queue.advance()
+    assert_sums(jobs, [[root for _, root in sums] for sums in (first_sums, second_sums)])
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_run_at_the_same_time():
+    """Threads, because they share memory as ranks do, and kernels run without Python's lock."""
+    ranks, blocks = 3, 7
+    trees, queues = trees_of(blocks, ranks, "equal"), queues_of(ranks)
+    jobs = [Job(wide(n, blocks, 1 + 4000 * (n % 5))) for n in range(40)]
+    sums = [[job.of_rank(tree) for job in jobs] for tree in trees]
+    barrier = threading.Barrier(ranks)
+
+    def work(rank):
+        barrier.wait()
+        for host_sum, _ in sums[rank]:
+            queues[rank].start(host_sum)
+        while queues[rank].is_busy:
+            builds.kernels().sums_wait(queues[rank].words, sums[rank][-1][0].words)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_sums(jobs, [[root for _, root in of_rank] for of_rank in sums])
+
+
+class Mailbox:
+    """A transport of simulated ranks: messages lie here until they are received."""
+
+    def __init__(self, rank, size, letters):
+        self.rank, self.size, self.letters = rank, size, letters
+        self.oversubscribed = True
+
+    def isend(self, array, dest, tag):
+        self.letters.setdefault((self.rank, dest, tag), []).append(array.copy())
+        return None
+
+    def irecv(self, array, source, tag):
+        return (source, self.rank, tag), array
+
+    def receive(self, requests):
+        """Receive the messages of all requests if all of them were sent; return whether so."""
+        receives = [request for request in requests if request is not None]
+        if not all(self.letters.get(key) for key, _ in receives):
+            return False
+        for key, array in receives:
+            array[...] = self.letters[key].pop(0).reshape(array.shape)
+        return True
+
+
+def memories_of(sizes):
+    """Return the HostMemory of each simulated rank, given the number of ranks of each host."""
+    stops, letters, memories = np.cumsum(sizes).tolist(), {}, []
+    hosts = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    for first, stop in hosts:
+        up, down = (queues_of(stop - first)[0]._memory for _ in range(2))
+        for rank in range(first, stop):
+            memory = HostMemory(Mailbox(rank, stops[-1], letters), hosts, up, None)
+            memory.down = SumQueue(down, rank - first, stop - first, patience=0)
+            memories.append(memory)
+    return memories
+
+
+def exchange_all(jobs, trees, memories, draw):
+    """Run all sums at once, on ranks whose order is drawn; return the roots of each rank."""
+    pending, roots = [], [[None] * len(jobs) for _ in memories]
+
+    def advance(rank, number, steps):
+        try:
+            pending.append((rank, number, steps, next(steps)))
+        except StopIteration as end:
+            roots[rank][number] = end.value
+
+    for rank in draw.sample(range(len(trees)), len(trees)):
+        for number, job in enumerate(jobs):
+            pieces, root = job.pieces(trees[rank])
+            arguments = number, trees[rank], pieces, job.combine, root
+            advance(rank, number, memories[rank].exchange(*arguments))
+    while pending:
+        *entry, requests = pending.pop(draw.randrange(len(pending)))
+        receive = memories[entry[0]]._transport.receive
+        if requests() if callable(requests) else receive(requests):
+            advance(*entry)
+        else:
+            pending.append((*entry, requests))
+    return roots
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 2, 4), (4, 4), (2, 3, 2), (5,)])
+def test_hosts_exchange_messages_and_their_ranks_share_memory(sizes):
+    ranks = sum(sizes)
+    for blocks, layout in ((1, "equal"), (13, "equal"), (2 * ranks, "rising")):
+        trees, memories = trees_of(blocks, ranks, layout), memories_of(sizes)
+        jobs = [
+            Job(wide(1, blocks, 70_000)),
+            Job(moments(2, blocks, 20), MOMENTS),
+            Job(wide(3, blocks, 0)),
+            Job(wide(4, blocks, 40_000)),
+            Job(wide(5, blocks, 9)),
+        ]
+        assert_sums(jobs, exchange_all(jobs, trees, memories, random.Random(blocks)))
+        count = host_memory.count_segments(memories[0].hosts, 280_000, fold.add)
+        assert count == min(4, *sizes)
+
+
+# The ranks of this session
+
+HOSTS = {
+    "one host": lambda rank: "a",
+    "one rank alone": lambda rank: "a" if rank == 0 else "b",
+    "two ranks per host": lambda rank: "abcdefgh"[rank // 2],
+}
+
+
+def world_on(hosts):
+    """Return a World whose ranks believe that they are on certain hosts."""
+    world = World(timeout=60)
+    world.transport.hosts = [HOSTS[hosts](rank) for rank in range(world.size)]
+    return world
+
+
+def push_all(reducer, batch, leaves):
+    for i, values in enumerate(leaves):
+        reducer.push(f"w{i}", partial_of(batch, values))
+        reducer.progress()
+
+
+def expected_of(leaves):
+    return [tree_sum(values, 0, len(values)).tobytes() for values in leaves]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("blocks", [1, 2, 8, 13])
+def test_many_sums_at_once(world, blocks, hosts):
+    count, shapes = blocks * LANES - 3, [(9,), (600, 90), (), (40, 25), (128, 64), (3,)]
+    ranks = world_on(hosts)
+    batch = share(count, ranks)
+    leaves = [leaves_of(count, i, shape) for i, shape in enumerate(shapes)]
+    reducer = Reducer(ranks, 4000)
+    push_all(reducer, batch, leaves)
+    statistics = moments(1, blocks, 20)
+    counter = Counter(batch.tree, fold.merge_moments)
+    for block in range(*batch.tree.run):
+        counter.push(statistics[block].copy())
+    total = ranks.gplus(counter.partial((41,), DOUBLES))
+    assert total.tobytes() == tree_sum(statistics, 0, blocks, fold.merge_moments).tobytes()
+    sums = reducer.finish()
+    assert [sums[f"w{i}"].tobytes() for i in range(len(shapes))] == expected_of(leaves)
+    memory, sizes = ranks.host_memory(), np.unique(ranks.transport.hosts, return_counts=True)[1]
+    assert not ranks.is_exchanging
+    if max(sizes) == 1:
+        assert memory is None
+    else:
+        assert [stop - first for first, stop in memory.hosts] == sizes.tolist()
+        assert memory.has_all_ranks == (len(sizes) == 1)
+    ranks.close()
+
+
+def test_two_worlds_at_once(world):
+    worlds, count = [World(timeout=60), World(timeout=60)], 9 * LANES
+    leaves = [leaves_of(count, i, (300 + i, 70)) for i in range(4)]
+    reducers = [Reducer(member, 1000) for member in worlds]
+    for i, values in enumerate(leaves):
+        for member, reducer in zip(worlds, reducers, strict=True):
+            reducer.push(f"w{i}", partial_of(share(count, member), values))
+    for reducer in reversed(reducers):
+        sums = reducer.finish()
+        assert [sums[f"w{i}"].tobytes() for i in range(4)] == expected_of(leaves)
+    for member in worlds:
+        member.close()
+
+
+def test_without_room_the_ranks_send_messages(world, monkeypatch):
+    """One host with too little room is enough; the bytes are the same."""
+    free_bytes = 0 if world.rank == world.size - 1 else 1 << 40
+    monkeypatch.setattr(host_memory, "free_shared_bytes", lambda transport: free_bytes)
+    ranks, count = World(timeout=60), 13 * LANES
+    algorithms = []
+
+    def choose(*arguments):
+        algorithms.append(exchange.choose_algorithm(*arguments))
+        return algorithms[-1]
+
+    monkeypatch.setattr(messaging, "choose_algorithm", choose)
+    leaves = leaves_of(count, 1, (500,))
+    total = ranks.gplus(partial_of(share(count, ranks), leaves))
+    assert total.tobytes() == tree_sum(leaves, 0, 13).tobytes()
+    assert ranks.host_memory() is None and len(algorithms) == (world.size > 1)
+    ranks.close()
+
+
+def test_a_late_rank_is_waited_for(world):
+    """The others wait in the library at first, and then in `Transport.wait_until`."""
+    count = 5 * LANES
+    leaves = leaves_of(count, 1, (20,))
+    for late in range(world.size):
+        partial = partial_of(share(count, world), leaves)
+        if world.rank == late:
+            time.sleep(0.02)
+        assert world.gplus(partial).tobytes() == tree_sum(leaves, 0, 5).tobytes()
