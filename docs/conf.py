@@ -1,7 +1,7 @@
 """Configuration of Sphinx for the documentation site, which `run/site` builds.
 
 The source folder is the checkout, so links between pages work on the site as in the repository:
-`../ARCHITECTURE.md` is a page, and a file that is no page becomes a download.
+`../ARCHITECTURE.md` is a page, and a file that is not a page becomes a download.
 """
 
 import sys

@@ -3,7 +3,7 @@
     python docs/pictures_monitor.py
 
 This needs mpirun, Bokeh, selenium, Chromium and its driver, and a machine that does nothing else.
-The run takes place on a host with the name NAME, in a namespace of its own.
+The run takes place in a separate namespace, on a host with the name NAME.
 """
 
 import io

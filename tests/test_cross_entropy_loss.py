@@ -81,7 +81,7 @@ def test_options_are_the_loss_of_python(world):
 
 
 def test_ignored_pixels_do_not_count(world):
-    """Training does not read what ignored pixels show; the accuracy is that of the others."""
+    """Ignored pixels do not affect training, nor the accuracy."""
     store, net = labelled_pixels(), to_pixels()
     labels = store.targets(np.arange(len(store)))
     trained(world, net, store, ignore_label=IGNORED, validation=store)

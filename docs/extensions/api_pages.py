@@ -212,7 +212,7 @@ def write(app):
 
 
 def escape_stars(app, what, name, target, options, lines):
-    """Escape stars and bars outside of back quotes: `(n, *shape)` is no emphasis."""
+    """Escape stars and bars outside of back quotes: `(n, *shape)` is not emphasis."""
     for i, line in enumerate(lines):
         if not re.match(r"\*{1,2}\w+( :|$)", line):  # numpydoc escapes the names of parameters
             parts = re.split(r"(`[^`]*`)", line)

@@ -9,7 +9,7 @@
 
 enum { CHUNK = 1 << 14 };             /* floats per tile */
 enum { EACH, ALL, NUMBERS };          /* method: what the threshold limits */
-enum { LARS, LAMB };                  /* method: what a trust ratio divides by */
+enum { LARS, LAMB };                  /* method: the divisor of a trust ratio */
 
 struct parameter { /* int64_t[4] in Python */
     int64_t weight, gradient, clipped; /* addresses */
@@ -75,7 +75,7 @@ static void square_tile(void *argument, int64_t tile, float *own) {
     job->sums[tile] = squares(to, part.count);
 }
 
-/* Store the sums of the squares of the weights and of what the ratio divides by. */
+/* Store the sums of squares for the ratio: of the weights, and of its divisor. */
 static void trust_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct part part = part_of(job, tile);

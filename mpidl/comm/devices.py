@@ -182,7 +182,8 @@ def slurm_gpus(
         numbers = []
     if numbers:
         listed = tuple(gpu for gpu in gpus if gpu.index in numbers)
-        # If the list is no proper subset, a cgroup hides GPUs, and CUDA renumbers the visible ones.
+        # If the list is not a proper subset, a cgroup hides GPUs, and CUDA renumbers the visible
+        # ones.
         is_subset = len(numbers) < len(gpus) and len(listed) == len(numbers)
         return (listed if is_subset else gpus), ""
     count = environ.get("SLURM_GPUS_ON_NODE", "")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 VARIABLE = "MPIDL_JOB_TOKEN"
 START_VARIABLE = "MPIDL_JOB_START"  # the number of the start, from 1
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 1.0  # time between two looks for the children of the launcher
+LOOK_SECONDS = 1.0  # time between two checks for children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child process
-SUSPENDED_SECONDS = 5.0  # if more time passes between two looks, all processes were suspended
+SUSPENDED_SECONDS = 5.0  # if more time passes between two checks, all processes were suspended
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
 TAIL_LINES = 400
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)

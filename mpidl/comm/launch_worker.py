@@ -30,7 +30,7 @@ from mpidl.report.progress import notebook
 MAIN = "__mp_main__"  # name of a main program that is run again, as in multiprocessing
 LOCK_FILE = "locked"  # the launching process locks this file until it ends
 INTERRUPT_FILE = "interrupted"  # the launching process creates this file to interrupt rank 0
-INTERRUPT_SECONDS = 0.1  # time between two looks for that file
+INTERRUPT_SECONDS = 0.1  # time between two checks for that file
 FAILED_WAIT = 20.0  # seconds until a failed rank exits, unless the launching process ends it first
 
 

@@ -105,7 +105,7 @@ class RollCall:
         operation : str
             The operation for which this rank waits.
         problem : str
-            What is wrong with it.
+            Description of the failure.
         """
         transport = self.transport
         other_ranks = [rank for rank in range(transport.size) if rank != transport.rank]

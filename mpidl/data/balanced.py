@@ -2,7 +2,7 @@
 
 For n images in K classes that have images, an epoch draws m = ceil(n / K) images of each class. A
 class with more than m images gives m different ones. A class with n_c < m images gives each of them
-m // n_c times, and m % n_c of them once more. Other images are drawn in each epoch.
+m // n_c times, and m % n_c of them once more. Each epoch draws anew which images these are.
 
 The first draw of image i has the sample number i, the next ones n + i, 2n + i and so on. Random
 numbers per image, such as those of the augmentation, depend on the sample number, so the copies of
@@ -57,7 +57,7 @@ def draw(labels: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """
     total, classes = len(labels), np.unique(labels)
     per_class = -(-total // len(classes))
-    most_copies = max(1, MAX_SAMPLE // total)  # more copies begin again with the first number
+    most_copies = max(1, MAX_SAMPLE // total)  # further copies start again at the first number
     samples = []
     for label in classes:
         (members,) = np.nonzero(labels == label)

@@ -72,7 +72,7 @@ def parse_class_names(value: object, source: str) -> list[str]:
     Raises
     ------
     UserError
-        The value is no list of strings or bytes, or a name occurs twice.
+        The value is not a list of strings or bytes, or a name occurs twice.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Select the images of the parts of a split, and those of the folds of a cross-validation."""
+"""Select the images of each part of a split and of each fold of a cross-validation."""
 
 from __future__ import annotations
 

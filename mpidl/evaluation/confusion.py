@@ -214,7 +214,7 @@ def confusion_matrix(
 
 
 def is_small(classes: int) -> bool:
-    """Return whether a run counts the confusions of so many classes."""
+    """Return whether a run counts the confusions of this many classes."""
     return classes <= LARGEST
 
 

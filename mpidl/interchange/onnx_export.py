@@ -2,7 +2,7 @@
 
 The graph computes the network's output in prediction, for any number of images. Arrays in the file
 have the names of the network's learnables and state. The metadata describe the layers, so that
-`load_onnx` restores the same network if nobody has changed the graph.
+`load_onnx` restores the same network if the graph is unchanged.
 """
 
 from __future__ import annotations

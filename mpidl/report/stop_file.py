@@ -52,7 +52,7 @@ def request(folder: str | os.PathLike[str], moment: str) -> None:
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(descriptor, 0o644)  # whatever the umask: the run must be able to read it
+            os.fchmod(descriptor, 0o644)  # despite the umask: the run must be able to read it
         os.write(descriptor, f"{moment}\n".encode())
         os.close(descriptor)
         os.replace(part, os.path.join(folder, NAME))

@@ -18,7 +18,7 @@ from mpidl.training.progress import EpochSummary
 if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
-MOST_LINES = 5  # number of images that get a message of their own
+MOST_LINES = 5  # number of images that are reported one by one
 HEADINGS = ["set", "image", "reason"]
 
 

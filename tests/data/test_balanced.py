@@ -34,7 +34,7 @@ def queue(world=None, batch_size=16, **options):
 def test_every_class_and_every_image_of_a_class_equally_often(epoch):
     samples = balanced.draw(LABELS, 5, epoch)
     assert len(samples) == balanced.epoch_length(LABELS) == 4 * PER_CLASS
-    assert len(set(samples)) == len(samples)  # each copy of an image has random numbers of its own
+    assert len(set(samples)) == len(samples)  # each copy of an image has its own random numbers
     images, copies = samples % 54, samples // 54
     assert np.bincount(LABELS[images], minlength=5).tolist() == [14, 14, 0, 14, 14]
     counts = np.bincount(images, minlength=54)

@@ -32,7 +32,7 @@ def test_each_image_validates_once(count):
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_mix_of_labels_is_that_of_scikit_learn(count):
-    """The same numbers of images of each label, in some order of the folds."""
+    """The folds have the same numbers of images per label as scikit-learn's, in another order."""
     selection = pytest.importorskip(
         "sklearn.model_selection", reason="scikit-learn is not installed"
     )

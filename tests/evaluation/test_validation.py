@@ -77,7 +77,7 @@ LAST = "Iteration: {}, Epoch: 2, Loss: , Images"
     ],
 )
 def test_each_validation_is_printed_once(world, frequency, limit, expected):
-    """A log has the line of a validation before that of the epoch that it ends."""
+    """In a log, the line of a validation at the end of an epoch precedes the line of the epoch."""
     options = {"epochs": 2, "batch_size": 40, "max_iterations": limit}
     options |= {"validation": HELD_OUT, "validation_frequency": frequency}
     console = Console(world.rank, stream=io.StringIO())

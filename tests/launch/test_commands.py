@@ -216,7 +216,7 @@ def test_info_as_json():
     reason="this process may use one core; binding two ranks needs two",
 )
 def test_info_of_bound_ranks():
-    """Ranks that the launcher binds have cores of their own, and no warning says otherwise."""
+    """Ranks that the launcher binds have separate cores, and no warning says otherwise."""
     words = ("-m", "mpidl.info", "--json")
     for env, is_bound in (({"HYDRA_BINDING": "none"}, False), ({"HYDRA_BINDING": "core"}, True)):
         env["PRTE_MCA_hwloc_default_binding_policy"] = env["HYDRA_BINDING"]

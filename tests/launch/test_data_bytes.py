@@ -1,4 +1,4 @@
-"""Options of the data give the same bytes on any ranks, threads and workers, also resumed."""
+"""Data options give the same bytes for all numbers of ranks, threads and workers, and resumed."""
 
 import jobs
 import pool
@@ -27,7 +27,7 @@ def hashes(data, folder, words, network=jobs.SMALL):
 
 
 def assert_other_weights(data, folder, words, expected):
-    """Negative control: without the option, the weights are others."""
+    """Negative control: without the option, the weights differ."""
     out = folder / "control"
     jobs.train(2, data, out, "--epochs", 2, "--threads", 1, *words)
     assert jobs.weights_hash(out) != expected

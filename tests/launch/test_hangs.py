@@ -141,7 +141,7 @@ world = dl.World(timeout=1)
     ],
 )
 def test_a_rank_that_is_stopped_after_mpi_has_ended(rank, seconds):
-    """Only mpirun waits for it, which would wait for ever."""
+    """Only mpirun waits for the rank, and it would wait forever."""
     with start(3, "-c", AFTER_MPI, rank, seconds) as job:
         wait_until(lambda: rank in job.rank_pids())
         pids = job.rank_pids()

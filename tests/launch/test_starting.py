@@ -234,7 +234,7 @@ SMALL_SHM = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && shift && exec "$@"'
 
 
 def in_small_shm(megabytes, ranks, *words):
-    """Run a job in a mount namespace whose /dev/shm has so many megabytes."""
+    """Run a job in a mount namespace whose /dev/shm has `megabytes` MB."""
     shell = ["unshare", "-m", "sh", "-c", SMALL_SHM, "sh", f"{megabytes}m"]
     command = [*shell, *launcher.command(ranks, *words)]
     env = launcher.environment(jobs.without_plots())

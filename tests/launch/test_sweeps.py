@@ -219,7 +219,7 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     text = r"SIG\w+: 2 trial\(s\) stopped with a checkpoint, 1 not trained; to continue, run the "
     assert re.fullmatch(text + "same command again", result.stdout.splitlines()[-1])
 
-    # A resumed training cannot get fewer iterations, so the end is that of the longer training.
+    # A resumed training cannot get fewer iterations, so the longer training sets the end.
     end = max(jobs.iterations(out / f"trial-00{i}")[-1] for i in (1, 2)) + 3
     for path in out.glob("*/trial.json"):  # as if the file had always had this end
         path.unlink()
@@ -239,7 +239,7 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
 
 @SLOW
 def test_a_stop_file_stops_one_trial(write, tmp_path):
-    """The sweep is incomplete, so its exit code is not that of a complete one."""
+    """The sweep is incomplete, so its exit code differs from that of a complete sweep."""
     out = tmp_path / "out"
     file = write({"epochs": 10**6, "max_iterations": "none", "timeout": 50}, grid={"seed": [0]})
     words = ["-m", "mpidl.sweep", file, "--out", out]

@@ -26,7 +26,7 @@ def needs(package):
 
 
 def train(ranks, data, out, *words, check=0):
-    """Train in a job of its own, which ends the process of Weights & Biases."""
+    """Train in a separate job, whose end also ends the process of Weights & Biases."""
     words = jobs.command("train", "--batch-size", 50, *words, data=data, out=out)
     return launcher.mpirun(ranks, *words, env=jobs.without_plots(), check=check)
 

@@ -185,7 +185,7 @@ def test_a_node_that_dies(submit, cluster, expected_hash, node):
     cluster.kill_node(node)
     try:
         training.job.wait_for_requeue()
-        if node == "n1":  # that of rank 0
+        if node == "n1":  # the node of rank 0
             assert (training.out / "run.lock").exists()
         assert training.finish() == expected_hash
         assert "is locked by" not in training.job.log()
@@ -298,7 +298,7 @@ def test_a_step_that_cannot_start(submit, cluster, tmp_path, expected_hash):
 
 
 def test_the_limit_of_a_partition_applies(submit):
-    """Without --time, the job gets the limit of its partition; one above it would wait for ever."""
+    """Without --time, the job gets the limit of its partition; with more, it would wait forever."""
     training = submit()
     assert training.job.facts()["TimeLimit"] == "01:00:00"
     longer = submit("--time=120", words=["--out", training.out / "longer"])

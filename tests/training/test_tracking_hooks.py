@@ -155,7 +155,7 @@ class Stages(Console):
 
 
 class Signalled:
-    """A hook whose `end` comes before that of the tracker."""
+    """A hook whose `end` runs before the tracker's `end`."""
 
     def end(self, trainer):
         trainer.signals.name = "SIGUSR1"

@@ -134,7 +134,7 @@ def trust(weights, updates, decays, coefficients, method):
 
 
 def _parts(name, weights, gradients):
-    """Return what the kernels in clip.cu need.
+    """Return the arguments of the kernels in clip.cu.
 
     Returns
     -------

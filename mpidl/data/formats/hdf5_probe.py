@@ -5,9 +5,9 @@ and no exception handler can catch this. Therefore a helper process runs this mo
 attributes and the first, middle and last rows of datasets in advance. If the helper crashes, does
 not finish, or allocates more memory than its datasets need, the file is rejected.
 
-Only rank 0 reads data sets, models and checkpoints, so only rank 0 starts the helper, when it opens
-its first HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and
-NumPy, but no module of mpidl.
+Only rank 0 reads data sets, models and checkpoints. It starts the helper when it opens its first
+HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and NumPy, but
+no module of mpidl.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # seconds without work after which the helper ends
-OWN_SECONDS = 5.0  # in addition, until a helper ends itself that nobody else has ended
+OWN_SECONDS = 5.0  # added to SECONDS: then a helper ends itself if its parent has not ended it
 OBJECTS = 10000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
 SERVED_BYTES = 1 << 20  # the same limit for a file whose bytes this process sends to the helper
 GROWTH = 256 << 20  # bytes of address space that the helper may need, in addition to CHUNKS chunks
 CHUNKS = 4  # as stored, decoded, and twice while the decoded one grows
-TOO_LARGE = 9  # exit code of a helper that needed more
+TOO_LARGE = 9  # exit code of a helper that needed more memory
 READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
 
 _helper = None
@@ -150,8 +150,8 @@ def main(idle, seconds):
     A line may also be the size of a file that the other process reads. The helper writes a byte to
     stdout after each file. The function returns when no path has arrived for `idle` seconds, or
     when stdin is closed. After a file that needs too much memory, it ends the process with
-    TOO_LARGE. If a file takes more than `seconds`, a signal ends the process: the other process,
-    which would end it before, has then ended itself.
+    TOO_LARGE. If a file takes more than `seconds`, a signal ends this process: the other process
+    would have ended it earlier, so it no longer runs.
     """
     global MAX_BYTES
     import h5py

@@ -72,8 +72,8 @@ class Augmenter:
     reflect_x, reflect_y : bool
         Whether to mirror images left to right or top to bottom, each with probability 1/2.
     alternating : bool
-        Whether an image is mirrored in every other epoch instead of at random, and its first
-        orientation is drawn. If it is mirrored in both directions, it has each of the four
+        Whether an image is mirrored in every other epoch instead of at random; its first
+        orientation is random. If it is mirrored in both directions, it has each of the four
         orientations once in four epochs.
     rotation : (float, float) or float
         Range of the angle in degrees, clockwise.
@@ -111,8 +111,8 @@ class Augmenter:
     fill : float or tuple of float
         Value of pixels outside the image (0 to 255 for uint8), a single number or one per channel.
     target_fill : float, optional
-        Value of such pixels in targets that are images or labels of pixels. By default, that of
-        the image or, for labels, the ignored label of the loss, if it has one, else 0.
+        Value of pixels outside targets that are images or labels of pixels. By default, it is
+        `fill` for images; for labels, it is the ignored label of the loss, or 0 if there is none.
     **keywords
         The parameters above; each is optional.
 
@@ -126,7 +126,7 @@ class Augmenter:
     Reflections, translations and crops cost almost nothing compared with reading the image.
     Rotation, scaling and shear are combined into one affine map per image with bilinear
     interpolation, and uint8 results are rounded. Pillow resizes the windows of `resized_crop`. The
-    host computes these, the colours and the erasing, and uploads the results to a GPU.
+    host computes these windows, the colours and the erasing, and uploads the results to a GPU.
 
     Targets that are images or labels of pixels move with their images (`apply_to_targets`). Colours
     and erasing leave them as they are.

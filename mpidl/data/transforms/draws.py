@@ -19,7 +19,7 @@ def uniforms(seed: int, purpose: str, count: int, epoch: int, indices: np.ndarra
     seed : int
         Seed of the run.
     purpose : str
-        What the numbers are for.
+        Use of the numbers, which is one of their keys.
     count : int
         Numbers per sample.
     epoch : int

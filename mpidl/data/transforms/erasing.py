@@ -53,7 +53,7 @@ def erase(
     epoch: int,
     indices: np.ndarray,
 ) -> np.ndarray:
-    """Return images whose rectangles are replaced by a value or by noise.
+    """Return images in which the rectangles are replaced by a value or by noise.
 
     Parameters
     ----------

@@ -64,7 +64,7 @@ def resized(
         Height and width of the results.
     nearest : bool
         Whether a pixel of the result is the nearest one of the window, as for labels. Otherwise
-        Pillow's bilinear filter averages all pixels that shrink into one.
+        Pillow's bilinear filter averages all pixels of the window that a result pixel covers.
 
     Returns
     -------

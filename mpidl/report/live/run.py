@@ -18,7 +18,7 @@ from mpidl.report.live.tail import FILE, Tail
 from mpidl.report.progress.rows import clock
 from mpidl.text import printable
 
-POLL_SECONDS = 0.5  # shortest time between two looks at a folder
+POLL_SECONDS = 0.5  # shortest time between two checks of a folder
 SILENT_SECONDS = 60.0  # after so long without a record, the page says so
 COLUMNS = (
     *("epoch", "iteration", "loss", "accuracy", "learning_rate", "images_per_second"),

@@ -297,7 +297,7 @@ def _write(path, holder):
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to read it
+            os.fchmod(descriptor, 0o644)  # despite the umask: other users must be able to read it
         os.write(descriptor, holder.content())
     except OSError:
         _remove(path)

@@ -37,8 +37,8 @@ class LarsTrustRatio(Transform):
     coefficient : float
         The trust coefficient.
     factors : dict, optional
-        {name: factor}, as for `WeightDecay`. The ratio of a parameter with the factor 0 is 1, as is
-        that of a parameter without an entry whose name does not end in ".weight".
+        {name: factor}, as for `WeightDecay`. The ratio is 1 for a parameter with the factor 0, and
+        for one without an entry whose name does not end in ".weight".
     exclude : str
         As for `WeightDecay`: parameters that do not decay are not scaled either.
 
@@ -146,7 +146,7 @@ class LARS(Solver):
     trust_coefficient : float
         Factor of the ratio.
     l2 : float
-        The weight decay, which is not part of the gradient that is clipped.
+        The weight decay. It is added after the gradient is clipped.
     l2_factors : dict, optional
         {name: factor}; see `WeightDecay`. A learnable whose factor is 0 is not scaled.
     learning_rate_factors : dict, optional
@@ -219,7 +219,7 @@ class LAMB(Solver):
     learning_rate_factors : dict, optional
         {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`. The decay is not part of the gradient that is clipped.
+        See `Clip`. The weight decay is added after the gradient is clipped.
     decay_exclude : str
         Learnables that do not decay and are not scaled; see `WeightDecay`.
 

@@ -154,21 +154,22 @@ class ImageOptions:
     )
     contrast: float = option(
         AMOUNT,
-        "Multiply the difference of pixels from the image's mean gray value by such a factor",
+        "Multiply the difference of pixels from the image's mean gray value by a random factor; "
+        "for x, see --brightness",
         default=0.0,
         resume="fixed",
         matlab="jitterColorHSV(Contrast)",
     )
     saturation: float = option(
         AMOUNT,
-        "Multiply the difference of colours from gray by such a factor",
+        "Multiply the difference of colours from gray by a random factor; for x, see --brightness",
         default=0.0,
         resume="fixed",
         matlab="jitterColorHSV(Saturation)",
     )
     hue: float = option(
         Rule(float, "between 0 and 0.5", 0, 0.5),
-        "Turn the hues of training images by up to this part of a full turn",
+        "Turn the hues of training images by up to this fraction of a full turn",
         default=0.0,
         resume="fixed",
         matlab="jitterColorHSV(Hue)",
@@ -181,13 +182,13 @@ class ImageOptions:
     )
     erase_area: str | Sequence[float] = option(
         _number_range("0.02,0.4"),
-        "Range of the area of this rectangle, as a fraction of the image",
+        "Range of the area of the rectangle of --erase, as a fraction of the image",
         default="0.02,0.4",
         resume="fixed",
     )
     erase_aspect: str | Sequence[float] = option(
         _number_range("0.3,3.333333"),
-        "Range of the width of this rectangle, divided by its height",
+        "Range of the width of the rectangle of --erase, divided by its height",
         default="0.3,3.333333",
         resume="fixed",
     )
@@ -200,7 +201,7 @@ class ImageOptions:
             metavar="V",
             separator=",",
         ),
-        "Pixel value of this rectangle: uniform noise, or a number",
+        "Pixel value of the rectangle of --erase: uniform noise, or a number",
         default="noise",
         resume="fixed",
     )

@@ -45,7 +45,7 @@ class Rule(NamedTuple):
     metavar : str
         Placeholder in --help for a string that matches the pattern.
     separator : str
-        The separator between the numbers of a list such as "2,4"; "" if the value is no list. In
+        The separator between the numbers of a list such as "2,4"; "" if the value is not a list. In
         Python and TOML, a list may also be a sequence of numbers.
     optional : bool
         Whether None is valid. TOML files and the command line write None as "none".

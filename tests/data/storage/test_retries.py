@@ -185,7 +185,7 @@ def test_without_fsspec_or_a_package_for_the_store(monkeypatch, tmp_path):
     grow(tmp_path / "photos")
     url = f"file://{tmp_path}/photos"
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    configure_storage(requests=7)  # settings of their own, so a Store of its own
+    configure_storage(requests=7)  # other settings, so another Store
     expected = "expected the package fsspec, which is not installed: pip install 'mpidl[s3]'"
     assert refusal(ImageFolder, url) == f"file://: {expected}"
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The lock of a folder among processes: one holder at a time, whoever ends and whenever."""
+"""The lock of a folder: one process holds it at a time, whenever a process ends."""
 
 import dataclasses
 import errno

@@ -165,7 +165,7 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause)
         train(world, out, [AtIteration(4, lose_lock)])
     after = content(world, out)
     snapshot = world.broadcast(snapshot)
-    assert "metrics.jsonl" in snapshot and "checkpoint.h5" in snapshot  # that of epoch 1
+    assert "metrics.jsonl" in snapshot and "checkpoint.h5" in snapshot  # the checkpoint of epoch 1
     if lose is removed:
         assert NAME not in after
     assert after == snapshot
