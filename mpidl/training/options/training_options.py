@@ -202,8 +202,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="WorkerLoad",
     )
     winograd: Literal["auto", "off", "fast"] = choice(
-        "Winograd's algorithm for 3x3 convolutions on CPUs: auto uses it where its rounding error "
-        "is harmless, off never, fast wherever it is faster",
+        "Winograd's algorithm for 3x3, 5x5 and large strided convolutions on CPUs: auto uses it "
+        "where its rounding error is harmless, off never, fast wherever it is faster",
         default="auto",
         resume="fixed",
     )
