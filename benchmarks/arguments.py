@@ -4,6 +4,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from mpidl.cli.parser import Parser, count, rank_counts
 from mpidl.errors import UserError
@@ -111,9 +112,15 @@ def _add_subject(parser, command):
     if command != "accuracy":
         _add_counts(parser, ROUNDS)
     if command in ("step", "fold"):
-        default = " (1,2, or the ranks that mpirun started)" if command == "fold" else ""
-        text = f"numbers of ranks to start; their processes run in turns{default}"
-        parser.text("--ranks", "N,N,...", text, type=rank_counts)
+        text = "numbers of ranks to start; their processes run in turns"
+        if command == "fold":
+            text += " (1,2, or the ranks that mpirun started)"
+            parser.text("--ranks", "N,N,...", text, type=rank_counts)
+        else:
+            text += "; 2x1 is 2 ranks of 1 thread each"
+            parser.text("--ranks", "N,NxT,...", text, type=_layouts)
+            text = "with --ranks, also time the steps within dl.train"
+            parser.add_argument("--train", action="store_true", help=text)
         _add_counts(parser, ("iterations", 10, "steps per turn"))
     if command == "timeline":
         _add_counts(parser, ("iterations", 20, "steps per turn"))
@@ -322,6 +329,26 @@ def _add_counts(parser, *counts):
     for name, default, text in counts:
         flag = f"--{name}"
         parser.text(flag, "N", f"{text} ({default})", default=default, type=count(flag))
+
+
+class Layout(NamedTuple):
+    """Ranks of a side, and threads of each; None stands for --threads."""
+
+    ranks: int
+    threads: int | None
+
+    def __str__(self) -> str:
+        return str(self.ranks) if self.threads is None else f"{self.ranks}x{self.threads}"
+
+
+def _layouts(text):
+    """Convert N,NxT,... to a list of Layout."""
+    layouts = []
+    for part in text.split(","):
+        ranks, cross, threads = part.partition("x")
+        threads = count("--ranks")(threads) if cross else None
+        layouts.append(Layout(rank_counts(ranks)[0], threads))
+    return layouts
 
 
 def _words(text: str) -> list[str]:

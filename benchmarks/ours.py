@@ -4,14 +4,22 @@ import argparse
 import contextlib
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from benchmarks import machine, prediction, subject, turns
 from benchmarks.mpidl_step import TrainStep
 from mpidl.comm import World, failure
 from mpidl.comm.launcher import environment, launcher
+from mpidl.data import ArrayDatastore
 from mpidl.training.options import configuration
+from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.train import train
+
+WARM_UP = 4  # steps of a training that are not timed; the first two are recorded and checked
 
 
 def main(argv=None):
@@ -47,8 +55,33 @@ def main(argv=None):
     def steps(count):
         return turns.timed_steps(step, count, world.barrier)
 
-    turns.serve(address, world.rank, describe, losses, memory, steps)
+    def training(count):
+        """Return the seconds of the last `count` steps of a training."""
+        return training_step_seconds(job, world, images, labels, count)
+
+    turns.serve(address, world.rank, describe, losses, memory, steps, training)
     return 0
+
+
+def training_step_seconds(job, world, images, labels, count):
+    """Run `dl.train` on copies of a mini-batch; return the seconds of its last steps."""
+    times = []
+
+    class Clock:
+        def step(self, trainer):
+            times.append(time.perf_counter())
+
+    store = ArrayDatastore(np.tile(images, (8, 1, 1, 1)), np.tile(labels, 8))
+    options = TrainingOptions(
+        batch_size=len(images),
+        epochs=count + WARM_UP,
+        max_iterations=count + WARM_UP,
+        plots="none",
+        verbose="off",
+    )
+    net = subject.network(job.network, job.image, job.seed)
+    train(net, store, options, world=world, hooks=[Clock()])
+    return np.diff(times[-count - 1 :]).tolist()
 
 
 def side(
@@ -57,6 +90,7 @@ def side(
     folder: str,
     *,
     ranks: int,
+    threads: int | None = None,
     plain: bool = False,
     variables: dict[str, str] | None = None,
 ) -> turns.Side:
@@ -72,11 +106,15 @@ def side(
         Folder for the socket and the log.
     ranks : int
         Number of ranks to start.
+    threads : int or None
+        Threads of each rank; None stands for the option.
     plain : bool
         Whether MPI_Allreduce computes the sums instead of the fold.
     variables : dict or None
         Environment variables to add.
     """
+    if threads is not None:
+        options = argparse.Namespace(**vars(options) | {"threads": threads})
     names = ("winograd", "batchnorm", "timeout")
     entries = {name: getattr(options, name) for name in names}
     entries |= {"plain": plain, "predict": getattr(options, "predict", False)}

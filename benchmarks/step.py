@@ -150,25 +150,42 @@ def timed_kernels(clock: Callable[[], float]) -> Iterator[dict[str, list]]:
 
 
 def measure_scaling(options: argparse.Namespace) -> dict:
-    """Time a step on several numbers of ranks in turns; return the record."""
-    with ours.sides(options, {ranks: {"ranks": ranks} for ranks in options.ranks}) as sides:
-        description = sides[options.ranks[0]].ask("describe")[0]
-        counts = {ranks: turns.steps_for(side.mean_step(2)) for ranks, side in sides.items()}
-        times = turns.alternate_steps(sides, counts, options.rounds)
-    first = options.ranks[0]
-    efficiency = {
-        ranks: report.median(np.array(times[first]) * first / (np.array(seconds) * ranks))
-        for ranks, seconds in times.items()
+    """Time a step on several numbers of ranks and threads in turns; return the record."""
+    layouts = {str(layout): layout for layout in options.ranks}
+    keywords = {name: layout._asdict() for name, layout in layouts.items()}
+    first, training_times = next(iter(layouts)), {name: [] for name in layouts}
+    with ours.sides(options, keywords) as sides:
+        description = sides[first].ask("describe")[0]
+        counts = {name: turns.steps_for(side.mean_step(2)) for name, side in sides.items()}
+        times = {name: [] for name in layouts}
+        for _, name in turns.alternate(sides, options.rounds):
+            times[name].append(sides[name].mean_step(counts[name]))
+            if options.train:
+                by_rank = sides[name].ask("training", counts[name])
+                training_times[name].append(max(map(np.mean, by_rank)))
+    cores = {
+        name: layout.ranks * (layout.threads or options.threads) for name, layout in layouts.items()
     }
-    text = f"{description['arithmetic']}, {options.rounds} interleaved rounds"
-    subject.print_head(options, text)
-    rows = [["ranks", "ms per step", f"efficiency against {first}"]]
-    for ranks, seconds in times.items():
-        rows.append([str(ranks), report.spread(seconds, 1e3), f"{efficiency[ranks]:.3f}"])
+    core_seconds = {name: np.multiply(times[name], cores[name]) for name in layouts}
+    efficiency = {
+        name: report.median(core_seconds[first] / seconds) for name, seconds in core_seconds.items()
+    }
+    subject.print_head(options, f"{description['arithmetic']}, {options.rounds} interleaved rounds")
+    rows = [["ranks", "ms per step", f"efficiency per core against {first}"]]
+    for name, seconds in times.items():
+        rows.append([name, report.spread(seconds, 1e3), f"{efficiency[name]:.3f}"])
     report.print_table(rows, left=3)
+    fractions = {}
+    if options.train:
+        rows = [["ranks", "ms per step of dl.train", "its images/s / those of the step"]]
+        for name, seconds in training_times.items():
+            fractions[name] = report.median(np.divide(times[name], seconds))
+            rows.append([name, report.spread(seconds, 1e3), f"{fractions[name]:.3f}"])
+        report.print_table(rows, left=3)
     names = ("network", "batch_size", "threads", "winograd")
     return report.header(options, description["versions"], *names) | {
         "arithmetic": description["arithmetic"],
-        "ms": {str(ranks): report.summary(seconds, 1e3) for ranks, seconds in times.items()},
-        "efficiency": {str(ranks): value for ranks, value in efficiency.items()},
+        "ms": {name: report.summary(seconds, 1e3) for name, seconds in times.items()},
+        "efficiency": efficiency,
+        "training": fractions,
     }

@@ -213,13 +213,19 @@ class SumQueue:
         """Advance all sums without waiting."""
         self._library.sums_advance(self.words)
 
+    def wait(self, host_sum: HostSum) -> None:
+        """Wait for a sum in the library, but not longer than the patience."""
+        waited = self.words[WAITED_WORD]
+        self._library.sums_wait(self.words, host_sum.words)
+        self.words[WAITED_WORD] = waited  # the caller counts this wait
+
     @property
     def is_busy(self) -> bool:
         """Whether a sum is not complete."""
         return bool(self.words[LAST_WORD])
 
     def take_waited(self) -> int:
-        """Return the nanoseconds that calls of the library have waited since the last call."""
+        """Return the nanoseconds that replayed steps have waited since the last call."""
         waited, self.words[WAITED_WORD] = int(self.words[WAITED_WORD]), 0
         return waited
 
@@ -248,6 +254,29 @@ def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combi
 def queue_bytes(ranks: int) -> int:
     """Return the size of a `SumQueue`'s memory."""
     return ranks * (COUNTS_BYTES + SLOTS * SLOT_BYTES)
+
+
+class Completion:
+    """Whether a sum over ranks that all share memory is complete; a generator yields it.
+
+    Parameters
+    ----------
+    queue : SumQueue
+        The queue that computes the sum.
+    host_sum : HostSum
+        The sum.
+    """
+
+    def __init__(self, queue: SumQueue, host_sum: HostSum) -> None:
+        self._queue, self._sum = queue, host_sum
+
+    def __call__(self) -> bool:
+        self._queue.advance()
+        return self._sum.is_complete
+
+    def wait(self) -> None:
+        """Wait for the sum, but not longer than the patience of the queue."""
+        self._queue.wait(self._sum)
 
 
 class HostMemory:
@@ -350,7 +379,7 @@ class HostMemory:
         host_sum = self.sum_over_all(tree, pieces, combine, out)
         self.up.start(host_sum)
         if not host_sum.is_complete:
-            yield lambda: self._complete([host_sum])
+            yield Completion(self.up, host_sum)
         return out
 
     def _between_hosts(self, tag, tree, pieces, combine, out):

@@ -330,7 +330,15 @@ class Messaging:
             What `start` returned.
         """
 
+        if pending.is_complete:
+            return
+        wait_in_library = getattr(pending.requests, "wait", None)
+
         def is_complete():
+            nonlocal wait_in_library
+            if wait_in_library is not None:  # at first, which takes less time than polls
+                wait_in_library()
+                wait_in_library = None
             self.progress()  # advances all exchanges, including this one
             return pending.is_complete
 

@@ -64,9 +64,11 @@ def test_step(bench, ranks):
 
 @pytest.mark.slow("jobs")
 def test_step_on_several_numbers_of_ranks(bench):
-    _, record = bench("step", *QUICK, "--ranks", "1,2")
-    assert set(record["ms"]) == set(record["efficiency"]) == {"1", "2"}
-    assert record["efficiency"]["1"] == 1 and record["efficiency"]["2"] > 0
+    stdout, record = bench("step", *QUICK, "--ranks", "1,2x1", "--train")
+    assert set(record["ms"]) == set(record["efficiency"]) == {"1", "2x1"}
+    assert record["efficiency"]["1"] == 1 and record["efficiency"]["2x1"] > 0
+    assert set(record["training"]) == {"1", "2x1"} and min(record["training"].values()) > 0
+    assert "ms per step of dl.train" in stdout
 
 
 @pytest.mark.slow("jobs")
