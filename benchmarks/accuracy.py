@@ -60,7 +60,7 @@ def _measure_seed(options, seed, torch):
     In the result, "ours" and "torch" map names of arrays to errors, and "zero" lists the gradients
     that are left out. "references" is the difference between the two float64 steps.
     """
-    net = subject.network(options.network, options.image, seed)
+    net = subject.network(options.network, options.image, seed, dropout=False)
     images, labels = subject.mini_batch(net.input_shape, options.batch_size, seed)
     ours, activations = our_step(net, images, labels)
     decisions = decide(net, images, activations)

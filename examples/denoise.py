@@ -38,7 +38,7 @@ class Noisy(dl.data.Datastore):
         return self.images.read(indices) / np.float32(255)
 
 
-def main(data="digits", iterations=200):
+def main(data="digits", iterations=400):
     world = dl.World()
     images, _ = dl.data.open_data(data, world)
     train, test = Noisy(images).split(0.9, seed=0)
@@ -48,7 +48,12 @@ def main(data="digits", iterations=200):
     layers += [dl.Conv2D(3, channels, padding=1)]
     net = dl.Network(layers, train.image_shape, seed=0)
     options = dl.TrainingOptions(
-        loss="mse", learning_rate=0.05, batch_size=64, max_iterations=int(iterations)
+        loss="mse",
+        solver="adam",
+        learning_rate=0.005,
+        batch_size=64,
+        shuffle="every-epoch",
+        max_iterations=int(iterations),
     )
     dl.train(net, train, options, world=world)
 

@@ -8,7 +8,7 @@
 #include "mpidl.h"
 #include "winograd.h"
 
-enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES }; /* scratch slots */
+enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES, SPREAD }; /* scratch slots */
 
 /* A phase: the output pixels whose row and column, divided by the step of the pass, leave the
  * remainders `row` and `column`. A phase is a direct convolution with the filter's taps that reach
@@ -30,13 +30,15 @@ struct pass {
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
     struct winograd shape; /* one group's convolution to y or dx; m is 0 if direct */
+    struct winograd dweight; /* one group's gradient with respect to weights; m is 0 if direct */
     int backward;
     int64_t step_h, step_w; /* steps between the output pixels of a phase */
     int64_t in_step;        /* step between the input rows of these pixels */
+    const float *filters; /* weights, spread if the stride is not 1 */
     const float *packed;  /* transformed weights, each group `packed_group` floats */
     int64_t packed_group;
     int64_t winograd_at;  /* offset of Winograd's scratch in the team's scratch */
-    int64_t dweight_m;
+    int64_t spread_at;    /* offset of spread gradients of weights */
     struct padded in, out; /* layouts of x and dy in the team's scratch */
     int in_place;         /* x is read without a copy */
     int64_t before, left; /* border of dy */
@@ -54,14 +56,57 @@ static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t pha
     p->channel_stride = p->rows * p->row_stride;
 }
 
-/* Set the layout of x in scratch; `m` is the largest Winograd tile that reads it, or 0. */
-static void lay_out_x(struct pass *pass, int64_t m) {
+/* Winograd convolutions have stride 1. If the stride is s, they see s * s channels for each channel
+ * of x, one for each phase of rows and columns, and filters spread over them:
+ *
+ *     spread[k][(c * s + r % s) * s + column % s][r / s][column / s] = weight[k][c][r][column]
+ *
+ * These functions return the arguments of one group. */
+static struct winograd winograd_of(const struct conv *c, int64_t m) {
+    const int64_t s = c->stride_h;
+    return (struct winograd){c->C / c->groups * s * s, c->K / c->groups,          c->P, c->Q,
+                             (int)m,                   (int)parts_of(c->R, s)};
+}
+
+static struct pixels pixels_of(const struct padded *p, const float *group, int64_t s) {
+    return (struct pixels){.at = (float *)group,
+                           .channel = p->channel_stride,
+                           .row = s * p->row_stride,
+                           .phases = s,
+                           .phase_row = p->row_stride,
+                           .phase_column = p->columns / s * LANES};
+}
+
+/* Return the floats of the spread filters of one output. */
+static int64_t spread_floats(const struct winograd *w) { return w->inputs * w->r * w->r; }
+
+/* Copy the filters of one output between weight (C / groups, R, S) and spread. */
+static void spread_filters(const struct conv *c, const float *weight, float *spread) {
+    const int64_t s = c->stride_h, r = parts_of(c->R, s);
+    memset(spread, 0, (size_t)(c->C / c->groups * s * s * r * r) * sizeof(float));
+    for (int64_t ci = 0; ci < c->C / c->groups; ci++)
+        for (int64_t i = 0; i < c->R; i++)
+            for (int64_t j = 0; j < c->S; j++)
+                spread[(((ci * s + i % s) * s + j % s) * r + i / s) * r + j / s] = *weight++;
+}
+
+static void gather_filters(const struct conv *c, const float *spread, float *weight) {
+    const int64_t s = c->stride_h, r = parts_of(c->R, s);
+    for (int64_t ci = 0; ci < c->C / c->groups; ci++)
+        for (int64_t i = 0; i < c->R; i++)
+            for (int64_t j = 0; j < c->S; j++)
+                *weight++ = spread[(((ci * s + i % s) * s + j % s) * r + i / s) * r + j / s];
+}
+
+/* Set the layout of x in scratch. `w` is the Winograd convolution that reads it; its m is 0 if there
+ * is none. */
+static void lay_out_x(struct pass *pass, const struct winograd *w) {
     const struct conv *c = &pass->c;
     int64_t rows = most(c->H + c->top + c->bottom, (c->P - 1) * c->stride_h + 1);
     int64_t columns = most(c->W + c->left + c->right, (c->Q - 1) * c->stride_w + 1);
-    if (m) {
-        rows = most(rows, winograd_extent(c->P, (int)m));
-        columns = most(columns, winograd_extent(c->Q, (int)m));
+    if (w->m) {
+        rows = most(rows, c->stride_h * winograd_extent(c->P, w->m, w->r));
+        columns = most(columns, c->stride_w * winograd_extent(c->Q, w->m, w->r));
     }
     lay_out(&pass->in, rows, columns, c->stride_w);
     pass->in_place = !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
@@ -99,20 +144,33 @@ static const float *bring_x(const struct team *team, const struct pass *pass, in
     return in.data;
 }
 
-static void transform_tile(void *job, int64_t tile, float *own) {
+static void spread_tile(void *job, int64_t k, float *own) {
     const struct pass *pass = job;
     const struct conv *c = &pass->c;
-    int64_t filters = c->K / c->groups, channels = c->C / c->groups;
-    int64_t each = winograd_weights_tiles(pass->shape.outputs);
-    winograd_weights(pass->weight + tile / each * filters * channels * 9,
+    spread_filters(c, pass->weight + k * c->C / c->groups * c->R * c->S,
+                   (float *)pass->filters + k * spread_floats(&pass->shape));
+}
+
+static void transform_tile(void *job, int64_t tile, float *own) {
+    const struct pass *pass = job;
+    const struct winograd *w = &pass->shape;
+    int64_t filters = pass->backward ? w->inputs : w->outputs;
+    int64_t channels = pass->backward ? w->outputs : w->inputs;
+    int64_t each = winograd_weights_tiles(w->outputs);
+    winograd_weights(pass->filters + tile / each * filters * channels * w->r * w->r,
                      (float *)pass->packed + tile / each * pass->packed_group, filters, channels,
-                     pass->shape.m, pass->backward, tile % each);
+                     w->m, w->r, pass->backward, tile % each);
 }
 
 /* Transform the weights for Winograd; return the floats of scratch that winograd_conv needs. */
 static int64_t transform_weights(struct pass *pass) {
     const struct winograd *w = &pass->shape;
-    pass->packed_group = winograd_weights_floats(w->inputs, w->outputs, w->m);
+    pass->filters = pass->weight;
+    if (pass->c.stride_h > 1) {
+        pass->filters = scratch(SPREAD, pass->c.K * spread_floats(w));
+        each_tile(pass->c.K, spread_tile, pass, 0);
+    }
+    pass->packed_group = winograd_weights_floats(w->inputs, w->outputs, w->m, w->r);
     pass->packed = scratch(WEIGHTS, pass->c.groups * pass->packed_group);
     each_tile(pass->c.groups * winograd_weights_tiles(w->outputs), transform_tile, pass, 0);
     return winograd_conv_floats(w);
@@ -124,17 +182,18 @@ static void convolve(const struct team *team, const struct pass *pass, const str
                      const float *in, struct finish finish, float *out) {
     const struct winograd *w = &pass->shape;
     int64_t row = w->columns * LANES, channel = w->rows * row;
+    int64_t channels = pass->backward ? pass->c.K : pass->c.C;
     for (int64_t g = 0; g < pass->c.groups; g++) {
-        const float *group = in + g * w->inputs * from->channel_stride;
+        const float *group = in + g * (channels / pass->c.groups) * from->channel_stride;
         const float *bias = pass->bias ? pass->bias + g * w->outputs : NULL;
         float *to = out + g * w->outputs * channel;
         struct finish last = finish;
         if (finish.addend) last.addend += to - out;
         if (w->m)
-            winograd_conv(
-                team, w, (struct pixels){(float *)group, from->channel_stride, from->row_stride},
-                pass->packed + g * pass->packed_group, bias, (struct pixels){to, channel, row},
-                last, team->shared + pass->winograd_at);
+            winograd_conv(team, w, pixels_of(from, group, pass->backward ? 1 : pass->c.stride_h),
+                          pass->packed + g * pass->packed_group, bias,
+                          (struct pixels){.at = to, .channel = channel, .row = row}, last,
+                          team->shared + pass->winograd_at);
         for (int64_t i = 0; i < pass->phase_count; i++) {
             const struct phase *phase = &pass->phases[i];
             int64_t first = phase->row * row + phase->column * LANES;
@@ -183,6 +242,8 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                   int64_t m, const float *addend, int64_t relu) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
+    struct winograd winograd = {inputs, outputs, c.P, c.Q, 0, 0};
+    if (m) winograd = winograd_of(&c, m);
     struct pass pass = {.c = c,
                         .x = {x, mean, scale, beta},
                         .weight = weight,
@@ -191,13 +252,13 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                         .y = y,
                         .rows = moments,
                         .counts = counts,
-                        .shape = {inputs, outputs, c.P, c.Q, (int)m},
+                        .shape = winograd,
                         .step_h = 1,
                         .step_w = 1,
                         .in_step = c.stride_h,
                         .taps = inputs * c.R * c.S};
     if (blocks == 0) return;
-    lay_out_x(&pass, m);
+    lay_out_x(&pass, &winograd);
     pass.winograd_at = pass.in_place ? 0 : c.C * pass.in.channel_stride;
     struct phase phase = {.rows = c.P, .columns = c.Q, .taps = pass.taps};
     if (m) {
@@ -234,12 +295,13 @@ static void lay_out_dy(struct pass *pass) {
     int64_t rows = pass->before + c->P + most(after, 0);
     int64_t columns = pass->left + c->Q + most(right, 0);
     if (pass->dx && pass->shape.m) {
-        rows = most(rows, winograd_extent(c->H, pass->shape.m));
-        columns = most(columns, winograd_extent(c->W, pass->shape.m));
+        rows = most(rows, winograd_extent(c->H, pass->shape.m, pass->shape.r));
+        columns = most(columns, winograd_extent(c->W, pass->shape.m, pass->shape.r));
     }
-    if (pass->leaves && pass->dweight_m) {
-        rows = most(rows, pass->before + parts_of(c->P, pass->dweight_m) * pass->dweight_m);
-        columns = most(columns, pass->left + parts_of(c->Q, pass->dweight_m) * pass->dweight_m);
+    const int64_t m = pass->dweight.m;
+    if (pass->leaves && m) {
+        rows = most(rows, pass->before + parts_of(c->P, m) * m);
+        columns = most(columns, pass->left + parts_of(c->Q, m) * m);
     }
     lay_out(&pass->out, rows, columns, 1);
 }
@@ -294,14 +356,18 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
         const float *from = x + g * inputs * pass->in.channel_stride;
         const float *to = dy + g * outputs * pass->out.channel_stride;
         float *group = leaf + g * outputs * pass->taps;
-        if (pass->dweight_m) {
-            struct winograd w = {inputs, outputs, c->P, c->Q, 4};
-            winograd_dweight(
-                team, &w,
-                (struct pixels){(float *)from, pass->in.channel_stride, pass->in.row_stride},
-                (struct pixels){(float *)to, pass->out.channel_stride, pass->out.row_stride}, group,
-                team->shared + pass->winograd_at);
+        const struct winograd *w = &pass->dweight;
+        if (w->m) {
+            float *spread = c->stride_h > 1 ? team->shared + pass->spread_at : group;
+            winograd_dweight(team, w, pixels_of(&pass->in, from, c->stride_h),
+                             pixels_of(&pass->out, to, 1), spread,
+                             team->shared + pass->winograd_at);
             meet(team); /* before the scratch is reused */
+            if (c->stride_h > 1) {
+                EACH_TILE(team, k, outputs)
+                gather_filters(c, spread + k * spread_floats(w), group + k * pass->taps);
+                meet(team);
+            }
             continue;
         }
         struct direct_dweight d = {.taps = pass->taps,
@@ -366,7 +432,7 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            int64_t dweight_m) {
     struct leaves leaves;
     struct conv c = *(const struct conv *)shape;
-    int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, own = 0, extra = 0;
+    int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, own = 0, extra = 0, spread = 0;
     struct pass pass = {.c = c,
                         .x = {x, mean, scale, beta},
                         .dy = {dy, {y, y_mean, y_scale, y_beta}, a, b, c_},
@@ -375,16 +441,16 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                         .dx = dx,
                         .rows = sums,
                         .counts = counts,
-                        .shape = {outputs, inputs, c.H, c.W, (int)m},
+                        .shape = {outputs, inputs, c.H, c.W, (int)m, (int)c.R},
                         .backward = 1,
                         .step_h = c.stride_h,
                         .step_w = c.stride_w,
                         .in_step = 1,
-                        .dweight_m = dweight_m,
                         .taps = inputs * c.R * c.S,
                         .leaves = dweight ? &leaves : NULL};
     if (blocks == 0) return;
-    lay_out_x(&pass, dweight ? dweight_m : 0);
+    if (dweight && dweight_m) pass.dweight = winograd_of(&c, dweight_m);
+    lay_out_x(&pass, &pass.dweight);
     lay_out_dy(&pass);
     if (dx && m)
         extra = transform_weights(&pass);
@@ -392,8 +458,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
         find_phases(&pass);
     if (dweight) {
         if (dweight_m) {
-            extra = most(extra, winograd_dweight_floats(
-                                    &(struct winograd){inputs, outputs, c.P, c.Q, 4}));
+            extra = most(extra, winograd_dweight_floats(&pass.dweight));
+            if (c.stride_h > 1) spread = outputs * spread_floats(&pass.dweight);
         } else {
             find_taps(&pass);
             own = direct_dweight_floats(pass.taps);
@@ -402,7 +468,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                      LEAVES);
     }
     pass.winograd_at = c.C * pass.in.channel_stride + c.K * pass.out.channel_stride;
-    each_block(blocks, backward_block, &pass, pass.winograd_at + extra, own);
+    pass.spread_at = pass.winograd_at + extra;
+    each_block(blocks, backward_block, &pass, pass.spread_at + spread, own);
     if (mpidl_missing_bytes) return;
     if (dweight) leaves_end(&leaves);
     if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);

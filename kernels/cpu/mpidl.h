@@ -131,8 +131,9 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
                                  double beta, double k);
 
 /* conv.c: shape is struct conv of conv.h; m and dweight_m are Winograd tile sizes, 0 for direct
- * sums. moments (blocks, 1 + 2K) or NULL receives (count, mean, M2) of y, folded into the first
- * rows. addend or NULL has the shape of y and is added to it; if relu, max(0, y) follows. */
+ * sums (filters: see winograd.h). moments (blocks, 1 + 2K) or NULL receives (count, mean, M2) of y,
+ * folded into the first rows. addend or NULL has the shape of y and is added to it; if relu,
+ * max(0, y) follows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
@@ -162,10 +163,10 @@ void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, con
 /* pad.c: channels of all blocks; shape is struct geometry of pad.c */
 void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const int64_t *shape);
 
-/* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m,
+/* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m, r,
  * backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and dy (outputs,
  * rows, columns, 16). Rows and columns of x and dy are extended to whole tiles (see winograd.h). w
- * and dweight are (outputs, inputs, 3, 3); backward, w is (inputs, outputs, 3, 3). u receives the
+ * and dweight are (outputs, inputs, r, r); backward, w is (inputs, outputs, r, r). u receives the
  * transformed weights. */
 int64_t mpidl_winograd_weights_floats(const int64_t *shape);
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,

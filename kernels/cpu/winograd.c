@@ -19,7 +19,7 @@ enum {
     BAND_BYTES = 640 << 10,          /* size of V and M; six tiles may exceed it */
 };
 
-static int64_t points(int m) { return (m + 2) * (m + 2); }
+static int64_t points(int m, int r) { return (m + r - 1) * (m + r - 1); }
 static int64_t quads(int64_t outputs) { return parts_of(outputs, QUAD); }
 
 struct bands {
@@ -31,7 +31,7 @@ static struct bands bands_of(const struct winograd *shape) {
     struct bands bands;
     bands.across = parts_of(shape->columns, m);
     bands.tiles = bands.across * parts_of(shape->rows, m);
-    int64_t bytes = points(m) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
+    int64_t bytes = points(m, shape->r) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
     int64_t fit = BAND_BYTES / bytes / 6 * 6;
     bands.most = least(least(most(fit, 6), MOST), bands.tiles);
     return bands;
@@ -42,8 +42,8 @@ static int64_t u_stride(int64_t inputs, int64_t outputs) {
     return odd_lines(parts_of(quads(outputs) * QUAD * inputs, LANES));
 }
 
-int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m) {
-    return points(m) * u_stride(inputs, outputs);
+int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m, int r) {
+    return points(m, r) * u_stride(inputs, outputs);
 }
 
 int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
@@ -51,56 +51,56 @@ int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
 /* Copy the filters of up to four inputs and four outputs to taps[tap][input * 4 + output], with
  * zeros for missing filters. In w, outputs are `to` floats apart, and inputs `from` floats. */
 INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs, int64_t inputs,
-                        float (*taps)[16]) {
-    memset(taps, 0, 9 * sizeof *taps);
+                        float (*taps)[16], const int count) {
+    memset(taps, 0, (size_t)count * sizeof *taps);
     for (int64_t i = 0; i < inputs; i++)
         for (int64_t o = 0; o < outputs; o++)
-            for (int tap = 0; tap < 9; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
+            for (int tap = 0; tap < count; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
 }
 
 /* Like gather_taps for exactly four inputs and four outputs. Reads 7 floats after the last. */
-INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16]) {
+INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16],
+                            const int count) {
     for (int f = 0; f < 16; f += WIDTH)
-        for (int tap = 0; tap < 9; tap += WIDTH) {
+        for (int tap = 0; tap < count; tap += WIDTH) {
             vec v[WIDTH];
             UNROLL for (int j = 0; j < WIDTH; j++)
                 v[j] = load(w + (f + j) / QUAD * from + (f + j) % QUAD * to + tap);
             transpose(v);
             UNROLL for (int j = 0; j < WIDTH; j++)
-                if (tap + j < 9) store(&taps[tap + j][f], v[j]);
+                if (tap + j < count) store(&taps[tap + j][f], v[j]);
         }
 }
 
 /* Compute G g G^T of the 16 filters of four inputs and four outputs at a time. */
 INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
-                            const int backward, int64_t quad) {
-    const int n = m + 2;
+                            const int r, const int backward, int64_t quad) {
+    const int n = m + r - 1, filter = r * r;
     const int64_t inputs = backward ? K : C, outputs = backward ? C : K;
-    const int64_t to = backward ? 9 : C * 9, from = backward ? C * 9 : 9;
+    const int64_t to = backward ? filter : C * filter, from = backward ? C * filter : filter;
     const int64_t point = u_stride(inputs, outputs);
-    const float *last = w + (K * C - 1) * 9;
+    const float *last = w + (K * C - 1) * filter;
     int64_t many = least(outputs - quad * QUAD, QUAD);
     w += quad * QUAD * to;
     u += quad * QUAD * inputs;
     for (int64_t input = 0; input < inputs; input += 4, w += 4 * from, u += 4 * QUAD) {
         int64_t count = least(inputs - input, 4);
-        float taps[9][16] __attribute__((aligned(64)));
+        float taps[MOST_TAPS * MOST_TAPS][16] __attribute__((aligned(64)));
         if (many == QUAD && count == 4 && w + 3 * to + 3 * from < last)
-            gather_all_taps(w, to, from, taps);
+            gather_all_taps(w, to, from, taps, filter);
         else
-            gather_taps(w, to, from, many, count, taps);
+            gather_taps(w, to, from, many, count, taps, filter);
         for (int part = 0; part < count * QUAD; part += WIDTH) {
-            vec t[6][3];
-            UNROLL for (int s = 0; s < 3; s++) {
-                vec g[3], out[6];
-                UNROLL for (int r = 0; r < 3; r++)
-                    g[r] = load(&taps[backward ? 8 - 3 * r - s : 3 * r + s][part]);
-                filter_line(g, out, m);
+            vec t[MOST_POINTS][MOST_TAPS], out[MOST_POINTS];
+            UNROLL for (int s = 0; s < r; s++) {
+                vec g[MOST_TAPS];
+                UNROLL for (int i = 0; i < r; i++)
+                    g[i] = load(&taps[backward ? filter - 1 - r * i - s : r * i + s][part]);
+                filter_line(g, out, m, r);
                 UNROLL for (int i = 0; i < n; i++) t[i][s] = out[i];
             }
             UNROLL for (int i = 0; i < n; i++) {
-                vec out[6];
-                filter_line(t[i], out, m);
+                filter_line(t[i], out, m, r);
                 UNROLL for (int j = 0; j < n; j++) {
                     float *at = u + (i * n + j) * point + part;
                     if (part + WIDTH <= count * QUAD) store(at, out[j]);
@@ -111,12 +111,13 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, cons
     }
 }
 
-void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int backward,
+void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int r, int backward,
                       int64_t tile) {
-    if (m == 4 && backward) weights_of_quad(w, u, K, C, 4, 1, tile);
-    else if (m == 4) weights_of_quad(w, u, K, C, 4, 0, tile);
-    else if (backward) weights_of_quad(w, u, K, C, 2, 1, tile);
-    else weights_of_quad(w, u, K, C, 2, 0, tile);
+#define SIZE(m_, r_)                                                                               \
+    if (m == m_ && r == r_ && backward) weights_of_quad(w, u, K, C, m_, r_, 1, tile);              \
+    if (m == m_ && r == r_ && !backward) weights_of_quad(w, u, K, C, m_, r_, 0, tile);
+    EACH_SIZE(SIZE)
+#undef SIZE
 }
 
 /* Return the number of panels, which divide the vectors of a band evenly. */
@@ -183,22 +184,23 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
 /* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (NULL: nothing)
  * and replace values below `floor`. Only rows x columns pixels are written. */
 INLINE void output_tile(const float *M, int64_t point, vec bias, const float *addend, vec floor,
-                        float *y, int64_t row, int64_t rows, int64_t columns, const int m) {
-    const int n = m + 2;
-    vec t[4][6], v[6], out[4];
-    UNROLL for (int r = 0; r < n; r++, M += n * point) { /* few pointers: they stay in registers */
+                        float *y, int64_t row, int64_t rows, int64_t columns, const int m,
+                        const int r) {
+    const int n = m + r - 1;
+    vec t[MOST_OUTPUTS][MOST_POINTS], v[MOST_POINTS], out[MOST_OUTPUTS];
+    UNROLL for (int i = 0; i < n; i++, M += n * point) { /* few pointers: they stay in registers */
         UNROLL for (int c = 0; c < n; c++) v[c] = load(M + c * point);
-        output_line(v, out, m);
-        UNROLL for (int c = 0; c < m; c++) t[c][r] = out[c];
+        output_line(v, out, m, r);
+        UNROLL for (int c = 0; c < m; c++) t[c][i] = out[c];
     }
     UNROLL for (int c = 0; c < m; c++) {
         if (c >= columns) break;
-        output_line(t[c], out, m);
-        UNROLL for (int r = 0; r < m; r++) {
-            if (r >= rows) break;
-            vec v = out[r] + bias;
-            if (addend) v += load(addend + r * row + c * LANES);
-            store(y + r * row + c * LANES, larger(floor, v));
+        output_line(t[c], out, m, r);
+        UNROLL for (int i = 0; i < m; i++) {
+            if (i >= rows) break;
+            vec sum = out[i] + bias;
+            if (addend) sum += load(addend + i * row + c * LANES);
+            store(y + i * row + c * LANES, larger(floor, sum));
         }
     }
 }
@@ -207,42 +209,44 @@ INLINE void output_tile(const float *M, int64_t point, vec bias, const float *ad
 INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                           const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
                           const float *u, const float *bias, struct pixels y,
-                          struct finish finish, float *scratch, const int m) {
+                          struct finish finish, float *scratch, const int m, const int r) {
+    const int n = m + r - 1;
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
     const int64_t v_point = odd_lines(tiles * inputs), m_point = odd_lines(tiles * padded);
     const int64_t across = bands->across, vectors = tiles * PARTS, panels = panel_count(vectors);
     float *V = scratch;
-    float *M = scratch + points(m) * odd_lines(bands->most * inputs);
+    float *M = scratch + points(m, r) * odd_lines(bands->most * inputs);
 
     EACH_TILE(team, c, inputs) {
         int64_t place[MOST * PARTS];
         find_places(place, vectors, inputs, c);
         for (int64_t t = first, next; t < stop; t = next) {
             next = least(t / across * across + across, stop);
-            const float *from = x.at + c * x.channel + t / across * m * x.row +
-                                t % across * m * LANES;
+            const float *from = channel_of(&x, c) + t / across * m * x.row + t % across * m * LANES;
             for (int part = 0; part < PARTS; part++) {
                 const int64_t *to = place + (t - first) * PARTS + part;
 #define GROUP(group)                                                                               \
-    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(m, group) * (m + 2) * v_point,       \
-              v_point, to, m, group)
+    if (group < GROUPS(n))                                                                         \
+    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(group) * n * v_point, v_point, to,   \
+              m, r, group)
                 GROUP(0);
                 GROUP(1);
                 GROUP(2);
-                if (m == 4) GROUP(3);
+                GROUP(3);
+                GROUP(4);
 #undef GROUP
             }
         }
     }
     meet(team);
     tick();
-    EACH_TILE(team, point, points(m)) {
+    EACH_TILE(team, point, n * n) {
         for (int64_t panel = 0; panel < panels; panel++) {
             int64_t start = panel_start(vectors, panels, panel);
             multiply_panel(V + point * v_point + start * inputs * WIDTH,
                            u + point * u_stride(inputs, outputs), inputs, outputs,
-                           m == 4 ? 24 : 32, M + point * m_point + start * WIDTH, tiles * LANES,
+                           n > 4 ? 24 : 32, M + point * m_point + start * WIDTH, tiles * LANES,
                            panel_start(vectors, panels, panel + 1) - start);
         }
         tick();
@@ -251,9 +255,9 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     EACH_TILE(team, o, outputs) {
         vec add = bias ? splat(bias[o]) : zero(), floor = floor_of(finish);
         for (int64_t t = first; t < stop; t++) {
-            const int64_t r = t / across * m, c = t % across * m;
-            const int64_t rows = shape->rows - r, columns = shape->columns - c;
-            const int64_t offset = o * y.channel + r * y.row + c * LANES;
+            const int64_t row = t / across * m, column = t % across * m;
+            const int64_t rows = shape->rows - row, columns = shape->columns - column;
+            const int64_t offset = o * y.channel + row * y.row + column * LANES;
             float *to = y.at + offset;
             const float *from = M + (o * tiles + t - first) * LANES;
             if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
@@ -264,12 +268,13 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                 const float *addend = finish.addend ? finish.addend + offset + part : NULL;
                 if (rows < m || columns < m)
                     output_tile(from + part, m_point, add, addend, floor, to + part, y.row, rows,
-                                columns, m);
+                                columns, m, r);
                 else if (addend)
                     output_tile(from + part, m_point, add, addend, floor, to + part, y.row, m, m,
-                                m);
+                                m, r);
                 else
-                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row, m, m, m);
+                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row, m, m, m,
+                                r);
             }
         }
     }
@@ -277,7 +282,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
 
 int64_t winograd_conv_floats(const struct winograd *shape) {
     struct bands bands = bands_of(shape);
-    return points(shape->m) * (odd_lines(bands.most * shape->inputs) +
+    return points(shape->m, shape->r) * (odd_lines(bands.most * shape->inputs) +
                                odd_lines(bands.most * quads(shape->outputs) * QUAD));
 }
 
@@ -288,10 +293,11 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
     int64_t count = parts_of(bands.tiles, bands.most);
     for (int64_t band = 0; band < count; band++) {
         int64_t first = bands.tiles * band / count, stop = bands.tiles * (band + 1) / count;
-        if (shape->m == 4)
-            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, 4);
-        else
-            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, 2);
+#define SIZE(m_, r_)                                                                               \
+    if (shape->m == m_ && shape->r == r_)                                                          \
+        convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, m_, r_);
+        EACH_SIZE(SIZE)
+#undef SIZE
     }
 }
 
@@ -308,7 +314,7 @@ static void example_weights(void *job, int64_t tile, float *own) {
     const struct example *e = job;
     const int64_t inputs = e->shape.inputs, outputs = e->shape.outputs;
     winograd_weights(e->w, e->u, e->backward ? inputs : outputs, e->backward ? outputs : inputs,
-                     e->shape.m, e->backward, tile);
+                     e->shape.m, e->shape.r, e->backward, tile);
 }
 
 static void example_conv(const struct team *team, void *job, int64_t block) {
@@ -317,19 +323,20 @@ static void example_conv(const struct team *team, void *job, int64_t block) {
 }
 
 int64_t mpidl_winograd_weights_floats(const int64_t *shape) {
-    return winograd_weights_floats(shape[0], shape[1], (int)shape[4]);
+    return winograd_weights_floats(shape[0], shape[1], (int)shape[4], (int)shape[5]);
 }
 
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape) {
-    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], (int)shape[4]},
-                        .backward = (int)shape[5],
+    const int m = (int)shape[4], r = (int)shape[5];
+    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], m, r},
+                        .backward = (int)shape[6],
                         .w = w,
                         .bias = bias,
                         .u = u};
-    const int64_t row = winograd_extent(shape[3], e.shape.m) * LANES;
-    e.x = (struct pixels){(float *)x, winograd_extent(shape[2], e.shape.m) * row, row};
-    e.y = (struct pixels){y, shape[2] * shape[3] * LANES, shape[3] * LANES};
+    const int64_t row = winograd_extent(shape[3], m, r) * LANES;
+    e.x = (struct pixels){(float *)x, winograd_extent(shape[2], m, r) * row, row, 1, 0, 0};
+    e.y = (struct pixels){y, shape[2] * shape[3] * LANES, shape[3] * LANES, 1, 0, 0};
     each_tile(winograd_weights_tiles(shape[1]), example_weights, &e, 0);
     each_block(1, example_conv, &e, winograd_conv_floats(&e.shape), 0);
 }

@@ -1,13 +1,16 @@
-/* Winograd convolution with 3x3 filters at stride 1, dilation 1, on one block of 16 images.
+/* Winograd convolution with r x r filters at stride 1, dilation 1, on one block of 16 images.
  *
- * F(m x m, 3x3) computes a tile of m x m outputs from (m + 2) x (m + 2) inputs. It needs (m + 2)^2
- * products per input and output channel instead of 9 m^2 (Lavin and Gray 2016):
+ * F(m x m, r x r) computes a tile of m x m outputs from n x n inputs, n = m + r - 1. It needs n^2
+ * products per input and output channel instead of m^2 r^2 (Lavin and Gray 2016):
  *
- *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g 3x3, d a tile of the input
+ *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g r x r, d a tile of the input
  *
- * This is 2.25 times fewer products for m = 2, and 4 times fewer for m = 4. All members of a team
- * (see team.h) call these functions for a block with the same arguments. The inputs must be
- * complete, so callers `meet` before. The outputs are complete after the caller's next `meet`.
+ * For r = 3, this is 2.25 times fewer products for m = 2, and 4 times fewer for m = 4. For r = 5, it
+ * is 2.78 and 6.25 times fewer. A filter of stride s is computed as one of stride 1 on s x s times
+ * as many channels, each with every s-th row and column of an image (see struct pixels). All
+ * members of a team (see team.h) call these functions for a block with the same arguments. The
+ * inputs must be complete, so callers `meet` before. The outputs are complete after the caller's
+ * next `meet`.
  */
 #ifndef MPIDL_WINOGRAD_H
 #define MPIDL_WINOGRAD_H
@@ -19,32 +22,45 @@
 
 /* A convolution of one block, or of one group of its channels. Tiles cover the output, starting at
  * its first pixel. Tiles at the right and the bottom may extend beyond the output. There x, and dy
- * for dweight, must be zero. x has at least winograd_extent(rows, m) rows and
- * winograd_extent(columns, m) columns. */
+ * for dweight, must be zero. x has at least winograd_extent(rows, m, r) rows and
+ * winograd_extent(columns, m, r) columns. */
 struct winograd {
     int64_t inputs, outputs; /* channels */
     int64_t rows, columns;   /* pixels of the output */
-    int m;                   /* 2 or 4 */
+    int m, r;                /* one of EACH_SIZE */
 };
 
-/* The pixels of a block, 16 floats each. Strides are in floats. */
+/* Expand SIZE(m, r) for each size of tiles and filters, with n = 4, 6 or 8. */
+#define EACH_SIZE(SIZE) SIZE(2, 3) SIZE(4, 3) SIZE(2, 5) SIZE(4, 5)
+enum { MOST_OUTPUTS = 4 }; /* the largest m */
+
+/* The pixels of a block, 16 floats each. Strides are in floats. If `phases` is not 1, each channel
+ * of an image is phases^2 channels here, one for each pair of remainders of row and column divided
+ * by phases. They are phase_row and phase_column floats apart. */
 struct pixels {
     float *at; /* channel 0, row 0, column 0 */
-    int64_t channel, row;
+    int64_t channel, row; /* strides of the image's channels and of the rows of one phase */
+    int64_t phases, phase_row, phase_column;
 };
+
+static inline const float *channel_of(const struct pixels *p, int64_t c) {
+    const int64_t phase = c % (p->phases * p->phases);
+    return p->at + c / (p->phases * p->phases) * p->channel +
+           phase / p->phases * p->phase_row + phase % p->phases * p->phase_column;
+}
 
 /* Return how many rows or columns of the padded input the tiles read for `outputs` rows or columns
  * of output. */
-static inline int64_t winograd_extent(int64_t outputs, int m) {
-    return (outputs + m - 1) / m * m + 2;
+static inline int64_t winograd_extent(int64_t outputs, int m, int r) {
+    return (outputs + m - 1) / m * m + r - 1;
 }
 
-/* Compute the transformed weights u of a pass from w (K, C, 3, 3). In the forward pass, u maps C
+/* Compute the transformed weights u of a pass from w (K, C, r, r). In the forward pass, u maps C
  * inputs to K outputs. Backward, for the gradient with respect to the input, u maps K inputs to C
  * outputs. u consists of independent tiles, for each_tile. */
-int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m);
+int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m, int r);
 int64_t winograd_weights_tiles(int64_t outputs);
-void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int backward,
+void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int r, int backward,
                       int64_t tile);
 
 /* Compute y, the convolution of x plus bias (NULL: no bias), and finish it. x is padded. y is not:
@@ -55,9 +71,9 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
                    const float *u, const float *bias, struct pixels y, struct finish finish,
                    float *scratch);
 
-/* Compute dweight (outputs, inputs, 3, 3), the block's gradient with respect to the weights, with
- * F(4x4, 3x3) (m = 4). x is padded. dy starts at its first pixel and is zero beyond its rows and
- * columns up to the end of the tiles (a multiple of 4). */
+/* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights; m is 4.
+ * x is padded. dy starts at its first pixel and is zero beyond its rows and columns up to the end of
+ * the tiles (a multiple of 4). */
 int64_t winograd_dweight_floats(const struct winograd *shape);
 void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
                       struct pixels dy, float *dweight, float *scratch);

@@ -3,7 +3,7 @@
 #include "winograd.h"
 #include "winograd_tiles.h"
 
-/* Compute the gradient with respect to 3x3 weights with F(4x4, 3x3) (m = 4, 36 points):
+/* Compute the gradient with respect to r x r weights with F(4x4, r x r) (n^2 points, n = r + 3):
  *
  *     dW = G^T [ sum over tiles and images of (B^T d B) . (A dy A^T) ] G
  *
@@ -21,7 +21,6 @@
  */
 enum {
     M = 4,
-    N = 6,
     QUAD = 4,                         /* outputs of a register tile, if vectors hold images */
     INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
     MOST = 64,                        /* tiles of a band, at most */
@@ -31,6 +30,7 @@ enum {
 /* How the work for a shape is divided. It depends on the shape alone, except for the width of
  * panels, which affects no sum. */
 struct plan {
+    int n;
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
     int64_t across, tiles, bands, most; /* tiles per row, all tiles; bands; most tiles per band */
@@ -41,51 +41,51 @@ struct plan {
 };
 
 static struct plan plan_of(const struct winograd *shape, float *scratch) {
-    struct plan p = {.inputs = shape->inputs, .outputs = shape->outputs};
+    const int n = M + shape->r - 1;
+    struct plan p = {.n = n, .inputs = shape->inputs, .outputs = shape->outputs};
     p.transposed = p.outputs % 16 == 0;
     p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, QUAD) * QUAD;
     p.across = parts_of(shape->columns, M);
     p.tiles = p.across * parts_of(shape->rows, M);
-    int64_t fit = BAND_BYTES / (2 * N * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
+    int64_t fit = BAND_BYTES / (2 * n * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
     /* Each band adds to all of S. With `worth` tiles, V and D cause as much memory traffic as S. */
     int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
     p.bands = parts_of(p.tiles, least(most(fit, worth), MOST));
     p.most = parts_of(p.tiles, p.bands);
     p.panel = 16;
     if (WIDTH == 16)
-        for (int64_t outputs = 32; outputs <= 64; outputs += 16)
-            if (p.outputs % outputs == 0) p.panel = outputs;
+        p.panel = p.outputs % 48 == 0 ? 48 : p.outputs % 32 == 0 ? 32 : 16;
     p.channel = odd_lines(p.most);
     p.v_point = odd_lines(p.C * p.channel / LANES);
     p.d_point = odd_lines(p.K * (p.transposed ? p.most : p.channel / LANES));
     p.s_point = odd_lines(p.C * p.K / LANES + 1);
     p.V = scratch;
-    p.D = p.V + 2 * N * p.v_point;
-    p.S = p.D + 2 * N * p.d_point;
-    p.T = p.S + N * N * p.s_point;
+    p.D = p.V + 2 * n * p.v_point;
+    p.S = p.D + 2 * n * p.d_point;
+    p.T = p.S + n * n * p.s_point;
     return p;
 }
 
 int64_t winograd_dweight_floats(const struct winograd *shape) {
     struct plan p = plan_of(shape, NULL);
     int64_t transposed = p.transposed ? p.most * M * M * p.outputs * LANES : 0;
-    return 2 * N * (p.v_point + p.d_point) + N * N * p.s_point + transposed;
+    return 2 * p.n * (p.v_point + p.d_point) + p.n * p.n * p.s_point + transposed;
 }
 
 /* Compute A dy A^T of one tile, for one group of rows of A. Points of `out` are `point` floats
  * apart. */
-INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point,
+INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point, const int n,
                           const int group) {
-    const int lines = IN_GROUP(M, group);
-    vec t[2][M], d[M], v[N];
+    const int lines = IN_GROUP(n, group);
+    vec t[2][M], d[M], v[MOST_POINTS];
     UNROLL for (int c = 0; c < M; c++) {
         UNROLL for (int r = 0; r < M; r++) d[r] = load(dy + r * row + c * LANES);
-        gradient_group(d, v, group);
+        gradient_group(d, v, M, n, group);
         UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
     }
     UNROLL for (int line = 0; line < lines; line++) {
-        gradient_line(t[line], v);
-        UNROLL for (int c = 0; c < N; c++) store(out + (line * N + c) * point, v[c]);
+        gradient_line(t[line], v, M, n);
+        UNROLL for (int c = 0; c < n; c++) store(out + (line * n + c) * point, v[c]);
     }
 }
 
@@ -108,18 +108,19 @@ static void transpose_band(const struct team *team, const struct plan *p, struct
 
 /* Compute V and D of a band, which has the tiles [first, first + tiles). */
 INLINE void transform_band(const struct team *team, const struct plan *p, struct pixels x,
-                           struct pixels dy, int64_t first, int64_t tiles, const int group) {
+                           struct pixels dy, int64_t first, int64_t tiles, const int r,
+                           const int group) {
+    const int n = M + r - 1;
     const int64_t across = p->across;
     int64_t place[MOST * PARTS];
     for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
     EACH_TILE(team, i, p->inputs) {
         for (int64_t t = first, next; t < first + tiles; t = next) {
             next = least(t / across * across + across, first + tiles);
-            const float *from = x.at + i * x.channel + t / across * M * x.row +
-                                t % across * M * LANES;
+            const float *from = channel_of(&x, i) + t / across * M * x.row + t % across * M * LANES;
             float *to = p->V + i * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, group);
+                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, r, group);
         }
     }
     if (p->transposed) {
@@ -130,7 +131,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
                         t * LANES * p->panel + o % p->panel;
             for (int image = 0; image < LANES; image++, from += M * M * LANES, to += p->panel)
                 for (int part = 0; part < LANES; part += WIDTH)
-                    gradient_tile(from + part, M * LANES, to + part, p->d_point, group);
+                    gradient_tile(from + part, M * LANES, to + part, p->d_point, n, group);
         }
         return;
     }
@@ -140,7 +141,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
                                 t % across * M * LANES;
             float *to = p->D + o * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                gradient_tile(from + part, dy.row, to + part, p->d_point, group);
+                gradient_tile(from + part, dy.row, to + part, p->d_point, n, group);
         }
     }
 }
@@ -177,9 +178,7 @@ static void point_transposed(const struct plan *p, const float *V, const float *
 #define MULTIPLY(at, inputs, vectors)                                                              \
     multiply_terms(p, v, D + (at), terms, s + (at), add, inputs, vectors)
 #if WIDTH == 16
-            if (p->panel == 64) {
-                MULTIPLY(0, 4, 4);
-            } else if (i + 4 < p->C) {
+            if (i + 4 < p->C) { /* wide panels would not stay in the first-level cache */
                 if (p->panel == 48) MULTIPLY(0, 8, 3);
                 else if (p->panel == 32) MULTIPLY(0, 8, 2);
                 else MULTIPLY(0, 8, 1);
@@ -269,83 +268,99 @@ static void point_lanes(const struct plan *p, const float *V, const float *D, in
     }
 }
 
-/* Compute G^T S G for 16 pairs of an input and an output: taps[r * 3 + s][pair]. */
-INLINE void filters(const float *S, int64_t point, float (*taps)[16]) {
+/* Compute G^T S G for 16 pairs of an input and an output: taps[i * r + j][pair]. */
+INLINE void filters(const float *S, int64_t point, float (*taps)[16], const int r) {
+    const int n = M + r - 1;
     UNROLL for (int part = 0; part < 16; part += WIDTH) {
         const float *from = S + part;
-        vec t[3][N], v[N], out[3];
-        UNROLL for (int r = 0; r < N; r++, from += N * point) {
-            UNROLL for (int c = 0; c < N; c++) v[c] = load(from + c * point);
-            filter_sums(v, out);
-            UNROLL for (int s = 0; s < 3; s++) t[s][r] = out[s];
+        vec t[MOST_TAPS][MOST_POINTS], v[MOST_POINTS], out[MOST_TAPS];
+        UNROLL for (int i = 0; i < n; i++, from += n * point) {
+            UNROLL for (int c = 0; c < n; c++) v[c] = load(from + c * point);
+            filter_sums(v, out, M, r);
+            UNROLL for (int s = 0; s < r; s++) t[s][i] = out[s];
         }
-        UNROLL for (int s = 0; s < 3; s++) {
-            filter_sums(t[s], out);
-            UNROLL for (int r = 0; r < 3; r++) store(&taps[3 * r + s][part], out[r]);
+        UNROLL for (int s = 0; s < r; s++) {
+            filter_sums(t[s], out, M, r);
+            UNROLL for (int i = 0; i < r; i++) store(&taps[r * i + s][part], out[i]);
         }
     }
 }
 
 /* Write tile `tile` of dweight, which has 16 outputs. Sixteen inputs at a time are collected, so
  * that each output is written in one piece. */
-static void finish_transposed(const struct plan *p, int64_t tile, float *dweight) {
-    enum { ROW = 16 * 9 + 16 };
-    float filter[LANES * ROW] __attribute__((aligned(64))); /* [output][input][9] */
-    float taps[16][LANES] __attribute__((aligned(64))) = {{0}}; /* 9 of the 16 are used */
+INLINE void finish_transposed(const struct plan *p, int64_t tile, float *dweight, const int r) {
+    enum { MOST_FILTER = MOST_TAPS * MOST_TAPS, ALL = 32 }; /* whole transposes of taps */
+    const int filter = r * r, row = 16 * filter + 16;
+    float filters_of[LANES * (16 * MOST_FILTER + 16)] __attribute__((aligned(64)));
+    float taps[ALL][LANES] __attribute__((aligned(64))) = {{0}};
     const float *S = p->S + tile * p->C * LANES;
     for (int64_t i = 0; i < p->inputs; i += 16) {
         int64_t count = least(p->inputs - i, 16);
         for (int64_t j = 0; j < count; j++) {
-            filters(S + (i + j) * LANES, p->s_point, taps);
-            transpose_16(taps[0], LANES, filter + j * 9, ROW); /* the next overwrites the last 7 */
+            filters(S + (i + j) * LANES, p->s_point, taps, r);
+            for (int tap = 0; tap < filter; tap += 16) /* the next input overwrites the last 7 */
+                transpose_16(taps[tap], LANES, filters_of + j * filter + tap, row);
         }
         for (int64_t o = 0; o < LANES; o++)
-            memcpy(dweight + ((tile * LANES + o) * p->inputs + i) * 9, filter + o * ROW,
-                   (size_t)count * 9 * sizeof(float));
+            memcpy(dweight + ((tile * LANES + o) * p->inputs + i) * filter, filters_of + o * row,
+                   (size_t)(count * filter) * sizeof(float));
     }
 }
 
 /* Write the weights of a quad of outputs to dweight. */
-static void finish_lanes(const struct plan *p, int64_t tile, float *dweight) {
-    float taps[9][16] __attribute__((aligned(64))); /* [tap][input][output] */
+INLINE void finish_lanes(const struct plan *p, int64_t tile, float *dweight, const int r) {
+    float taps[MOST_TAPS * MOST_TAPS][16] __attribute__((aligned(64))); /* [tap][input][output] */
     for (int64_t i = 0; i < p->inputs; i += 4) {
-        filters(p->S + (tile * p->C + i) * QUAD, p->s_point, taps);
+        filters(p->S + (tile * p->C + i) * QUAD, p->s_point, taps, r);
         for (int64_t o = 0; o < QUAD && tile * QUAD + o < p->outputs; o++)
             for (int64_t j = 0; j < 4 && i + j < p->inputs; j++) {
-                float *to = dweight + ((tile * QUAD + o) * p->inputs + i + j) * 9;
-                UNROLL for (int tap = 0; tap < 9; tap++) to[tap] = taps[tap][j * QUAD + o];
+                float *to = dweight + ((tile * QUAD + o) * p->inputs + i + j) * (r * r);
+                UNROLL for (int tap = 0; tap < r * r; tap++) to[tap] = taps[tap][j * QUAD + o];
             }
     }
 }
 
 INLINE void dweight_group(const struct team *team, const struct plan *p, struct pixels x,
-                          struct pixels dy, int64_t first, int64_t tiles, const int group) {
-    transform_band(team, p, x, dy, first, tiles, group);
+                          struct pixels dy, int64_t first, int64_t tiles, const int r,
+                          const int group) {
+    const int n = M + r - 1;
+    transform_band(team, p, x, dy, first, tiles, r, group);
     meet(team);
     tick();
-    EACH_TILE(team, point, IN_GROUP(M, group) * N) {
+    EACH_TILE(team, point, IN_GROUP(n, group) * n) {
         const float *V = p->V + point * p->v_point, *D = p->D + point * p->d_point;
-        float *S = p->S + (FIRST(M, group) * N + point) * p->s_point;
+        float *S = p->S + (FIRST(group) * n + point) * p->s_point;
         (p->transposed ? point_transposed : point_lanes)(p, V, D, tiles, S, first > 0);
         tick();
     }
     meet(team);
 }
 
-void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
-                      struct pixels dy, float *dweight, float *scratch) {
-    const struct plan plan = plan_of(shape, scratch), *p = &plan;
+INLINE void dweight_of(const struct team *team, const struct plan *p, struct pixels x,
+                       struct pixels dy, float *dweight, const int r) {
     for (int64_t band = 0; band < p->bands; band++) {
         const int64_t first = p->tiles * band / p->bands;
         const int64_t tiles = p->tiles * (band + 1) / p->bands - first;
         if (p->transposed) transpose_band(team, p, dy, first, tiles);
-        dweight_group(team, p, x, dy, first, tiles, 0);
-        dweight_group(team, p, x, dy, first, tiles, 1);
-        dweight_group(team, p, x, dy, first, tiles, 2);
-        dweight_group(team, p, x, dy, first, tiles, 3);
+        dweight_group(team, p, x, dy, first, tiles, r, 0);
+        dweight_group(team, p, x, dy, first, tiles, r, 1);
+        dweight_group(team, p, x, dy, first, tiles, r, 2);
+        dweight_group(team, p, x, dy, first, tiles, r, 3);
+        if (GROUPS(M + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
     }
-    EACH_TILE(team, tile, p->transposed ? p->outputs / LANES : p->K / QUAD)
-        (p->transposed ? finish_transposed : finish_lanes)(p, tile, dweight);
+    if (p->transposed)
+        EACH_TILE(team, tile, p->outputs / LANES) finish_transposed(p, tile, dweight, r);
+    else
+        EACH_TILE(team, tile, p->K / QUAD) finish_lanes(p, tile, dweight, r);
+}
+
+void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
+                      struct pixels dy, float *dweight, float *scratch) {
+    const struct plan plan = plan_of(shape, scratch);
+    if (shape->r == 3)
+        dweight_of(team, &plan, x, dy, dweight, 3);
+    else
+        dweight_of(team, &plan, x, dy, dweight, 5);
 }
 
 /* The arguments of a pass over one block, for tests. */
@@ -362,9 +377,12 @@ static void example_dweight(const struct team *team, void *job, int64_t block) {
 
 void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight,
                             const int64_t *shape) {
-    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M}, .dweight = dweight};
-    const int64_t rows = winograd_extent(shape[2], M), columns = winograd_extent(shape[3], M);
-    e.x = (struct pixels){(float *)x, rows * columns * LANES, columns * LANES};
-    e.dy = (struct pixels){(float *)dy, (rows - 2) * (columns - 2) * LANES, (columns - 2) * LANES};
+    const int r = (int)shape[5];
+    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M, r},
+                        .dweight = dweight};
+    const int64_t rows = winograd_extent(shape[2], M, r), row = winograd_extent(shape[3], M, r);
+    const int64_t dy_rows = rows - (r - 1), dy_row = row - (r - 1);
+    e.x = (struct pixels){(float *)x, rows * row * LANES, row * LANES, 1, 0, 0};
+    e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, 1, 0, 0};
     each_block(1, example_dweight, &e, winograd_dweight_floats(&e.shape), 0);
 }

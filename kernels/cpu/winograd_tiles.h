@@ -1,11 +1,11 @@
-/* The transforms of Winograd's F(2, 3) and F(4, 3) along one dimension, on vectors of images.
+/* The transforms of Winograd's F(m, r) along one dimension, on vectors of images.
  *
- * The values of a product of polynomials at enough points determine the product. The points are 0,
- * 1, -1 and infinity for F(2, 3), and 0, +-NEAR, +-FAR and infinity for F(4, 3). In exact
- * arithmetic any points work, but rounding errors depend on them. NEAR = 5/8 and FAR = 3/2 have
- * less than half the error of the classic 1 and 2. Their error is the smallest of all points tried
- * (tests/backends/cpu/test_cpu_winograd.py prints it). The elements of B and A are squares and
- * products of small dyadic fractions, so they are exact in float32.
+ * The values of a product of polynomials at enough points determine the product. F(m, r) computes m
+ * outputs of a filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and
+ * -p, and infinity. In exact arithmetic any points work, but rounding errors depend on them. The
+ * points of POINT have the smallest error of all points tried, less than half of that of the
+ * classic 1 and 2 for n = 6 (tests/backends/cpu/test_cpu_winograd.py prints it). The elements of B
+ * and A are sums of products of small dyadic fractions, so they are exact in float32.
  *
  * Each row of B^T and A below belongs to a point. The points p and -p share even and odd parts.
  * Therefore points are computed in groups: the first point, each pair, infinity.
@@ -15,10 +15,21 @@
 
 #include "lanes.h"
 
-#define NEAR 0.625f
-#define FAR 1.5f
-#define NEAR2 (NEAR * NEAR)
-#define FAR2 (FAR * FAR)
+enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* along one dimension */
+
+/* The number of pairs, and the positive point of pair 0, 1, ... */
+#define PAIRS(n) (((n)-2) / 2)
+#define POINT(n, pair) ((n) == 4 ? 1 : (n) == 6 ? POINT_OF_6(pair) : POINT_OF_8(pair))
+#define POINT_OF_6(pair) ((pair) == 0 ? 0.625f : 1.5f)
+#define POINT_OF_8(pair) ((pair) == 0 ? 0.5f : (pair) == 1 ? 1.0f : 2.0f)
+#define SQUARE(n, pair) (POINT(n, pair) * POINT(n, pair))
+
+/* Return a power of a point. */
+INLINE float power_of(const int n, const int pair, const int exponent) {
+    float power = 1;
+    UNROLL for (int i = 0; i < exponent; i++) power *= POINT(n, pair);
+    return power;
+}
 
 /* Return a stride in floats of at least `lines` lines of 16 floats. The number of lines is odd, so
  * that data at such strides use different sets of a cache. */
@@ -37,127 +48,171 @@ INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t colu
 }
 
 /* The number of groups of points, the first point of a group, and the number of its points. */
-#define GROUPS(m) ((m) == 4 ? 4 : 3)
-#define FIRST(m, group) ((group) == 0 ? 0 : 2 * (group)-1)
-#define IN_GROUP(m, group) ((group) == 0 || (group) == GROUPS(m) - 1 ? 1 : 2)
+#define GROUPS(n) (PAIRS(n) + 2)
+#define FIRST(group) ((group) == 0 ? 0 : 2 * (group)-1)
+#define IN_GROUP(n, group) ((group) == 0 || (group) == GROUPS(n) - 1 ? 1 : 2)
 
-/* Compute the rows of B^T d for one group of points; d has m + 2 inputs. */
-INLINE void input_group(const vec *d, vec *out, const int m, const int group) {
-    if (m == 2 && group == 0) {
+/* Apply the polynomial with the squares of all points but those of `pair` as its roots (pair =
+ * PAIRS(n): of all points) to d[0], d[2], d[4] and so on. */
+INLINE vec without(const vec *d, const int n, const int pair) {
+    float root[MOST_PAIRS];
+    int roots = 0;
+    UNROLL for (int i = 0; i < PAIRS(n); i++)
+        if (i != pair) root[roots++] = SQUARE(n, i);
+    if (roots == 1) return muladd(splat(-root[0]), d[0], d[2]);
+    if (roots == 2)
+        return muladd(splat(root[0] * root[1]), d[0],
+                      muladd(splat(-(root[0] + root[1])), d[2], d[4]));
+    float pairs = root[0] * root[1] + root[0] * root[2] + root[1] * root[2];
+    vec high = muladd(splat(-(root[0] + root[1] + root[2])), d[4], d[6]);
+    return muladd(splat(-root[0] * root[1] * root[2]), d[0], muladd(splat(pairs), d[2], high));
+}
+
+/* Compute the rows of B^T d for one group of points; d has n inputs. */
+INLINE void input_group(const vec *d, vec *out, const int n, const int group) {
+    if (n == 4 && group == 0) {
         out[0] = d[0] - d[2];
-    } else if (m == 2 && group == 1) {
+    } else if (n == 4 && group == 1) {
         out[0] = d[1] + d[2], out[1] = d[2] - d[1];
-    } else if (m == 2) {
+    } else if (n == 4) {
         out[0] = d[1] - d[3];
-    } else if (group == 0 || group == 3) {
-        const int i = group == 3;
-        vec far = muladd(splat(-(NEAR2 + FAR2)), d[i + 2], d[i + 4]);
-        out[0] = muladd(splat(NEAR2 * FAR2), d[i], far);
+    } else if (group == 0 || group == GROUPS(n) - 1) {
+        out[0] = without(d + (group > 0), n, PAIRS(n));
     } else {
-        const float p = group == 1 ? NEAR : FAR, other = group == 1 ? FAR2 : NEAR2;
-        vec even = muladd(splat(-other), d[2], d[4]), odd = muladd(splat(-other), d[1], d[3]);
+        const float p = POINT(n, group - 1);
+        vec even = without(d + 2, n, group - 1), odd = without(d + 1, n, group - 1);
         out[0] = muladd(splat(p), odd, even), out[1] = muladd(splat(-p), odd, even);
     }
 }
 
-/* Compute all m + 2 values of B^T d. */
-INLINE void input_line(const vec *d, vec *out, const int m) {
-    input_group(d, out, m, 0);
-    input_group(d, out + 1, m, 1);
-    input_group(d, out + 3, m, 2);
-    if (m == 4) input_group(d, out + 5, m, 3);
+/* Compute all n values of B^T d. */
+INLINE void input_line(const vec *d, vec *out, const int n) {
+    UNROLL for (int group = 0; group < GROUPS(n); group++)
+        input_group(d, out + FIRST(group), n, group);
 }
 
 /* Compute B^T d B for one group of rows of B^T, in `tiles` adjacent tiles that start at pixel x.
  * Tile t is written to out + place[t * PARTS], with points `point` floats apart. Adjacent tiles
- * share two columns. */
+ * share r - 1 columns. */
 INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, int64_t point,
-                      const int64_t *place, const int m, const int group) {
-    const int n = m + 2, lines = IN_GROUP(m, group);
-    vec t[2][6], d[6], v[6];
-    UNROLL for (int c = 0; c < 2; c++) {
-        UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
-        input_group(d, v, m, group);
+                      const int64_t *place, const int m, const int r, const int group) {
+    const int n = m + r - 1, lines = IN_GROUP(n, group);
+    vec t[2][MOST_POINTS], d[MOST_POINTS], v[MOST_POINTS];
+    UNROLL for (int c = 0; c < r - 1; c++) {
+        UNROLL for (int i = 0; i < n; i++) d[i] = load(x + i * row + c * LANES);
+        input_group(d, v, n, group);
         UNROLL for (int line = 0; line < lines; line++) t[line][m + c] = v[line];
     }
     for (int64_t tile = 0; tile < tiles; tile++, x += m * LANES) {
         UNROLL for (int line = 0; line < lines; line++)
-            t[line][0] = t[line][m], t[line][1] = t[line][m + 1];
-        UNROLL for (int c = 2; c < n; c++) {
-            UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
-            input_group(d, v, m, group);
+            UNROLL for (int c = 0; c < r - 1; c++) t[line][c] = t[line][m + c];
+        UNROLL for (int c = r - 1; c < n; c++) {
+            UNROLL for (int i = 0; i < n; i++) d[i] = load(x + i * row + c * LANES);
+            input_group(d, v, n, group);
             UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
         }
         float *to = out + place[tile * PARTS];
         UNROLL for (int line = 0; line < lines; line++) {
-            input_line(t[line], v, m);
+            input_line(t[line], v, n);
             UNROLL for (int c = 0; c < n; c++) store(to + (line * n + c) * point, v[c]);
         }
     }
 }
 
-/* Compute A^T v: m outputs from m + 2 values. */
-INLINE void output_line(const vec *v, vec *out, const int m) {
-    if (m == 2) {
-        out[0] = v[0] + v[1] + v[2];
-        out[1] = v[1] - v[2] - v[3];
-    } else {
-        vec sum1 = v[1] + v[2], sum2 = v[3] + v[4], far1 = v[1] - v[2], far2 = v[3] - v[4];
-        out[0] = v[0] + sum1 + sum2;
-        out[1] = muladd(splat(NEAR), far1, splat(FAR) * far2);
-        out[2] = muladd(splat(NEAR2), sum1, splat(FAR2) * sum2);
-        out[3] = muladd(splat(NEAR2 * NEAR), far1, muladd(splat(FAR2 * FAR), far2, v[5]));
-    }
+/* Return the sum over pairs of x[pair] times the point's power, plus `last` if it is not NULL. */
+INLINE vec sum_of_powers(const vec *x, const vec *last, const int n, const int exponent) {
+    vec sum = splat(power_of(n, PAIRS(n) - 1, exponent)) * x[PAIRS(n) - 1];
+    if (last) sum = muladd(splat(power_of(n, PAIRS(n) - 1, exponent)), x[PAIRS(n) - 1], *last);
+    UNROLL for (int i = PAIRS(n) - 2; i >= 0; i--)
+        sum = muladd(splat(power_of(n, i, exponent)), x[i], sum);
+    return sum;
 }
 
-/* Compute A dy for one group of points; dy has the gradients of 4 outputs. F(4, 3) only. */
-INLINE void gradient_group(const vec *d, vec *out, const int group) {
+/* Compute A^T v: m outputs from n = m + r - 1 values. */
+INLINE void output_line(const vec *v, vec *out, const int m, const int r) {
+    const int n = m + r - 1;
+    if (n == 4) {
+        out[0] = v[0] + v[1] + v[2];
+        out[1] = v[1] - v[2] - v[3];
+        return;
+    }
+    vec sum[MOST_PAIRS], difference[MOST_PAIRS];
+    out[0] = v[0];
+    UNROLL for (int i = 0; i < PAIRS(n); i++) {
+        sum[i] = v[2 * i + 1] + v[2 * i + 2], difference[i] = v[2 * i + 1] - v[2 * i + 2];
+        out[0] += sum[i];
+    }
+    UNROLL for (int j = 1; j < m; j++)
+        out[j] = sum_of_powers(j % 2 ? difference : sum, j == m - 1 ? &v[n - 1] : NULL, n, j);
+}
+
+/* Compute A dy for one group of points; dy has the gradients of m outputs. */
+INLINE void gradient_group(const vec *d, vec *out, const int m, const int n, const int group) {
     if (group == 0) {
         out[0] = d[0];
-    } else if (group == 3) {
-        out[0] = d[3];
+    } else if (group == GROUPS(n) - 1) {
+        out[0] = d[m - 1];
     } else {
-        const float p = group == 1 ? NEAR : FAR;
-        vec even = muladd(splat(p * p), d[2], d[0]), odd = muladd(splat(p * p), d[3], d[1]);
+        const float p = POINT(n, group - 1);
+        vec even = d[0], odd = d[1];
+        if (m > 2) even = muladd(splat(p * p), d[2], d[0]);
+        if (m > 3) odd = muladd(splat(p * p), d[3], d[1]);
         out[0] = muladd(splat(p), odd, even), out[1] = muladd(splat(-p), odd, even);
     }
 }
 
-INLINE void gradient_line(const vec *d, vec *out) {
-    gradient_group(d, out, 0);
-    gradient_group(d, out + 1, 1);
-    gradient_group(d, out + 3, 2);
-    gradient_group(d, out + 5, 3);
+INLINE void gradient_line(const vec *d, vec *out, const int m, const int n) {
+    UNROLL for (int group = 0; group < GROUPS(n); group++)
+        gradient_group(d, out + FIRST(group), m, n, group);
 }
 
-/* Reciprocals of products of differences of points, which scale the rows of G of F(4, 3). */
-#define SCALE0 ((float)(1 / ((double)NEAR2 * FAR2)))
-#define SCALE1 ((float)(1 / (2 * (double)NEAR2 * (NEAR2 - FAR2))))
-#define SCALE2 ((float)(1 / (2 * (double)FAR2 * (FAR2 - NEAR2))))
+/* Return the factor of a row of G: the reciprocal of the product of the differences between its
+ * point and the others. Pair -1 is the point 0. */
+INLINE float scale_of(const int n, const int pair) {
+    double product = pair < 0 ? 1 : 2 * (double)SQUARE(n, pair);
+    UNROLL for (int i = 0; i < PAIRS(n); i++)
+        if (i != pair) product *= (pair < 0 ? 0 : (double)SQUARE(n, pair)) - SQUARE(n, i);
+    return (float)(1 / product);
+}
 
-/* Compute G g: the values of a filter at the points, from its three coefficients. */
-INLINE void filter_line(const vec *g, vec *out, const int m) {
-    if (m == 2) {
+/* Return g[first] + p^2 g[first + 2] + ... with r coefficients in g. */
+INLINE vec every_other(const vec *g, const int first, const int r, const float square) {
+    const int last = first + (r - 1 - first) / 2 * 2;
+    vec sum = g[last];
+    UNROLL for (int i = last - 2; i >= first; i -= 2) sum = muladd(splat(square), sum, g[i]);
+    return sum;
+}
+
+/* Compute G g: the values of a filter at the points, from its r coefficients. */
+INLINE void filter_line(const vec *g, vec *out, const int m, const int r) {
+    const int n = m + r - 1;
+    if (n == 4) {
         vec even = splat(0.5f) * (g[0] + g[2]), odd = splat(0.5f) * g[1];
         out[0] = g[0], out[1] = even + odd, out[2] = even - odd, out[3] = g[2];
-    } else {
-        vec even1 = splat(SCALE1) * muladd(splat(NEAR2), g[2], g[0]);
-        vec even2 = splat(SCALE2) * muladd(splat(FAR2), g[2], g[0]);
-        vec odd1 = splat(SCALE1 * NEAR) * g[1], odd2 = splat(SCALE2 * FAR) * g[1];
-        out[0] = splat(SCALE0) * g[0];
-        out[1] = even1 + odd1, out[2] = even1 - odd1;
-        out[3] = even2 + odd2, out[4] = even2 - odd2;
-        out[5] = g[2];
+        return;
     }
+    out[0] = splat(scale_of(n, -1)) * g[0];
+    UNROLL for (int i = 0; i < PAIRS(n); i++) {
+        vec even = splat(scale_of(n, i)) * every_other(g, 0, r, SQUARE(n, i));
+        vec odd = splat(scale_of(n, i) * POINT(n, i)) * every_other(g, 1, r, SQUARE(n, i));
+        out[2 * i + 1] = even + odd, out[2 * i + 2] = even - odd;
+    }
+    out[n - 1] = g[r - 1];
 }
 
-/* Compute G^T v of F(4, 3): the three coefficients of the filter's gradient. */
-INLINE void filter_sums(const vec *v, vec *out) {
-    vec even1 = splat(SCALE1) * (v[1] + v[2]), odd1 = splat(SCALE1 * NEAR) * (v[1] - v[2]);
-    vec even2 = splat(SCALE2) * (v[3] + v[4]), odd2 = splat(SCALE2 * FAR) * (v[3] - v[4]);
-    out[0] = muladd(splat(SCALE0), v[0], even1 + even2);
-    out[1] = odd1 + odd2;
-    out[2] = muladd(splat(NEAR2), even1, muladd(splat(FAR2), even2, v[5]));
+/* Compute G^T v: the r coefficients of the filter's gradient. */
+INLINE void filter_sums(const vec *v, vec *out, const int m, const int r) {
+    const int n = m + r - 1;
+    vec even[MOST_PAIRS], odd[MOST_PAIRS];
+    UNROLL for (int i = 0; i < PAIRS(n); i++) {
+        even[i] = splat(scale_of(n, i)) * (v[2 * i + 1] + v[2 * i + 2]);
+        odd[i] = splat(scale_of(n, i) * POINT(n, i)) * (v[2 * i + 1] - v[2 * i + 2]);
+    }
+    out[0] = even[0], out[1] = odd[0];
+    UNROLL for (int i = 1; i < PAIRS(n); i++) out[0] += even[i], out[1] += odd[i];
+    out[0] = muladd(splat(scale_of(n, -1)), v[0], out[0]);
+    UNROLL for (int j = 2; j < r; j++)
+        out[j] = sum_of_powers(j % 2 ? odd : even, j == r - 1 ? &v[n - 1] : NULL, n, j / 2 * 2);
 }
 
 #endif

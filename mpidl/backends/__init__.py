@@ -61,9 +61,10 @@ def configure(
         Number of threads that the C kernels use on this rank. Results do not depend on this
         number.
     winograd : {"auto", "off", "fast"}, optional
-        How to compute 3x3 convolutions with stride 1. "auto" uses Winograd's F(2x2) in forward
-        passes with at least 32 channels, and F(4x4) in backward passes. "off" computes direct sums.
-        "fast" also uses F(4x4) in forward passes, with a larger error. Results depend on this
+        How to compute 3x3 and 5x5 convolutions with stride 1, and larger ones with a stride, such
+        as 11x11 with stride 4. "auto" uses Winograd's algorithm: tiles of 2x2 outputs in forward
+        passes with at least 32 channels, and mostly 4x4 in backward passes. "off" computes direct
+        sums. "fast" also uses 4x4 in forward passes, with a larger error. Results depend on this
         option.
     precision : {"fp32", "tf32"}, optional
         Precision of multiplications on a GPU's tensor cores. "fp32" uses 3xTF32. Results depend on
@@ -97,9 +98,9 @@ def fast_convolutions() -> Iterator[None]:
     The option `winograd` "off" takes precedence. In training, the larger error of F(4x4) could flip
     a ReLU and so change gradients. Scores differ by rounding alone.
     """
-    chosen = settings.winograd
-    settings.winograd = "fast" if chosen == "auto" else chosen
+    winograd = settings.winograd
+    settings.winograd = "fast" if winograd == "auto" else winograd
     try:
         yield
     finally:
-        settings.winograd = chosen
+        settings.winograd = winograd

@@ -152,8 +152,8 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     Returns
     -------
     Namespace
-        The attributes are model, layers, data, out, top_k, confusion, activations, the training
-        options in `PREDICT`, preprocess and storage. preprocess and storage are dicts
+        The attributes are model, layers, data, out, top_k, confusion, metrics, activations, the
+        training options in `PREDICT`, preprocess and storage. preprocess and storage are dicts
         {name: value} of the options in `PREPROCESS` and `STORAGE` that the user typed.
     """
     parser = Parser(
@@ -168,7 +168,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     )
     parser.text("--model", "FILE", MODEL_HELP, required=True)
     parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
-    parser.text("--data", "DATA", DATA_HELP, DIGITS, required=True)
+    parser.text("--data", "DATA", DATA_HELP, EMBEDDED, required=True)
     parser.text(
         "--out",
         "FILE",
@@ -187,11 +187,12 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "FILE",
         "Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
     )
+    parser.add_options("metrics")
     parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
     add_preprocess(parser, "that of the model")
     add_storage(parser)
     parser.add_options(*PREDICT)
-    defaults = {name: training_options.OPTIONS[name].default for name in PREDICT}
+    defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *PREDICT)}
     values = defaults | vars(parser.parse(argv))
     groups = {
         group: {name: values.pop(name) for name in names if name in values}
@@ -328,14 +329,14 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     return namespace
 
 
-DIGITS = ("digits",)  # the name of the embedded images, which shells complete for --data
+EMBEDDED = ("digits", "cells")  # the names of embedded sets, which shells complete for --data
 MODEL_HELP = (
     "Trained network: model.h5 of a run, an ONNX file (*.onnx), or a safetensors file that mpidl "
     "wrote (*.safetensors)"
 )
 DATA_HELP = (
-    "Images: digits; or the path, or the URL such as s3://bucket/prefix, of one of these: a "
-    "folder with one sub-folder of images per class, or with two such "
+    "Images: digits or cells; or the path, or the URL such as s3://bucket/prefix, of one of these: "
+    "a folder with one sub-folder of images per class, or with two such "
     "folders, train/ and test/; a folder of IDX files or of CIFAR's binary files; "
     f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by "
     f"{typed_command('mpidl.pack')}"
@@ -380,7 +381,7 @@ def _add_data(parser):
         default=argparse.SUPPRESS,
     )
     text = f"{DATA_HELP}; default: digits"
-    parser.text("--data", "DATA", text, DIGITS, default=argparse.SUPPRESS)
+    parser.text("--data", "DATA", text, EMBEDDED, default=argparse.SUPPRESS)
 
 
 def add_preprocess(parser: Parser, default: str = "none") -> None:

@@ -16,7 +16,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import refuse_remote
-from mpidl.data.transforms.image_targets import moved_shape
+from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Layer, Network, zoo
@@ -228,6 +228,24 @@ def outputs_of(
     return moved_shape(datastore, datastore.image_shape if image_shape is None else image_shape)
 
 
+def _channels_of(datastore, network):
+    """Return the number of classes of pixels, or of channels of target images."""
+    shape, kind = datastore.targets_shape, datastore.targets_dtype.kind
+    if not has_image_targets(datastore):
+        raise UserError(
+            f"--network {network}: expected images with targets that are images or labels of "
+            f"pixels, found {'labels alone' if shape is None else f'targets of shape {shape}'}"
+        )
+    if kind == "f":
+        return shape[0] if len(shape) == 3 else 1
+    if not len(datastore.classes):
+        raise UserError(
+            f"--network {network}: expected names of the classes of pixels in the data, found "
+            "none; FILE.py:FUNCTION may call dl.nn.zoo.unet with their number"
+        )
+    return len(datastore.classes)
+
+
 def network_for(
     name: str, input_shape: tuple[int, ...], images: Datastore, options: TrainingOptions
 ) -> Network:
@@ -235,7 +253,11 @@ def network_for(
 
     See `network` for the parameters and errors, and `with_sigmoid` for the loss.
     """
-    outputs = outputs_of(images, input_shape, options.loss)
+    outputs: int | tuple[int, ...]
+    if name in zoo.PIXEL_NETWORKS:
+        outputs = _channels_of(images, name)
+    else:
+        outputs = outputs_of(images, input_shape, options.loss)
     return with_sigmoid(network(name, input_shape, outputs, options.seed), options.loss)
 
 
@@ -301,7 +323,8 @@ def network(
             f"--network {name}: expected a network for images of shape {tuple(input_shape)}, as "
             f"in the data, found one for {net.input_shape}"
         )
-    if isinstance(classes, int) and net.output_shape != (classes,):
+    output_shape = net.output_shape[:1] if name in zoo.PIXEL_NETWORKS else net.output_shape
+    if isinstance(classes, int) and output_shape != (classes,):
         raise UserError(
             f"--network {name}: expected {classes} outputs, one per class of the data (or per "
             f"target value), found {'x'.join(map(str, net.output_shape))}"

@@ -5,7 +5,11 @@ from mpidl.data.combined import combined
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import *
 from mpidl.data.formats import __all__ as _formats
-from mpidl.data.formats.digits import digits  # `data.digits` is this function, not the module
+from mpidl.data.formats.cells import cells  # this function, not the module; so is `digits`
+from mpidl.data.formats.digits import (  # `data.digits` is this function, not the module
+    digit_angles,
+    digits,
+)
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
@@ -26,8 +30,10 @@ __all__ = [
     "NodeCache",
     "Normalization",
     "Preprocess",
+    "cells",
     "combined",
     "configure_storage",
+    "digit_angles",
     "digits",
     "normalization",
     "open_data",

@@ -1,4 +1,4 @@
-"""Open the data that `--data` and `--test-data` name: a file, a folder, or "digits"."""
+"""Open the data that `--data` and `--test-data` name: a file, a folder, "digits" or "cells"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_data(
     Parameters
     ----------
     text : str
-        "digits" for the embedded digit set, or the path of one of the following:
+        "digits" or "cells" for an embedded set, or the path of one of the following:
 
         - a folder of IDX files (train-* and t10k-*),
         - a folder of CIFAR-10 or CIFAR-100 in the binary version,
@@ -74,7 +74,7 @@ def open_test_data(
     Parameters
     ----------
     text : str
-        "digits" or a path, as for `open_data`.
+        "digits", "cells" or a path, as for `open_data`.
     world : World, optional
         The ranks that open the data, by default this rank alone.
     classes : sequence of str, optional

@@ -103,6 +103,7 @@ NETWORKS = {
     "resnet50": (3, 64, 64),
     "squeezenet1_1": (3, 60, 47),
     "mobilenet_v2": (3, 33, 33),
+    "unet": (1, 16, 24),
 }
 SLOW = ("alexnet", "alexnet_torchvision", "vgg11_bn", "resnet18", "resnet50", "mobilenet_v2")
 ZOO = [pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name in SLOW)) for name in NETWORKS]

@@ -65,23 +65,39 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
     Notes
     -----
-    The choice depends only on the policy and the arguments of the layer. Backward passes use
-    F(4x4), whose error is at most a few times the error of a direct sum. In forward passes, an
-    error can flip a ReLU. Therefore "auto" uses F(2x2), for FEW or more channels, and only "fast"
-    uses F(4x4). Sums are direct where transforms would cost more than they save: in gradients with
-    fewer than SAVING channels, and for outputs smaller than a tile.
+    The choice depends only on the policy and the arguments of the layer. The kernels compute 3x3
+    and 5x5 filters at stride 1. They compute a larger filter at stride s, forward and dweight, as
+    one at stride 1 on s * s times as many channels.
+
+    Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
+    direct sum. With 5x5 filters the error is larger, and dx would pass it on to all layers before.
+    Therefore "auto" uses 2x2 for this dx. In forward passes, an error can flip a ReLU. Therefore
+    "auto" uses 2x2, for FEW or more channels, and only "fast" uses 4x4.
+
+    Sums are direct where transforms would cost more than they save: in gradients with fewer than
+    SAVING channels, for outputs smaller than a tile, and if a filter fills less than two thirds of
+    the one at stride 1.
 
     References
     ----------
     Lavin and Gray, "Fast algorithms for convolutional neural networks", 2016.
     """
     k, c, r, s = weight_shape
+    step = stride[0]
+    side = -(-r // step)  # of the filter at stride 1
+    fits = r == s and stride == (step, step) and dilation == (1, 1) and side in (3, 5)
+    fits = fits and 3 * r**2 >= 2 * (side * step) ** 2
     sides = [v for pair in padding for v in pair]
-    fits = (r, s) == (3, 3) and stride == dilation == (1, 1) and max(sides) <= 2
-    if policy == "off" or not fits or min(output[1:]) < 4:
+    if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4:
         return 0, 0, 0
-    forward = 4 if policy == "fast" else 2 if min(c, k) >= FEW else 0
-    return forward, 4 if k >= SAVING else 0, 4 if c >= SAVING else 0
+    c *= step**2
+    fast, enough = policy == "fast", min(c, k) >= SAVING
+    if r == 3:
+        forward = 4 if fast else 2 if min(c, k) >= FEW else 0
+        return forward, 4 if k >= SAVING else 0, 4 if c >= SAVING else 0
+    forward = 4 if fast and enough else 2 if min(c, k) >= FEW else 0
+    dx = 0 if step > 1 or not enough else 4 if fast else 2
+    return forward, dx, 4 if enough else 0
 
 
 def plan(x, weight, stride, padding, dilation, groups):

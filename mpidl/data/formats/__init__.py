@@ -3,7 +3,8 @@
 To add a format, write a module that defines `FORMAT`, and add this `FORMAT` to FILES or FOLDERS.
 """
 
-from mpidl.data.formats import cifar, digits, folder, hdf5, idx, mat, npz, packed, table
+from mpidl.data.formats import cells, cifar, digits, folder, hdf5, idx, mat, npz, packed, table
+from mpidl.data.formats.cells import Cells
 from mpidl.data.formats.cifar import cifar_folder
 from mpidl.data.formats.folder import ImageFolder
 from mpidl.data.formats.hdf5 import HDF5Datastore
@@ -24,10 +25,11 @@ FOLDERS = (
     folder.TRAIN_AND_TEST,
     folder.CLASS_FOLDERS,
 )
-KEYWORDS = (digits.FORMAT,)  # formats that `--data` selects by name, not by path
+KEYWORDS = (digits.FORMAT, cells.FORMAT)  # formats that `--data` selects by name, not by path
 FORMATS = (*KEYWORDS, *FILES, *FOLDERS)
 
 __all__ = [
+    "Cells",
     "HDF5Datastore",
     "ImageFolder",
     "ImageTable",

@@ -23,6 +23,7 @@ bytes.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import warnings
@@ -100,6 +101,21 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
             "remove the folder to draw them again"
         )
     return store
+
+
+def digit_angles() -> np.ndarray:
+    """Return the angle by which each digit of the set is rotated.
+
+    Returns
+    -------
+    ndarray
+        Degrees clockwise, float32 (10000,), from -30 to 30, in the order of `digits`.
+    """
+    turns = [
+        TURN[0] + (TURN[1] - TURN[0]) * keyed.uniform(SEED, "digits shape", 2, sample=i)[1]
+        for i in range(CLASSES * PER_CLASS)
+    ]
+    return np.array([2 * math.degrees(math.atan(turn)) for turn in turns], np.float32)
 
 
 def draw() -> tuple[np.ndarray, np.ndarray]:

@@ -1,17 +1,18 @@
 """Predefined networks, each with a recipe (the options for training the network).
 
 `matlab` contains the networks of MATLAB's examples. `torchvision` contains networks of the package
-torchvision.
+torchvision. `segmentation` contains networks whose outputs are images.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from mpidl.nn.zoo import matlab, torchvision
+from mpidl.nn.zoo import matlab, segmentation, torchvision
 from mpidl.nn.zoo.matlab import alexnet as alexnet
 from mpidl.nn.zoo.matlab import cifar as cifar
 from mpidl.nn.zoo.matlab import digits as digits
 from mpidl.nn.zoo.matlab import resnet as resnet
+from mpidl.nn.zoo.segmentation import unet as unet
 from mpidl.nn.zoo.torchvision import alexnet_torchvision as alexnet_torchvision
 from mpidl.nn.zoo.torchvision import mobilenet_v2 as mobilenet_v2
 from mpidl.nn.zoo.torchvision import resnet18 as resnet18
@@ -25,5 +26,8 @@ from mpidl.nn.zoo.torchvision import vgg16_bn as vgg16_bn
 from mpidl.nn.zoo.torchvision import vgg19 as vgg19
 from mpidl.nn.zoo.torchvision import vgg19_bn as vgg19_bn
 
-NETWORKS: dict[str, Callable[..., Any]] = matlab.NETWORKS | torchvision.NETWORKS
-RECIPES: dict[str, dict[str, Any]] = matlab.RECIPES | torchvision.RECIPES
+NETWORKS: dict[str, Callable[..., Any]] = (
+    matlab.NETWORKS | segmentation.NETWORKS | torchvision.NETWORKS
+)
+RECIPES: dict[str, dict[str, Any]] = matlab.RECIPES | segmentation.RECIPES | torchvision.RECIPES
+PIXEL_NETWORKS = tuple(segmentation.NETWORKS)  # networks whose outputs are images

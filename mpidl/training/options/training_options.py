@@ -18,6 +18,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.storage import settings
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
+from mpidl.evaluation import class_metrics
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.options.image_options import ImageOptions
 from mpidl.training.options.option_types import (
@@ -133,6 +134,18 @@ class TrainingOptions(ImageOptions, SolverOptions):
         resume="fixed",
         matlab="OutputNetwork",
     )
+    metrics: str | None = option(
+        Rule(
+            str,
+            f"{class_metrics.ALL}, or names of {', '.join(class_metrics.NAMES)}",
+            choices=(class_metrics.ALL,),
+            pattern=rf"({'|'.join(class_metrics.NAMES)})(,({'|'.join(class_metrics.NAMES)}))*",
+            metavar="NAME,NAME,...",
+            optional=True,
+        ),
+        "Metrics of the classes or labels to print and write at the end, or all that fit the loss",
+        default=None,
+    )
     batchnorm: Literal["global", "local"] = choice(
         "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "
         "(the weights then depend on the number of ranks)",
@@ -189,8 +202,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="WorkerLoad",
     )
     winograd: Literal["auto", "off", "fast"] = choice(
-        "Winograd's algorithm for 3x3 convolutions on CPUs: auto uses it where its rounding error "
-        "is harmless, off never, fast wherever it is faster",
+        "Winograd's algorithm for 3x3, 5x5 and large strided convolutions on CPUs: auto uses it "
+        "where its rounding error is harmless, off never, fast wherever it is faster",
         default="auto",
         resume="fixed",
     )

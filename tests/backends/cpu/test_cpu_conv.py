@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import WINOGRAD
+from cases import BY_WINOGRAD, WINOGRAD
 from conformance import arguments, results, share
 from cpu_builds import needs_kernels, on_all_builds
 from test_conformance import BY_NAME, assert_near
@@ -12,10 +12,12 @@ from mpidl.backends import settings
 
 pytestmark = needs_kernels
 
+LABELS = ["digits 1", "digits 2", "16 channels a group", *BY_WINOGRAD]
+
 
 @pytest.mark.parametrize("algorithm", WINOGRAD, ids=lambda values: values["winograd"])
 @pytest.mark.parametrize("function", ["conv2d", "conv2d_backward"])
-@pytest.mark.parametrize("label", ["digits 1", "digits 2", "16 channels a group"])
+@pytest.mark.parametrize("label", LABELS)
 def test_threads_share_one_block(label, function, algorithm, monkeypatch):
     """All threads share one block here; in test_conformance.py two teams share two blocks."""
     monkeypatch.setattr(settings, "winograd", algorithm["winograd"])

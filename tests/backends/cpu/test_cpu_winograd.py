@@ -1,6 +1,7 @@
 """The Winograd kernels of one block against float64 NumPy; their points."""
 
 import functools
+import itertools
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -35,30 +36,34 @@ SHAPES = [
 SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "{}-{}@{}x{}".format(*s))
 
 
-def extent(outputs, m):
-    """Return the number of rows of padded input that the tiles of `rows` output rows read."""
-    return -(-outputs // m) * m + 2
+def extent(outputs, m, side):
+    """Return the number of rows of padded input that the tiles of `outputs` output rows read."""
+    return -(-outputs // m) * m + side - 1
 
 
-def padded(name, channels, rows, columns, m, border=2):
-    """Draw (channels, rows + 2, columns + 2, 16), padded with zeros to whole tiles."""
-    x = np.zeros((channels, extent(rows, m), extent(columns, m), LANES), np.float32)
-    x[:, : rows + 2, : columns + 2] = numbers(name, channels, rows + 2, columns + 2, LANES)
-    return x if border else x[:, :-2, :-2]
+def padded(name, channels, rows, columns, m, side):
+    """Draw the input of (rows, columns) outputs, padded with zeros to whole tiles."""
+    x = np.zeros((channels, extent(rows, m, side), extent(columns, m, side), LANES), np.float32)
+    rows, columns = rows + side - 1, columns + side - 1
+    x[:, :rows, :columns] = numbers(name, channels, rows, columns, LANES)
+    return x
+
+
+def taps(side):
+    return itertools.product(range(side), repeat=2)
 
 
 def conv_reference(x, w, bias, rows, columns):
-    """float64; x (inputs, >= rows + 2, >= columns + 2, 16), w (outputs, inputs, 3, 3)."""
+    """float64; x is padded (inputs, rows, columns, 16), w (outputs, inputs, side, side)."""
     x, w = x.astype(float), w.astype(float)
     y = np.zeros((len(w), rows, columns, LANES)) + bias.astype(float)[:, None, None, None]
-    for r in range(3):
-        for s in range(3):
-            y += np.einsum("kc,cpql->kpql", w[:, :, r, s], x[:, r : r + rows, s : s + columns])
+    for r, s in taps(w.shape[2]):
+        y += np.einsum("kc,cpql->kpql", w[:, :, r, s], x[:, r : r + rows, s : s + columns])
     return y
 
 
-def weights(outputs, inputs):
-    return numbers("w", outputs, inputs, 3, 3, dtype=np.float32)
+def weights(outputs, inputs, side):
+    return numbers("w", outputs, inputs, side, side, dtype=np.float32)
 
 
 def biases(outputs):
@@ -66,19 +71,18 @@ def biases(outputs):
 
 
 @functools.cache
-def exact_convolution(inputs, outputs, rows, columns):
+def exact_convolution(inputs, outputs, rows, columns, side):
     """Return what tiles of any size and both directions compute."""
-    x = padded("x", inputs, rows, columns, 2)
-    return conv_reference(x, weights(outputs, inputs), biases(outputs), rows, columns)
+    x = padded("x", inputs, rows, columns, 2, side)
+    return conv_reference(x, weights(outputs, inputs, side), biases(outputs), rows, columns)
 
 
-def dweight_reference(x, dy, rows, columns):
+def dweight_reference(x, dy, rows, columns, side):
     x, dy = x.astype(float), dy[:, :rows, :columns].astype(float)
-    dweight = np.empty((len(dy), len(x), 3, 3))
-    for r in range(3):
-        for s in range(3):
-            part = x[:, r : r + rows, s : s + columns]
-            dweight[:, :, r, s] = np.einsum("kpql,cpql->kc", dy, part)
+    dweight = np.empty((len(dy), len(x), side, side))
+    for r, s in taps(side):
+        part = x[:, r : r + rows, s : s + columns]
+        dweight[:, :, r, s] = np.einsum("kpql,cpql->kc", dy, part)
     return dweight
 
 
@@ -87,16 +91,22 @@ def relative(actual, expected):
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
+# (m, side of the filter): bounds of the relative error, about 1.5 times the largest one measured
+CONV_ERRORS = {(2, 3): 3e-7, (4, 3): 8e-7, (2, 5): 7e-7, (4, 5): 3.5e-6}
+DWEIGHT_ERRORS = {3: 1.2e-6, 5: 8e-6}
+
+
 @needs_kernels
 @SHAPE
-@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("tile", CONV_ERRORS, ids=lambda tile: "F({},{})".format(*tile))
 @pytest.mark.parametrize("backward", [0, 1])
-def test_convolutions_are_nearly_exact(shape, m, backward):
+def test_convolutions_are_nearly_exact(shape, tile, backward):
     inputs, outputs, rows, columns = shape
-    sizes = np.array([*shape, m, backward], np.int64)
-    x = padded("x", inputs, rows, columns, m)
+    m, side = tile
+    sizes = np.array([*shape, m, side, backward], np.int64)
+    x = padded("x", inputs, rows, columns, m, side)
     bias = biases(outputs)
-    forward = weights(outputs, inputs)
+    forward = weights(outputs, inputs, side)
     w = np.ascontiguousarray(forward[:, :, ::-1, ::-1].swapaxes(0, 1)) if backward else forward
 
     def fast(bias=bias):
@@ -106,38 +116,40 @@ def test_convolutions_are_nearly_exact(shape, m, backward):
         library.winograd_conv(x, w, bias, u, y, sizes)
         return y
 
-    expected = exact_convolution(*shape)
+    expected = exact_convolution(*shape, side)
     for y in on_all_builds(fast).values():
-        assert relative(y, expected) < (3e-7 if m == 2 else 8e-7)  # 1.3e-6 with points 0, ±1, ±2
+        assert relative(y, expected) < CONV_ERRORS[tile]
     zero = np.zeros_like(bias)
     assert np.array_equal(fast(None), fast(zero))
 
 
 @needs_kernels
 @SHAPE
-def test_weight_gradients_are_nearly_exact(shape):
+@pytest.mark.parametrize("side", DWEIGHT_ERRORS)
+def test_weight_gradients_are_nearly_exact(shape, side):
     inputs, outputs, rows, columns = shape
-    sizes = np.array([*shape, 4, 0], np.int64)
-    x = padded("x", inputs, rows, columns, 4)
-    dy = np.zeros((outputs, extent(rows, 4) - 2, extent(columns, 4) - 2, LANES), np.float32)
+    sizes = np.array([*shape, 4, side], np.int64)
+    x = padded("x", inputs, rows, columns, 4, side)
+    dy_shape = [extent(size, 4, side) - side + 1 for size in (rows, columns)]
+    dy = np.zeros((outputs, *dy_shape, LANES), np.float32)
     dy[:, :rows, :columns] = numbers("dy", outputs, rows, columns, LANES)
 
     def fast():
-        dweight = np.full((outputs, inputs, 3, 3), np.nan, np.float32)
+        dweight = np.full((outputs, inputs, side, side), np.nan, np.float32)
         builds.kernels().winograd_dweight(x, dy, dweight, sizes)
         return dweight
 
-    expected = dweight_reference(x, dy, rows, columns)
+    expected = dweight_reference(x, dy, rows, columns, side)
     for dweight in on_all_builds(fast).values():
-        assert relative(dweight, expected) < 1.2e-6
+        assert relative(dweight, expected) < DWEIGHT_ERRORS[side]
 
 
-# The points of F(4, 3): 0, +-a, +-b, infinity
+# The points of F(m, side): 0, pairs of +-p, infinity
 
 
-def matrices(a, b):
-    """Return B^T (6, 6), G (6, 3) and A^T (4, 6), exact."""
-    finite = [Fraction(0), a, -a, b, -b]
+def matrices(m, side, pairs):
+    """Return B^T (n, n), G (n, side) and A^T (m, n), exact, with n = m + side - 1."""
+    finite = [Fraction(0), *(sign * p for p in pairs for sign in (1, -1))]
 
     def product(roots):
         coefficients = [Fraction(1)]
@@ -154,10 +166,10 @@ def matrices(a, b):
         roots = [other for other in finite if other != point]
         scale = np.prod([point - root for root in roots])
         rows.append([*product(roots), Fraction(0)])
-        filters.append([point**j / scale for j in range(3)])
+        filters.append([point**j / scale for j in range(side)])
     rows.append(product(finite))
-    filters.append([0, 0, 1])
-    outputs = [[point**j for point in finite] + [int(j == 3)] for j in range(4)]
+    filters.append([0] * (side - 1) + [1])
+    outputs = [[point**j for point in finite] + [int(j == m - 1)] for j in range(m)]
     return [np.array(matrix, float) for matrix in (rows, filters, outputs)]
 
 
@@ -176,51 +188,70 @@ def accumulated(products):
     return total
 
 
-def by_winograd(a, b, x, w):
-    """Return the result of F(4x4, 3x3) at these points.
+def by_winograd(m, pairs, x, w):
+    """Return the result of F(m x m, side x side) at these points.
 
-    x (channels, tiles, 6, 6) and w (channels, 3, 3), float32.
+    x (channels, tiles, n, n) and w (channels, side, side), float32.
     """
-    transform, filters, outputs = matrices(a, b)
+    transform, filters, outputs = matrices(m, w.shape[1], pairs)
     u, v = rounded(filters, w).astype(float), rounded(transform, x).astype(float)
     return rounded(outputs, accumulated(u[:, None] * v))
 
 
-def directly(x, w):
+def directly(m, x, w):
     """Return the convolution in float64, and by sums that are rounded to float32."""
     x, w = x.astype(float), w.astype(float)
     terms = [
-        w[c, r, s] * x[c, :, r : r + 4, s : s + 4]
+        w[c, r, s] * x[c, :, r : r + m, s : s + m]
         for c in range(len(x))
-        for r in range(3)
-        for s in range(3)
+        for r, s in taps(w.shape[1])
     ]
     return sum(terms), accumulated(terms)
 
 
-def kernel_points():
-    """Return NEAR and FAR of the kernels, as fractions in text."""
+def kernel_points(n):
+    """Return the positive points of the kernels for n inputs, as fractions in text."""
     text = (ROOT / "kernels" / "cpu" / "winograd_tiles.h").read_text()
-    matches = (re.search(rf"#define {name} ([0-9.]+)f$", text, re.M) for name in ("NEAR", "FAR"))
-    return tuple(str(Fraction(match[1])) for match in matches)
+    (line,) = re.findall(rf"#define POINT_OF_{n}\(pair\) (.*)", text)
+    return tuple(str(Fraction(number)) for number in re.findall(r"([0-9.]+)f", line))
 
 
-def test_the_points_of_the_kernels_have_the_least_error():
-    """0, +-5/8, +-3/2, compared with others."""
-    points_used, classic = kernel_points(), ("1", "2")
-    alternatives = [("1/2", "1"), ("3/5", "7/5"), ("1/2", "3/2"), ("5/8", "11/8"), ("11/16", "3/2")]
+# (m, side): the classic points, others, and the largest error relative to the classic ones
+POINTS = {
+    (4, 3): (
+        ("1", "2"),
+        [("1/2", "1"), ("3/5", "7/5"), ("1/2", "3/2"), ("5/8", "11/8"), ("11/16", "3/2")],
+        0.6,
+    ),
+    (2, 5): (("1", "2"), [("3/5", "7/5"), ("1/2", "3/2"), ("5/8", "11/8"), ("3/4", "3/2")], 0.6),
+    (4, 5): (
+        ("1", "2", "3"),
+        [("1/2", "1", "7/4"), ("1/2", "9/8", "2"), ("5/8", "1", "3/2"), ("3/8", "1", "2")],
+        0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("tile", POINTS, ids=lambda tile: "F({},{})".format(*tile))
+def test_the_points_of_the_kernels_have_the_least_error(tile):
+    m, side = tile
+    classic, alternatives, bound = POINTS[tile]
+    n = m + side - 1
+    points_used = kernel_points(n)
     rng = np.random.default_rng(1)
+    channels = 32 if side == 3 else 12
     for kind in ("signed", "positive"):
-        x = rng.standard_normal((32, 1500, 6, 6)).astype(np.float32)
+        x = rng.standard_normal((channels, 1500, n, n)).astype(np.float32)
         x = x if kind == "signed" else np.maximum(x, 0)
-        w = rng.standard_normal((32, 3, 3)).astype(np.float32)
-        exact, direct = directly(x, w)
+        w = rng.standard_normal((channels, side, side)).astype(np.float32)
+        exact, direct = directly(m, x, w)
         rms_errors, direct_error = {}, relative(direct, exact)
         for points in (classic, *alternatives, points_used):
-            rms_errors[points] = relative(by_winograd(*map(Fraction, points), x, w), exact)
+            result = by_winograd(m, tuple(map(Fraction, points)), x, w)
+            rms_errors[points] = relative(result, exact)
             ratio = rms_errors[points] / direct_error
             name = f"{kind}, 0 ±{' ±'.join(points)}"
             print(f"{name}: {rms_errors[points]:.2e}, {ratio:.2f} of direct's")
-        assert rms_errors[points_used] < 0.6 * rms_errors[classic]
+        assert rms_errors[points_used] < bound * rms_errors[classic]
         best = min(rms_errors.values())
         assert rms_errors[points_used] <= 1.02 * best

@@ -1,0 +1,101 @@
+"""Networks whose outputs are images: a score per pixel, or another image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidl.nn.layers import BatchNorm, Concat, Conv2D, Layer, MaxPool2D, ReLU, TransposedConv2D
+from mpidl.nn.network import Network
+
+
+def unet(
+    input_shape: Sequence[int] = (1, 64, 64),
+    classes: int = 2,
+    seed: int = 0,
+    *,
+    depth: int = 3,
+    filters: int = 16,
+) -> Network:
+    """Return a U-Net, with 483,170 learnables for two classes of pixels of gray images.
+
+    Each of `depth` stages has two 3x3 convolutions with batch normalization and ReLU, and ends with
+    max pooling by 2. Two such convolutions follow. Then each of `depth` stages doubles the rows and
+    columns by a transposed convolution, appends the output of the stage of the same size before
+    pooling, and has two convolutions. A 1x1 convolution ends the network. Convolutions are padded,
+    so that outputs have the size of the images.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Shape (C, H, W) of an image; H and W must be multiples of 2**depth.
+    classes : int
+        Channels of the output: classes of pixels, or channels of target images.
+    seed : int
+        Seed of the initial weights.
+    depth : int
+        Number of poolings.
+    filters : int
+        Filters of the first stage; each pooling doubles them.
+
+    Returns
+    -------
+    Network
+        The network, with initial weights; its output has the shape (classes, H, W).
+
+    Raises
+    ------
+    ValueError
+        If the images cannot be halved `depth` times.
+
+    Notes
+    -----
+    Ronneberger, Fischer and Brox, "U-Net: convolutional networks for biomedical image
+    segmentation", 2015. The paper, like MATLAB's `unet`, has depth 4, 64 filters and no batch
+    normalization; the paper does not pad. The recipe mirrors images in both directions.
+    """
+    if depth < 1 or any(side % 2**depth for side in input_shape[1:]):
+        raise ValueError(
+            f"unet: expected images whose sides are multiples of {2**depth}, got "
+            f"{input_shape[1]}x{input_shape[2]}"
+        )
+
+    def convolutions(prefix: str, count: int) -> list[Layer]:
+        layers: list[Layer] = []
+        for i in (1, 2):
+            layers += [
+                Conv2D(3, count, padding=1, name=f"{prefix}_conv{i}"),
+                BatchNorm(name=f"{prefix}_norm{i}"),
+                ReLU(name=f"{prefix}_relu{i}"),
+            ]
+        return layers
+
+    layers: list[Layer] = []
+    for stage in range(depth):
+        prefix = f"encoder{stage + 1}"
+        layers += [*convolutions(prefix, filters << stage), MaxPool2D(2, name=f"{prefix}_pool")]
+    layers += convolutions("bridge", filters << depth)
+    for stage in reversed(range(depth)):
+        prefix, count = f"decoder{stage + 1}", filters << stage
+        layers += [
+            TransposedConv2D(2, count, stride=2, name=f"{prefix}_up"),
+            Concat(inputs=(f"encoder{stage + 1}_relu2", f"{prefix}_up"), name=f"{prefix}_concat"),
+            *convolutions(prefix, count),
+        ]
+    return Network([*layers, Conv2D(1, classes, name="scores")], input_shape, seed=seed)
+
+
+NETWORKS: dict[str, Callable[..., Any]] = {"unet": unet}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "unet": {
+        "epochs": 8,
+        "batch_size": 16,
+        "solver": "adam",
+        "learning_rate": 0.002,
+        "learn_rate_schedule": "cosine",
+        "shuffle": "every-epoch",
+        "flip": "xy",
+        "validation_frequency": 0,
+    },
+}
