@@ -46,6 +46,7 @@ from mpidl.data import Preprocess as Preprocess
 from mpidl.errors import Fault as Fault
 from mpidl.errors import RankError as RankError
 from mpidl.errors import UserError as UserError
+from mpidl.evaluation.class_metrics import ClassMetrics as ClassMetrics
 from mpidl.evaluation.confusion import Confusion as Confusion
 from mpidl.evaluation.confusion import confusion_matrix as confusion_matrix
 from mpidl.evaluation.evaluate import Evaluation as Evaluation

@@ -265,6 +265,8 @@ def check(
             _check_targets(loss, net, datastore)
         return
     has_targets = datastore.targets_shape is not None
+    if training and not has_targets:
+        check_classes(datastore)
     if isinstance(named_loss, BinaryCrossEntropy):
         named_loss.check(net, datastore)
     else:
@@ -274,8 +276,6 @@ def check(
             _check_label_targets(_name_of(named_loss), net, datastore)
         else:
             _check_labels(net, datastore, named_loss.ignore_label)
-    if training and not has_targets:
-        check_classes(datastore)
 
 
 def _name_of(loss):

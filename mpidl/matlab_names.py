@@ -126,6 +126,10 @@ NAMES: dict[str, str] = {
         name: f"dl.load_weights(dl.nn.zoo.{name}(), file)"
         for name in ("resnet18", "resnet50", "vgg16", "vgg19")
     },
+    "jitterColorHSV": "dl.Augmenter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)",
+    **dict.fromkeys(("randomAffine2d", "imwarp"), "dl.Augmenter(rotation=20, scale_x=(0.8, 1.2))"),
+    **dict.fromkeys(("randomWindow2d", "imcrop"), "dl.Augmenter(resized_crop=(224, 224))"),
+    "imresize": "dl.Preprocess(size=(224, 224))",
     # workers and devices
     "parpool": _RANKS,
     "gcp": "dl.World()",

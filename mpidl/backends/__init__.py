@@ -98,9 +98,9 @@ def fast_convolutions() -> Iterator[None]:
     The option `winograd` "off" takes precedence. In training, the larger error of F(4x4) could flip
     a ReLU and so change gradients. Scores differ by rounding alone.
     """
-    chosen = settings.winograd
-    settings.winograd = "fast" if chosen == "auto" else chosen
+    winograd = settings.winograd
+    settings.winograd = "fast" if winograd == "auto" else winograd
     try:
         yield
     finally:
-        settings.winograd = chosen
+        settings.winograd = winograd

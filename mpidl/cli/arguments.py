@@ -152,8 +152,8 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     Returns
     -------
     Namespace
-        The attributes are model, layers, data, out, top_k, confusion, activations, the training
-        options in `PREDICT`, preprocess and storage. preprocess and storage are dicts
+        The attributes are model, layers, data, out, top_k, confusion, metrics, activations, the
+        training options in `PREDICT`, preprocess and storage. preprocess and storage are dicts
         {name: value} of the options in `PREPROCESS` and `STORAGE` that the user typed.
     """
     parser = Parser(
@@ -187,11 +187,12 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "FILE",
         "Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
     )
+    parser.add_options("metrics")
     parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
     add_preprocess(parser, "that of the model")
     add_storage(parser)
     parser.add_options(*PREDICT)
-    defaults = {name: training_options.OPTIONS[name].default for name in PREDICT}
+    defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *PREDICT)}
     values = defaults | vars(parser.parse(argv))
     groups = {
         group: {name: values.pop(name) for name in names if name in values}

@@ -13,7 +13,8 @@ SHORT_LIST = 13  # a command with more options than this has a short --help
 GROUPS: dict[str, Sequence[str]] = {
     "Run and results": (
         *("ranks", "srun", "network", "model", "layers", "out", "resume", "overwrite", "config"),
-        *("seed", "preview", "upload", "checkpoint_every", "top_k", "confusion", "activations"),
+        *("seed", "preview", "upload", "checkpoint_every", "top_k", "confusion", "metrics"),
+        *("activations",),
         *("audit_every", "timeline", "timeline_mb", "tensorboard", "mlflow", "wandb"),
     ),
     "Images": (

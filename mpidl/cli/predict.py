@@ -19,6 +19,7 @@ from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
 from mpidl.files import on_rank_0
 from mpidl.interchange import network_files
+from mpidl.nn.layers import Sigmoid
 from mpidl.report import Console, arrays
 from mpidl.text import class_names, printable
 from mpidl.training.files import model_file
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with console.stage(f"prediction for {len(images)} images"):
         if parsed.activations:
             _activations(parsed, world, net, images)
+        elif isinstance(net.layers[-1], Sigmoid) and len(net.output_shape) == 1:
+            _labels(parsed, world, net, images)
         elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
             _outputs(parsed, world, net, images)
         else:
@@ -77,7 +80,7 @@ def _check_outputs(parsed):
     if parsed.confusion:
         confusion.check_path(parsed.confusion, "--confusion")
     if parsed.activations:
-        for name in ("top_k", "confusion"):
+        for name in ("top_k", "confusion", "metrics"):
             if getattr(parsed, name):
                 flag = training_options.flag(name)
                 raise UserError(f"--activations: expected no {flag} with it")
@@ -103,7 +106,7 @@ def _activations(parsed, world, net, images):
 def _outputs(parsed, world, net, images):
     """Write outputs that are images, numbers or pixel classes; print the accuracy or the errors."""
     classifies = images.targets_shape is not None and images.targets_dtype.kind in "iu"
-    for name in ("top_k",) if classifies else ("top_k", "confusion"):
+    for name in ("top_k",) if classifies else ("top_k", "confusion", "metrics"):
         if getattr(parsed, name):
             raise UserError(
                 f"{training_options.flag(name)}: expected a model with a score for each class, and "
@@ -122,6 +125,7 @@ def _outputs(parsed, world, net, images):
             world=world,
             batch_size=parsed.batch_size,
             confusion=bool(parsed.confusion),
+            metrics=parsed.metrics or (),
             bad_images=parsed.bad_images,
             test_flips=parsed.test_flips,
         )
@@ -129,6 +133,7 @@ def _outputs(parsed, world, net, images):
         text = (
             f"Accuracy: {evaluation.accuracy:.4f} ({evaluation.images} images, {count} labels each)"
         )
+        text += _table(evaluation)
         if parsed.confusion:
             on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
     elif images.targets_shape is not None:
@@ -143,6 +148,57 @@ def _outputs(parsed, world, net, images):
     if world.rank == 0:
         print(text)
         _print_files({"Confusion matrix": parsed.confusion, "Outputs": parsed.out})
+
+
+def _table(evaluation):
+    """Return the table of the requested metrics on lines of its own, or an empty string."""
+    return "" if evaluation.metrics is None else f"\n{evaluation.metrics}"
+
+
+def _labels(parsed, world, net, images):
+    """Write the probabilities of several labels per image, and print how many are correct.
+
+    The network ends in a sigmoid. A label is predicted if its probability is above 1/2.
+    """
+    has_labels = images.targets_shape is not None or images.labels is not None
+    for name in ("top_k", "confusion", *(() if has_labels else ("metrics",))):
+        if getattr(parsed, name):
+            reason = f"{parsed.model} ends in a sigmoid" if has_labels else "there are no labels"
+            raise UserError(
+                f"{training_options.flag(name)}: expected a model with a score for each class, and "
+                f"images with labels; {reason}"
+            )
+    if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
+        raise UserError(f"--out {parsed.out}: the probabilities of labels are written as .csv")
+    count = net.output_shape[0]
+    names = [printable(name) for name in class_names(net.classes, count)]
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["image", "predicted", *names])
+    if parsed.out:
+        for indices, values in _batches(parsed, world, net, images, predict.outputs):
+            for i, row in zip(indices, values, strict=True):
+                labels = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5)
+                rows.writerow([images.name(i), labels, *(f"{p:.9g}" for p in row)])
+        content = text.getvalue().encode()
+        on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
+    line = f"{len(images)} images, no labels known"
+    if has_labels:
+        evaluation = evaluate.evaluate(
+            net,
+            images,
+            world=world,
+            batch_size=parsed.batch_size,
+            loss="binary-crossentropy",
+            metrics=parsed.metrics or (),
+            bad_images=parsed.bad_images,
+            test_flips=parsed.test_flips,
+        )
+        images_text = f"{evaluation.images} images, {count} labels each"
+        line = f"Accuracy: {evaluation.accuracy:.4f} ({images_text}){_table(evaluation)}"
+    if world.rank == 0:
+        print(line)
+        _print_files({"Scores": parsed.out})
 
 
 def _print_files(paths):
@@ -217,8 +273,9 @@ def _classes(parsed, world, net, images, classes, reason):
 
     `reason` explains why images in sub-folders have no labels; for other images it is None.
     """
-    if images.labels is None and (parsed.top_k or parsed.confusion):
-        flag, suffix = "--top-k" if parsed.top_k else "--confusion", f": {reason}" if reason else ""
+    missing = [name for name in ("top_k", "confusion", "metrics") if getattr(parsed, name)]
+    if images.labels is None and missing:
+        flag, suffix = training_options.flag(missing[0]), f": {reason}" if reason else ""
         raise UserError(
             f"{flag}: expected images with labels, found none in --data {parsed.data}{suffix}"
         )
@@ -250,11 +307,18 @@ def _classes(parsed, world, net, images, classes, reason):
     if parsed.confusion:
         matrix = Confusion(table, tuple(names))
         on_rank_0(world, lambda: matrix.save(parsed.confusion))
+    evaluation = None
+    if parsed.metrics:
+        options = {"batch_size": parsed.batch_size, "bad_images": parsed.bad_images}
+        options |= {"test_flips": parsed.test_flips, "metrics": parsed.metrics}
+        evaluation = evaluate.evaluate(net, images, world=world, **options)
     if world.rank == 0:
         if images.labels is not None and n:
             print(f"Accuracy: {table.trace() / n:.4f} ({n} images)")
             if parsed.top_k:
                 print(f"Top-{parsed.top_k} accuracy: {in_top_k / n:.4f}")
+            if evaluation is not None:
+                print(evaluation.metrics)
         else:
             print(f"{n} images, no labels known{f': {reason}' if reason else ''}")
         _print_files({"Confusion matrix": parsed.confusion, "Scores": parsed.out})

@@ -188,6 +188,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
                             signals=signals,
                             loss=loss,
                             confusion=small,
+                            metrics=settings.metrics or (),
                             progress=advance,
                             bad_images=skipped,
                             test_flips=settings.test_flips,
@@ -404,13 +405,23 @@ def _list_skipped(out, test_set, skipped, world, console):
     on_rank_0(world, lambda: skipped_images.write_list(out, {"test": (test_set, skipped)}))
 
 
+def _metrics_of(test):
+    """Return {"metrics": {name: value}} for the summary, or {} if none were requested."""
+    if test is None or test.metrics is None:
+        return {}
+    return {"metrics": {name: metrics.number(v) for name, v in test.metrics.values.items()}}
+
+
 def _write_results(out, net, result, test, skipped, world, device, weights_file):
     model_file.save_model(os.path.join(out, "model.h5"), net)
     if test is not None and test.confusion is not None:
         test.confusion.save(os.path.join(out, run_folder.CONFUSION))
+    if test is not None and test.metrics is not None:
+        test.metrics.save(os.path.join(out, run_folder.CLASS_METRICS))
     summary = {
         "accuracy": test and test.accuracy,  # None if there is no test set or no classes
         "loss": metrics.number(test and test.loss),
+        **_metrics_of(test),
         "epochs": result.epochs,
         "iterations": result.iterations,
         "ranks": world.size,

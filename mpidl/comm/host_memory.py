@@ -322,10 +322,17 @@ class HostMemory:
             nbytes = queue_bytes(of_host.size) * min(len(hosts), 2)
             is_possible = firsts == sorted(firsts) and len(hosts) < transport.size
             is_possible = is_possible and free_shared_bytes(transport) >= nbytes + LINE
-            memory = None
+            memory = array = window = None
             if comm.allreduce(is_possible, mpi.LAND):
-                memory = cls(transport, hosts, *_window(mpi, of_host, nbytes))
-                of_host.Barrier()
+                try:
+                    array, window = _window(mpi, of_host, nbytes)
+                except mpi.Exception:
+                    pass  # a limit of this process, such as that of file sizes, forbids it
+                if comm.allreduce(array is not None, mpi.LAND):
+                    memory = cls(transport, hosts, array, window)
+                    of_host.Barrier()
+                elif window is not None:
+                    window.Free()
             of_host.Free()  # the window keeps what it needs
         return memory
 

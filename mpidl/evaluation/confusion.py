@@ -53,6 +53,24 @@ class Confusion:
         """Fraction of each class's predictions that are correct, (K,); NaN if there are none."""
         return _fractions(self.counts, self.counts.sum(axis=0))
 
+    @property
+    def f1(self) -> np.ndarray:
+        """Harmonic mean of precision and recall, (K,); NaN if a class never occurs."""
+        counts = self.counts
+        return _fractions(2 * counts, counts.sum(axis=0) + counts.sum(axis=1))
+
+    @property
+    def iou(self) -> np.ndarray:
+        """Intersection over union of labels and predictions, (K,); NaN if a class never occurs."""
+        counts = self.counts
+        return _fractions(counts, counts.sum(axis=0) + counts.sum(axis=1) - counts.diagonal())
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Mean recall of the classes that have labels; NaN if there are none."""
+        recall = self.recall[self.counts.sum(axis=1) > 0]
+        return float(recall.mean()) if len(recall) else float("nan")
+
     def rows(self) -> list[list[str | int]]:
         """Return the table as rows of cells.
 

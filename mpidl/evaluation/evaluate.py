@@ -4,7 +4,7 @@ Results are exact and do not depend on the number of ranks.
 """
 
 import numbers
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.errors import StorageFault, UserError
+from mpidl.evaluation.class_metrics import ClassMetrics, Tally, requested
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.fold import Counter, Partial, replicated
@@ -44,6 +45,8 @@ class Evaluation(NamedTuple):
         Fraction of the images whose class is among the k largest scores; None if not requested.
     confusion : Confusion or None
         The confusion matrix; None if not requested.
+    metrics : ClassMetrics or None
+        The requested metrics; None if there are none.
     """
 
     accuracy: float | None
@@ -51,6 +54,7 @@ class Evaluation(NamedTuple):
     images: int
     top_k: float | None = None
     confusion: Confusion | None = None
+    metrics: ClassMetrics | None = None
 
     def __repr__(self) -> str:
         return _representation(self)
@@ -174,6 +178,7 @@ def evaluate(
     signals: Signals | None = None,
     top_k: int | None = None,
     confusion: bool = False,
+    metrics: str | Sequence[str] = (),
     loss: str | Callable[..., Any] = "crossentropy",
     progress: Callable[[int], object] | None = None,
     bad_images: BadImages | None = None,
@@ -203,6 +208,8 @@ def evaluate(
         scores. It must be from 1 to the number of classes.
     confusion : bool
         Whether to compute the confusion matrix, in the same pass.
+    metrics : str or sequence of str
+        Names of metrics to compute in the same pass, such as "f1" or ["f1", "roc-auc"], or "all".
     loss : str or function
         Name of the loss, or a function, as in `TrainingOptions`.
     progress : function, optional
@@ -227,16 +234,18 @@ def evaluate(
     losses.check_names(net.classes, loss, net, datastore, "the network")
     _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
+    names = requested(metrics, loss, net)
     world = World() if world is None else world
     totals, n, in_top_k = _Totals(losses.labels_per_image(net, datastore)), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     label_range = losses.label_range(loss, net)
+    counts = Tally(names, loss, net, datastore) if names else None
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
     batches = in_order(net, datastore, world, batch_size, signals, **queue)
     net, function = mirrored(net.on(world.device), test_flips), losses.loss_function(loss)
     named_loss = losses.label_loss(loss)
     for images, labels in batches:
-        if named_loss is not None and (top_k or confusion):
+        if named_loss is not None and (top_k or confusion or counts):
             scores = named_loss.scores(net, images)
             terms = named_loss.of_scores(scores, labels)
         else:
@@ -248,6 +257,8 @@ def evaluate(
         n += images.batch.count
         if progress is not None:
             progress(n)
+        if counts is not None:
+            counts.add(scores, labels)
         if top_k or confusion:  # integer sums do not depend on the order
             local_scores, local_labels = _counted(scores.local(), labels.local(), **label_range)
             if confusion:
@@ -263,6 +274,7 @@ def evaluate(
         Confusion(world.gop("sum", table), class_names(net.classes or datastore.classes, classes))
         if confusion
         else None,
+        None if counts is None else counts.metrics(world),
     )
 
 

@@ -57,10 +57,10 @@ def fold_batchnorm(net: Network) -> Network:
         conv.bias = True
         weight, bias = _folded_arrays(net, conv, norm)
         parameters |= {f"{conv.name}.weight": weight, f"{conv.name}.bias": bias}
-    kept = [i for i in range(len(layers)) if i not in set(norms)]
-    folded.layers = [layers[i] for i in kept]
-    folded.reads = [tuple(new_names.get(name, name) for name in net.reads[i]) for i in kept]
-    folded.output_shapes = [net.output_shapes[i] for i in kept]
+    remaining = [i for i in range(len(layers)) if i not in set(norms)]
+    folded.layers = [layers[i] for i in remaining]
+    folded.reads = [tuple(new_names.get(name, name) for name in net.reads[i]) for i in remaining]
+    folded.output_shapes = [net.output_shapes[i] for i in remaining]
     folded._parameters = {k: v for k, v in parameters.items() if layer_of(k) not in new_names}
     folded._state = {k: v for k, v in net.state.items() if layer_of(k) not in new_names}
     folded.plan_runs()

@@ -21,6 +21,7 @@ from mpidl.report.status import FAILED, FINISHED, Status, parse
 from mpidl.report.status import NAME as STATUS
 
 OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
+CLASS_METRICS = "class-metrics.csv"
 TIMES = (
     "input",
     "compute",
@@ -66,6 +67,8 @@ class RunFiles:
         The entries NUMBERS and TEXTS of summary.json; empty if the run has not finished.
     confusion : ConfusionTable or None
         The confusion matrix of the test set.
+    metrics : list of list of str
+        The metrics of the test set as rows of a table, with headings; [] if there are none.
     ranks : list of dict
         A dict per rank with its device, its memory in bytes and its seconds per phase of the run;
         empty if the run did not measure them.
@@ -82,6 +85,7 @@ class RunFiles:
     versions: dict[str, str]
     summary: dict[str, Any]
     confusion: ConfusionTable | None
+    metrics: list[list[str]]
     ranks: list[dict[str, Any]]
     status: Status | None
     written: float
@@ -114,8 +118,9 @@ def read(folder: str) -> RunFiles:
     history = History.from_records(records)
     summary = _read_summary(os.path.join(folder, SUMMARY))
     confusion = _read_confusion(os.path.join(folder, CONFUSION))
+    metrics = _read_rows(os.path.join(folder, CLASS_METRICS), "a table of metrics")
     if not is_current(summary, max(history.iteration.iteration, default=0)):
-        summary, confusion = {}, None  # results from before the run was resumed
+        summary, confusion, metrics = {}, None, []  # results from before the run was resumed
     tables = _read_options(os.path.join(folder, OPTIONS))
     return RunFiles(
         folder=folder,
@@ -125,6 +130,7 @@ def read(folder: str) -> RunFiles:
         versions=tables.get("versions", {}),
         summary=summary,
         confusion=confusion,
+        metrics=metrics,
         ranks=_sum_ranks([record for record in records if record.get("kind") == "ranks"]),
         status=_read_status(os.path.join(folder, STATUS)),
         written=os.path.getmtime(os.path.join(folder, FILE)),
@@ -189,16 +195,23 @@ def _read_status(path):
         raise unreadable(path, error) from error
 
 
-def _read_confusion(path):
+def _read_rows(path, contents):
+    """Return the rows of a .csv file; [] if there is no such file."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))
+            return list(csv.reader(file))
     except FileNotFoundError:
-        return None
+        return []
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, csv.Error) as error:
-        raise UserError(f"{path}: expected a confusion matrix, found {error}") from error
+        raise UserError(f"{path}: expected {contents}, found {error}") from error
+
+
+def _read_confusion(path):
+    if not os.path.exists(path):
+        return None
+    rows = _read_rows(path, "a confusion matrix")
     classes = rows[0][1:-1] if rows else []
     try:
         if not classes:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from mpidl.blocks import Blocked
-from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import UserError
 from mpidl.fold import Counter, Tree
+from mpidl.losses import label_loss
 from mpidl.nn import Network
 
-MEANS = ("crossentropy", "mse", "mae")  # losses that are means over the images
+# losses that are means over the images
+MEANS = ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "mse", "mae")
 
 
 def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, targets: Any) -> Any:
@@ -78,7 +79,7 @@ def check(options: Any, loss: Any, device: Any) -> None:
         problem = "--class-weights divides by a sum over the whole mini-batch"
     elif getattr(loss, "ignore_label", None) is not None:
         problem = "--ignore-label divides by a sum over the whole mini-batch"
-    elif loss not in MEANS and not isinstance(loss, CrossEntropy):
+    elif loss not in MEANS and label_loss(loss) is None:
         name = getattr(loss, "__name__", loss)
         problem = f"expected the loss {', '.join(MEANS)}, found {name}"
     if problem:

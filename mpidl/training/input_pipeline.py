@@ -19,6 +19,7 @@ from mpidl.data.transforms import normalize
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.data.transforms.mixing import Mixing
 from mpidl.errors import UserError
+from mpidl.evaluation import class_metrics
 from mpidl.nn import Network
 from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
@@ -189,6 +190,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"the network expects, found {store.image_shape}"
         )
     loss = options.loss_with_options()
+    class_metrics.requested(options.metrics, loss, net)
     _check_mixing(options, loss, datastore)
     for images in (datastore, store):
         if images is not None:

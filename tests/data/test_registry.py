@@ -54,9 +54,8 @@ def test_open_data_names_files_it_cannot_use(tmp_path):
     save(tmp_path / "1.png", pixels_of(0, 1, 4, 4))
     for name in ("x.txt", "cifar-10-binary.tar.gz"):
         (tmp_path / name).write_bytes(b"no data")
-    expected = (
-        "expected a folder, an HDF5 file, a .mat file or an .npz file, found a file of another type"
-    )
+    expected = "expected a folder, an HDF5 file, a .mat file, an .npz file or a .csv table, "
+    expected += "found a file of another type"
     hints = {"1.png": "", "x.txt": "", "cifar-10-binary.tar.gz": "; unpack it first"}
     for name, hint in hints.items():
         path = tmp_path / name

@@ -125,8 +125,8 @@ FOLDERS = {
     ),
     "a file": (
         lambda folder: folder.touch(),
-        "expected a folder, an HDF5 file, a .mat file or an .npz file, found a file of another "
-        "type",
+        "expected a folder, an HDF5 file, a .mat file, an .npz file or a .csv table, "
+        "found a file of another type",
     ),
     "an empty class": (
         lambda folder: [save(folder / "bar" / "a.png", PIXELS), (folder / "dot").mkdir()],

@@ -7,6 +7,9 @@ import jobs
 import numpy as np
 import pytest
 
+from mpidl.report import run_files
+from mpidl.report.page import run_page
+
 SIDE, COUNT = 10, 90  # of `pairs`; 81 are for training: a mini-batch of 50 and one of 31
 SHADES, PIXELS = jobs.network("shades"), jobs.network("pixels")
 OPTIONS = ["--epochs", 2, "--learning-rate", 0.1]
@@ -66,14 +69,31 @@ LOSSES = {
 def test_the_losses_of_labels_on_any_ranks_and_resumed(pairs, tmp_path, kind):
     """Weights from the targets of the training set, which the ranks share; threads and a resume."""
     network = "digits" if kind == "labels" else PIXELS
-    words, halted = [*OPTIONS, *LOSSES[kind]], tmp_path / "halted"
+    words, halted = [*OPTIONS, *LOSSES[kind], "--metrics", "all"], tmp_path / "halted"
     base = [*words, "--threads", 1]
     expected = jobs.trained_hash(1, pairs[kind], tmp_path / "1", *base, network=network)
     jobs.train(3, pairs[kind], halted, *words, "--max-iterations", 3, network=network)
     jobs.resume(2, halted, "--max-iterations", "none", "--threads", 2)
     jobs.assert_same_weights({"1": expected, "3, then 2": jobs.weights_hash(halted)})
     first, last = jobs.summary(tmp_path / "1"), jobs.summary(halted)
-    assert (first["loss"], first["accuracy"]) == (last["loss"], last["accuracy"])
+    for name in ("loss", "accuracy", "metrics"):
+        assert first[name] == last[name]
+    tables = [(out / "class-metrics.csv").read_text() for out in (tmp_path / "1", halted)]
+    assert tables[0] == tables[1]
+    page = run_page.render([run_files.read(str(halted))]).decode()
+    assert "Metrics on the test set" in page and f"{last['metrics']['f1']:.4f}" in page
+    if kind == "labels":
+        out = tmp_path / "labels.csv"
+        lines = jobs.predict(halted / "model.h5", pairs[kind], "--metrics", "all", "--out", out)
+        assert re.fullmatch(r"Accuracy: \S+ \(90 images, 3 labels each\)", lines[-7])
+        assert lines[-6].split()[:3] == ["class", "precision", "recall"]
+        rows = list(csv.reader(out.open()))
+        assert rows[0] == ["image", "predicted", "0", "1", "2"] and len(rows) == 91
+        for _, labels, *chances in rows[1:]:
+            likely = (n for n, p in zip("012", chances, strict=True) if float(p) > 0.5)
+            assert labels == ";".join(likely)
+        line = jobs.refused_prediction(halted / "model.h5", pairs[kind], "--top-k", 2)
+        assert "ends in a sigmoid" in line
     plain = jobs.trained_hash(
         1, pairs[kind], tmp_path / "plain", *OPTIONS, *words[4:6], network=network
     )

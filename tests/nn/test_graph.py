@@ -153,7 +153,7 @@ def fused_runs(layers):
 
 
 def test_which_layers_fuse():
-    assert fused_runs(residual()) == [(0, 1, 2), (7, 8, 9)]
+    assert fused_runs(residual()) == [(0, 1, 2), (7, 8, 9), (12, 13, 14)]
     assert fused_runs(branches()) == [(0, 1, 2), (6, 7, 8)]
     inner = [  # another layer reads the value between two of the three layers
         dl.Conv2D(3, 4, padding=1, name="c"),

@@ -379,7 +379,9 @@ def test_sampling_by_partitions(world):
         parts = world.gather(sorted(first))
         if parts:
             assert sorted(sum(parts, [])) == list(range(100))
-    with pytest.raises(UserError, match="sampling must be one of global, partition, got part"):
+    with pytest.raises(
+        UserError, match="sampling must be one of global, balanced, partition, got part"
+    ):
         dl.MinibatchQueue(pictures(3), 3, sampling="part")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # seconds without work after which the helper ends
-OWN_SECONDS = 5.0  # added to SECONDS: then a helper ends itself if its parent has not ended it
+STEP_SECONDS = 1.0  # a longer wait without an answer counts as this: the job was suspended
 OBJECTS = 10000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
 SERVED_BYTES = 1 << 20  # the same limit for a file whose bytes this process sends to the helper
@@ -92,6 +92,8 @@ def _ask(path, stream):
         if answer is None:
             _helper.kill()
         code = _end()
+        if answer is not None and code == -signal.SIGKILL:
+            continue  # by another process, such as the kernel for want of memory
         if answer is None:
             return f"the HDF5 library did not finish reading it within {SECONDS:g} s: it is damaged"
         if code < 0:
@@ -108,8 +110,13 @@ def _ask(path, stream):
 
 def _answer():
     """Return the next byte that the helper writes; None if it takes too long."""
-    ready, _, _ = select.select([_helper.stdout], [], [], SECONDS)
-    return _helper.stdout.read(1) if ready else None
+    waited = 0.0
+    while waited < SECONDS:
+        step = min(STEP_SECONDS, SECONDS - waited)
+        if select.select([_helper.stdout], [], [], step)[0]:
+            return _helper.stdout.read(1)
+        waited += step
+    return None
 
 
 def _serve(stream):
@@ -124,7 +131,7 @@ def _start():
     from mpidl import side_process  # not a module of the helper, which runs this file
 
     return side_process.start(
-        [os.path.abspath(__file__), str(IDLE), str(SECONDS + OWN_SECONDS)],
+        [os.path.abspath(__file__), str(IDLE), str(SECONDS)],
         bufsize=0,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -150,8 +157,8 @@ def main(idle, seconds):
     A line may also be the size of a file that the other process reads. The helper writes a byte to
     stdout after each file. The function returns when no path has arrived for `idle` seconds, or
     when stdin is closed. After a file that needs too much memory, it ends the process with
-    TOO_LARGE. If a file takes more than `seconds`, a signal ends this process: the other process
-    would have ended it earlier, so it no longer runs.
+    TOO_LARGE. A signal ends a process that computes for more than `seconds`, because the other
+    process may have been killed.
     """
     global MAX_BYTES
     import h5py
@@ -165,7 +172,7 @@ def main(idle, seconds):
                 return
             data += received
         line, _, data = data.partition(b"\n")
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         (size, peak), chunk = _address_space(), 0
         try:
             if line.endswith(b" bytes"):
@@ -179,7 +186,7 @@ def main(idle, seconds):
         _, later_peak = _address_space()
         if later_peak > peak and later_peak - size > GROWTH + CHUNKS * chunk:
             sys.exit(TOO_LARGE)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(1, b".")
 
 

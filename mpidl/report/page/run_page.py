@@ -78,6 +78,7 @@ def render(runs: Sequence[RunFiles]) -> bytes:
         *_section("Results", _results(runs, names)),
         *_section("Curves", _curves(runs, names)),
         *_section("Options", *_options(runs, names)),
+        *_section("Metrics on the test set", *_metrics(runs, names)),
         *_section("Confusion on the test set", *_confusions(runs, names)),
         *_section("Ranks and devices", *_devices(runs, names)),
         *_section("Versions", _versions(runs, names)),
@@ -260,6 +261,17 @@ def _option_row(runs, name):
 
 def _option(options: Mapping[str, Any], name: str) -> str:
     return "" if name not in options else str(options[name])
+
+
+def _metrics(runs, names):
+    contents: list[Content] = []
+    for run, name in zip(runs, names, strict=True):
+        if len(run.metrics) > 1:
+            head, *rows = run.metrics
+            rows = rows if len(rows) <= MAX_CLASSES else rows[-1:]
+            contents.append(element("h3", name) if len(runs) > 1 else None)
+            contents.append(table(head, rows))
+    return contents
 
 
 def _confusions(runs, names):

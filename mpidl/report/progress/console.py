@@ -284,6 +284,9 @@ class Console:
             self.line(f"Test accuracy: {test.accuracy:.4f} ({test.images} images)")
         elif test is not None:
             self.line(f"Test loss: {test.loss:.6g} ({test.images} images)")
+        if test is not None and test.metrics is not None:
+            for name, value in test.metrics.values.items():
+                self.line(f"Test {name}: {value:.4f}")
         self.line(f"Training time: {rows.clock(seconds)}")
         self.line(f"Results: {out}")
 

@@ -28,6 +28,7 @@ from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import Position
 
 BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
+CLASS_METRICS = "class-metrics.csv"
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
@@ -38,6 +39,7 @@ RESULTS = (
     checkpoint.PREVIOUS,
     BAD_IMAGES,
     CONFUSION,
+    CLASS_METRICS,
     hang_report.NAME,
     history.FILE,
     "model.h5",

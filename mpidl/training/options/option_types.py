@@ -210,7 +210,10 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
     if converted is None or not (converted in rule.choices or _fits(rule, converted)):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
         kind = kind if converted is None else ""
-        shown_value = repr(value) if isinstance(value, str) and not text else value
+        try:
+            shown_value = repr(value) if isinstance(value, str) and not text else str(value)
+        except RecursionError:  # a list in a list in a list ...
+            shown_value = f"a {type(value).__name__} that is nested too deeply"
         raise UserError(f"{spelled} must be {kind}{rule.requirement}, found {shown_value}")
     return converted
 

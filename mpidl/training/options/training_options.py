@@ -18,6 +18,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.storage import settings
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
+from mpidl.evaluation import class_metrics
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.options.image_options import ImageOptions
 from mpidl.training.options.option_types import (
@@ -132,6 +133,18 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default="last-iteration",
         resume="fixed",
         matlab="OutputNetwork",
+    )
+    metrics: str | None = option(
+        Rule(
+            str,
+            f"{class_metrics.ALL}, or names of {', '.join(class_metrics.NAMES)}",
+            choices=(class_metrics.ALL,),
+            pattern=rf"({'|'.join(class_metrics.NAMES)})(,({'|'.join(class_metrics.NAMES)}))*",
+            metavar="NAME,NAME,...",
+            optional=True,
+        ),
+        "Metrics of the classes or labels to print and write at the end, or all that fit the loss",
+        default=None,
     )
     batchnorm: Literal["global", "local"] = choice(
         "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "

@@ -231,6 +231,11 @@ FAULTS = [
         *(check_on_gpu, ("concat, (8, 4, 4)",)),
     ),
     Fault(
+        *("dice", "probabilities are not squared"),
+        *("squares += chance * chance;", "squares += chance;"),
+        *(check_on_gpu, ("dice, 3 classes, (2, 3), plain",)),
+    ),
+    Fault(
         *("optimizer", "Nesterov's step uses the old velocity"),
         *(
             "state[0] = v;\n        w = w + (momentum * v - change);",

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 
 import datafiles
 import h5py
@@ -267,9 +268,23 @@ def test_a_helper_that_nobody_ends_ends_itself(tmp_path, monkeypatch):
     dl.save_model(path, dl.Network([dl.Dense(2)], (3,)))
     path.write_bytes(mutations.endless(path.read_bytes()))
     monkeypatch.setattr(hdf5_probe, "SECONDS", 0.5)
-    monkeypatch.setattr(hdf5_probe, "OWN_SECONDS", 0.0)
     helper = hdf5_probe._start()
     helper.stdin.write(os.fsencode(path).hex().encode() + b"\n")
     helper.stdin.close()
-    assert helper.wait() == -signal.SIGALRM
+    assert helper.wait() == -signal.SIGPROF
     helper.stdout.close()
+
+
+def test_a_helper_that_somebody_kills_is_started_again(tmp_path, monkeypatch):
+    """Such as the kernel, for want of memory; the file need not be damaged."""
+    path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
+    killed = subprocess.Popen(
+        [sys.executable, "-c", "import os; input(); os.kill(os.getpid(), 9)"],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    monkeypatch.setattr(hdf5_probe, "_helper", killed)
+    monkeypatch.setattr(hdf5_probe, "_owner", os.getpid())
+    assert len(HDF5Datastore(path)) == 4
+    assert hdf5_probe._helper is not killed

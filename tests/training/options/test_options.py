@@ -45,11 +45,23 @@ def test_arguments_override_the_digits_recipe():
     assert "digits" in refused(TrainingOptions.from_recipe, "letters")
 
 
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     "name, value, text",
     [
         ("batch_size", 0, "batch_size must be at least 1, found 0"),
         ("batch_size", 10**400, f"batch_size must be at least 1, found {10**400}"),
+        (
+            "batch_size",
+            nested(9999),
+            "batch_size must be a whole number, at least 1, found a list that is nested too deeply",
+        ),
         ("batch_size", 2.0, "batch_size must be a whole number, at least 1, found 2.0"),
         ("batch_size", "8", "batch_size must be a whole number, at least 1, found '8'"),
         ("epochs", True, "epochs must be a whole number, at least 1, found True"),

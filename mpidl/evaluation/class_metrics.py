@@ -1,0 +1,323 @@
+"""Metrics of classifiers: from counts of predictions, and from the ranking of scores.
+
+The names and values are those of scikit-learn. Counts are whole numbers, so that every metric is
+exact on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpidl import losses, ops
+from mpidl.blocks import Blocked
+from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
+from mpidl.evaluation.ranking import Ranking
+from mpidl.files import write_whole
+from mpidl.nn import Network
+from mpidl.text import aligned, class_names, did_you_mean
+
+Vector: TypeAlias = np.ndarray
+
+OF_COUNTS = ("balanced-accuracy", "precision", "recall", "f1", "iou", "dice")
+OF_LABELS = ("subset-accuracy", "f1-micro", "f1-samples")
+OF_RANKING = ("roc-auc", "average-precision")
+NAMES = (*OF_COUNTS, *OF_LABELS, *OF_RANKING)
+ALL = "all"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassMetrics:
+    """Metrics of a classifier on a data set.
+
+    ``print(metrics)`` shows a table with a row per class, and a notebook shows it as HTML.
+
+    Parameters
+    ----------
+    values : dict
+        {name: float}. A metric of several classes is the mean over the classes for which it is
+        defined; NaN if there are none.
+    per_class : dict
+        {name: ndarray of float64, shape (K,)} of the metrics that are defined for each class; NaN
+        where a denominator is 0.
+    classes : tuple of str
+        Names of the K classes or labels.
+    """
+
+    values: dict[str, float]
+    per_class: dict[str, np.ndarray]
+    classes: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> float:
+        """Return the value of a metric."""
+        return self.values[name]
+
+    def rows(self) -> list[list[str]]:
+        """Return the table as rows of cells: headings, a row per class, and the values.
+
+        Returns
+        -------
+        list of list of str
+            Numbers have four decimals. Cells without a value are empty.
+        """
+        table = [["class", *self.values]]
+        for i, name in enumerate(self.classes):
+            vectors = (self.per_class.get(metric) for metric in self.values)
+            table.append([name, *("" if v is None else _cell(v[i]) for v in vectors)])
+        return [*table, ["all", *map(_cell, self.values.values())]]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table to a .csv file.
+
+        Parameters
+        ----------
+        path : path
+            The file to write.
+
+        Raises
+        ------
+        UserError
+            If the file cannot be written.
+        """
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self.rows())
+        write_whole(path, text.getvalue().encode("utf-8", "backslashreplace"))
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value:.6g}" for name, value in self.values.items())
+        return f"ClassMetrics({len(self.classes)} classes, {numbers})"
+
+    def __str__(self) -> str:
+        return "\n".join(aligned(self.rows()))
+
+    def _repr_html_(self) -> str:
+        """Return an HTML table for a notebook."""
+        head, *body = self.rows()
+        lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>"]
+        for row in body:
+            cells = "".join(f"<td>{cell}</td>" for cell in row[1:])
+            lines.append(f"<tr><th>{html.escape(row[0])}</th>{cells}</tr>")
+        return "\n".join(["<table>", *lines, "</table>"])
+
+
+def _cell(value):
+    return "" if np.isnan(value) else f"{value:.4f}"
+
+
+def requested(
+    request: str | Sequence[str] | None, loss: str | Callable[..., Any], net: Network
+) -> tuple[str, ...]:
+    """Return the names of the requested metrics, in the order of `NAMES`.
+
+    Parameters
+    ----------
+    request : str or sequence of str
+        Names, as a sequence or separated by commas, or "all" for all metrics of the outputs.
+    loss : str or callable
+        The loss, which says what the outputs are.
+    net : Network
+        The network.
+
+    Raises
+    ------
+    UserError
+        If a name is unknown, or if a metric does not apply to the outputs of the network.
+    """
+    names = request.split(",") if isinstance(request, str) else list(request or ())
+    if not names:
+        return ()
+    for name in names:
+        if name not in (ALL, *NAMES):
+            raise UserError(
+                f"metrics: expected {ALL} or some of {', '.join(NAMES)}, found {name}"
+                f"{did_you_mean(str(name), NAMES)}"
+            )
+    allowed = _allowed(loss, net)
+    if ALL in names:
+        return allowed
+    for name in names:
+        if name not in allowed:
+            raise UserError(
+                f"metrics: {name}: expected {_requirement(name)}; this network and loss have "
+                f"{', '.join(allowed) or 'no metrics of classes'}"
+            )
+    return tuple(name for name in NAMES if name in names)
+
+
+def _allowed(loss, net):
+    if losses.has_label_scores(loss):
+        ranking = OF_RANKING if _pixels(net) == 1 else ()
+        return (*(name for name in OF_COUNTS if name != "balanced-accuracy"), *OF_LABELS, *ranking)
+    if losses.has_class_scores(loss):
+        return (*OF_COUNTS, *(OF_RANKING if _pixels(net) == 1 else ()))
+    return ()
+
+
+def _pixels(net):
+    return int(np.prod(net.output_shape[1:], dtype=int))
+
+
+def _requirement(name):
+    if name in OF_RANKING:
+        return "one label per class and image, not per pixel"
+    return "the loss binary-crossentropy" if name in OF_LABELS else "one class per image or pixel"
+
+
+class Tally:
+    """The counts and scores of an evaluation, from which its metrics follow.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The metrics; see `requested`.
+    loss : str or callable
+        The loss.
+    net : Network
+        The network.
+    datastore : Datastore
+        The images, whose names of classes are used if the network has none.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        loss: str | Callable[..., Any],
+        net: Network,
+        datastore: Datastore,
+    ) -> None:
+        self.names = tuple(names)
+        self.has_labels = losses.has_label_scores(loss)
+        outputs = net.output_shape[0]
+        classes = outputs if self.has_labels else max(outputs, 2)  # one output: 2 classes
+        class_list = net.classes or losses.output_class_names(loss, net, datastore)
+        self.classes = class_names(class_list if len(class_list) == classes else None, classes)
+        self.correct, self.predicted, self.labelled = np.zeros((3, classes), np.int64)
+        self.subsets = np.zeros(2, np.int64)  # images without an error, and all images
+        self.samples: dict[tuple[int, int], int] = {}  # {(correct, predicted + labelled): images}
+        needs_ranking = any(name in OF_RANKING for name in names)
+        self.ranking = Ranking(classes) if needs_ranking else None
+
+    def add(self, scores: Blocked, labels: Blocked) -> None:
+        """Add this rank's images of a mini-batch.
+
+        Parameters
+        ----------
+        scores : Blocked
+            Scores before the softmax or sigmoid, (N, K) or (N, K, ...).
+        labels : Blocked
+            Labels (N,) or (N, ...), or targets in the shape of the scores.
+        """
+        x, y = scores.local(), labels.local()
+        if self.has_labels:
+            self._add_labels(x, y.reshape(x.shape))
+        else:
+            self._add_classes(x, y.reshape(len(x), *x.shape[2:]), scores)
+
+    def _add_classes(self, x, labels, scores):
+        count = len(self.correct)
+        counted = (labels >= 0) & (labels < count)
+        predicted = (x[:, 0] > 0).astype(np.int64) if x.shape[1] == 1 else x.argmax(axis=1)
+        labels, predicted = labels[counted], predicted[counted]
+        for counts, values in (
+            (self.correct, labels[labels == predicted]),
+            (self.predicted, predicted),
+            (self.labelled, labels),
+        ):
+            counts += np.bincount(values, minlength=count)
+        if self.ranking is not None:
+            p = ops.softmax(scores).local()[counted]
+            self.ranking.add(p, labels[:, None] == np.arange(count), None)
+
+    def _add_labels(self, x, targets):
+        is_float = targets.dtype.kind == "f"
+        labelled = targets > 0.5 if is_float else targets == 1
+        counted = np.ones_like(labelled) if is_float else labelled | (targets == 0)
+        predicted, labelled = (x > 0) & counted, labelled & counted
+        axes = (0, *range(2, x.ndim))
+        for counts, values in (
+            (self.correct, predicted & labelled),
+            (self.predicted, predicted),
+            (self.labelled, labelled),
+        ):
+            counts += values.sum(axis=axes)
+        shape = len(x), math.prod(x.shape[1:])  # a rank may have no images
+        rows = [values.reshape(shape) for values in (predicted, labelled)]
+        self.subsets += [(rows[0] == rows[1]).all(axis=1).sum(), len(x)]
+        if "f1-samples" in self.names:
+            pairs = (rows[0] & rows[1]).sum(axis=1), rows[0].sum(axis=1) + rows[1].sum(axis=1)
+            for key in zip(*(values.tolist() for values in pairs), strict=True):
+                self.samples[key] = self.samples.get(key, 0) + 1
+        if self.ranking is not None:
+            self.ranking.add(x.reshape(shape), rows[1], counted)
+
+    def metrics(self, world: Any) -> ClassMetrics:
+        """Return the metrics of the images of all ranks. Collective."""
+        sums = world.gop("sum", np.stack([self.correct, self.predicted, self.labelled]))
+        values, per_class = _of_counts(*sums, has_labels=self.has_labels)
+        subsets = world.gop("sum", self.subsets)
+        values["subset-accuracy"] = float(subsets[0] / subsets[1]) if subsets[1] else np.nan
+        if "f1-samples" in self.names:
+            values["f1-samples"] = _f1_of_samples(world.allgather(self.samples), int(subsets[1]))
+        if self.ranking is not None:
+            areas, precisions = self.ranking.results(world)
+            for name, vector in zip(OF_RANKING, (areas, precisions), strict=True):
+                per_class[name] = vector
+                values[name] = _mean(vector, ~np.isnan(vector))
+        return ClassMetrics(
+            {name: values[name] for name in self.names},
+            {name: per_class[name] for name in self.names if name in per_class},
+            self.classes,
+        )
+
+
+def _of_counts(correct, predicted, labelled, has_labels):
+    """Return {name: value} and {name: values of the classes} of the metrics of counts.
+
+    A mean is over the classes that occur in the labels or in the predictions; that of several
+    labels per image is over all of them. An undefined ratio counts as 0, as in scikit-learn.
+    """
+    union = predicted + labelled - correct
+    per_class = {
+        "precision": ratios(correct, predicted),
+        "recall": ratios(correct, labelled),
+        "f1": ratios(2 * correct, predicted + labelled),
+        "iou": ratios(correct, union),
+        "dice": ratios(2 * correct, predicted + labelled),
+    }
+    present = np.ones_like(union, bool) if has_labels else union > 0
+    values = {name: _mean(np.nan_to_num(v), present) for name, v in per_class.items()}
+    per_class["balanced-accuracy"] = per_class["recall"]
+    values["balanced-accuracy"] = _mean(per_class["recall"], labelled > 0)
+    total = int(predicted.sum() + labelled.sum())
+    values["f1-micro"] = 2 * int(correct.sum()) / total if total else 0.0
+    return values, per_class
+
+
+def ratios(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
+    """Return the ratios of whole numbers, float64; NaN where a denominator is 0."""
+    quotients = np.full(len(numerators), np.nan)
+    np.divide(numerators, denominators, out=quotients, where=denominators > 0)
+    return quotients
+
+
+def _mean(values, chosen_ones):
+    return float(values[chosen_ones].mean()) if chosen_ones.any() else float("nan")
+
+
+def _f1_of_samples(counts_of_ranks, images):
+    """Return the mean of the images' F1, where an image without labels and predictions counts 0."""
+    totals: dict[tuple[int, int], int] = {}
+    for counts in counts_of_ranks:
+        for pair, count in counts.items():
+            totals[pair] = totals.get(pair, 0) + count
+    terms = (count * (2 * both / size) for (both, size), count in sorted(totals.items()) if size)
+    return sum(terms) / images if images else float("nan")

@@ -1,0 +1,111 @@
+"""The area under the ROC curve and the average precision, exact on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+GATHERED = 1 << 26  # bytes of scores that rank 0 receives at a time; at least one class
+
+
+class Ranking:
+    """The scores and labels of an evaluation, class by class.
+
+    Each rank keeps the scores of its own images, 5 K bytes per image. At the end, rank 0 receives
+    the scores of one class of all images after the other.
+
+    Parameters
+    ----------
+    classes : int
+        Number of classes or labels K.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self._scores: list[np.ndarray] = []
+        self._states: list[np.ndarray] = []  # 0, 1, or 2 for entries that do not count
+
+    def add(self, scores: np.ndarray, labelled: np.ndarray, counted: np.ndarray | None) -> None:
+        """Add images.
+
+        Parameters
+        ----------
+        scores : ndarray of float, shape (n, K)
+            Scores, of which larger ones mean that the class is more likely.
+        labelled : ndarray of bool, shape (n, K)
+            Whether the image has the class.
+        counted : ndarray of bool, shape (n, K), or None
+            Which entries count; None for all.
+        """
+        states = labelled.astype(np.uint8)
+        if counted is not None:
+            states[~counted.reshape(states.shape)] = 2
+        self._scores.append(scores.astype(np.float32, copy=False).T.copy())
+        self._states.append(states.T.copy())
+
+    def results(self, world: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the areas and the average precisions of the classes. Collective.
+
+        Returns
+        -------
+        (ndarray, ndarray)
+            float64, shape (K,); NaN for a class without positive images, and for an area also
+            without negative ones, or if a score is NaN.
+        """
+        empty = np.zeros((self.classes, 0), np.uint8)
+        scores = np.concatenate([empty.astype(np.float32), *self._scores], axis=1)
+        states = np.concatenate([empty, *self._states], axis=1)
+        self._scores, self._states = [], []
+        images = world.gop("sum", scores.shape[1])
+        step = max(1, GATHERED // max(5 * images, 1))
+        rows = []
+        for first in range(0, self.classes, step):
+            part = slice(first, first + step)
+            parts = world.gather((scores[part], states[part]))
+            if parts is not None:
+                columns = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
+                rows += [area_and_precision(x, state) for x, state in zip(*columns, strict=True)]
+        areas, precisions = np.array(world.broadcast(rows if rows else None)).reshape(-1, 2).T
+        return areas, precisions
+
+
+def area_and_precision(scores: np.ndarray, states: np.ndarray) -> tuple[float, float]:
+    """Return the area under the ROC curve and the average precision of one class.
+
+    Parameters
+    ----------
+    scores : ndarray of float, shape (n,)
+        The scores of the images, in any order.
+    states : ndarray of uint8, shape (n,)
+        1 if the image has the class, 0 if not; other images do not count.
+
+    Returns
+    -------
+    (float, float)
+        NaN for undefined values.
+
+    Notes
+    -----
+    The area is the fraction of pairs of a positive and a negative image of which the positive one
+    has the larger score; an equal score counts one half (Mann and Whitney, 1947). The average
+    precision is the sum of precision times the increase of recall over the distinct scores, from
+    the largest to the smallest. Both are those of scikit-learn.
+    """
+    counted = states < 2
+    scores, positive = scores[counted], states[counted] == 1
+    positives = int(positive.sum())
+    negatives = len(positive) - positives
+    if np.isnan(scores).any() or not positives:
+        return math.nan, math.nan
+    order = np.argsort(-scores, kind="stable")
+    scores, hits = scores[order], np.cumsum(positive[order], dtype=np.int64)
+    last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)  # of equal scores
+    hits, misses = hits[last], last + 1 - hits[last]
+    new_hits, new_misses = np.diff(hits, prepend=0), np.diff(misses, prepend=0)
+    # Twice the pairs in which the positive image has the larger score, a tie counting one.
+    doubled = int((new_misses * (2 * hits - new_hits)).sum())
+    area = doubled / (2 * positives * negatives) if negatives else math.nan
+    precision = math.fsum((new_hits * (hits / (last + 1))).tolist()) / positives
+    return area, precision
