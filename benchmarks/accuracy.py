@@ -141,7 +141,7 @@ def outputs_on_tape(net, scores):
             continue  # part of a Dense layer
         else:
             position += 1
-        if "relu" in node.name and type(net.layers[position]).__name__ == "BatchNorm":
+        if "relu" in node.name and type(net.layers[position]).__name__ in ("BatchNorm", "Conv2D"):
             position += 1  # fused into one op with the layers before it
         outputs.append((names[position], node.value))
     return outputs
