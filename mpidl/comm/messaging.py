@@ -277,9 +277,10 @@ class Messaging:
             The exchange, for `wait`.
         """
         width, rows = sum(size for size, _ in pieces), len(tree.nodes[tree.rank])
-        tag, memory = self._new_tag(), None
-        if HostMemory.supports(tree, combine, dtype):
-            memory = self.host_memory()
+        memory = self.host_memory() if HostMemory.supports(tree, combine, dtype) else None
+        # A replayed step makes its sums in memory without this method. It must use as many tags.
+        has_messages = memory is None or not memory.has_all_ranks
+        tag = self._new_tag() if has_messages else 0
         if memory is not None:
             out = np.empty(width, dtype) if out is None else out
             steps = memory.exchange(tag, tree, pieces, combine, out)
@@ -306,6 +307,10 @@ class Messaging:
         """
         if self._has_host_memory is None:
             if self.size > 1 and builds.kernels() is not None:  # on all ranks or on none
+                # The calls of MPI below cannot be cancelled. They begin when no rank can fail
+                # before it takes part.
+                inbox = [np.zeros(1, np.uint8) for _ in range(self.size)]
+                self.allgather_into(inbox, inbox[self.rank], "the start of sums in shared memory")
                 self._host_memory = HostMemory.allocate(self.transport)
             self._has_host_memory = self._host_memory is not None
         return self._host_memory

@@ -262,7 +262,8 @@ class Tally:
     def metrics(self, world: Any) -> ClassMetrics:
         """Return the metrics of the images of all ranks. Collective."""
         sums = world.gop("sum", np.stack([self.correct, self.predicted, self.labelled]))
-        values, per_class = _of_counts(*sums, has_labels=self.has_labels)
+        correct, predicted, labelled = sums
+        values, per_class = _of_counts(correct, predicted, labelled, has_labels=self.has_labels)
         subsets = world.gop("sum", self.subsets)
         values["subset-accuracy"] = float(subsets[0] / subsets[1]) if subsets[1] else np.nan
         if "f1-samples" in self.names:

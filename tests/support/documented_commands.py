@@ -143,8 +143,11 @@ def flags():
         names |= set(re.findall(r"--[a-z][\w-]+", path.read_text()))
     sources = [*(ROOT / "mpidl" / "cli").rglob("*.py"), ROOT / "kernels" / "build.py"]
     sources += [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "backends" / "conftest.py"]
+    sources.append(ROOT / "tests" / "soak" / "__main__.py")
     for path in sources:
         names |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", path.read_text()))
+    counts = (ROOT / "benchmarks" / "arguments.py").read_text()  # each as (name, default, help)
+    names |= {f"--{name}" for name in re.findall(r"\(\"([a-z-]+)\", \d", counts)}
     from mpidl.training.options import configuration, training_options
 
     return names | {training_options.flag(name) for name in configuration.RULES}

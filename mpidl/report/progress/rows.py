@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 HEADER_ROWS = 20  # rows of the table between two headers
 SEPARATOR = "  "
@@ -17,6 +17,8 @@ class Scores(Protocol):
     def accuracy(self) -> float | None: ...
     @property
     def images(self) -> int: ...
+    @property
+    def metrics(self) -> Any: ...
 
 
 def clock(seconds: float) -> str:
