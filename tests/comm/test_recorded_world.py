@@ -108,7 +108,7 @@ def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
         factors = (1, 1, 1, 0.5) if world.size > 1 else (1,)
         for array, factor in zip((total, *gradients), factors, strict=False):
             assert array.tolist() == ((2 + late) * factor * unit).tolist()
-        assert world.gop("max", world.rank) == world.size - 1  # messages still have equal tags
+        world.barrier()  # messages, whose tags must be equal on all ranks
 
 
 def test_other_values_make_a_step_unrecordable(world):
