@@ -190,19 +190,22 @@ class SharedReducer(Reducer):
         super().__init__(ranks, bucket_bytes, kernel_hook)
         self._recorder = ranks.recorder
         self._pushed: list[Any] = []  # replays must not reuse their memory before the end of a sum
+        self._arrays: dict[Any, np.ndarray] = {}  # whose memory the caller keeps in use
 
     def push(self, name: Any, value: Partial | Any) -> None:
         self._pushed.append(value)
         if not isinstance(value, Partial):
-            value = self._recorder.fix(np.asarray(value))
+            self._arrays[name] = np.asarray(value)
+            value = self._recorder.fix(self._arrays[name])
         elif value.addend is not None:
             addend = self._recorder.fix(np.asarray(value.addend))
             value = Partial(value.terms, addend, value.shape, value.dtype)
         super().push(name, value)
 
     def finish(self) -> dict[str, Any]:
-        sums = super().finish()
+        sums = super().finish() | self._arrays
         self._pushed.clear()
+        self._arrays = {}
         return sums
 
     def _totals(self, values, roots):

@@ -15,6 +15,7 @@ from mpidl.data import MinibatchQueue
 from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
+from mpidl.training.optimizers import Clip, Optimizer, Rate
 from mpidl.training.steps import EagerStep, ReplayedStep, StepInfo
 
 pytestmark = needs_kernels
@@ -109,6 +110,21 @@ def test_replays_have_the_bytes_of_eager_steps(net, world):
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "sgdm"])
 def test_all_solvers_are_recorded(solver, world):
     assert assert_equal(small, SOLVERS[solver], world).program is not None
+
+
+@pytest.mark.parametrize("transforms", [(Rate,), (functools.partial(Clip, 1.0), Rate)])
+def test_separate_transforms_on_ranks_without_images(transforms, world):
+    """The update must not take the memory of gradients that are the same on all ranks."""
+
+    def solver(**factors):
+        factors.pop("l2_factors")
+        return Optimizer(0.1, *(transform() for transform in transforms), **factors)
+
+    store = dl.ArrayDatastore(
+        numbers("few", 24, 1, 12, 12, high=200).astype(np.uint8), np.arange(24) % 3
+    )
+    net = functools.partial(zoo.digits, (1, 12, 12), 3)
+    assert assert_equal(net, solver, world, store=store, batch=24, epochs=3).program is not None
 
 
 @pytest.mark.parametrize("net", ["alexnet", "mobilenet_v2", "resnet18", "squeezenet1_1"])
