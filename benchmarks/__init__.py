@@ -14,6 +14,10 @@ from mpidl.comm import failure
 from mpidl.errors import Fault
 
 
+# The modules of sub-commands with other names; a module "logging" would hide that of Python.
+MODULES = {"gpu": "gpu.speed", "logging": "records"}
+
+
 def main(argv=None):
     """Run the command and return its exit code."""
     options = arguments.parse(argv, quiet=failure.launched_rank() > 0)
@@ -27,7 +31,7 @@ def main(argv=None):
             "unreliable"
         )
     try:
-        name = "gpu.speed" if options.command == "gpu" else options.command
+        name = MODULES.get(options.command, options.command)
         record = importlib.import_module(f"benchmarks.{name}").main(options)
     except turns.Lost as lost:
         raise Fault(str(lost)) from None

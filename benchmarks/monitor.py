@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> dict:
     print(f"{SIDES[0]} / {SIDES[1]}: {middle:.4f} ({low:.4f} to {high:.4f})")
     print(f"the page's process used {report.median(shares):.2%} of a core")
     record = report.header(options, configuration.versions_of("mpirun"), *OPTIONS)
-    return record | {"seconds_per_epoch": times, "ratio": ratio, "cores": shares}
+    return record | {"seconds_per_epoch": times, "ratio": ratio, "page_shares": shares}
 
 
 def _train(options, out, has_page):

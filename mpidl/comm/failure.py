@@ -115,7 +115,8 @@ def _abort(kind, error, trace):
     """Print an uncaught exception, and end the job."""
     transport = _transport
     if transport.rank:
-        time.sleep(2)  # if all ranks fail, rank 0 prints its error and ends the others
+        # If all ranks fail, rank 0 prints its error and ends the others.
+        time.sleep(min(2.0, transport.timeout / 2))
     own_rank = f"rank {transport.rank} on host {transport.hosts[transport.rank]}"
     if ulfm.is_loss(error, transport.comm):
         lost = ulfm.lost_ranks(transport.comm)

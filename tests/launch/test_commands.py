@@ -222,7 +222,7 @@ def test_info_of_bound_ranks():
         env["PRTE_MCA_hwloc_default_binding_policy"] = env["HYDRA_BINDING"]
         report = json.loads(mpirun(2, *words, env=env, check=0).stdout)
         assert [rank["bound"] for rank in report["ranks"]] == [is_bound] * 2
-        unbound = [line for line in report["warnings"] if "are not bound to cores" in line]
+        unbound = [line for line in report["warnings"] if "are not bound to separate cores" in line]
         assert len(unbound) == (not is_bound)
 
 
