@@ -13,7 +13,6 @@ from mpidl.cli import start
 from mpidl.comm import failure
 from mpidl.errors import Fault
 
-
 # The modules of sub-commands with other names; a module "logging" would hide that of Python.
 MODULES = {"gpu": "gpu.speed", "logging": "records"}
 

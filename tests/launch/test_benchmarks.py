@@ -217,7 +217,7 @@ def test_monitor(bench):
     assert set(sides) == {"with the page", "without"}
     pairs = zip(sides["with the page"], sides["without"], strict=True)
     assert record["ratio"]["median"] == pytest.approx(sum(a / b for a, b in pairs) / 2)
-    assert re.search(r"s, [1-9]\d* frames to the page", stdout)
+    assert re.search(r"s, [1-9]\d* frames, ", stdout)
 
 
 @pytest.mark.slow("jobs")
