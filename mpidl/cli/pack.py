@@ -144,6 +144,9 @@ def _pack(job, signals):
         )
     for store in parts.values():
         print(f"From: {store.describe()}", flush=True)
+    validation = registry.open_validation_data(job.source, option="SRC", preprocess=job.preprocess)
+    if validation is not None:
+        print(f"Not packed: {validation.describe()}, the validation set", flush=True)
     total = sum(len(store) for store in parts.values())
     with Progress("Packed", total) as progress:
         completed = packing.pack(

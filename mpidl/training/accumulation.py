@@ -71,13 +71,14 @@ def check(options: Any, loss: Any, device: Any) -> None:
     if options.accumulate == 1:
         return
     flag, problem = f"--accumulate {options.accumulate}", None
+    losses = loss, getattr(loss, "cross_entropy", None)  # `Dice` may include a cross-entropy
     if device is not None:
         problem = "on GPUs a step is recorded for the whole mini-batch; use --device cpu"
     elif options.sampling == "partition":
         problem = "--sampling partition divides whole mini-batches among the ranks"
-    elif getattr(loss, "class_weights", None) is not None:
+    elif any(getattr(part, "class_weights", None) is not None for part in losses):
         problem = "--class-weights divides by a sum over the whole mini-batch"
-    elif getattr(loss, "ignore_label", None) is not None:
+    elif any(getattr(part, "ignore_label", None) is not None for part in losses):
         problem = "--ignore-label divides by a sum over the whole mini-batch"
     elif loss not in MEANS and label_loss(loss) is None:
         name = getattr(loss, "__name__", loss)

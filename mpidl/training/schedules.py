@@ -45,9 +45,9 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
         rate *= options.batch_size / base
     start, warm = options.warmup_factor, options.warmup_iterations
     warm = warm or options.warmup_epochs * per_epoch
-    if options.linear_scaling is not None:
+    if options.linear_scaling is not None and options.linear_scaling < options.batch_size:
         start = options.linear_scaling / options.batch_size
-        warm = (warm or SCALING_EPOCHS * per_epoch) if start < 1 else 0
+        warm = warm or SCALING_EPOCHS * per_epoch
     if iteration <= warm:
         return rate * (start + (1 - start) * ((iteration - 1) / warm))
     if schedule == "none":

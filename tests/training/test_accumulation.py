@@ -150,6 +150,10 @@ def custom_loss(net, images, labels):
         ({"sampling": "partition"}, "--sampling partition divides whole mini-batches"),
         ({"class_weights": "balanced"}, "--class-weights divides by a sum over the whole"),
         ({"ignore_label": 255}, "--ignore-label divides by a sum over the whole"),
+        (
+            {"loss": "crossentropy+dice", "class_weights": (1, 2, 3)},
+            "--class-weights divides by a sum over the whole",
+        ),
         ({"loss": custom_loss}, "expected the loss crossentropy, .*, mae, found custom_loss"),
     ],
 )

@@ -29,7 +29,13 @@ def test_linear_scaling_warms_up_from_the_unscaled_rate():
     assert schedule[20:] == [0.4] * 12
     assert rates(8, **scaled, warmup_epochs=1)[3:] == pytest.approx([0.325, *[0.4] * 4])
     assert rates(8, **scaled, warmup_iterations=2)[:3] == pytest.approx([0.1, 0.25, 0.4])
-    assert rates(3, **scaled | {"batch_size": 64}) == [0.05] * 3  # a lower rate needs none
+    lower = scaled | {"batch_size": 64}  # a lower rate needs no warm-up, but may have one
+    assert rates(3, **lower) == [0.05] * 3
+    assert rates(3, **lower, warmup_iterations=2)[:2] == rates(
+        2, learning_rate=0.05, warmup_iterations=2
+    )
+    with pytest.raises(UserError, match="cannot be combined with warm-up or scaling"):
+        TrainingOptions(linear_scaling=128, learn_rate_schedule=lambda epoch, iteration: 0.1)
     with pytest.raises(
         UserError, match="--linear-scaling 128 and --scale-rate 1: expected at most"
     ):

@@ -137,6 +137,11 @@ def test_the_best_network_has_averaged_weights(world):
         np.testing.assert_allclose(weight, mean, rtol=1e-5, atol=1e-6)
 
 
+def test_an_average_that_never_begins_is_refused():
+    with pytest.raises(dl.UserError, match="--average-start 9: expected at most --epochs 4"):
+        dl.TrainingOptions(average="swa", average_start=9, epochs=4)
+
+
 def test_an_average_that_has_not_begun_is_not_used(world):
     plain, _ = train(world, max_iterations=5)
     for start in ({"average": "swa"}, {"average": "ema", "average_start": 3}):

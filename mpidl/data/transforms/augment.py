@@ -525,9 +525,11 @@ class Augmenter:
         """
         targets, indices = np.asarray(targets), np.asarray(indices)
         planes = targets[:, None] if targets.ndim == 3 else targets
+        if targets.dtype.kind in "biu":  # labels, even if their type is that of pixels
+            planes = planes.astype(np.int32)
         value = fill if self.target_fill is None else self.target_fill
-        values = np.full(planes.shape[1], value, targets.dtype)
-        moved = self._moved(planes, indices, epoch, seed, values)
+        values = np.full(planes.shape[1], value, planes.dtype)
+        moved = self._moved(planes, indices, epoch, seed, values).astype(targets.dtype, copy=False)
         return moved.reshape(*targets.shape[:-2], *moved.shape[2:])
 
     def _moved(self, images, indices, epoch, seed, fill):

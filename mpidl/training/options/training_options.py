@@ -296,10 +296,18 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 f"--linear-scaling {self.linear_scaling} and --scale-rate {self.scale_rate}: "
                 "expected at most one of them"
             )
-        if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
+        scaling = self.linear_scaling or self.scale_rate
+        if callable(self.learn_rate_schedule) and (
+            self.warmup_iterations or self.warmup_epochs or scaling
+        ):
             raise UserError(
                 "learn_rate_schedule is a function, which sets the rate of every iteration; it "
-                "cannot be combined with warm-up"
+                "cannot be combined with warm-up or scaling"
+            )
+        if self.average_start is not None and self.average_start > self.epochs:
+            raise UserError(
+                f"--average-start {self.average_start}: expected at most --epochs {self.epochs}, "
+                "or the average would never begin"
             )
         if self.sampling == "partition" and self.worker_load == "measured":
             raise UserError(

@@ -58,6 +58,13 @@ def test_labels_of_pixels_follow_the_image(ranges):
         assert sure.any() and (targets[sure] == side).mean() > 0.995
 
 
+def test_labels_of_a_pixel_type_are_not_interpolated():
+    mask = np.zeros((1, 20, 20), np.uint8)
+    mask[:, 5:15, 5:15] = 7
+    moved = dl.Augmenter(rotation=(30, 30)).apply_to_targets(mask, [0])
+    assert moved.dtype == np.uint8 and set(np.unique(moved)) == {0, 7}
+
+
 def test_labels_against_a_plain_loop():
     labels = pixels_of(3, 6, 1, 18, 21)[:, 0].astype(np.int32)
     augmenter = dl.Augmenter(**CROPPED, target_fill=-7)
