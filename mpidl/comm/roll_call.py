@@ -1,8 +1,8 @@
 """Ask ranks over MPI what they wait for, and end the job if they wait in vain.
 
 A rank whose wait has timed out asks all ranks, and so does a rank that has ended its program
-(`departure`). A rank that also waits answers. A rank that computes, hangs or is stopped does not
-answer. After a time-out, another rank of the same host looks at the process of the silent rank.
+(`departure`). A rank that is also waiting answers. A rank that computes, hangs or is stopped does
+not answer. After a time-out, another rank of the same host looks at the silent rank's process.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def agreed(
         Stop requests that this process has received. If any rank has received a stop request, the
         generator sets ``signals.agreed`` and ends on all ranks.
     check : callable, optional
-        Function that this rank calls before each mini-batch. If it raises an error on one rank, all
-        ranks raise that error.
+        Function that this rank calls before each mini-batch. If the function raises an error
+        on one rank, all ranks raise that error.
 
     Raises
     ------
