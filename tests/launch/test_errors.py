@@ -212,10 +212,11 @@ FULL = """
 import resource, sys
 from mpi4py import MPI
 from mpidl.cli.train import main
-from mpidl.comm import failure
+from mpidl.comm import acts, failure
 from mpidl.training import trainer
 
 trainer.NodeCache = lambda images, *_: images
+acts.record()  # its memory counts as a file
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 failure.run(main)
 """

@@ -94,7 +94,7 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
 @pytest.mark.parametrize(
     "kind, function, words",
     [
-        ("labels", "small", ()),
+        ("classes", "small", ()),
         ("mixed", "small", MIXED),
         ("pixels", "pixels", ("--ignore-label", 255)),
         ("images", "shades", ("--loss", "mse")),

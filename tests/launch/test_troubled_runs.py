@@ -79,7 +79,7 @@ def test_any_ranks_roll_back_alike(pictures, tmp_path):
 
 
 @pytest.mark.slow("jobs")
-@pytest.mark.parametrize(("name", "iterations"), [("late_on_rank_1", 70), ("small", 160)])
+@pytest.mark.parametrize(("name", "iterations"), [("late_on_rank_1", 110), ("small", 160)])
 def test_a_late_rank_is_named_once(name, iterations, pictures, tmp_path):
     words = ("--max-iterations", iterations, "--epochs", 100, "--batch-size", 64)
     result = jobs.train(2, pictures, tmp_path / "run", *words, network=jobs.network(name))

@@ -55,14 +55,14 @@ def test_several_ranks_exchange_what_one_rank_traces(world, subject, monkeypatch
         for event in trace(world, net, images).times().events
         if event.kind in (SUM, BUCKET)
     ]
-    started, start = [], World.start
+    started, start_sum = [], World.start_sum
 
-    def spy(self, tree, matrix, combine, *name):
+    def spy(self, tree, pieces, combine, dtype, *arguments):
         operation = "moments" if combine is merge_moments else "add"
-        started.append((matrix.shape[1], matrix.itemsize, operation))
-        return start(self, tree, matrix, combine, *name)
+        started.append((sum(size for size, _ in pieces), dtype.itemsize, operation))
+        return start_sum(self, tree, pieces, combine, dtype, *arguments)
 
-    monkeypatch.setattr(World, "start", spy)
+    monkeypatch.setattr(World, "start_sum", spy)
     statistics = {"batchnorm_statistics": "moving"}
     options = dl.TrainingOptions(max_iterations=1, device="cpu", **statistics, **OPTIONS)
     dl.train(net, images, options, world=world)

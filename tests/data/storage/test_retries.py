@@ -139,9 +139,10 @@ def test_refusals_of_the_store(server):
         (403, "HTTP status 403"),
         (404, "HTTP status 404"),
     ):
-        server.faults = [status]
+        server.faults = [status] * 2  # a request that was refused in advance is made again
         line = refusal(store.read, [1])
         assert line.startswith(f"{server.url}: {text}") and retries.HINTS[status] in line
+    server.faults = []
     text = refusal(PackedDatastore, server.url.replace("set", "other"))
     assert text == f"{server.url.replace('set', 'other')}: no such file"
     server.tag = "2"
