@@ -1,9 +1,10 @@
 """`python -m benchmarks input`: measure reading, decoding and augmenting images during training.
 
 For each kind of file and number of workers, the benchmark measures the images per second of the
-pipeline alone, of the step alone, and of both together. It also reports the ratio of an epoch's
-time from a packed file to that from memory, and the ratio of the cost of decoding, cropping and
-mirroring to that of decoding with Pillow. `input_memory` implements --memory, `packs` --packs.
+pipeline alone, of the step alone, and of both together. The benchmark also reports two ratios: the
+time of an epoch from a packed file to the time from memory, and the cost of decoding, cropping and
+mirroring to the cost of decoding with Pillow. `input_memory` implements --memory, and `packs`
+implements --packs.
 """
 
 import argparse
@@ -62,8 +63,8 @@ def main(options: argparse.Namespace) -> dict:
 def draw(folder: str, side: int, count: int, kinds: Sequence[str] = DRAWN) -> None:
     """Write image files that resemble photographs: smooth colours, edges and some noise.
 
-    `kinds` names the sub-folders to write: jpeg and png, of the given side, and whole, of
-    `FILE_SIDE`.
+    `kinds` names the sub-folders to write: jpeg and png with images of `side` pixels, and whole
+    with images of `FILE_SIDE` pixels.
     """
     from PIL import Image
 
@@ -87,7 +88,7 @@ def draw(folder: str, side: int, count: int, kinds: Sequence[str] = DRAWN) -> No
 
 
 def stores_of(folder):
-    """Return datastores of the same images by kind of file."""
+    """Return {kind of file: datastore}, with the same images in all datastores."""
     stores = {kind: ImageFolder(os.path.join(folder, kind)) for kind in ("jpeg", "png")}
     path = os.path.join(folder, "packed.h5")
     if not os.path.exists(path):
@@ -104,8 +105,8 @@ def measure_input(options: argparse.Namespace, folder: str) -> dict:
     Returns
     -------
     dict
-        By kind of file and number of workers, summaries of "pipeline", "step" and "both".
-        "share" is the rate of both together divided by the rate of the slower one alone.
+        {kind of file: {number of workers: figures}}. The figures are summaries of "pipeline",
+        "step" and "both", and "share", the rate of "both" divided by the lower of the other rates.
     """
     shape, figures = (3, options.side, options.side), {}
     if options.network == "light":

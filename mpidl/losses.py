@@ -59,13 +59,13 @@ TAKERS = {
 
 
 def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
-    """Return the loss of labels that a value of the argument `loss` stands for, or None."""
+    """Return the label loss that `loss` names or is; None if `loss` is not a label loss."""
     value = loss if callable(loss) else LOSSES.get(loss)
     return value if isinstance(value, LabelLoss) else None
 
 
 def has_class_scores(loss: str | Callable[..., Any]) -> bool:
-    """Return whether the outputs are scores of classes, of which each label is one."""
+    """Return whether the outputs are class scores, and each label is a single class."""
     return isinstance(label_loss(loss), CrossEntropy | Dice)
 
 
@@ -82,12 +82,12 @@ def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]
     name
         The value of the argument `loss`.
     options
-        {name in TAKERS: value} of the options that do not have their default.
+        The options whose values differ from the defaults, as {name in TAKERS: value}.
 
     Returns
     -------
     str or callable
-        `name` without options, else a loss.
+        `name` if there are no options, else a loss with the options.
 
     Raises
     ------
@@ -126,14 +126,15 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     -------
     callable
         The function returns a tuple of Partials: the loss to minimize and, optionally, the number
-        of correct labels. A loss of labels may return more (`CrossEntropy.of_scores`).
+        of correct labels. A label loss may return more sums (`CrossEntropy.of_scores`).
 
     Raises
     ------
     UserError
         If no loss has this name.
     TypeError
-        If the user's function returns anything else. The returned callable raises this error.
+        Raised by the returned callable if the user's function returns neither a loss nor this
+        tuple.
     """
     if not callable(loss):
         if loss not in LOSSES:
@@ -157,9 +158,9 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
 
 
 def targets_shape(net: Network, datastore: Any) -> tuple[int, ...] | None:
-    """Return the shape of targets as the network's loss receives them, or None if there are none.
+    """Return the shape of an image's targets that the loss receives; None without targets.
 
-    Targets that are images or labels of pixels are cropped with their images (`Network.crop`).
+    Targets that are images or pixel labels are cropped with the input images (`Network.crop`).
     """
     if datastore.targets_shape is None:
         return None
@@ -170,7 +171,8 @@ def targets_shape(net: Network, datastore: Any) -> tuple[int, ...] | None:
 def labels_per_image(net: Network, datastore: Any) -> int:
     """Return the number of labels per image.
 
-    The number is 1, or the number of elements in the targets of an image.
+    The number is 1 if the dataset has no targets, else the number of elements in the targets of an
+    image.
     """
     return math.prod(targets_shape(net, datastore) or ())
 
@@ -183,7 +185,8 @@ def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: 
         return names if net.output_shape[:1] == (len(names),) else []
     if datastore.targets_shape is None:
         return names
-    # More names than outputs are the names of the images' labels, not of the targets' classes.
+    # If there are more names than outputs, the names belong to the labels of the images, not to the
+    # classes of the targets.
     return names if has_class_scores(loss) and len(names) <= net.output_shape[0] else []
 
 
@@ -192,8 +195,9 @@ def trained_classes(
 ) -> tuple[str, ...] | None:
     """Return the value of `Network.classes` for a network trained on the dataset.
 
-    The value is () for the regression losses "mse" and "mae", and for scores of labels that do not
-    end in a sigmoid. It is None if the class names are unknown.
+    The value is () for the regression losses "mse" and "mae", and for scores of labels if the
+    network does not end in a sigmoid. The value is None if the class names are unknown or do not
+    match the outputs.
     """
     named_loss = label_loss(loss)
     is_function = callable(loss) and named_loss is None
@@ -247,14 +251,15 @@ def need_network(net: object) -> None:
 def check(
     loss: str | Callable[..., Any], net: Network, datastore: Any, *, training: bool = False
 ) -> None:
-    """Raise a UserError if the network's outputs do not match the dataset, or a loss is unknown.
+    """Raise a UserError if the network's outputs do not match the dataset, or the loss is unknown.
 
     If the loss is a function, the outputs are not compared with the dataset.
 
     Parameters
     ----------
     training
-        Whether the dataset is used for training. Its labels must then have at least two classes.
+        Whether the dataset is used for training. Labels for training must have at least two
+        classes.
     """
     loss_function(loss)
     need_network(net)
@@ -279,7 +284,7 @@ def check(
 
 
 def _name_of(loss):
-    """Return the name that --loss has for a loss of labels."""
+    """Return the value of --loss that stands for a label loss with class scores."""
     added = isinstance(loss, Dice) and loss.cross_entropy is not None
     return "crossentropy+dice" if added else "dice" if isinstance(loss, Dice) else "crossentropy"
 
@@ -343,7 +348,10 @@ def _check_targets(loss, net, datastore):
 
 
 def label_range(loss: str | Callable[..., Any], net: Network) -> dict[str, int | None]:
-    """Return the arguments `classes` and `ignore_label` of a `MinibatchQueue` for a loss."""
+    """Return the arguments `classes` and `ignore_label` of a `MinibatchQueue` for a loss.
+
+    Both are None if the loss is not a label loss.
+    """
     named_loss = label_loss(loss)
     if named_loss is None:
         return {"classes": None, "ignore_label": None}

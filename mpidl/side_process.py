@@ -1,6 +1,6 @@
-"""Start a Python process beside this one, which serves this process and is not part of an MPI job.
+"""Start a side process: a Python process that serves this process and takes no part in an MPI job.
 
-The process ends when its stdin ends, so it never outlives the process that has started it.
+The side process ends when its stdin ends, so it never outlives the process that has started it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Prefixes of the variables that MPI launchers set. If a library such as h5py loads MPI, they would
-# make the process act as a rank.
+# Prefixes of the variables that MPI launchers set. If a library such as h5py loads MPI, these
+# variables would make the side process act as a rank.
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
-# Schedulers and terminals send these to all processes of a job; only the ranks react to them.
+# Schedulers and terminals send these signals to all processes of a job; only ranks react to them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NICE = 5  # niceness that gives way to the training
 
 
 def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
-    """Start Python beside this process.
+    """Start Python in a side process.
 
-    The process does not receive the signals that end a job, not even while Python starts: they stay
-    blocked, because a process inherits blocked signals.
+    The side process does not receive the signals that end a job, not even while Python starts: a
+    process inherits blocked signals, so these signals stay blocked.
 
     Parameters
     ----------
@@ -37,12 +37,12 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
     Returns
     -------
     Popen
-        The process.
+        The side process.
 
     Raises
     ------
     OSError
-        If it cannot be started, such as at a limit on the number of processes.
+        If the side process cannot be started, for example at a limit on the number of processes.
     """
     environment = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -13,9 +13,9 @@ void mpidl_exp(const double *x, double *y, int64_t count) {
     for (int64_t i = 0; i < count; i++) y[i] = exponential(x[i]);
 }
 
-/* How labels enter the cross-entropy, as LabelRule in backends/training_interface.py says. */
+/* How labels enter the cross-entropy; see LabelRule in backends/training_interface.py. */
 struct rule {
-    const double *weights; /* of the classes; NULL if all are 1 */
+    const double *weights; /* of the classes; NULL if all weights are 1 */
     double smoothing, gamma;
 };
 
@@ -58,9 +58,9 @@ static struct strip strip_of(const struct job *job, int64_t tile) {
                           .far = job->pixels * LANES};
 }
 
-/* Return the logits of a strip, with classes count * 16 floats apart. Strips of several pixels are
- * copied. Classes are often a large power of two apart, and caches hold few lines at such
- * distances. */
+/* Return the logits of a strip, with classes count * 16 floats apart. If images have several
+ * pixels, the logits are copied, because classes are often a large power of two apart, and caches
+ * hold few lines at such distances. */
 static const float *gathered(const struct job *job, const struct strip *s, float *own) {
     const float *x = job->logits + s->at;
     if (job->pixels == 1) return x;
@@ -97,7 +97,7 @@ static void softmax_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-/* Other labels are left out. */
+/* Return whether a label is a class. Labels outside the classes are left out. */
 static int is_class(const struct job *job, int32_t label) {
     return label >= 0 && label < job->classes;
 }
@@ -106,7 +106,7 @@ static double weight_of(const struct rule *rule, int64_t class) {
     return rule->weights ? rule->weights[class] : 1;
 }
 
-/* Return the sum of the class weights, in their order. */
+/* Return the sum of the class weights, added in the order of the classes. */
 static double sum_of_weights(const struct rule *rule, int64_t classes) {
     double total = 0;
     for (int64_t c = 0; c < classes; c++) total += weight_of(rule, c);
@@ -140,7 +140,7 @@ static void loss_tile(void *argument, int64_t tile, float *own) {
 }
 
 /* The gradient of an image's or pixel's loss with respect to the logit of class c is
- * push * p[c] - share * w[c], less `pull` for the label's class. */
+ * push * p[c] - share * w[c], minus `pull` if c is the label's class. */
 struct slopes {
     double push[LANES], pull[LANES], share[LANES];
 };
@@ -195,7 +195,7 @@ static void dlogits_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-/* Here a tile is a block. */
+/* Add up the class weights of a block's labels. Here a tile is a block. */
 static void weight_tile(void *argument, int64_t block, float *own) {
     const struct job *job = argument;
     double total = 0;
@@ -306,7 +306,7 @@ void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t block
     run(softmax_dx_tile, &job, blocks);
 }
 
-/* ---- errors: sums of |y - target| or of its square, and their gradients ---- */
+/* ---- errors: sums of |y - target| or of (y - target)^2, and the gradients ---- */
 
 struct errors {
     const float *y, *target;
@@ -318,7 +318,7 @@ struct errors {
     int squared;
 };
 
-/* The block of a tile, and the floats [first, stop) of its elements in the block. */
+/* The block of a tile, and the range [first, stop) of the tile's floats in the array. */
 struct range {
     int64_t block, first, stop;
 };

@@ -1,8 +1,8 @@
 """Ask ranks over MPI what they wait for, and end the job if they wait in vain.
 
 A rank whose wait has timed out asks all ranks, and so does a rank that has ended its program
-(`departure`). Ranks that are waiting themselves answer. A rank that computes, hangs or is stopped
-does not answer. After a time-out, a rank of the same host then looks at its process.
+(`departure`). A rank that is also waiting answers. A rank that computes, hangs or is stopped does
+not answer. After a time-out, another rank of the same host looks at the silent rank's process.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class RollCall:
     Parameters
     ----------
     transport : Transport
-        The ranks, and what this rank works on.
+        The connection to the other ranks, which also knows the activity of this rank.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._neighbour = self._next_rank_of_host()
         self._look_time, self._stopped_since = 0.0, math.inf
-        self._sent: list[Any] = []  # keep requests, so that MPI can still read their messages
+        self._sent: list[Any] = []  # keeps the messages of requests until MPI has read them
 
     def neighbour_is_stopped(self, now: float) -> bool:
-        """Return whether the next rank of this host has been stopped for the time-out.
+        """Return whether the next rank of this host has been stopped for longer than the time-out.
 
         A wait without a limit, such as the wait at the end of the program, never times out.
         Therefore each rank in such a wait looks at the next rank of its host.
@@ -88,7 +88,7 @@ class RollCall:
         self._send(has_timed_out, rank, QUESTION)
 
     def answers(self) -> dict[int, str]:
-        """Return the answers that have arrived since the last call, {rank: what it waits for}."""
+        """Return {rank: what the rank waits for} of the answers received since the last call."""
         acts_of_ranks = {}
         while self.transport.control.Iprobe(tag=ANSWER):
             source, act = self._receive(ANSWER)
@@ -98,7 +98,7 @@ class RollCall:
     def end_job(self, operation: str, problem: str) -> None:
         """Report what all ranks do, and abort the job.
 
-        If several ranks time out at once, the lowest one reports, and the others return.
+        If several ranks time out at once, the lowest of these ranks reports, and the others return.
 
         Parameters
         ----------
@@ -122,16 +122,17 @@ class RollCall:
         transport.abort(1)
 
     def describe_block(self, operation: str, limit: float) -> str:
-        """Return the message about an operation in which MPI blocks; the watchdog calls it.
+        """Return the message about an operation in which MPI blocks.
 
-        It calls no MPI, and therefore looks only at the ranks of this host.
+        The watchdog calls this method. The method does not use MPI, and therefore looks only at the
+        ranks of this host.
 
         Parameters
         ----------
         operation : str
             The operation.
         limit : float
-            The time that it may take, in seconds.
+            Time limit of the operation, in seconds.
         """
         transport, own_rank = self.transport, self.transport.rank
         ranks = self._ranks_of_host(transport.hosts[own_rank])
@@ -148,7 +149,7 @@ class RollCall:
         return hang.report(transport.report_folder)
 
     def _next_rank_of_host(self):
-        """Return the rank after this one on the same host, or the first one after the last."""
+        """Return the next rank of this host in a cycle; None if the host has no other rank."""
         own_rank = self.transport.rank
         ranks = self._ranks_of_host(self.transport.hosts[own_rank])
         following = ranks[(ranks.index(own_rank) + 1) % len(ranks)]
@@ -170,7 +171,7 @@ class RollCall:
         return status.source, message
 
     def _collect(self, operation, tag, messages: dict[int, Any], seconds, count):
-        """Collect `count` messages in {rank: message}; return the other ranks that timed out."""
+        """Collect up to `count` messages as {rank: message}; return ranks that have timed out."""
         deadline, rivals = time.monotonic() + seconds, set()
         while time.monotonic() < deadline and len(messages) < count:
             while self.transport.control.Iprobe(tag=tag):
@@ -187,8 +188,8 @@ class RollCall:
     def _look_at_silent(self, operation, answers):
         """Return {rank: Sighting} of the ranks that do not answer.
 
-        The value is None if no rank of the same host answers, because only such a rank could look
-        at the process.
+        The value of a rank is None if no rank of the same host answers, because only a rank of that
+        host can look at the process.
         """
         transport = self.transport
         silent = [rank for rank in range(transport.size) if rank not in answers]

@@ -1,7 +1,7 @@
 """User Level Failure Mitigation, the part of MPI 5 that lets a job outlive some of its ranks.
 
-Open MPI 5 has it if mpirun gets the option ``--with-ft ulfm``: an operation with a rank that has
-ended then raises an error, and the job goes on.
+Open MPI 5 offers this part if mpirun gets the option ``--with-ft ulfm``: an operation with a rank
+that has ended then raises an error, and the job goes on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ CLASSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 
 def is_enabled() -> bool:
     """Return whether mpirun was told to let the job outlive its ranks."""
-    # Slurm's srun passes the variable on, but ends the job itself.
+    # Slurm's srun passes the variable on, but ends the job when a rank ends.
     return os.environ.get(SWITCH) == "1" and "slurm" not in os.environ.get("PMIX_NAMESPACE", "")
 
 
 def prepare() -> None:
-    """Set what MPI must know before it starts."""
+    """Set the environment variable that MPI must read at its start."""
     if is_enabled():
-        # On several hosts, the component "han" returns wrong results after a rank was lost.
+        # On several hosts, the component "han" returns wrong results after the loss of a rank.
         os.environ.setdefault("OMPI_MCA_coll", "^han")
 
 
@@ -43,7 +43,8 @@ def refusal(mpi: Any, size: int) -> str | None:
     Returns
     -------
     str or None
-        The expected launcher, with the right command, and the actual one.
+        The expected launcher with the right command, and the actual launcher. None if the job can
+        outlive its ranks, or has only one rank.
     """
     if size == 1:
         return None
@@ -58,7 +59,7 @@ def refusal(mpi: Any, size: int) -> str | None:
         return f"{expected}, found mpirun without --with-ft ulfm"
     try:
         mpi.COMM_SELF.Is_revoked()
-    except NotImplementedError:  # mpi4py raises it for functions that the MPI library lacks
+    except NotImplementedError:  # mpi4py raises this for functions that the MPI library lacks
         return f"{expected}, found an Open MPI that was compiled without ULFM"
     return None
 
@@ -79,13 +80,13 @@ def is_loss(error: BaseException, comm: MPI.Comm) -> bool:
 
     if error.Get_error_class() in [getattr(MPI, name) for name in CLASSES]:
         return True
-    # An operation on several requests only says that one of them has failed.
+    # An operation on several requests only reports that some request has failed.
     in_status = error.Get_error_class() == MPI.ERR_IN_STATUS
     return in_status and (comm.Is_revoked() or comm.Get_failed().size > 0)
 
 
 def agree(comm: MPI.Comm, flag: bool) -> bool:
-    """Return whether no rank is lost, and the flag is true on all ranks. Collective.
+    """Return whether no rank is lost and the flag is true on all ranks. Collective.
 
     All remaining ranks get the same answer, even if ranks are lost meanwhile.
     """
@@ -98,7 +99,10 @@ def agree(comm: MPI.Comm, flag: bool) -> bool:
 
 
 def lost_ranks(comm: MPI.Comm) -> list[int]:
-    """Return the ranks of a communicator that this rank knows to have ended."""
+    """Return which ranks of a communicator have ended, as far as this rank knows.
+
+    The list is empty without ULFM.
+    """
     if not is_enabled():
         return []
     failed = comm.Get_failed()
@@ -108,7 +112,7 @@ def lost_ranks(comm: MPI.Comm) -> list[int]:
 def raise_if_lost(mpi: Any, comm: MPI.Comm) -> None:
     """Raise an error of MPI if a rank of a communicator is known to have ended.
 
-    A wait for ranks that share memory sends no message whose operation would raise it.
+    A wait for ranks that share memory sends no message whose operation would raise this error.
 
     Parameters
     ----------

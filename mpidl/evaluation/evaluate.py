@@ -36,17 +36,17 @@ class Evaluation(NamedTuple):
     ----------
     accuracy : float or None
         Fraction of the labels that were predicted correctly. There is one label per image or per
-        pixel. None if the loss has no classes.
+        pixel. None if the loss does not count correct labels.
     loss : float
         Mean loss per image.
     images : int
         Number of evaluated images.
     top_k : float or None
-        Fraction of the images whose class is among the k largest scores; None if not requested.
+        Fraction of the images whose class has one of the k largest scores; None if not requested.
     confusion : Confusion or None
         The confusion matrix; None if not requested.
     metrics : ClassMetrics or None
-        The requested metrics; None if there are none.
+        The requested metrics; None if no metrics were requested.
     """
 
     accuracy: float | None
@@ -97,11 +97,10 @@ def agreed(
     signals: Signals | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Generator[tuple, None, None]:
-    """Yield each mini-batch after all ranks have read their part of it.
+    """Yield each mini-batch after all ranks have read their parts of the mini-batch.
 
     Before each mini-batch, the ranks agree whether to continue, so all ranks stop at the same
-    mini-batch. If the queue has `bad_images`, the ranks also agree on the images that they leave
-    out.
+    mini-batch. If the queue has `bad_images`, the ranks also agree on the images to leave out.
 
     Parameters
     ----------
@@ -110,15 +109,17 @@ def agreed(
     world : World
         The ranks that share the mini-batches.
     signals : Signals, optional
-        Requests to stop that this process has received. If any rank has one, the generator sets
-        ``signals.agreed`` and ends on all ranks.
+        Stop requests that this process has received. If any rank has received a stop request, the
+        generator sets ``signals.agreed`` and ends on all ranks.
     check : callable, optional
-        Function that this rank calls before each mini-batch, and whose error all ranks raise.
+        Function that this rank calls before each mini-batch. If the function raises an error
+        on one rank, all ranks raise that error.
 
     Raises
     ------
     UserError, StorageFault
-        On all ranks, if any rank cannot read its images, or if its `check` raises the error.
+        On all ranks, if any rank cannot read its images, or if `check` raises the error on any
+        rank.
     """
     bad = None  # for each rank, the images that it could not read
     while True:
@@ -193,7 +194,7 @@ def evaluate(
     net : Network
         The network.
     datastore : Datastore
-        Images with labels, or with targets to which the loss compares the outputs.
+        Images with labels, or with targets that the loss compares with the outputs.
     world : World, optional
         The ranks that share the images; by default all ranks.
     batch_size : int
@@ -204,8 +205,8 @@ def evaluate(
         Signals that end the evaluation early; see `agreed`. The result then covers only the images
         evaluated before the signal.
     top_k : int, optional
-        If given, also compute the fraction of images whose class is among the `top_k` largest
-        scores. It must be from 1 to the number of classes.
+        If given, also compute the fraction of images whose class has one of the `top_k` largest
+        scores. The value must be from 1 to the number of classes.
     confusion : bool
         Whether to compute the confusion matrix, in the same pass.
     metrics : str or sequence of str
@@ -215,8 +216,8 @@ def evaluate(
     progress : function, optional
         Function to call after each mini-batch, with the number of images evaluated so far.
     bad_images : BadImages, optional
-        Receives the images that cannot be read. The result then covers the others. By default, an
-        image that cannot be read raises an error.
+        Receives the images that cannot be read. The result then covers the other images. By
+        default, an image that cannot be read raises an error.
     test_flips : {"none", "x", "y", "xy"}
         Average the scores over mirror images: left to right, top to bottom, or both ways.
 
@@ -227,8 +228,9 @@ def evaluate(
     Raises
     ------
     UserError
-        If the images have no labels, if a label is not less than the number of outputs, or if the
-        class names of the labels differ from ``net.classes``, or if there are no images.
+        If there are no images, if the images lack the labels or targets that the loss needs, if a
+        label is not less than the number of outputs, or if the class names of the dataset differ
+        from ``net.classes``.
     """
     losses.check(loss, net, datastore)
     losses.check_names(net.classes, loss, net, datastore, "the network")
@@ -287,7 +289,7 @@ class _Totals:
         self.correct: float | None = 0.0
 
     def add(self, sums, images):
-        """Add the sums of a mini-batch (`cross_entropy_loss.Sums`) with its number of images."""
+        """Add the sums (`cross_entropy_loss.Sums`) of a mini-batch with this number of images."""
         labels = sums[2] if len(sums) > 2 else images * self.labels_per_image
         weight = sums[3] if len(sums) > 3 else images
         self.weighted_loss += sums[0] * weight
@@ -304,7 +306,7 @@ class _Totals:
 
 
 def _counted(scores, labels, classes, ignore_label):
-    """Leave out the ignored labels; return scores (n, K) and labels (n,) if there are any."""
+    """Leave out ignored labels; if there are any, return scores (n, K) and labels (n,)."""
     if ignore_label is None or not (labels == ignore_label).any():
         return scores, labels
     is_counted = labels.reshape(len(labels), *scores.shape[2:]) != ignore_label

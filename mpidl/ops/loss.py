@@ -1,4 +1,4 @@
-"""The ops of losses, with gradients, and the count of correct answers."""
+"""The ops of losses, with gradients, and the count of correct predictions."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def softmax_cross_entropy(
     logits
         Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
-        Integers from 0 to K-1, (N,) or (N, ...). Or probabilities of the classes, such as one-hot
-        targets: floats in the shape of the scores, on CPUs only. For these, the mean of
+        Integers from 0 to K-1, (N,) or (N, ...), or probabilities of the classes, such as one-hot
+        targets: floats in the shape of the scores, on CPUs only. For probabilities, the mean of
         -sum(labels * log softmax(logits)) is computed, and only label_smoothing may be given.
     class_weights
         A weight per class, (K,). The mean is weighted: a label counts with the weight of its class.
@@ -178,7 +178,7 @@ def label_count(
     class_weights
         A weight per class, (K,); by default 1.
     ignore_label
-        The label that does not count.
+        A label that is not counted.
 
     Returns
     -------
@@ -211,7 +211,7 @@ def mean_squared_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
 
     Notes
     -----
-    MATLAB's `mse` instead sums over the elements of an image and divides the sum by 2.
+    MATLAB's `mse` instead divides the sum over all elements of N images by 2N.
     """
     return _mean_error("mean_squared_error", y, target, 2)
 
@@ -227,7 +227,7 @@ def mean_absolute_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     y : Blocked
         The network's outputs, (N, ...).
     target : Blocked
-        The targets; their shape may differ by dimensions of 1.
+        The targets, in the shape of `y`. Dimensions of size 1 are ignored.
 
     Returns
     -------
@@ -270,7 +270,7 @@ def _mean_error(name, y, target, power):
 def correct_count(
     logits: Blocked | Var, labels: Blocked, *, ignore_label: int | None = None
 ) -> Partial:
-    """Count the images, or pixels, for which the label's class has the largest score.
+    """Count the labels, one per image or per pixel, whose class has the largest score.
 
     Ties go to the first class. The count is not differentiable.
 
@@ -280,8 +280,8 @@ def correct_count(
         Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
         Integers from 0 to K-1, (N,) or (N, ...), or probabilities of the classes, such as one-hot
-        targets: floats in the shape of the scores. An image then counts as the probability of the
-        class with the largest score.
+        targets: floats in the shape of the scores. For probabilities, an image counts as the
+        probability of the class with the largest score.
     ignore_label
         A label outside 0..K-1, which is never correct.
 

@@ -42,14 +42,14 @@ def cross_channel_norm(
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, in the shape of `x`. During differentiation, the result is a Var.
 
     Notes
     -----
     Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
     networks", 2012, section 3.3. The paper does not divide alpha by the window; MATLAB's
-    crossChannelNormalizationLayer and PyTorch's LocalResponseNorm do. For even windows, PyTorch
-    puts the extra channel before c.
+    crossChannelNormalizationLayer and PyTorch's LocalResponseNorm do. For even windows, mpidl puts
+    the extra channel after c, and PyTorch puts that channel before c.
     """
     check.images("cross_channel_norm", x)
     check_window("cross_channel_norm", window, alpha, beta, k)

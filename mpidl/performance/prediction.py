@@ -1,4 +1,4 @@
-"""Predict a training on many numbers of ranks, and where adding ranks stops to help."""
+"""Predict the speed of a training by number of ranks, and where adding ranks stops helping."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def predict(
     link : Link, optional
         Assumed link between nodes; by default the measured one.
     ranks_per_node : int, optional
-        Ranks that share a node; by default as many as in the probe.
+        Number of ranks per node; by default the number in the probe.
     show : callable, optional
         Function to call with a line before each computation of a speed.
 
     Returns
     -------
     dict
-        "rows": a dict per number of ranks, with images per second, step in seconds and its parts,
-        efficiency and relative error; "stop": see `find_stop`; "fit": the fitted costs.
+        "rows": a dict per number of ranks, with images per second, the seconds of a step and of its
+        parts, efficiency and relative errors; "stop": see `find_stop`; "fit": the fitted costs;
+        "link" and "ranks_per_node": the assumptions.
     """
     model = Model(record, link)
     setting = model.setting
@@ -101,16 +102,16 @@ class Error:
             ]
 
     def relative(self, ranks: int, setting: Setting) -> tuple[float, float]:
-        """Return the half-widths of the central 90 % of the speed and of the efficiency.
+        """Return the relative half-widths of the central 90 % of the speed and the efficiency.
 
-        Both are relative. The efficiency on one rank is 1 by definition.
+        On one rank, the second is 0, because the efficiency is 1 by definition.
         """
         model = self.model
         parts = model.parts(ranks, setting)
         systematic = NINETY_PERCENT * np.hypot(
             model.fit_error, model.exchanges.fold_error * parts.sum / parts.seconds
         )
-        if ranks > model.record["ranks"]:  # the factor may grow with the ranks
+        if ranks > model.record["ranks"]:  # the coupling may grow with the ranks
             systematic = np.hypot(systematic, model.coupling - 1)
         factors = [model.together(ranks, coupling) for coupling in self.couplings]
         times = np.multiply(factors, self._seconds(ranks, setting))
@@ -121,7 +122,7 @@ class Error:
         return speed, 0.0 if ranks == 1 else efficiency
 
     def _seconds(self, ranks, setting):
-        """Return the seconds of the parts of a step by each resampled model."""
+        """Return, for each resampled model, the seconds that the parts of a step take."""
         blocks, peers = most_blocks(blocks_of(setting.images(ranks)), ranks)
         sums = self.model.parts(ranks, setting).sum
         return [
@@ -137,7 +138,7 @@ def _half_width(values):
 
 
 class Rates:
-    """Predicted images per second, each computed once.
+    """Predicted images per second; each value is computed once.
 
     Parameters
     ----------
@@ -160,22 +161,23 @@ class Rates:
         return self._table[key]
 
     def efficiency(self, ranks: int, setting: Setting) -> float:
-        """Return the predicted efficiency, which is relative to one rank."""
+        """Return the predicted efficiency relative to one rank."""
         return self.speed(ranks, setting) / ranks / self.speed(1, setting)
 
 
 def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
-    """Find the number of ranks at which scaling stops, and the options that would move it.
+    """Find the number of ranks at which scaling stops, and the options that raise this number.
 
     Scaling stops at N, the smallest power of two for which 2N ranks are less than 2 % faster than
-    N, or less than half as efficient as one rank.
+    N ranks, or less than half as efficient as one rank.
 
     Returns
     -------
     dict
-        "ranks": the number of ranks, or None if scaling does not stop up to `limit`; "reason": the
-        part of a step that grows most with more ranks; "options": {option: ranks} of options that
-        move the point, where None means that scaling does not stop up to MOST_TRIED ranks.
+        "ranks": the number of ranks, or None if scaling does not stop up to `limit`; "limit";
+        "reason": the part of a step that loses most time with more ranks, or None if scaling does
+        not stop; "options": {option: ranks} of options that raise the number of ranks, where None
+        means that scaling with the option does not stop up to MOST_TRIED ranks.
     """
     model = rates.model
     ranks = _stop(rates, setting, limit)
@@ -226,7 +228,7 @@ def _stop(rates, setting, limit):
 
 
 def _reason(model, ranks, setting):
-    """Describe the part of a step that loses most with twice the ranks."""
+    """Describe the part of a step that loses most time with twice the ranks."""
     one_rank, step = model.step(1, setting), model.step(2 * ranks, setting)
     scale = setting.images(2 * ranks) / setting.images(1) / (2 * ranks)
     if blocks_of(setting.images(2 * ranks)) < 2 * ranks:

@@ -23,23 +23,25 @@ SCORES = (
     "accuracy",
     "validation_loss",
     "loss",
-)  # the first score that all trials have ranks them
+)  # trials are ranked by the first of these scores that all ended trials have
 MAX_PANELS = 6
 
-# "trial" (its number), the columns of the options that vary, and RESULTS; None if missing
+# "trial" (the number of the trial), the columns of the options that vary, and RESULTS; the value
+# of a column is None if it is missing
 Row = dict[str, Any]
 
 
 def column_of(option: str) -> str:
-    """Return the name of an option's column, which differs from the names in `RESULTS`."""
+    """Return a name for an option's column that differs from the names in `RESULTS`."""
     return f"{option}_option" if option in RESULTS else option
 
 
 def score_of(rows: Sequence[Row]) -> str:
     """Return the name of the score by which to compare trials that have ended.
 
-    It is the first of these that all trials have: validation accuracy, test accuracy, validation
-    loss, test loss. It is "loss" if no trial has ended.
+    The score is the first of these that all ended trials have: validation accuracy, test accuracy,
+    validation loss, test loss. The result is "loss" if there is no such score, or if no trial has
+    ended.
     """
     trained = [row for row in rows if row["state"] == "done"]
     for name in SCORES:
@@ -49,7 +51,10 @@ def score_of(rows: Sequence[Row]) -> str:
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
-    """Return the first trial with the best score; None if no trial has a score."""
+    """Return the trial with the best score, or None if no trial has a score.
+
+    Among equal scores, the trial with the lowest loss is best, then the first trial.
+    """
     score = score_of(rows)
     scored = [row for row in rows if row["state"] == "done" and row[score] is not None]
     sign = -1 if score.endswith("accuracy") else 1
@@ -73,7 +78,7 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
     varied : sequence of str
         Columns of the options that vary.
     writer : int
-        Number of the writing process, because several may write at the same time.
+        Number of the writing process; several processes may write at the same time.
 
     Raises
     ------
@@ -97,19 +102,19 @@ def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Ro
     Parameters
     ----------
     rows : sequence of Row
-        The trials. Those of a setting are `folds` in succession.
+        The trials. Each setting has `folds` trials in succession.
     varied : sequence of str
-        Columns of the options that vary, with "fold".
+        Columns of the options that vary, including "fold".
     folds : int
         Number of folds.
 
     Returns
     -------
     list of dict
-        The columns "trials" (such as "1-5"), those of `varied` without "fold", "done", the number
-        of folds that have ended, and for each of `SCORES` its mean over these folds and its sample
-        standard deviation, NAME_std. Both are None if a fold has no score; NAME_std also if only
-        one fold has ended.
+        The columns "trials" (such as "1-5"), the columns in `varied` except "fold", "done" (the
+        number of folds that have ended), and for each NAME in `SCORES` two columns: NAME, the mean
+        over the ended folds, and NAME_std, the sample standard deviation. Both are None if no fold
+        has ended or an ended fold has no score. NAME_std is also None if only one fold has ended.
     """
     summaries = []
     for first in range(0, len(rows), folds):
@@ -143,7 +148,7 @@ def print_folds(summaries: Sequence[Row]) -> None:
 
 
 def write_folds(folder: str, summaries: Sequence[Row]) -> None:
-    """Write the result of `fold_rows` to DIR/folds.csv; raise UserError if that fails."""
+    """Write the result of `fold_rows` to DIR/folds.csv; raise UserError if writing fails."""
     text = io.StringIO()
     table = csv.DictWriter(text, list(summaries[0]), lineterminator="\n")
     table.writeheader()
@@ -152,10 +157,10 @@ def write_folds(folder: str, summaries: Sequence[Row]) -> None:
 
 
 def best_setting(summaries: Sequence[Row], folds: int) -> tuple[Row, str] | None:
-    """Return the setting with the best mean score of all its folds, and the name of the score.
+    """Return the setting with the best mean score, and the name of the score.
 
-    Settings are compared by the first of `SCORES` that all complete ones have. None if no setting
-    is complete.
+    Only settings whose folds have all ended are compared, by the first of `SCORES` that all these
+    settings have. The result is None if there is no such setting or no such score.
     """
     complete = [row for row in summaries if row["done"] == folds]
     for name in SCORES:
@@ -168,7 +173,7 @@ def best_setting(summaries: Sequence[Row], folds: int) -> tuple[Row, str] | None
 def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
     """Print the trials as a table.
 
-    A narrow terminal shows fewer scores, but always the one that ranks the trials.
+    A narrow terminal shows fewer scores, but always the score that ranks the trials.
     """
     width = terminal_width(sys.stdout) or 100
     columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
@@ -192,7 +197,7 @@ def _lines(rows, columns):
         table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(cell(name, row.get(name), digits=4) for name in columns))
-    # rich cuts values to fit its width; the terminal wraps lines that are too long.
+    # rich would cut values at a smaller width; the terminal wraps lines that are too long.
     console = rich.console.Console(file=sys.stdout, width=10_000, color_system=None)
     with console.capture() as text:
         console.print(table, markup=False, highlight=False)
@@ -209,7 +214,7 @@ def shown_scores(rows: Sequence[Row]) -> list[str]:
 
 
 def cell(name: str, value: Any, digits: int = 6) -> str:
-    """Return the text of a table's cell; options get `digits` significant digits."""
+    """Return the text of a table's cell; floats of options have `digits` significant digits."""
     if value is None or isinstance(value, str):
         return value or ""
     if name == "seconds":

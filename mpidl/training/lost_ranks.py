@@ -1,4 +1,4 @@
-"""Let a run continue on the remaining ranks after some were lost, with the same bytes."""
+"""Let a run continue on the remaining ranks after a loss of ranks, with unchanged results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare(options: TrainingOptions, world: World) -> None:
     Raises
     ------
     UserError
-        If it cannot.
+        If the world cannot continue after a loss of ranks.
     """
     if options.on_lost_rank == "shrink" and not world.outlives_ranks:
         world.outlive_ranks("--on-lost-rank shrink")
@@ -48,7 +48,9 @@ def describe(lost: Sequence[LostRank], world: World) -> str:
 def restart_test(
     world: World, console: Console, signals: Signals, lock: RunLock, result: Result
 ) -> None:
-    """Prepare to repeat the test after ranks were lost in it, and print a line. Collective.
+    """Prepare to repeat the test after a loss of ranks during the test, and print a line.
+
+    Collective.
 
     Parameters
     ----------
@@ -57,11 +59,11 @@ def restart_test(
     console : Console
         The console of the run.
     signals : Signals
-        Requests to stop, on which the ranks agree again.
+        Stop requests of this rank; the ranks then agree on a stop again.
     lock : RunLock
         The lock of the run's folder.
     result : Result
-        The result of the training, which counts the ranks that were lost during it.
+        The result of the training, with the number of ranks that were lost during the training.
     """
     if world.rank == 0:
         console.take_over()
@@ -74,15 +76,16 @@ def restart_test(
 class IterationStart:
     """A copy of the state with which the current iteration started.
 
-    A loss interrupts the ranks at different places, some an iteration ahead of others. All ranks
-    return to the start of the last iteration that all of them have reached. A rank reaches the
-    start of an iteration when it asks the others whether to continue. When it has their answer, all
-    ranks have reached this start, so none needs an earlier one.
+    A loss of ranks interrupts the other ranks at different places, some an iteration ahead of
+    others. All ranks return to the start of the last iteration that all of them have reached. A
+    rank reaches the start of an iteration when it asks the others whether to continue. When the
+    rank has received the answer, all ranks have reached this start, and no rank needs an earlier
+    start.
 
     Parameters
     ----------
     world : World
-        The ranks of the run. If it does not outlive its ranks, there are no copies.
+        The ranks of the run. If the world does not outlive its ranks, there are no copies.
 
     Attributes
     ----------
@@ -100,12 +103,12 @@ class IterationStart:
         self._facts: dict[str, Any] = {}
 
     def reach(self) -> None:
-        """Note that this rank has completed an iteration with all hooks, or an epoch."""
+        """Note that this rank has completed an epoch, or an iteration with all its hooks."""
         self._is_reached = self.is_kept
         self._number, self._time = self._number + 1, time.monotonic()
 
     def keep(self, trainer: Trainer) -> None:
-        """Copy the state, after all ranks have reached it; do nothing if that has been done."""
+        """Copy the state of a start that all ranks have reached, unless it was copied before."""
         if not self._is_reached:
             return
         tables, facts = run_state.progress(trainer)
@@ -132,7 +135,7 @@ class IterationStart:
         self._announce(trainer, start_time, repeated_seconds)
 
     def _announce(self, trainer, start_time, repeated_seconds):
-        """Record the loss, and print a line."""
+        """Record the loss of ranks, and print a line."""
         world, position = trainer.world, trainer.position
         times = np.array([repeated_seconds, time.monotonic() - start_time])
         repeated_seconds, seconds = world.gop("max", times)
@@ -148,9 +151,9 @@ class IterationStart:
 
 
 def _copy_into(copies, arrays):
-    """Return copies of arrays by name, in the memory of earlier copies if these have their shapes.
+    """Return copies of arrays by name, in the memory of earlier copies if the shapes are equal.
 
-    The optimizer overwrites arrays in place.
+    Copies are necessary because the optimizer overwrites arrays in place.
     """
     if {k: a.shape for k, a in copies.items()} != {k: np.shape(a) for k, a in arrays.items()}:
         return {name: np.array(array) for name, array in arrays.items()}

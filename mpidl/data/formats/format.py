@@ -13,7 +13,7 @@ from mpidl.files import on_rank_0, unreadable
 from mpidl.text import printable
 
 World = Any  # mpidl.comm.World or None; this package may not import it
-HEAD_BYTES = 8  # number of leading bytes of a file by which formats recognize it
+HEAD_BYTES = 8  # number of leading bytes by which formats recognize a file
 
 
 class OpenOptions(NamedTuple):
@@ -24,13 +24,13 @@ class OpenOptions(NamedTuple):
     option : str
         Command-line option that named the path, for messages.
     classes : sequence of str or None
-        Class names of the training set, to which labels are mapped. If None, the class names in the
-        data are used.
+        Class names of the training set; labels are mapped to these names. If None, the class names
+        in the data are used.
     labelled : bool
         Whether labels are required.
     preprocess : Preprocess
-        Conversion of the images. A format that cannot convert images while it decodes them ignores
-        this option.
+        Conversion of the images. A format that cannot convert images during decoding ignores this
+        option.
     """
 
     option: str = "--data"
@@ -51,10 +51,10 @@ class Format(NamedTuple):
         the first `HEAD_BYTES` bytes of a file, and is empty for a folder. Called on rank 0 only.
     open_data : callable
         ``open_data(path, world, options)`` returns a tuple of the training set and the test set.
-        The test set is None if the data have none. Collective.
+        The test set is None if the data have no test set. Collective.
     open_test_data : callable
         ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
-        part if there is one, and all of the data otherwise. Collective.
+        set if the data have one, else all data. Collective.
     noun : str
         Name of a file of this format in messages ("an HDF5 file"). If empty, messages omit the
         format.
@@ -62,8 +62,8 @@ class Format(NamedTuple):
         File name suffixes of the training file and the test file in a folder.
     open_validation_data : callable or None
         ``open_validation_data(path, world, options)`` returns the validation set of the data, or
-        None if they have none. Collective. None if data of this format never have one; otherwise,
-        `recognizes` needs only the path.
+        None if the data have no validation set. Collective. The attribute is None if data of this
+        format never have a validation set; otherwise, `recognizes` needs only the path.
     """
 
     name: str
@@ -127,7 +127,7 @@ def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
     Raises
     ------
     UserError
-        The file cannot be read, or no format recognizes it.
+        If the file cannot be read, or if no format recognizes the file.
     """
     formats = list(formats)
     try:

@@ -1,7 +1,7 @@
 """Read packed sets: files with decoded images, or with the contents of image files.
 
-The HDF5 library only reads the description of the set (`pack_contents`). Images and targets are
-read by their offsets, from the packed file or from shards beside it.
+The HDF5 library reads only the description of the set (`pack_contents`). Images and targets are
+read by their offsets, from the packed file or, in a sharded set, from shards in the same folder.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class PackedDatastore(Datastore):
     Parameters
     ----------
     path : path-like
-        The file. Its shards, if it has any, lie in the same folder.
+        The packed file. The shards of a sharded set lie in the same folder.
     world : World, optional
-        The ranks that open the file. Each rank opens the file when it first reads images, and reads
+        The ranks that read the file. Each rank opens the file when it first reads images, and reads
         only the images that it needs.
     part : {"train", "test"}
         Part of the file to open.
     classes : sequence of str, optional
-        Class names of the training set, to which the labels are mapped.
+        Class names of the training set; the labels are mapped to these names.
     labelled : bool
         Whether labels or targets are required.
 
@@ -57,7 +57,8 @@ class PackedDatastore(Datastore):
     Raises
     ------
     UserError
-        If the file is damaged or does not have the part, or if a shard is missing or foreign.
+        If the file is damaged or does not have the part, or if a shard is missing or
+        belongs to another set.
         `read` also raises UserError if a file has changed since it was opened.
     """
 
@@ -74,7 +75,7 @@ class PackedDatastore(Datastore):
         self.contents = on_rank_0(world, lambda: inspect_part(self.path, part, classes, labelled))
         self.labels, self.classes = self.contents.labels, self.contents.classes
         self.preprocess = self.contents.preprocess
-        self.conversion = AS_IT_IS  # applied to encoded images as they are decoded
+        self.conversion = AS_IT_IS  # applied to encoded images during decoding
         self.image_shape = self.contents.image_shape
         self.is_encoded: bool = "encoded" in self.contents.rows
         if not self.is_encoded:
@@ -98,7 +99,7 @@ class PackedDatastore(Datastore):
         return images
 
     def _decode(self, i, content, out):
-        """Decode the content of an image file; the name is made only for a message."""
+        """Decode the content of an image file; only an error message reads the image's name."""
         name = _LazyName(self, i)
         pixels, _ = decode(name, self.conversion, self.image_shape, out, content)
         if isinstance(pixels, tuple):
@@ -159,19 +160,19 @@ class PackedDatastore(Datastore):
         return contents.fingerprint
 
     def files_fingerprint(self) -> str | None:
-        """Return the digest of the image files that were packed; None if they were no whole set.
+        """Return the digest of the image files that were packed, or None.
 
         Returns
         -------
         str or None
-            Hexadecimal digits.
+            Hexadecimal digits; None if decoded images or part of a set of image files were packed.
         """
         return self.contents.files_fingerprint
 
     def preprocessed(self, preprocess: Preprocess) -> Datastore:
         """Return a datastore of the same images that applies a `Preprocess`.
 
-        If the file holds the contents of image files, the conversion takes place while decoding,
+        If the file holds the contents of image files, the conversion takes place during decoding,
         and the images may differ in size; see `mpidl.data.preprocessed`.
 
         Parameters
@@ -197,7 +198,7 @@ class PackedDatastore(Datastore):
         Parameters
         ----------
         progress : callable, optional
-            Function that is called after each chunk with the number of its images.
+            Function to call after each chunk with the number of images in the chunk.
 
         Raises
         ------
@@ -221,7 +222,7 @@ class PackedDatastore(Datastore):
 
 
 class _LazyName(os.PathLike):
-    """The name of an image for messages, which is read only if an error needs it."""
+    """The name of an image for error messages, loaded when a message first needs the name."""
 
     def __init__(self, store, i):
         self.store, self.i = store, i

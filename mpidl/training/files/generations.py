@@ -15,18 +15,19 @@ MODEL = "model.h5"
 
 
 class Generation(NamedTuple):
-    """What is known about a checkpoint or a model file.
+    """Facts about a checkpoint or a model file.
 
     Attributes
     ----------
     name : str
         Name of the file.
     date : str
-        Time of the last write, local time.
+        Local time of the last write; empty if the file is missing.
     iteration, epoch : int or None
-        Position of a checkpoint: the number of iterations, and the epoch of the last one.
+        Position of a checkpoint: the number of iterations, and the epoch of the last iteration.
+        None for a model, or if the file cannot be loaded.
     weights_sha256 : str
-        Hash of the weights, as `dl.weights_sha256` returns it.
+        Hash of the weights, as returned by `dl.weights_sha256`; empty if the file cannot be loaded.
     problem : str or None
         Why the file cannot be loaded; None if it is complete.
     """
@@ -50,13 +51,14 @@ def generations(path: str | os.PathLike[str]) -> list[Generation]:
     Returns
     -------
     list of Generation
-        The newest checkpoint, the previous one, and the model, as far as they exist. A checkpoint
-        that is missing although there is an older one is part of the list.
+        The newest checkpoint, the previous checkpoint and the model, as far as they exist. If only
+        the previous checkpoint exists, the list still has an entry for the newest checkpoint. If
+        `path` is a file, the list has only this file.
 
     Raises
     ------
     UserError
-        If there is no such folder or file, or nothing to check in the folder.
+        If `path` does not exist, or if the folder has neither a checkpoint nor a model.
     """
     if not os.path.exists(path):
         raise UserError(f"{printable(path)}: expected the folder of a run, found nothing there")

@@ -22,7 +22,7 @@ from mpidl.training.optimizers.transforms import (
 
 
 class RMSPropMoment(Transform):
-    """Divide the gradient g by sqrt(v), where v is the moving mean of g^2.
+    """Divide the gradient g by sqrt(v) + epsilon, where v is the moving mean of g^2.
 
         v <- square_decay * v + (1 - square_decay) * g^2
         direction = g / (sqrt(v) + epsilon)
@@ -34,7 +34,7 @@ class RMSPropMoment(Transform):
     square_decay : float
         Factor from 0 to 1 by which v decays per step.
     epsilon : float
-        A small number that is added to the root.
+        A small number that is added to sqrt(v).
     """
 
     counts_steps = False
@@ -45,7 +45,7 @@ class RMSPropMoment(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the formula "rmsprop" in the backends for a learning rate.
+        """Return the arguments of the backends' formula "rmsprop", given a learning rate.
 
         Parameters
         ----------
@@ -96,7 +96,7 @@ class RMSProp(Solver):
     squared_gradient_decay_factor : float, optional
         Factor from 0 to 1 by which v decays per step; by default 0.9.
     epsilon : float
-        A small number that is added to the root.
+        A small number that is added to sqrt(v).
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional

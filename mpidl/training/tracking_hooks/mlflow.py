@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MLflowHook(TrackingHook):
-    """Records a run in a file store of MLflow, which MLflow's user interface reads.
+    """Records a run in a file store that MLflow's user interface reads.
 
     Parameters
     ----------
@@ -24,12 +24,12 @@ class MLflowHook(TrackingHook):
     experiment : str
         Name of the experiment, which is created if it does not exist.
     name : str, optional
-        Name of the run; by default the name of its folder.
+        Name of the run; by default the name of the run's folder.
 
     Raises
     ------
     UserError
-        If MLflow is not installed, or if the store is a URL.
+        If MLflow is not installed, or if the store is a URL or an empty name.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MLflowHook(TrackingHook):
         tracking.need("mlflow", "--mlflow", "mlflow")
 
     def open(self, trainer: Trainer) -> Tracker:
-        """Create a run in the store, or continue that of the resumed run, on rank 0."""
+        """Create a run in the store on rank 0; continue the stored run if the training resumes."""
         from mpidl.report.trackers.mlflow_store import MLflowRun
 
         out, is_resumed = trainer.writer.out, trainer.position.iteration > 0
