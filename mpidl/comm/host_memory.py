@@ -59,6 +59,12 @@ PATIENCE_WORD, WAITED_WORD, LAST_WORD = 5, 6, 16  # of a queue
 TAKEN_WORD = 6  # of a sum
 
 
+# What kernels may still use: queues with sums that are not complete, and the owners of the memory
+# of sums that an exception has left incomplete.
+_busy: list[SumQueue] = []
+_abandoned: list[Any] = []
+
+
 def address_of(array: np.ndarray) -> int:
     """Return the address of an array's first element."""
     return array.__array_interface__["data"][0]
@@ -200,6 +206,7 @@ class SumQueue:
         self._library = builds.kernels()
         self._scratch = np.empty(2 * SLOT_BYTES, np.uint8)
         self._memory = memory
+        self._sums: list[HostSum] = []  # those that are not complete, and perhaps others
         self.words = np.zeros(QUEUE_WORDS, np.int64)
         self.words[:5] = address_of(memory), rank, ranks, SLOTS, SLOT_BYTES
         self.words[PATIENCE_WORD] = int(patience * 1e9)
@@ -207,17 +214,28 @@ class SumQueue:
 
     def start(self, host_sum: HostSum) -> None:
         """Start a sum. All ranks must start the same sums in the same order."""
+        self.release()
+        self._sums.append(host_sum)
+        _busy[:] = [queue for queue in _busy if queue.is_busy and queue is not self]
+        _busy.append(self)
         self._library.sums_start(self.words, host_sum.words)
 
     def advance(self) -> None:
         """Advance all sums without waiting."""
         self._library.sums_advance(self.words)
+        self.release()
+
+    def release(self) -> None:
+        """Release the sums that are complete."""
+        if self._sums:
+            self._sums = [host_sum for host_sum in self._sums if not host_sum.is_complete]
 
     def wait(self, host_sum: HostSum) -> None:
         """Wait for a sum in the library, but not longer than the patience."""
         waited = self.words[WAITED_WORD]
         self._library.sums_wait(self.words, host_sum.words)
         self.words[WAITED_WORD] = waited  # the caller counts this wait
+        self.release()
 
     @property
     def is_busy(self) -> bool:
@@ -387,6 +405,7 @@ class HostMemory:
         self.up.start(host_sum)
         if not host_sum.is_complete:
             yield Completion(self.up, host_sum)
+        self.up.release()
         return out
 
     def _between_hosts(self, tag, tree, pieces, combine, out):
@@ -430,14 +449,16 @@ class HostMemory:
 
     def close(self) -> None:
         """Free the memory. Collective over the host, and all sums must be complete."""
-        self.leave()
+        self.up.close()
+        self.down.close()
         if self.window is not None:
             self.window.Free()
 
-    def leave(self) -> None:
-        """Use the memory no more, but keep it, because other ranks may."""
+    def leave(self, *owners: Any) -> None:
+        """Use the memory no more, but keep it and `owners`, because other ranks and kernels may."""
         self.up.close()
         self.down.close()
+        _abandoned.append((self, owners))
 
 
 class Peers:

@@ -143,7 +143,11 @@ class RecordedWorld:
 
     def wait(self, pending: PendingExchange, *totals: np.ndarray) -> None:
         """Wait for a sum now and in each replay; `totals` are complete then."""
-        self.world.wait(pending)
+        try:
+            self.world.wait(pending)
+        except BaseException:
+            self._abandon(totals)
+            raise
         if pending in self._replayed:
             host_sum = self._replayed.pop(pending)
             self.recorder.call_sum("sums_wait", self.memory.up, host_sum, totals)
@@ -165,7 +169,17 @@ class RecordedWorld:
             self.memory.up.advance()
             return host_sum.is_complete
 
-        self.world.transport.wait_until(is_complete, "a sum over the ranks", self.world.progress)
+        wait_until = self.world.transport.wait_until
+        try:
+            wait_until(is_complete, "a sum over the ranks", self.world.progress)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self, *owners):
+        """Keep the memory of sums that stay incomplete, which this object alone may own."""
+        if self.memory is not None:
+            self.memory.leave(self, *owners)
 
 
 class SharedReducer(Reducer):

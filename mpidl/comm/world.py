@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import sys
@@ -540,7 +541,13 @@ class World(Messaging):
                 if window is not None:
                     window.Free()
             if self._host_memory is not None:
-                self._host_memory.close()
+                # after an exception, sums may be incomplete, which kernels and other ranks advance
+                if self.transport.comm.allreduce(self.is_exchanging, self.transport.MPI.LOR):
+                    self.leave_memory()
+                    with contextlib.suppress(BaseException):
+                        builds.watch(None)
+                else:
+                    self._host_memory.close()
         self._windows.clear()
         self._host_memory = None
         self.transport.close()

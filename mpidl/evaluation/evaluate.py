@@ -236,7 +236,7 @@ def evaluate(
     losses.check_names(net.classes, loss, net, datastore, "the network")
     _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
-    names = requested(metrics, loss, net)
+    names, is_own = requested(metrics, loss, net), world is None
     world = World() if world is None else world
     totals, n, in_top_k = _Totals(losses.labels_per_image(net, datastore)), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
@@ -268,7 +268,7 @@ def evaluate(
             if top_k:
                 in_top_k += int((places(local_scores, local_labels) < top_k).sum())
         del images, labels  # free their memory for the next mini-batch
-    return Evaluation(
+    result = Evaluation(
         totals.accuracy,
         totals.loss,
         n,
@@ -278,6 +278,9 @@ def evaluate(
         else None,
         None if counts is None else counts.metrics(world),
     )
+    if is_own:
+        world.close()
+    return result
 
 
 class _Totals:
@@ -411,6 +414,7 @@ def regression_errors(
             f"network's outputs, found {shape}"
         )
     _check_count(datastore)
+    is_own = world is None
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
@@ -419,6 +423,8 @@ def regression_errors(
         totals += world.gplus(_errors(net(images), targets))
         n += images.batch.count
         del images, targets  # free their memory for the next mini-batch
+    if is_own:
+        world.close()
     elements = max(n * int(np.prod(net.output_shape)), 1)
     squared, absolute = totals / elements
     return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)

@@ -342,6 +342,7 @@ def _collect(
     net, datastore, function, shape, dtype, world, batch_size, everywhere, test_flips="none"
 ):
     """Call a function for all images, and collect its results in one array."""
+    is_own = world is None
     world = World() if world is None else world
     keeps = everywhere or world.rank == 0
     collected = np.empty((len(datastore), *shape), dtype) if keeps else None
@@ -350,4 +351,6 @@ def _collect(
         indices, values = world.broadcast(batch) if everywhere else batch
         if keeps:
             collected[indices] = values
+    if is_own:
+        world.close()
     return collected

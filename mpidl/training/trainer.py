@@ -455,6 +455,8 @@ class Trainer:
         """Restore the state of the run, and let it continue on the remaining ranks. Collective."""
         self._results.clear()
         self.signals.agreed = False
+        if self.world.device is None:
+            self.step.close()  # a recorded step knows only the former ranks
         # a new queue, because measured shares include shares of lost ranks
         self.queue, _ = self._make_step()
         self.writer.folder.lock.take_over()

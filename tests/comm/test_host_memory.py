@@ -1,14 +1,17 @@
 """Sums in shared memory: simulated ranks in one process, threads, and the ranks of this session."""
 
+import gc
 import random
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cpu_builds import needs_kernels
 from test_exchange import leaves_of, partial_of, tree_sum, trees_of, wide
 
+import mpidl as dl
 from mpidl import fold
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES, share
@@ -349,3 +352,43 @@ def test_a_late_rank_is_waited_for(world):
         if world.rank == late:
             time.sleep(0.02)
         assert world.gplus(partial).tobytes() == tree_sum(leaves, 0, 5).tobytes()
+
+
+@dl.op
+def unlearnable(x):
+    def vjp(dy):
+        raise ArithmeticError("no gradient")
+
+    return x, vjp
+
+
+def test_memory_of_worlds_that_end(world):
+    """Evaluations keep no memory, and sums that an exception leaves are advanced by nobody."""
+
+    def count_maps():
+        return Path("/proc/self/maps").read_text().count("/dev/shm")
+
+    images = np.random.default_rng(0).integers(0, 200, (40, 1, 12, 12)).astype(np.uint8)
+    store, net = dl.ArrayDatastore(images, np.arange(40) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
+    dl.evaluate(net, store)
+    before = count_maps()
+    for _ in range(3):
+        dl.evaluate(net, store)
+        dl.predict(net, store)
+    assert count_maps() == before
+    weights = {"w": np.ones((3, 144), np.float32), "v": np.ones((300_000, 3), np.float32)}
+
+    def loss(p, pixels, labels):
+        hidden = unlearnable(dl.dense(dl.flatten(pixels), p["w"], None))
+        return dl.softmax_cross_entropy(dl.dense(hidden, p["v"], None), labels)
+
+    for _ in range(2):
+        other = dl.World()
+        ((pixels, labels),) = dl.MinibatchQueue(store, 40, 0, other, "never").epoch(1)
+        with pytest.raises(ArithmeticError):
+            dl.value_and_grad(loss, reduce=other)(weights, pixels, labels)
+        other.close()
+        del other
+        gc.collect()
+        options = dl.TrainingOptions(epochs=2, batch_size=40, verbose=False, plots="none")
+        dl.train(dl.nn.zoo.digits((1, 12, 12), 3), store, options, world=world)

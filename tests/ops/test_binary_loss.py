@@ -138,6 +138,8 @@ def test_counts(world):
     assert world.gplus(ops.binary_label_count(scores, labels, ignore_label=7)) == 50
     fractions = blocked(world, (targets == 1) * 0.75, batch=scores.batch)
     assert world.gplus(dl.binary_correct_count(scores, fractions)) == 30
+    if not len(scores.local()):
+        return  # a rank without images has no wrong label
     with pytest.raises(ValueError, match=r"labels in 0\.\.1, .* got .*7"):
         dl.binary_correct_count(*(v for v in (scores, labels)))
 
