@@ -111,7 +111,7 @@ class MinibatchQueue:
     ----------
     parts : int
         Largest number of parts of each mini-batch, 1 by default. With more than 1, mini-batches
-        have a `parts.PartedBatch`, of which training steps compute one part after the other.
+        have a `parts.PartedBatch`, whose parts training steps compute one after the other.
 
     Raises
     ------

@@ -33,7 +33,7 @@ class Ranking:
         Parameters
         ----------
         scores : ndarray of float, shape (n, K)
-            Scores, of which larger ones mean that the class is more likely.
+            Scores; a larger score means that the class is more likely.
         labelled : ndarray of bool, shape (n, K)
             Whether the image has the class.
         counted : ndarray of bool, shape (n, K), or None

@@ -121,7 +121,7 @@ def binary_correct_count(logits, targets, counts, tree):
 def _binary(logits, targets, counts):
     """Return the arrays of a kernel, the elements of an image, and `inner` and `outer`.
 
-    The targets are an array of floats and one of ints, of which one is None.
+    Targets are floats or ints: one of the two arrays is None.
     """
     elements, *order = _apart(logits, targets)
     pair = (None, targets) if targets.dtype.kind in "iu" else (targets, None)

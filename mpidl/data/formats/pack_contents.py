@@ -83,7 +83,7 @@ class Contents(NamedTuple):
     files, stamps : list
         Paths and Stamps of the files that hold the rows.
     image_shape : tuple of int
-        (C, H, W) of the images; if they are encoded, that of the first one.
+        (C, H, W) of the images; if they are encoded, of the first image.
     rows : dict
         The Rows of "images" or "encoded", and of "targets" if there are any.
     names : tuple or None

@@ -4,8 +4,8 @@ The column `path` names the file, relative to the folder of the table. One of th
 
 - `label`: the name of the image's class,
 - `labels`: names of several classes, separated by a character,
-- any other columns: numeric targets. If all of several columns hold only 0 and 1, they are classes
-  of which an image may have several.
+- any other columns: numeric targets. If all of several columns hold only 0 and 1, they are classes,
+  and an image may have several.
 
 The optional column `split` says to which part an image belongs: train, validation or test.
 """
