@@ -93,18 +93,18 @@ class Images:
         """Return masks (count, H, W) of the rectangles to erase; most are empty."""
         torch, options = self.torch, self.options
         _, height, width = self.shape
-        (least, largest), (low, high) = (
+        (smallest, largest), (low, high) = (
             [float(number) for number in str(text).split(",")]
             for text in (options.erase_area, options.erase_aspect)
         )
         u = torch.rand(4, count, ATTEMPTS)
-        area = (least + (largest - least) * u[0]) * height * width
+        area = (smallest + (largest - smallest) * u[0]) * height * width
         ratio = low * (high / low) ** u[1]
         h, w = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
         fits = (h >= 1) & (w >= 1) & (h <= height) & (w <= width)
-        chosen = fits.int().argmax(1, keepdim=True)
+        first_fit = fits.int().argmax(1, keepdim=True)
         is_erased = fits.any(1, keepdim=True) & (torch.rand(count, 1) < options.erase)
-        h, w, y, x = (values.gather(1, chosen) for values in (h, w, u[2], u[3]))
+        h, w, y, x = (values.gather(1, first_fit) for values in (h, w, u[2], u[3]))
         y, x = ((height - h + 1) * y).floor(), ((width - w + 1) * x).floor()
         rows, columns = torch.arange(height), torch.arange(width)
         in_rows = (rows >= y) & (rows < y + h) & is_erased

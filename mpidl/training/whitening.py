@@ -202,11 +202,11 @@ def _patch_moments(net, layer, datastore, world):
     size = net.parameters[f"{layer.name}.weight"].shape
     total = np.zeros((math.prod(size[1:]) + 1,) * 2)
     for start in range(0, len(indices), CHUNK):
-        own = indices[start : start + CHUNK][world.rank :: world.size]
+        share = indices[start : start + CHUNK][world.rank :: world.size]
         if world.size == 1:
-            images = _normalized(net, datastore, own)
+            images = _normalized(net, datastore, share)
         else:
-            images = call_together(world, lambda own=own: _normalized(net, datastore, own))
+            images = call_together(world, lambda share=share: _normalized(net, datastore, share))
         peak = float(abs(images).max(initial=0))
         peak = peak if world.size == 1 else world.gop("max", peak)
         scale = math.ldexp(1.0, BITS - math.frexp(peak)[1])  # a power of two, so exact

@@ -90,24 +90,26 @@ def test_rectangles_are_erased():
     pixels, batch, images = changed(options, count=400)
     is_changed = (batch != images.normalized(torch.tensor(pixels))).any(1)
     areas = is_changed.sum((1, 2))
-    assert 0.4 < (areas > 0).float().mean() < 0.6 and areas.max() <= 0.45 * 30
+    assert 0.4 < (areas > 0).float().mean() < 0.6 and areas.max() <= 16
     masks = images.rectangles(400)
     assert all(
-        mask.any(1).sum() * mask.any(0).sum() == mask.sum() and mask.sum() <= 0.45 * 30
-        for mask in masks
+        mask.any(1).sum() * mask.any(0).sum() == mask.sum() and mask.sum() <= 16 for mask in masks
     )
 
 
 @pytest.mark.parametrize("variant", ["eager", "channels_last"])
 def test_a_step_is_that_of_the_recipe(variant):
-    """Weights, averages and a frozen whitening layer after three steps, next to `dl.train`."""
+    """Weights, averages and a frozen whitening layer after three steps, next to `dl.train`.
+
+    The rate is constant, because PyTorch's momentum rescales earlier steps when it changes.
+    """
     from benchmarks.torch_training import Model
 
     store = pictures(48)
     options = dl.TrainingOptions.from_recipe(
         *("cifar-fast",),
-        **{"epochs": 3, "batch_size": 48, "warmup_epochs": 1, "flip": "none", "translate": 0},
-        **{"flip_mode": "random", "verbose": "off", "batchnorm_statistics": "moving"},
+        **{"epochs": 3, "batch_size": 48, "warmup_epochs": 0, "learn_rate_schedule": "none"},
+        **{"flip": "none", "flip_mode": "random", "translate": 0, "verbose": "off"},
         average_decay=0.5,
     )
     net, start = (dl.nn.zoo.cifar_fast((1, 6, 6), 3, filters=4) for _ in range(2))

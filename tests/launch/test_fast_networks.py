@@ -6,9 +6,8 @@ import pytest
 import mpidl as dl
 
 
-@pytest.mark.parametrize(
-    "network", ["cifar-fast", pytest.param("fashion", marks=pytest.mark.slow("jobs"))]
-)
+@pytest.mark.slow("jobs")  # tests/nn/zoo/test_fast.py trains and resumes without the command
+@pytest.mark.parametrize("network", ["cifar-fast", "fashion"])
 def test_the_recipe_gives_the_same_bytes(pictures, tmp_path, network):
     """Stopped on 3 ranks in the second epoch, and resumed on another number."""
     words, halted = ["--epochs", 2, "--warmup-epochs", 1, "--threads", 1], tmp_path / "3"
