@@ -292,7 +292,7 @@ class _Totals:
         self.correct: float | None = 0.0
 
     def add(self, sums, images):
-        """Add the sums (`cross_entropy_loss.Sums`) of a mini-batch with this number of images."""
+        """Add the sums (`losses.base.Sums`) of a mini-batch with this number of images."""
         labels = sums[2] if len(sums) > 2 else images * self.labels_per_image
         weight = sums[3] if len(sums) > 3 else images
         self.weighted_loss += sums[0] * weight
