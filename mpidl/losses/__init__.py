@@ -21,3 +21,8 @@ from mpidl.losses.named import label_loss as label_loss
 from mpidl.losses.named import loss_function as loss_function
 from mpidl.losses.named import loss_with_options as loss_with_options
 from mpidl.losses.named import mean_squared_error as mean_squared_error
+from mpidl.losses.trained import check_trained_loss as check_trained_loss
+from mpidl.losses.trained import has_separate_labels as has_separate_labels
+from mpidl.losses.trained import label_names as label_names
+from mpidl.losses.trained import loss_of as loss_of
+from mpidl.losses.trained import trained_loss as trained_loss

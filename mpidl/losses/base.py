@@ -18,8 +18,15 @@ Sums: TypeAlias = tuple[Partial | Var, ...]
 class LabelLoss:
     """A loss of labels and scores, for the argument `loss` of training and evaluation.
 
-    A subclass defines `of_scores`, `check`, `for_images` and `is_replayable`.
+    A subclass defines the other methods, and the attribute `ignore_label`.
     """
+
+    ignore_label: int | None
+
+    @property
+    def name(self) -> str:
+        """The loss's name, such as "crossentropy"."""
+        raise NotImplementedError
 
     def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
         """Return the mean loss and the number of correct labels of a mini-batch.

@@ -71,6 +71,10 @@ class BinaryCrossEntropy(LabelLoss):
         return True
 
     @property
+    def name(self) -> str:
+        return "binary-crossentropy"
+
+    @property
     def is_balanced(self) -> bool:
         return self.positive_weights == "balanced"
 

@@ -13,7 +13,6 @@ from mpidl.losses.dice_loss import Dice
 from mpidl.losses.label_checks import targets_shape
 from mpidl.losses.named import has_class_scores, has_label_scores, label_loss, loss_function
 from mpidl.nn import Network
-from mpidl.nn.layers import Sigmoid
 from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names, name_list
 
@@ -45,15 +44,12 @@ def trained_classes(
 ) -> tuple[str, ...] | None:
     """Return the value of `Network.classes` for a network trained on the dataset.
 
-    The value is () for the regression losses "mse" and "mae", and for scores of labels if the
-    network does not end in a sigmoid. The value is None if the class names are unknown or do not
-    match the outputs.
+    The value is () for the regression losses "mse" and "mae". It is None if the class names are
+    unknown or do not match the outputs.
     """
     named_loss = label_loss(loss)
     is_function = callable(loss) and named_loss is None
     if not is_function and named_loss is None:
-        return ()
-    if has_label_scores(loss) and not isinstance(net.layers[-1], Sigmoid):
         return ()
     names, outputs = output_class_names(loss, net, datastore), net.output_shape[:1]
     if not names or len(names) > outputs[0] or (is_function and outputs != (len(names),)):

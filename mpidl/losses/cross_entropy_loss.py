@@ -133,6 +133,10 @@ class CrossEntropy(LabelLoss):
         return replace(self, class_weights=tuple(np.where(counts, weights, 0.0).tolist()))
 
     @property
+    def name(self) -> str:
+        return "crossentropy"
+
+    @property
     def is_balanced(self) -> bool:
         return self.class_weights == "balanced"
 
@@ -142,7 +146,7 @@ class CrossEntropy(LabelLoss):
     def check(self, net: Network, datastore: Any) -> None:
         if net.output_shape:
             self.check_classes(net.output_shape[0], datastore.describe())
-        check_labels("crossentropy", net, datastore, self.ignore_label)
+        check_labels(self.name, net, datastore, self.ignore_label)
 
     def check_classes(self, classes: int, dataset: str) -> None:
         """Raise a UserError if the weights or the ignored label do not fit the classes.

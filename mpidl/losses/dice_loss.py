@@ -83,6 +83,10 @@ class Dice(LabelLoss):
         return net.output_shape[0] == 1
 
     @property
+    def name(self) -> str:
+        return "dice" if self.cross_entropy is None else "crossentropy+dice"
+
+    @property
     def is_balanced(self) -> bool:
         return self.cross_entropy is not None and self.cross_entropy.is_balanced
 
@@ -132,10 +136,9 @@ class Dice(LabelLoss):
         return replace(self, cross_entropy=cross_entropy)
 
     def check(self, net: Network, datastore: Any) -> None:
-        name = "dice" if self.cross_entropy is None else "crossentropy+dice"
         if net.output_shape:
             self._check_classes(net.output_shape[0], datastore.describe())
-        check_labels(name, net, datastore, self.ignore_label)
+        check_labels(self.name, net, datastore, self.ignore_label)
 
     def _check_classes(self, outputs, dataset):
         check_weight_count("class_weights", self.class_weights, outputs, "classes", dataset)

@@ -250,6 +250,7 @@ def prepare(
     net.preprocess = datastore.preprocess or net.preprocess
     loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
+    net.loss = losses.trained_loss(loss, net, datastore)
     return {
         "augmenter": augmenter,
         "mixing": mixing_of(options),
