@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _outputs(parsed, world, net, images, loss)
         else:
             _classes(parsed, world, net, images, classes, loss, reason)
+    if world.rank == 0:
+        print(f"Data: {images.describe()}", file=sys.stderr)
     if parsed.bad_images and world.rank == 0:
         for _, text in sorted(parsed.bad_images.reasons.items()):
             print(f"warning: skipped an image: {text}", file=sys.stderr)

@@ -33,7 +33,9 @@ def run(folder, data, capsys, *words):
     arguments = ["--model", folder / "model.h5", "--data", data, *words]
     capsys.readouterr()
     assert predict.main([str(word) for word in arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert re.search(rf"^Data: .*{COUNT} images", printed.err, re.M)
+    lines = printed.out.splitlines()
     return lines[[line.startswith("Accuracy") for line in lines].index(True) :]
 
 
