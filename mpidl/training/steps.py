@@ -399,7 +399,7 @@ def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) ->
 
 
 def _result(info, sums, labels_per_image):
-    """Return the StepResult for the sums that the loss returned (see `cross_entropy_loss.Sums`)."""
+    """Return the StepResult for the sums that the loss returned (see `losses.base.Sums`)."""
     speed, correct = info.images / (time.monotonic() - info.start), None
     if len(sums) > 2:  # not all labels count
         correct = sums[1] / max(sums[2], 1.0) * info.images
