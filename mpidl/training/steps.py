@@ -109,7 +109,7 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     accumulation.check(options, loss, world.device)
     if world.device is None:
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
-        step_class = ReplayedStep if is_recordable and world.replays_steps else EagerStep
+        step_class = ReplayedStep if is_recordable else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
         queue.parts = options.accumulate
         return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)

@@ -426,8 +426,9 @@ def test_memory_of_worlds_that_end(world):
     def count_maps():
         return Path("/proc/self/maps").read_text().count("/dev/shm")
 
-    images = np.random.default_rng(0).integers(0, 200, (40, 1, 12, 12)).astype(np.uint8)
-    store, net = dl.ArrayDatastore(images, np.arange(40) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
+    count = 16 * world.size  # each rank has images, and raises the exception below
+    images = np.random.default_rng(0).integers(0, 200, (count, 1, 12, 12)).astype(np.uint8)
+    store, net = dl.ArrayDatastore(images, np.arange(count) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
     dl.evaluate(net, store)
     before = count_maps()
     for _ in range(3):
@@ -442,11 +443,11 @@ def test_memory_of_worlds_that_end(world):
 
     for _ in range(2):
         other = dl.World()
-        ((pixels, labels),) = dl.MinibatchQueue(store, 40, 0, other, "never").epoch(1)
+        ((pixels, labels),) = dl.MinibatchQueue(store, count, 0, other, "never").epoch(1)
         with pytest.raises(ArithmeticError):
             dl.value_and_grad(loss, reduce=other)(weights, pixels, labels)
         other.close()
         del other
         gc.collect()
-        options = dl.TrainingOptions(epochs=2, batch_size=40, verbose=False, plots="none")
+        options = dl.TrainingOptions(epochs=2, batch_size=count, verbose=False, plots="none")
         dl.train(dl.nn.zoo.digits((1, 12, 12), 3), store, options, world=world)
