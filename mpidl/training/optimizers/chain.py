@@ -94,10 +94,10 @@ class Optimizer:
         return self.apply(parameters, gradients, self.advance())
 
     def keep_average(self, is_kept: bool = True) -> None:
-        """Keep an average of the parameters, or drop it.
+        """Start a new average of the parameters, or keep none.
 
-        The average starts as zeros, so the share of the first step that counts is 1. Until then
-        `average_share` is 0.
+        An earlier average is dropped. The new one starts as zeros, so the share of the first step
+        that counts is 1. Until then `average_share` is 0.
 
         Parameters
         ----------
@@ -105,7 +105,7 @@ class Optimizer:
             Whether to keep an average from now on.
         """
         if is_kept:
-            self.state_arrays.setdefault(AVERAGE, {})
+            self.state_arrays[AVERAGE] = {}
         else:
             self.state_arrays.pop(AVERAGE, None)
         self.average_share = 0.0 if is_kept else None
