@@ -218,5 +218,5 @@ def test_a_second_training_starts_its_average_anew(world):
             array[...] = np.nan
         expected, _ = train(world, optimizer=fresh, average=kind, average_start=2)
         fresh.keep_average(False)
-        again, _ = train(world, optimizer=used, average=kind, average_start=2)
-        assert weights_sha256(again) == weights_sha256(expected)
+        net, _ = train(world, optimizer=used, average=kind, average_start=2)
+        assert weights_sha256(net) == weights_sha256(expected)
