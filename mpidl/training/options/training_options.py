@@ -1,9 +1,9 @@
 """The options of a training run, defined once for Python, the command line and TOML files.
 
-Each field of `TrainingOptions` carries a help text and a `Rule` (see `option_types`) that says
-which values are valid. `configuration` merges the values from the command line, files and other
-sources. Defaults follow MATLAB's trainingOptions. This module does not import annotations from
-`__future__`, so help() shows the annotations as types.
+Each field of `TrainingOptions` has a help text and a `Rule` (see `option_types`) that defines the
+valid values. `configuration` merges the values from the command line, files and other sources.
+Defaults follow MATLAB's trainingOptions. This module does not import `annotations` from
+`__future__`, so that help() shows the types of the options.
 """
 
 import functools
@@ -44,7 +44,7 @@ OutputFunction: TypeAlias = Callable[[Progress], object]
 
 
 def _refuse_unknown(cls: type[Options]) -> type[Options]:
-    """Make the constructor raise UserError, with a hint, for a keyword that is not an option."""
+    """Make the constructor of a class raise UserError for a keyword that is not an option."""
     init, names = cls.__init__, vars(cls)["__dataclass_fields__"]
 
     @functools.wraps(init)
@@ -64,20 +64,20 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 class TrainingOptions(ImageOptions, SolverOptions):
     """The options of a training run.
 
-    Options have the same names in TOML files and, as flags, on the command line. Lists of numbers
-    are stored as strings in the form of the command line: ``scale=(0.9, 1.1)`` becomes
-    ``"0.9,1.1"``.
+    Options have the same names in Python, in TOML files and, as flags, on the command line. Lists
+    of numbers are stored as strings in the form used on the command line: ``scale=(0.9, 1.1)``
+    becomes ``"0.9,1.1"``.
 
     Parameters
     ----------
     augmenter : Augmenter, optional
-        Random transformations of training images. It replaces the options of augmentation, from
-        flip to erase_value.
+        Random transformations of training images. This option replaces the options from flip to
+        erase_value.
     validation : Datastore, optional
-        Validation images. The command's flag --validation-data sets it.
+        Validation images. On the command line, the flag --validation-data sets this option.
     output_functions : function or sequence of functions
         Functions that all ranks call with a `Progress` at the start, after each iteration and
-        epoch, and at the end. Training stops if one returns True.
+        epoch, and at the end. Training stops if any of the functions returns True.
 
     Raises
     ------
@@ -128,8 +128,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="ValidationPatience",
     )
     output_network: Literal["last-iteration", "best-validation"] = choice(
-        "Network that training returns: that of the last iteration, or the one with the lowest "
-        "validation loss",
+        "Network that training returns: the network of the last iteration, or the network with the "
+        "lowest validation loss",
         default="last-iteration",
         resume="fixed",
         matlab="OutputNetwork",
@@ -143,18 +143,19 @@ class TrainingOptions(ImageOptions, SolverOptions):
             metavar="NAME,NAME,...",
             optional=True,
         ),
-        "Metrics of the classes or labels to print and write at the end, or all that fit the loss",
+        "Per-class or per-label metrics to print and write at the end, or all for every metric "
+        "that applies to the loss",
         default=None,
     )
     batchnorm: Literal["global", "local"] = choice(
-        "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "
-        "(the weights then depend on the number of ranks)",
+        "Compute batch-norm statistics over the whole mini-batch, or separately over each rank's "
+        "share (the weights then depend on the number of ranks)",
         default="global",
         resume="fixed",
     )
     batchnorm_statistics: Literal["population", "moving"] = choice(
-        "Batch-norm statistics of the trained network: those of the training set, computed in a "
-        "final pass over it, or the moving averages of training",
+        "Batch-norm statistics of the trained network: computed in a final pass over the training "
+        "set, or the moving averages from training",
         default="population",
         matlab="BatchNormalizationStatistics",
     )
@@ -165,14 +166,14 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     gpus: str | int | Sequence[int] | None = option(
         number_list("GPU indices such as 0,2"),
-        "Indices of the visible GPUs to use on each host, assigned to its ranks in this order; "
-        "none uses all",
+        "Indices of the visible GPUs to use on each host; the ranks of the host get them in this "
+        "order; none uses all GPUs",
         default=None,
         matlab="gpuDevice",
     )
     graphs: Literal["auto", "off"] = choice(
-        "Whether a training step is recorded once and replayed, on GPUs as CUDA graphs (auto), or "
-        "launches each kernel separately (off)",
+        "Record a training step once and replay it, on GPUs as CUDA graphs (auto), or launch each "
+        "kernel separately in every step (off)",
         default="auto",
     )
     precision: Literal["fp32", "tf32"] = choice(
@@ -183,8 +184,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     threads: int = option(
         at_least(0),
-        "Threads per rank; affects speed only; 0 divides the available cores among the ranks that "
-        "share them",
+        "Threads per rank; affects speed only; 0 divides the available cores evenly among the "
+        "ranks that share them",
         default=0,
     )
     worker_load: str | Sequence[float] | None = option(
@@ -197,27 +198,28 @@ class TrainingOptions(ImageOptions, SolverOptions):
             optional=True,
         ),
         "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured "
-        "to use each rank's speed in the previous epoch; affects speed only; none shares equally",
+        "to set the shares by the speed of each rank in the previous epoch; affects speed only; "
+        "none gives equal shares",
         default=None,
         matlab="WorkerLoad",
     )
     winograd: Literal["auto", "off", "fast"] = choice(
         "Winograd's algorithm for 3x3, 5x5 and large strided convolutions on CPUs: auto uses it "
-        "where its rounding error is harmless, off never, fast wherever it is faster",
+        "if its rounding error is harmless, off never uses it, fast uses it whenever it is faster",
         default="auto",
         resume="fixed",
     )
     checkpoint_every: int = option(
         at_least(0),
-        "Iterations between checkpoints, in addition to one at the end of each epoch; 0 writes "
-        "only the latter",
+        "Iterations between checkpoints, in addition to a checkpoint at the end of each epoch; 0 "
+        "writes checkpoints only at the ends of epochs",
         default=0,
         matlab="CheckpointFrequency",
     )
     audit_every: int = option(
         at_least(0),
-        "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
-        "bytes; checkpoints always compare them; 0 adds no further comparisons",
+        "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
+        "with wrong bytes; 0 compares the weights only when a checkpoint is written",
         default=0,
     )
     on_nan: Literal["stop", "rollback"] = choice(
@@ -226,8 +228,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default="stop",
     )
     on_lost_rank: Literal["stop", "shrink"] = choice(
-        "If the process of a rank dies: stop, or continue on the ranks that are left, to the same "
-        "weights; the latter needs Open MPI 5 and mpirun --with-ft ulfm, and CPUs",
+        "If the process of a rank dies: stop, or continue on the remaining ranks and reach the "
+        "same weights; shrink needs CPUs, Open MPI 5 and mpirun --with-ft ulfm",
         default="stop",
     )
     timeout: float = option(
@@ -235,33 +237,34 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     verbose: Literal["on", "off"] | bool = option(
         one_of(*ON_OFF),
-        "Show training progress: a bar and a table on a terminal, lines elsewhere",
+        "Show training progress: a bar and a table on a terminal, otherwise log lines",
         default="on",
         matlab="Verbose",
     )
     verbose_every: int = option(
         at_least(0),
-        "Iterations between log lines, with at most one line every 5 s; 0 logs no iterations, "
-        "except a final one that does not end an epoch",
+        "Iterations between log lines, with at most one line every 5 s; 0 logs an iteration only "
+        "if the run ends with it in the middle of an epoch",
         default=50,
         matlab="VerboseFrequency",
     )
     plots: Literal["training-progress", "none"] = choice(
-        "Draw progress.png in the results folder if matplotlib is installed: at the end of "
-        "epochs, at most every 10 s, beside the training; and at the end of the run",
+        "Draw progress.png in the results folder if matplotlib is installed: during training at "
+        "the end of an epoch, at most every 10 s, and at the end of the run",
         default="training-progress",
         matlab="Plots",
     )
     timeline: int | float = option(
         at_least(0, allow_inf=True)._replace(bare=100),
-        "Iterations to record in timeline.json.gz in the results folder, which Perfetto shows: "
-        "what each rank computes and waits for; the flag alone records 100, inf the whole run",
+        "Iterations to record in timeline.json.gz in the results folder, a timeline for Perfetto "
+        "of what each rank computes and waits for; the flag without a value records 100, inf the "
+        "whole run",
         default=0,
     )
     timeline_mb: int = option(
         at_least(1),
-        "Memory in MB for the spans of --timeline, on all ranks together; the timeline is cut "
-        "when a rank's part is full",
+        "Memory in MB for the timeline, divided among all ranks; the timeline ends early if the "
+        "memory of a rank is full",
         default=32,
     )
     tensorboard: Literal["on", "off"] | bool = option(
@@ -322,7 +325,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         self._check_fold()
 
     def _check_fold(self):
-        """Raise UserError if the option fold has no meaning, or another option holds out images."""
+        """Raise UserError if the option `fold` is invalid or conflicts with another option."""
         if self.fold is None:
             return
         number, count = map(int, self.fold.split("/"))
@@ -337,7 +340,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
             )
 
     def _check_shrink(self):
-        """Raise UserError if another option makes the weights depend on the number of ranks."""
+        """Raise UserError if another option prevents a run from continuing on fewer ranks."""
         numbers = self.worker_load not in (None, "measured")
         text = f"--worker-load {self.worker_load}" if numbers else ""
         for name, value in (("sampling", "partition"), ("batchnorm", "local")):
@@ -357,14 +360,14 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> "TrainingOptions":
-        """Return the options with which a network of the zoo is trained.
+        """Return the options for training one of the built-in networks.
 
         Parameters
         ----------
         name : str
             Name of the recipe, such as "digits".
         **overrides
-            Options that replace those of the recipe.
+            Options that replace options of the recipe.
 
         Returns
         -------
@@ -381,7 +384,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         return cls(**{**recipe_options(name, overrides), **overrides})
 
     def for_ranks(self, ranks: int) -> "TrainingOptions":
-        """Return a copy whose `batch_size` is `batch_per_rank` times the ranks, if that is set.
+        """Return options in which `batch_per_rank`, if set, determines `batch_size`.
 
         Parameters
         ----------
@@ -391,7 +394,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         Returns
         -------
         TrainingOptions
-            The copy.
+            If `batch_per_rank` is set, a copy whose `batch_size` is `batch_per_rank` times the
+            number of ranks. Otherwise these options.
         """
         if self.batch_per_rank is None:
             return self
@@ -408,13 +412,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
         Returns
         -------
         tuple of int or None
-            The entries of worker_load times 1000, one per rank. None for equal shares, and for
-            "measured", which starts with equal shares.
+            The entries of `worker_load` times 1000, one per rank. None for equal shares. This
+            includes "measured", which starts with equal shares.
 
         Raises
         ------
         UserError
-            If worker_load does not have one entry per rank, or if all entries are 0.
+            If `worker_load` does not have one entry per rank, or if all entries are 0.
         """
         if self.worker_load in (None, "measured"):
             return None
@@ -430,14 +434,12 @@ class TrainingOptions(ImageOptions, SolverOptions):
         return load
 
     def as_dict(self) -> dict[str, Any]:
-        """Return {name: value} for all options with a rule.
-
-        A function is replaced with a string that contains its name.
+        """Return the options as a dict, without the options that exist in Python only.
 
         Returns
         -------
         dict
-            {name: value}
+            {name: value}. A function is replaced with a string that contains its name.
         """
         values = {name: getattr(self, name) for name in NAMES}
         return {
@@ -448,7 +450,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
 # Defaults of a run's inputs, set on the command line or in the [run] table of a TOML file.
 RUN: dict[str, Any] = {
-    "network": "digits",  # None with weights: the network that the weight file describes
+    "network": "digits",  # None if weights are given: the weight file describes the network
     "weights": None,
     "new_layer_factor": 1.0,
     "freeze_up_to": None,
@@ -480,17 +482,17 @@ NAMES = tuple(OPTIONS)
 
 
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe that stay valid when other options override some of them.
+    """Return the options of a recipe that remain valid when other options override the recipe.
 
-    If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
-    those in `SOLVER_NAMES`, and those whose default differs between the two solvers. If the
-    learning rate is overridden or dropped, or if linear_scaling is set, the recipe's scale_rate is
-    dropped too.
+    If `overrides` change the solver, the recipe's options that depend on the solver are dropped.
+    These are the options in `SOLVER_NAMES`, and options whose default differs between the two
+    solvers. The recipe's `scale_rate` is dropped if the learning rate is overridden or dropped, or
+    if `linear_scaling` is set.
 
     Parameters
     ----------
     name : str
-        Name of the network. If it has no recipe, the result is empty.
+        Name of the network. If the network has no recipe, the result is empty.
     overrides : mapping
         Options from sources that take precedence over the recipe.
     """
@@ -536,10 +538,10 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     value : object
         The value to check.
     spelled : str, optional
-        The option as the user wrote it, for the error message. By default the name.
+        The option as the user wrote it, for the error message. By default `name`.
     text : bool
-        Whether the value comes from text, such as a command line. If True, "12" is converted to a
-        number.
+        Whether the value comes from text, such as a command line. If true, strings such as "12" are
+        converted to numbers.
 
     Raises
     ------
@@ -550,7 +552,7 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
 
 
 def _parameters():
-    """Yield the lines that document the options in the docstring of `TrainingOptions`."""
+    """Yield text for the docstring of `TrainingOptions` that documents each option."""
     indent = " " * 8
     for name, declared in OPTIONS.items():
         rule, text = rule_of(declared), declared.metadata["help"]
