@@ -30,12 +30,12 @@ _ACT = Struct(f"<d?{TEXT_BYTES}s")  # start time, whether the operation is runni
 _END = Struct("<d?")  # the first two fields of `_ACT`
 
 ENDED, STOPPED, HIDDEN = ("", "X", "Z"), ("T", "t"), "?"
-# {state in /proc: text for messages}. Messages say "runs" for other states.
+# {state in /proc: text for messages}. Messages say "is running" for other states.
 STATES = dict.fromkeys(ENDED, "has ended") | {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
     "D": "waits for a disk or a driver",
-    HIDDEN: "is in another container, where no rank can look at it",
+    HIDDEN: "is in another container, so no rank can inspect it",
 }
 
 

@@ -60,7 +60,8 @@ def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
 
 def _end(pid, name, state, timeout):
     line = (
-        f"mpidl: leaving: a process has been stopped for {timeout:g} s (--timeout), and is ended\n"
+        f"mpidl: leaving: a process has been stopped for {timeout:g} s (--timeout), and is now "
+        "killed\n"
         f"  {name} does not answer: its process {state}\n"
     )
     os.write(2, line.encode())

@@ -66,7 +66,7 @@ class Hang(NamedTuple):
             text = "\n".join([time.strftime("%FT%T%z"), *head, *silent, *waiting, *stacks, ""])
             with contextlib.suppress(UserError):
                 write_whole(path, text.encode())
-                stacks = [f"  {path} has all ranks, and the Python stacks of the silent ones"]
+                stacks = [f"  {path} lists all ranks, with the Python stacks of the silent ranks"]
         return "\n".join([*head, *_first(silent), *_first(waiting), *stacks])
 
     def _silent_line(self, rank):
@@ -74,9 +74,9 @@ class Hang(NamedTuple):
         text = f"  rank {rank} on host {host} (process {address.pid}) does not answer: "
         sighting = self.sightings[rank]
         if sighting is None:
-            return f"{text}no other rank of this host does, either"
+            return f"{text}no rank of this host answers"
         act = f"; last activity: {sighting.act}" if sighting.act else ""
-        return f"{text}its process {acts.STATES.get(sighting.state, 'runs')}{act}"
+        return f"{text}its process {acts.STATES.get(sighting.state, 'is running')}{act}"
 
     def _stacks(self):
         lines = []

@@ -159,7 +159,7 @@ class JobProcess:
         """Describe in one line why the job has ended with this exit code."""
         name = os.path.basename(self.words[0])
         if self.is_left_alone:
-            return f"the processes of {name} on this host have ended, but not {name} itself"
+            return f"the processes of {name} on this host have ended, but {name} itself has not"
         return (
             _cause_of_mpidl(self._tail)
             or _cause_of_launcher(self._tail)

@@ -186,7 +186,7 @@ def _hosts_of_file(path):
         with open(path) as file:
             lines = [line.partition("#")[0].split() for line in file]
     except OSError as error:
-        raise UserError(f"{path}: the file of hosts cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: the hostfile cannot be read: {error.strerror}") from error
     hosts: dict[str, int] = {}
     for name, *words in filter(None, lines):
         host, room = _host_of(name)

@@ -142,7 +142,7 @@ def _refuse_inside_a_rank():
     """Raise UserError if this process is a rank."""
     started = failure.launched_ranks()
     if SIZE_VARIABLE in os.environ or started is not None:
-        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} as {started[0]} says"
+        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} according to {started[0]}"
         raise UserError(
             f"launch: this process is already a rank, one of {size}, and cannot start ranks; in a "
             'script, call launch under if __name__ == "__main__":'
@@ -204,7 +204,7 @@ def _write_task(folder, function, arguments, show, is_live):
             hint = (
                 ""
                 if launch_worker.cloudpickle()
-                else f" (with {pip_install('notebook')}, more can be sent)"
+                else f" (after {pip_install('notebook')}, more types can be sent)"
             )
             raise UserError(
                 f"launch: the function or its arguments cannot be sent: {error}{hint}"

@@ -26,7 +26,7 @@ def launcher(ranks: int, uses_srun: bool = False) -> list[str]:
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = mpirun if os.access(mpirun, os.X_OK) else shutil.which("mpirun")
     if path is None:
-        raise UserError("no mpirun beside this Python or on PATH: run/install installs one")
+        raise UserError("no mpirun next to this Python or on PATH: run/install installs one")
     return [path, "-n", str(ranks)]
 
 

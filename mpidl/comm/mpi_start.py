@@ -139,7 +139,7 @@ class Watch:
             seconds = min(look_time - previous, 1.0)
             waited += seconds
             if waited > self.timeout + START_SECONDS:
-                limit = f"{self.timeout:g} s (--timeout) and {START_SECONDS:g} s for its start"
+                limit = f"{self.timeout:g} s (--timeout) plus {START_SECONDS:g} s for its start"
                 self._end(f"within {limit}{_stopped_ranks()}")
             if failure.launcher_has_ended():
                 self._end("because the launcher on this host has ended")

@@ -26,7 +26,7 @@ LOOK, SIGHTINGS = 9, 10  # tags: a request to examine silent ranks on the same h
 ANSWER_SECONDS = 0.8  # time for the other ranks to answer
 LOOK_SECONDS = 0.8  # time for ranks on other hosts to examine the silent ranks on those hosts
 NEIGHBOUR_SECONDS = 1.0  # time between two checks of the next rank on this host
-ELSEWHERE = "all ranks of this host wait in MPI, so the cause is on another host"
+ELSEWHERE = "all ranks on this host wait in MPI, so the cause is on another host"
 
 
 class RollCall:

@@ -166,8 +166,8 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     normalization = net.normalization
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(
-            f"--normalization {options.normalization}: expected {normalization.name}, as the "
-            "network was trained with (in Python "
+            f"--normalization {options.normalization}: expected {normalization.name}, with "
+            "which the network was trained (in Python "
             f'TrainingOptions(normalization="{normalization.name}")); '
             "to use another, set net.normalization = None first"
         )

@@ -38,7 +38,7 @@ def test_a_stopped_process_is_named_and_ended(rank):
     _, stderr = guard(word).communicate()
     assert rank.wait() == -signal.SIGKILL
     assert stderr.splitlines() == [
-        "mpidl: leaving: a process has been stopped for 0.2 s (--timeout), and is ended",
+        "mpidl: leaving: a process has been stopped for 0.2 s (--timeout), and is now killed",
         "  rank 1 on host a does not answer: its process is stopped (SIGSTOP)",
     ]
 

@@ -122,7 +122,7 @@ def test_a_launcher_without_processes_is_ended(monkeypatch):
     code = job.wait(failure.Signals(), has_children=True)
     assert not exceeded(start_time, 5)
     assert not marked(TOKEN)
-    cause = "the processes of sleep on this host have ended, but not sleep itself"
+    cause = "the processes of sleep on this host have ended, but sleep itself has not"
     assert job.cause(code) == cause
     job = start("sleep 1 & wait; exit 5")  # negative control
     assert job.wait(failure.Signals(), has_children=True) == 5

@@ -67,7 +67,7 @@ def test_a_file_of_hosts(tmp_path):
     path.write_text("# the cluster\nn1:4\n\nn2 slots=2  # old\nn3\nn3\n")
     command = parse("mpirun", "-n", 8, "-f", path, *TRAIN)
     assert command.hosts == {"n1": 4, "n2": 2, "n3": 0}
-    with pytest.raises(UserError, match=r"none: the file of hosts cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"none: the hostfile cannot be read: No such file"):
         parse("mpirun", "--hostfile", tmp_path / "none", *TRAIN)
 
 

@@ -39,13 +39,13 @@ def watched(monkeypatch):
 
 
 def test_a_start_that_takes_too_long(watched):
-    assert watched(0.1, 60) == ["within 0.1 s (--timeout) and 0.02 s for its start"]
+    assert watched(0.1, 60) == ["within 0.1 s (--timeout) plus 0.02 s for its start"]
 
 
 def test_a_stopped_rank_is_named(watched):
     states = {os.getpid(): "R", 77: "T"}
     assert watched(0.1, 60, states) == [
-        "within 0.1 s (--timeout) and 0.02 s for its start: stopped on this host: process 77"
+        "within 0.1 s (--timeout) plus 0.02 s for its start: stopped on this host: process 77"
     ]
 
 

@@ -222,7 +222,7 @@ def test_ranks_cannot_start_ranks(monkeypatch):
     with pytest.raises(dl.UserError, match=text):
         dl.launch(launched.launch_inside, ranks=1)
     monkeypatch.setenv("PMI_SIZE", "4")
-    with pytest.raises(dl.UserError, match="one of 4 as PMI_SIZE says") as caught:
+    with pytest.raises(dl.UserError, match="one of 4 according to PMI_SIZE") as caught:
         dl.launch(launched.sizes, ranks=2)
     assert "\n" not in str(caught.value)
 

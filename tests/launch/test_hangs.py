@@ -108,7 +108,7 @@ def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
     name = f"  rank 1 on host {HOST} (process {pids[1]}) does not answer: its process "
     if moment == "in the user's code":
         assert lines[1].startswith(
-            f"{name}runs; last activity: epoch 1, iteration 2: computes, after "
+            f"{name}is running; last activity: epoch 1, iteration 2: computes, after "
         )
         assert "sleep_for_ever" in "\n".join(lines)
     else:
@@ -154,7 +154,7 @@ def test_a_rank_that_is_stopped_after_mpi_has_ended(rank, seconds):
         result = finish(job)
     assert result.returncode != 0
     assert jobs.error_lines(result) == [
-        "mpidl: leaving: a process has been stopped for 1 s (--timeout), and is ended",
+        "mpidl: leaving: a process has been stopped for 1 s (--timeout), and is now killed",
         f"  rank {rank} on host {HOST} (process {pids[rank]}) does not answer: its process is "
         "stopped (SIGSTOP)",
     ]

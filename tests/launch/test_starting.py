@@ -116,8 +116,8 @@ def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
     assert result.returncode not in (0, jobs.STOPPED)
     (line,) = jobs.error_lines(result)
     assert line == (
-        f"mpidl: rank {1 - rank} on host {HOST}: MPI did not start within 2 s (--timeout) and 10 s "
-        f"for its start: stopped on this host: process {pids[rank]}"
+        f"mpidl: rank {1 - rank} on host {HOST}: MPI did not start within 2 s (--timeout) plus 10 "
+        f"s for its start: stopped on this host: process {pids[rank]}"
     )
 
 

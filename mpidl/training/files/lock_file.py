@@ -271,10 +271,10 @@ def confirm(folder: str | os.PathLike[str], token: str) -> None:
 def _lost(path):
     """Return a LostLock error that says who has the lock, or that the lock was removed."""
     entry = LockFile._read(path)
-    cause = f"{entry.description} has it" if entry else "somebody has removed it"
+    cause = f"{entry.description} holds it" if entry else "the file has been removed"
     return LostLock(
-        f"{path}: this run has lost its lock: {cause}; it stops and writes nothing more to the "
-        "folder"
+        f"{path}: this run has lost its lock: {cause}; the run stops and writes nothing more to "
+        "the folder"
     )
 
 

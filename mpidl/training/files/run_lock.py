@@ -84,7 +84,7 @@ class RunLock:
             if self.world.rank == 0 and not is_announced:
                 print(
                     f"mpidl: {file.folder} is locked by {holder}, which may have ended: waiting "
-                    f"up to {lock_file.STALE_SECONDS:g} s for a sign of life",
+                    f"up to {lock_file.STALE_SECONDS:g} s to see whether it still runs",
                     file=sys.stderr,
                     flush=True,
                 )

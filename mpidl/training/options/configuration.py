@@ -343,8 +343,8 @@ def changed_on_resume(
     in_partitions = now["options"].get("sampling") == "partition" and saved["position"]["batch"]
     if in_partitions and old is not None and old != new:
         refused.append(
-            f"--sampling partition in the middle of an epoch: it was partitioned among "
-            f"{_describe_ranks(old)}, is among {_describe_ranks(new)}"
+            f"--sampling partition in the middle of an epoch: the images were partitioned among "
+            f"{_describe_ranks(old)}, now among {_describe_ranks(new)}"
         )
     if refused:
         raise UserError(f"--resume: {run_name} cannot continue: {'; '.join(refused)}")

@@ -147,8 +147,8 @@ def removed(out):
 @pytest.mark.parametrize(
     ("lose", "cause"),
     [
-        (replaced, "process [0-9]+ on host n2 since .* has it"),
-        (removed, "somebody has removed it"),
+        (replaced, "process [0-9]+ on host n2 since .* holds it"),
+        (removed, "the file has been removed"),
     ],
 )
 def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause):
@@ -213,7 +213,7 @@ def test_a_run_waits_for_a_lock_that_may_be_free(world, folder, monkeypatch, cap
     if world.rank == 0:
         (line,) = lines
         assert line.startswith(f"mpidl: {folder} is locked by process {os.getpid()} on host n9 ")
-        assert line.endswith("which may have ended: waiting up to 0.2 s for a sign of life")
+        assert line.endswith("ended: waiting up to 0.2 s to see whether it still runs")
     else:
         assert lines == []
 

@@ -320,10 +320,10 @@ def test_shares_may_not_change_in_the_middle_of_an_epoch():
 
     middle = partitioned(1, 2)
     text = refused(configuration.changed_on_resume, middle, partitioned(0, 3))
-    assert "in the middle of an epoch: it was partitioned among 2 rank(s), is among 3" in text
+    assert "an epoch: the images were partitioned among 2 rank(s), now among 3" in text
     weighted = partitioned(0, 2, worker_load="1,0.5")
     text = refused(configuration.changed_on_resume, middle, weighted)
-    assert "among 2 rank(s), is among 2 rank(s) by --worker-load 1,0.5" in text
+    assert "among 2 rank(s), now among 2 rank(s) by --worker-load 1,0.5" in text
     configuration.changed_on_resume(partitioned(0, 2), partitioned(0, 3))
     configuration.changed_on_resume(middle, partitioned(0, 2))
     now = {**partitioned(0, 3), **resumable()}
