@@ -12,9 +12,11 @@ own, and therefore where their nodes are in the slots. When all ranks have place
 - in segments: each rank folds a part of the values in place, and counts the chunk as folded. When
   all ranks have folded the chunk, they copy the results from the slots.
 
-Both ways follow the reduction tree, so they give the same bytes as the messages of `exchange`. The
-work is done by kernels/cpu/sums.c, because the counts must be written and read in a fixed order,
-which NumPy does not guarantee.
+Both ways follow the reduction tree, so they give the same bytes as the messages of `exchange`. Next
+to its slots, each rank stores a hash of the plan of each chunk. If the hashes differ, the ranks
+have started different sums. Each rank then raises an error before it reads a wrong value. The work
+is done by kernels/cpu/sums.c, because the counts must be written and read in a fixed order, which
+NumPy does not guarantee.
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
 host exchanges these nodes by messages, like `exchange` does among ranks, and distributes the root
@@ -25,6 +27,7 @@ messages may arrive in a different order.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
@@ -37,6 +40,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import exchange, watchdog
 from mpidl.comm.reducer import Piece
 from mpidl.comm.transport import free_shared_bytes
+from mpidl.errors import Fault
 from mpidl.fold import Tree
 
 if TYPE_CHECKING:
@@ -46,20 +50,25 @@ if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
 SLOTS, SLOT_BYTES = 8, 1 << 16  # number of slots per rank in each set, and size of a slot
-COUNTS_BYTES, LINE = 128, 64  # sizes of a rank's counts and of a cache line
+COUNTS_BYTES, LINE = 256, 64  # sizes of a rank's counts and of a cache line
 PATIENCE = 0.002  # longest wait for other ranks inside a kernel call, in seconds
 
 # {(operation, type): kind of the sum in sums.c}
 FLOATS, DOUBLES, MOMENTS = range(3)
+NOUNS = ("float32 values", "float64 values", "float64 values of moments")
 KINDS: dict[tuple[Any, np.dtype], int] = {
     (fold.add, np.dtype("f4")): FLOATS,
     (fold.add, np.dtype("f8")): DOUBLES,
     (fold.merge_moments, np.dtype("f8")): MOMENTS,
 }
 MOST_NODES = 1024  # largest number of nodes in a sum; all nodes of a chunk must fit into the slots
-QUEUE_WORDS, SUM_WORDS = 18, 7  # sizes of the structs `queue` and `sum` in sums.c
-PATIENCE_WORD, WAITED_WORD, LAST_WORD = 5, 6, 16  # indices in the struct `queue`
+QUEUE_WORDS, SUM_WORDS = 19, 7  # sizes of the structs `queue` and `sum` in sums.c
+PATIENCE_WORD, WAITED_WORD, FOLDED_WORD = 5, 6, 8  # indices in the struct `queue`
+LAST_WORD, DIFFERS_WORD = 16, 17  # indices in the struct `queue`
+IDENTITIES = slice(16, 16 + SLOTS)  # in a rank's counts: the hash of the plan in each slot
+WIDTHS = slice(24, 24 + SLOTS)  # in a rank's counts: for each slot, 4 * width + kind of the sum
 TAKEN_WORD = 6  # index in the struct `sum`
+IDENTITY_WORD = 10  # index in a plan
 
 
 # Objects that kernels may still use: queues with incomplete sums, and the owners of the memory of
@@ -144,7 +153,9 @@ def _plan(places, joins, results, rank, width, kind):
     head = [kind, width, chunk, chunks, stride, is_direct, own_nodes]
     head += [len(places), len(joins), len(results)]
     table = [*np.ravel(places), *np.ravel(joins), *results]
-    return np.array([*head, *table], np.int64)
+    shared = [*head[:6], *head[7:], *table]  # the words that must be equal on all ranks
+    digest = hashlib.blake2b(np.array(shared, np.int64).tobytes(), digest_size=8).digest()
+    return np.array([*head, int.from_bytes(digest, "little", signed=True), *table], np.int64)
 
 
 class HostSum:
@@ -196,6 +207,14 @@ class SumQueue:
         Number of this rank among the ranks that share the memory, and number of these ranks.
     patience : float
         Longest wait inside a call of the kernel library, in seconds.
+    first : int
+        Number in the world of the first rank that shares the memory, for error messages.
+
+    Raises
+    ------
+    Fault
+        If the ranks have started different sums. The constructor does not raise this error, but
+        `start`, `advance` and `wait` do.
 
     Attributes
     ----------
@@ -204,9 +223,14 @@ class SumQueue:
     """
 
     def __init__(
-        self, memory: np.ndarray, rank: int, ranks: int, patience: float = PATIENCE
+        self,
+        memory: np.ndarray,
+        rank: int,
+        ranks: int,
+        patience: float = PATIENCE,
+        first: int = 0,
     ) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.first = rank, ranks, first
         self._library = builds.kernels()
         self._scratch = np.empty(2 * SLOT_BYTES, np.uint8)
         self._memory = memory
@@ -223,11 +247,34 @@ class SumQueue:
         _busy[:] = [queue for queue in _busy if queue.is_busy and queue is not self]
         _busy.append(self)
         self._library.sums_start(self.words, host_sum.words)
+        self._check()
 
     def advance(self) -> None:
         """Advance all sums without waiting."""
         self._library.sums_advance(self.words)
+        self._check()
         self.release()
+
+    def _check(self):
+        """Raise a Fault if the ranks have started different sums, which will never complete."""
+        if not self.words[DIFFERS_WORD]:
+            return
+        counts = self._memory[: self.ranks * COUNTS_BYTES].view(np.int64)
+        counts = counts.reshape(self.ranks, -1)
+        slot = int(self.words[FOLDED_WORD]) % SLOTS
+        identities, widths = counts[:, IDENTITIES][:, slot], counts[:, WIDTHS][:, slot]
+        sums: dict[tuple[int, int], list[str]] = {}
+        for rank, sum_of_rank in enumerate(zip(identities.tolist(), widths.tolist(), strict=True)):
+            sums.setdefault(sum_of_rank, []).append(str(self.first + rank))
+        texts = [
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} {width // 4} "
+            f"{NOUNS[width % 4]}"
+            for (_, width), ranks in sums.items()
+        ]
+        raise Fault(
+            f"the ranks sum different values at the same time: {'; '.join(texts)}: all ranks must "
+            "call the same functions in the same order, with values of the same shapes"
+        )
 
     def release(self) -> None:
         """Drop the references to sums that are complete."""
@@ -239,6 +286,7 @@ class SumQueue:
         waited = self.words[WAITED_WORD]
         self._library.sums_wait(self.words, host_sum.words)
         self.words[WAITED_WORD] = waited  # do not add this wait, because the caller counts it
+        self._check()
         self.release()
 
     @property
@@ -325,8 +373,8 @@ class HostMemory:
         self._ranks = first, stop = hosts[self._host]
         patience = 0.0 if transport.oversubscribed else PATIENCE
         size = queue_bytes(stop - first)
-        self.up = SumQueue(memory[:size], rank - first, stop - first, patience)
-        self.down = SumQueue(memory[-size:], rank - first, stop - first, patience)
+        self.up = SumQueue(memory[:size], rank - first, stop - first, patience, first)
+        self.down = SumQueue(memory[-size:], rank - first, stop - first, patience, first)
         # Number of exchanges between hosts that were started, and that reached `self.down`.
         self._roots = self._passed_roots = 0
 

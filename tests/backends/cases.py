@@ -85,8 +85,12 @@ def algorithms(label, filter_size, stride, dilation):
 
 
 def bounds_of(label):
-    """Bounds of the errors, forward and backward. Tiles of eight inputs have larger errors."""
-    return (4e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
+    """Bounds of the errors, forward and backward.
+
+    Tiles of eight inputs have larger errors; the largest is that of the generic build, which has no
+    fused multiply-add.
+    """
+    return (5e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
 
 
 def convolution(label, shape, backends=("cpu", "gpu")):

@@ -22,6 +22,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from mpidl import losses
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
@@ -45,6 +46,7 @@ class Description(_Description, total=False):
 
     crop: tuple[int, ...]
     preprocess: Preprocess
+    loss: dict[str, str | int]
 
 
 class Torn(Exception):
@@ -171,8 +173,9 @@ def describe(
     normalization: str,
     crop: Sequence[int] | None = None,
     preprocess: Preprocess | None = None,
+    loss: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the root attributes of a file that describe a network and its input."""
+    """Return the root attributes of a file that describe a network, its input and its loss."""
     attributes: dict[str, Any] = {
         "network": json.dumps(layers),
         "classes": json.dumps(None if classes is None else list(classes)),
@@ -183,6 +186,8 @@ def describe(
         attributes["crop"] = [int(n) for n in crop]
     if preprocess:
         attributes["preprocess"] = json.dumps(asdict(preprocess))
+    if loss is not None:
+        attributes["loss"] = json.dumps(loss)
     return attributes
 
 
@@ -198,6 +203,8 @@ def described(attributes: Mapping[str, Any]) -> Description:
         description["crop"] = tuple(attributes["crop"])
     if "preprocess" in attributes:
         description["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
+    if "loss" in attributes:
+        description["loss"] = json.loads(attributes["loss"])
     return description
 
 
@@ -229,6 +236,7 @@ def network_of(
     net.normalization = normalize.read(description["normalization"], normalization, channels)
     net.normalization.check(net.input_shape)
     net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
+    net.loss = losses.check_trained_loss(description.get("loss"))
     classes = description["classes"]
     if classes is not None and not (
         isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -243,7 +251,8 @@ def network_of(
 def description_of(net: Network) -> dict[str, Any]:
     """Return the root attributes of a file that describe `net` with its class names."""
     name = normalize.USUAL if net.normalization is None else net.normalization.name
-    return describe(net.spec(), net.classes, net.input_shape, name, net.crop, net.preprocess)
+    optional = net.crop, net.preprocess, net.loss
+    return describe(net.spec(), net.classes, net.input_shape, name, *optional)
 
 
 def save_model(
@@ -284,7 +293,8 @@ def save_model(
         normalization = net.normalization.name
         tables["normalization"] = net.normalization.arrays()
     attributes = describe(
-        net.spec(), classes, net.input_shape, normalization, net.crop, net.preprocess
+        *(net.spec(), classes, net.input_shape, normalization),
+        *(net.crop, net.preprocess, net.loss),
     )
     tables = {name: arrays for name, arrays in tables.items() if arrays}
     tables = {"learnables": net.parameters, "state": net.state, **tables}
@@ -309,7 +319,7 @@ def load_model(
         The network, with its class names and the image preprocessing that was used in training.
     description : dict
         A dict with the keys "network" (the list of layers), "classes", "input_shape" and
-        "normalization", and with "crop" and "preprocess" if the file has these attributes.
+        "normalization", and with "crop", "preprocess" and "loss" if the file has these attributes.
 
     Raises
     ------
