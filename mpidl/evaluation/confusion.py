@@ -14,7 +14,7 @@ from mpidl.files import write_whole
 from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names
 
-LARGEST = 1000  # with more classes, a run does not count confusions, which need 8 MB or more per rank
+LARGEST = 1000  # with more classes, a run does not count confusions, which need 8 MB per rank
 MAX_CLASSES = 20  # with more classes, only the most frequent confusions are printed
 
 

@@ -314,7 +314,7 @@ def test_refusals(tmp_path):
     text = refusal(run, tmp_path / "set", target, "--shards", 2, "--shard-mb", 1)
     assert text == "--shards and --shard-mb: expected at most one of them"
     text = refusal(run, tmp_path / "x.h5", "--verify", "--shards", 2)
-    assert text == "--verify: expected a packed file and nothing else"
+    assert text == "--verify: expected only a packed file"
     assert sorted(os.listdir(tmp_path)) == ["set"]
     (tmp_path / "x-00001-of-00002.bin").write_bytes(b"mine")
     text = refusal(run, tmp_path / "set", target, "--shards", 2)
