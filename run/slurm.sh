@@ -64,7 +64,7 @@ run() { # run COMMAND...: run a command, pass requests to stop to it as USR1, an
     step=""
 }
 
-run_ranks() { # run_ranks MODULE ARGUMENT...: run a module on all tasks; retry once if it could not start
+run_ranks() { # run_ranks MODULE ARGUMENT...: run a module on all tasks; retry once if start fails
     # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one rank fails.
     # A failing rank waits for the others, because -K would replace their exit codes.
     local task='trap : USR1 TERM; "$@"; code=$?; [ $code = 0 ] || sleep 2; exit $code' before
