@@ -87,8 +87,8 @@ CONVOLUTION_FAULTS = [
                 "if (part > 0) return;",
             ),
             "no barrier before memory of the steps holds sums": (
-                f"{BARRIER}  // all are done",
-                "// all are done",
+                f"{BARRIER}  // all warps",
+                "// all warps",
             ),
             "columns are permuted as rows are": ("wn + NJ * g;", "wn + 4 * g;"),
         },
