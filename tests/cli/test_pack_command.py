@@ -1,4 +1,4 @@
-"""The command `pack`, called in this process: sources, options and refusals."""
+"""Test the command `pack` in this process: sources, options and refusals."""
 
 import datafiles
 import numpy as np
