@@ -183,7 +183,7 @@ class Suite:
             self.run(name, f"{i + 1} of {len(names)}", self.expected(names[i + 1 :]))
 
     def run_within(self, budget):
-        """Run the parts that fit into the budget; the first part changes every day."""
+        """Run the parts that fit into the budget. The first part changes every day."""
         names, today = list(PARTS), datetime.date.today().toordinal()
         pace = max((time.monotonic() - self.start) / max(self.expected(QUICK), 1), 1)
         parts, left = [], self.start + budget - time.monotonic()
