@@ -2,9 +2,9 @@
 // that our .cu files use. A kernel runs one block at a time. Each thread of a block is a fiber that
 // runs until it waits for other threads.
 //
-// - __syncthreads waits for the block; warp collectives (shuffles, ldmatrix, mma) wait for 32
-// lanes.
-//   A wait that can never end is an error, and so is a barrier after some threads have returned.
+// - __syncthreads waits for the block. Warp collectives (shuffles, ldmatrix, mma) wait for 32
+//   lanes. A wait that can never end is an error, and so is a barrier after some threads have
+//   returned.
 // - The data of cp.async arrive only at its cp_wait. Until then, the target is NaN.
 // - Shared memory starts as NaN (bytes 0xFF), like all memory of the emulated device.
 // - There are three schedules (order 0 forward, 1 reverse, 2 random). A warp runs as far as it can
