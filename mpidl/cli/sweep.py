@@ -65,9 +65,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.add_argument(
         "--table", action="store_true", help="Write and print the table, without training"
     )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="Train failed trials again"
-    )
+    parser.add_argument("--retry-failed", action="store_true", help="Train failed trials again")
     parsed = parser.parse(argv)
     modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
     modes += (("--ranks-per-model", parsed.ranks_per_model),)

@@ -12,7 +12,7 @@ from mpidl import keyed
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return 200 gray 12 x 12 images; their three classes differ in the position of a bright row."""
+    """Return 200 gray 12 x 12 images; three classes differ in the place of a bright row."""
     from PIL import Image
 
     root = tmp_path_factory.mktemp("images")

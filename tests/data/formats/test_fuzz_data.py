@@ -2,7 +2,8 @@
 
 The inputs are random bytes after a valid header, and valid files in which a few bytes are changed,
 removed, repeated or cut off. Files that open are also read. The module `fuzzing` chooses the
-examples. """
+examples.
+"""
 
 import h5py
 import numpy as np
