@@ -2,6 +2,8 @@
 
 import argparse
 import functools
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from mpidl.training.options import training_options
 BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",
+    "roofline": "each pass of a training step against its floor, and the step as a whole",
     "accuracy": "the errors of each layer's activations and gradients, next to PyTorch's",
     "fold": "the cost of summing in a fixed order, against a plain Allreduce",
     "compare": "the training step against PyTorch's, in turns on the same cores",
@@ -103,13 +106,18 @@ def _add_subject(parser, command):
         )
         networks = ["digits", "cifar", "shapes", "dense"]
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
+    elif command == "roofline":
+        _add_settings(parser, "digits:128,cifar:64,resnet:64,alexnet:32")
+        parser.text("--page", "FILE", "also write the tables, with charts, as an HTML page to FILE")
     else:
-        text = "digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
-        text += "FUNCTION(input_shape, 10) (digits)"
+        text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another one of the "
+        text += "zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
         parser.text("--network", "NAME", text, default="digits")
     text = "shape of an image (the network's, else 1x28x28)"
     parser.text("--image", "CxHxW", text, type=_image)
-    parser.add_options("batch_size", "winograd", "seed", "timeout")
+    if command != "roofline":
+        parser.add_options("batch_size")
+    parser.add_options("winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
     if command != "accuracy":
         _add_counts(parser, ROUNDS)
@@ -311,6 +319,9 @@ def _add_compare(parser):
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
+    text = "versions of PyTorch, such as 2.13.0, and paths of Python interpreters that have one; "
+    text += "other versions than the installed one get environments in build/ (the installed one)"
+    parser.text("--torch", "VERSION|PYTHON,...", text, default=[], type=_torch_versions)
     text = "limit both sides to these instructions"
     parser.text(
         "--held-to",
@@ -331,12 +342,15 @@ def _add_compare(parser):
 
 
 def _add_gpu(parser, command):
-    settings = ["digits:128", "digits:1024", "cifar:256", "cifar:1024"]
-    text = f"networks and batch sizes to time ({','.join(settings)})"
-    parser.text("--settings", "NETWORK:BATCH,...", text, default=settings, type=_words)
+    _add_settings(parser, "digits:128,digits:1024,cifar:256,cifar:1024")
     text = "total time limit; compiled variants run last (900)"
     parser.text("--limit", "SECONDS", text, default=900, type=count("--limit"))
     _add_counts(parser, ROUNDS)
+
+
+def _add_settings(parser, default):
+    text = f"networks and batch sizes to time ({default})"
+    parser.text("--settings", "NETWORK:BATCH,...", text, default=_settings(default), type=_settings)
 
 
 def _add_counts(parser, *counts):
@@ -356,6 +370,18 @@ class Layout(NamedTuple):
         return str(self.ranks) if self.threads is None else f"{self.ranks}x{self.threads}"
 
 
+def _torch_versions(text):
+    """Return the words of --torch."""
+    words = text.split(",")
+    for word in words:
+        if os.sep not in word and not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", word):
+            raise UserError(
+                "--torch must be versions such as 2.13.0, or paths of Python interpreters, found "
+                f"{word}"
+            )
+    return words
+
+
 def _layouts(text):
     """Convert N,NxT,... to a list of Layout."""
     layouts = []
@@ -364,6 +390,17 @@ def _layouts(text):
         threads = count("--ranks")(threads) if cross else None
         layouts.append(Layout(rank_counts(ranks)[0], threads))
     return layouts
+
+
+def _settings(text: str) -> list[tuple[str, int]]:
+    """Convert NETWORK:BATCH,... to pairs."""
+    pairs = []
+    for part in text.split(","):
+        network, _, batch = part.rpartition(":")
+        if not network or not batch.isdigit() or not int(batch):
+            raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {part}")
+        pairs.append((network, int(batch)))
+    return pairs
 
 
 def _words(text: str) -> list[str]:

@@ -12,7 +12,6 @@ import sys
 import numpy as np
 
 from benchmarks import machine, prediction, subject, turns
-from mpidl.comm.launcher import environment
 from mpidl.errors import UserError
 from mpidl.ops import check
 from mpidl.training.options import configuration
@@ -224,9 +223,7 @@ def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
         raise turns.Lost(library, "measured in one process only")
     task = subject.task(options, machine.cores_of(1, options.threads), package=library)
     command = [options.with_python or sys.executable, "-m", "benchmarks.others", task]
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    variables = environment()
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    variables = turns.environment_of_checkout()
     return turns.Side(library, [command], 1, variables, folder, max(options.timeout, 900.0))
 
 

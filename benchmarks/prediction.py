@@ -29,9 +29,9 @@ def serve(
     address: str,
     scores: Callable[[], np.ndarray],
     labels: np.ndarray,
-    describe: Callable[[], dict],
+    *actions: Callable,
 ) -> None:
-    """Answer the questions of a Side whose step is a prediction pass; see `turns.serve`."""
+    """Answer the questions of a Side whose step is a prediction, also by `actions`; see `serve`."""
 
     def losses(count):
         return [mean_loss(scores(), labels)]
@@ -39,7 +39,7 @@ def serve(
     def steps(count):
         return turns.timed_steps(scores, count)
 
-    turns.serve(address, 0, describe, losses, steps)
+    turns.serve(address, 0, *actions, losses, steps)
 
 
 def our_pass(net: Network, images: np.ndarray, world: World) -> Callable[[], np.ndarray]:

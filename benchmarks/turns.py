@@ -14,6 +14,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from mpidl.comm.launcher import environment
+
 
 class Lost(Exception):
     """Raised if a side cannot answer; `reason` says why."""
@@ -151,6 +153,14 @@ class Side:
 
     def __exit__(self, *_):
         self.close()
+
+
+def environment_of_checkout() -> dict[str, str]:
+    """Return an environment in which any Python imports `mpidl` and `benchmarks` from here."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return variables
 
 
 def last_message(output: str) -> str:

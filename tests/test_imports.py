@@ -15,8 +15,7 @@ BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
 SERVICES = {"comm", "data", "report"}
-LABEL_LOSSES = {"cross_entropy_loss", "binary_cross_entropy_loss", "soft_dice_loss"}
-LOSSES = NN | {"nn", "data"} | LABEL_LOSSES
+LOSSES = NN | {"nn", "data"}
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
@@ -30,7 +29,6 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "phases", "side_process"},
-    **dict.fromkeys(LABEL_LOSSES, LOSSES),
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,

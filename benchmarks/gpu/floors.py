@@ -13,6 +13,8 @@ actual time.
 import math
 from typing import NamedTuple
 
+from benchmarks import floors
+
 FUSED, APART = 9, 13  # passes over the convolutions' outputs with fused and separate kernels
 
 
@@ -97,11 +99,13 @@ def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[st
     """
     speed = {"fp32": rate.tf32 / 3, "tf32": rate.tf32, "bf16": rate.bf16, "fma": rate.fp32}
     size = 2 if precision == "bf16" else 4
-    products = step.flop * batch / speed[precision] * 1e3
-    fused, apart = (step.outputs * batch * size * n / rate.copy * 1e3 for n in (FUSED, APART))
+    flop, pass_bytes = step.flop * batch, step.outputs * batch * size
+    fused, apart = (
+        floors.floor(flop, n * pass_bytes, speed[precision], rate.copy) for n in (FUSED, APART)
+    )
     return {
-        "products": products,
-        "bytes fused": fused,
-        "bytes apart": apart,
-        "floor": max(products, fused),
+        "products": fused.products * 1e3,
+        "bytes fused": fused.bytes * 1e3,
+        "bytes apart": apart.bytes * 1e3,
+        "floor": fused.seconds * 1e3,
     }

@@ -38,22 +38,13 @@ def main(options: argparse.Namespace) -> dict:
     if not gpus.gpus:
         raise UserError(f"bench gpu requires a GPU that mpidl can use: {gpus.reason}")
     report = reports.Report("timing")
-    settings = [parse_setting(text) for text in options.settings]
-    measure(report, settings, options.rounds, options.limit, gpus.gpus[0].name)
+    measure(report, options.settings, options.rounds, options.limit, gpus.gpus[0].name)
     print(reports.markdown([report.record]))
     record = reports.header(options, {}) | {"gpu": gpus.gpus[0].name} | report.record
     if report.failed:
         reports.write_json(options.json, record)
         raise Fault(f"failed: {', '.join(report.failed)}")
     return record
-
-
-def parse_setting(text: str) -> tuple[str, int]:
-    """Parse "digits:128" to ("digits", 128); raise UserError if the format is wrong."""
-    network, _, batch = text.rpartition(":")
-    if not network or not batch.isdigit() or not int(batch):
-        raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {text}")
-    return network, int(batch)
 
 
 def measure(report, settings, rounds, limit, gpu):

@@ -5,7 +5,9 @@
  * chunk goes through three stages on each rank. `place` copies this rank's nodes into its slot.
  * `fold` combines the nodes of all ranks, and `take` copies the results out of the slots. In shared
  * memory, each rank counts the chunks that have passed each stage. A rank waits only for these
- * counts, so no rank sends a message. A slot is reused when all ranks have taken its results. */
+ * counts, so no rank sends a message. A slot is reused when all ranks have taken its results. Each
+ * rank also notes which sum each slot belongs to, because ranks that start different sums would
+ * read each other's values at the wrong places. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -18,9 +20,12 @@ enum { FLOATS, DOUBLES, MOMENTS }; /* kinds of a plan */
 
 /* The counts of a rank, in shared memory. */
 enum stage { PLACED, FOLDED, TAKEN, STAGES };
+enum { MOST_SLOTS = 8 };
 struct counts {
     _Atomic int64_t of[STAGES];
-    char pad[128 - STAGES * 8]; /* processors fetch lines of 64 bytes in pairs */
+    char pad[128 - STAGES * 8];   /* processors fetch lines of 64 bytes in pairs */
+    int64_t identity[MOST_SLOTS]; /* the plan of the chunk in each slot */
+    int64_t width[MOST_SLOTS];    /* its values, times 4, plus their kind */
 };
 
 /* The description of a sum. `table` holds the rank and the row of each node, the left and the right
@@ -33,6 +38,7 @@ struct plan {
     int64_t direct;      /* 1: each rank folds all values; 0: each rank folds a segment */
     int64_t own;         /* nodes of this rank */
     int64_t nodes, joins, results;
+    int64_t identity;    /* a hash that differs if another rank describes another sum */
     int64_t table[];
 };
 
@@ -55,7 +61,8 @@ struct queue {
     int64_t least[STAGES];        /* a lower bound of `chunks` over all ranks */
     struct sum *current[STAGES];  /* the sum of the next chunk */
     struct sum *last;
-    char *scratch; /* for the nodes of a chunk of a sum with `direct` 1 */
+    int64_t differs; /* 1 + a rank whose chunk belongs to another sum, or 0 */
+    char *scratch;   /* for the nodes of a chunk of a sum with `direct` 1 */
 };
 
 int64_t mpidl_sums_waiting;
@@ -161,6 +168,9 @@ static int place(struct queue *q) {
             copy_pieces(sum, row, part, to);
         row++;
     }
+    struct counts *counts = counts_of(q, q->rank);
+    counts->identity[q->chunks[PLACED] % q->slots] = plan->identity;
+    counts->width[q->chunks[PLACED] % q->slots] = 4 * plan->width + plan->kind;
     publish(q, PLACED);
     return 1;
 }
@@ -244,9 +254,17 @@ static void fold_segment(const struct queue *q, const struct sum *sum, struct pa
     }
 }
 
+/* Return whether all ranks have placed a chunk of this sum. Otherwise the queue stops here. */
+static int is_same(struct queue *q, const struct sum *sum) {
+    int64_t slot = q->chunks[FOLDED] % q->slots;
+    for (int64_t r = 0; r < q->ranks && !q->differs; r++)
+        if (counts_of(q, r)->identity[slot] != sum->plan->identity) q->differs = 1 + r;
+    return !q->differs;
+}
+
 static int fold(struct queue *q) {
     struct sum *sum = q->current[FOLDED];
-    if (!sum || !have_passed(q, PLACED, q->chunks[FOLDED] + 1)) return 0;
+    if (!sum || !have_passed(q, PLACED, q->chunks[FOLDED] + 1) || !is_same(q, sum)) return 0;
     struct part part = part_of(sum->plan, sum->chunks[FOLDED]);
     unsigned before = standard_rounding();
     if (!sum->plan->direct)

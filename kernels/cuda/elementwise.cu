@@ -32,6 +32,11 @@ cast_double_float(const double* __restrict__ x, float* __restrict__ y, long long
   EACH_INDEX(i, n) y[i] = (float)x[i];
 }
 
+extern "C" __global__ void __launch_bounds__(256)
+cast_float_double(const float* __restrict__ x, double* __restrict__ y, long long n) {
+  EACH_INDEX(i, n) y[i] = x[i];
+}
+
 // Sets n words of 4 bytes to 0.
 extern "C" __global__ void __launch_bounds__(256)
 zero_words(int* __restrict__ x, long long n) {

@@ -300,7 +300,8 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
             run["data"], world, classes=train_set.classes, preprocess=preprocess
         )
         if images is not None:
-            _refuse_two_validations(settings, f"--data {run['data']} with validation images")
+            source = f"--data {run['data']} with validation images"
+            validation.refuse_second_validation(settings, source)
             _check_shape("--data", images, train_set)
             return train_set, replace(settings, validation=images)
         held_out = validation.held_out(train_set, settings)
@@ -310,7 +311,7 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
                 "images (--validation-data, --validation-fraction or --fold)"
             )
         return held_out
-    _refuse_two_validations(settings, f"--validation-data {source}")
+    validation.refuse_second_validation(settings, f"--validation-data {source}")
     images = test_set
     if source == "test" and test_set is None:
         raise UserError(
@@ -323,15 +324,6 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
         images = data.preprocessed(images, preprocess)
         _check_shape("--validation-data", images, train_set)
     return train_set, replace(settings, validation=images)
-
-
-def _refuse_two_validations(settings, source):
-    """Raise UserError if an option holds out validation images in addition to `source`."""
-    for name in ("validation_fraction", "fold"):
-        if value := getattr(settings, name):
-            raise UserError(
-                f"{source} and {training_options.flag(name)} {value}: expected at most one of them"
-            )
 
 
 def _describe_position(position, settings):

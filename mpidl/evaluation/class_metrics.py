@@ -225,8 +225,7 @@ class Tally:
     def _add_classes(self, x, labels, scores):
         count = len(self.correct)
         counted = (labels >= 0) & (labels < count)
-        predicted = (x[:, 0] > 0).astype(np.int64) if x.shape[1] == 1 else x.argmax(axis=1)
-        labels, predicted = labels[counted], predicted[counted]
+        labels, predicted = labels[counted], predicted_classes(x)[counted]
         for counts, values in (
             (self.correct, labels[labels == predicted]),
             (self.predicted, predicted),
@@ -278,6 +277,24 @@ class Tally:
             {name: per_class[name] for name in self.names if name in per_class},
             self.classes,
         )
+
+
+def predicted_classes(scores: np.ndarray) -> np.ndarray:
+    """Return the classes that scores before softmax or sigmoid predict.
+
+    Parameters
+    ----------
+    scores : ndarray, shape (n, K, ...)
+        Scores of the classes, or of the second of two classes if K is 1.
+
+    Returns
+    -------
+    ndarray of int64, shape (n, ...)
+        The class with the largest score, the lowest among equal ones.
+    """
+    if scores.shape[1] == 1:
+        return (scores[:, 0] > 0).astype(np.int64)
+    return scores.argmax(axis=1)
 
 
 def _of_counts(correct, predicted, labelled, has_labels):

@@ -21,12 +21,13 @@ from mpidl.data import ArrayDatastore
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
+from mpidl.evaluation.class_metrics import predicted_classes
 from mpidl.evaluation.evaluate import BATCH, in_order
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 from mpidl.nn.inference import fold_batchnorm
-from mpidl.nn.layers import Sigmoid
+from mpidl.nn.layers import Sigmoid, Softmax
 
 
 @overload
@@ -79,7 +80,8 @@ def predict(
         Whether to convert the outputs to class scores with softmax. Softmax applies to each image
         or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
         network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
-        have no targets and the network does not end in `Sigmoid`, and False otherwise.
+        have no targets, and the network was not trained to predict numbers or several labels per
+        image; and False otherwise. If the training is unknown, a last `Sigmoid` means labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
@@ -98,7 +100,7 @@ def predict(
     images = as_datastore(net, images)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
-        softmax = softmax and not isinstance(net.layers[-1], Sigmoid)
+        softmax = softmax and not losses.has_separate_labels(net) and net.classes != ()
     function = scores if softmax else outputs
     return _collect(
         *(net, images, function, net.output_shape, np.float32, world, batch_size, everywhere),
@@ -141,7 +143,8 @@ def classify(
 ) -> np.ndarray | None:
     """Return the class of each image, in prediction mode. Collective.
 
-    The class is the index of the largest output; ties go to the lowest index.
+    The class is the index of the largest output; ties go to the lowest index. If there is a single
+    output, for the second of two classes, the class is 1 where its probability is above 1/2.
 
     Parameters
     ----------
@@ -163,10 +166,13 @@ def classify(
         class names although `names` is True.
     """
     losses.need_network(net)
-    if isinstance(net.layers[-1], Sigmoid):
+    if losses.has_separate_labels(net):
+        reason, bound = "its loss is binary-crossentropy", "0"
+        if isinstance(net.layers[-1], Sigmoid):
+            reason, bound = "it ends in Sigmoid", "0.5"
         raise UserError(
             "classify: expected a network whose outputs are class scores, found one for several "
-            "labels per image (it ends in Sigmoid): use dl.predict(...) > 0.5"
+            f"labels per image ({reason}): use dl.predict(...) > {bound}"
         )
     if net.classes == ():
         raise UserError(
@@ -252,9 +258,15 @@ def outputs(net: Network, images: Blocked) -> np.ndarray:
     return net(images).local()
 
 
+def probabilities(net: Network, images: Blocked) -> np.ndarray:
+    """Return the probabilities (after sigmoid) of this rank's labels, (n, K, ...)."""
+    return ops.sigmoid(net.logits(images, Sigmoid)).local()
+
+
 def labels(net: Network, images: Blocked) -> np.ndarray:
     """Return the classes of this rank's images, int64 (n, ...)."""
-    return net.logits(images).local().argmax(axis=1)
+    last_layer = Sigmoid if net.output_shape[0] == 1 else Softmax
+    return predicted_classes(net.logits(images, last_layer).local())
 
 
 def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

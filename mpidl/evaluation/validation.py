@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import Datastore, Subset
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
@@ -19,8 +19,14 @@ from mpidl.nn import Network
 BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
+class HeldOut(Subset):
+    """The validation images that `held_out` has split off a training set."""
+
+
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     """Split a validation set from the training set by the option validation_fraction or fold.
+
+    A second call with the results returns them unchanged.
 
     Parameters
     ----------
@@ -33,16 +39,18 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     -------
     (Datastore, TrainingOptions)
         The images to train on, and a copy of the options with the remaining images as validation
-        set. Both arguments are returned unchanged if neither option is set or the options already
-        have a validation set.
+        set. Both arguments are returned unchanged if neither option is set.
 
     Raises
     ------
     UserError
-        If one of the two sets would be empty, or if an option requires a validation set but there
-        is none.
+        If one of the two sets would be empty, if an option requires a validation set but there is
+        none, or if the options have both a validation set and an option that splits one off.
     """
+    if isinstance(options.validation, HeldOut):
+        return datastore, options
     if options.validation is not None:
+        refuse_second_validation(options, "validation=")
         return datastore, options
     if options.fold is not None:
         number, count = map(int, options.fold.split("/"))
@@ -52,7 +60,7 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
                 f"{len(datastore)}"
             )
         training, validation = datastore.kfold(count, seed=options.seed)[number - 1]
-        return training, replace(options, validation=validation)
+        return training, _with_held_out(options, validation)
     if not options.validation_fraction:
         _check_options(options)
         return datastore, options
@@ -62,7 +70,27 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
             f"--validation-fraction {options.validation_fraction}: expected training and "
             f"validation images, found {len(training)} and {len(validation)}"
         )
-    return training, replace(options, validation=validation)
+    return training, _with_held_out(options, validation)
+
+
+def refuse_second_validation(options, source: str) -> None:
+    """Raise a UserError if an option splits off a validation set in addition to that of `source`.
+
+    Parameters
+    ----------
+    options : TrainingOptions
+        Options of the run.
+    source : str
+        The option that gives a validation set, for the message.
+    """
+    for name in ("validation_fraction", "fold"):
+        if value := getattr(options, name):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{source} and {flag} {value}: expected at most one of them")
+
+
+def _with_held_out(options, images):
+    return replace(options, validation=HeldOut(images.parent, images.indices))
 
 
 def _check_options(options):

@@ -21,6 +21,7 @@ STYLES: dict[str, tuple[dict[str, str], str]] = {
     "line": ({"stroke_width": "2"}, "2.5px solid"),
     "dashed": ({"stroke_width": "2", "stroke_dasharray": "6 4"}, "2.5px dashed"),
     "faint": ({"stroke_width": "1", "opacity": "0.4"}, "1.5px solid; opacity: 0.45"),
+    "points": ({"stroke_width": "0"}, "5px dotted"),
 }
 ENTRY = "display: inline-block; width: 20px; margin: 0 6px 4px 16px; border-top: "
 
@@ -72,8 +73,8 @@ class Line(NamedTuple):
         The points, in ascending order of x. Points that are not finite are omitted.
     colour : str
         Colour of the line.
-    style : {"line", "dashed", "faint"}
-        Style: solid with marks, dashed with marks, or thin and light.
+    style : {"line", "dashed", "faint", "points"}
+        Style: solid with marks, dashed with marks, thin and light, or only marks.
     """
 
     name: str
@@ -90,8 +91,9 @@ def chart(
     unit: str = "",
     ends: tuple[float | None, float | None] = (None, None),
     size: tuple[int, int] = SIZE,
+    x_label: str = "iteration",
 ) -> Element:
-    """Draw lines against the iteration.
+    """Draw lines against the iteration or another integer.
 
     Parameters
     ----------
@@ -107,6 +109,8 @@ def chart(
         Largest values of the horizontal and the vertical axis; None for the largest in the data.
     size : (int, int)
         Width and height of the picture in pixels.
+    x_label : str
+        Label of the horizontal axis.
 
     Returns
     -------
@@ -142,9 +146,9 @@ def chart(
             place = {"x": f"{axes.x(tick):.1f}", "y": str(height - BOTTOM + 18)}
             svg.append(element("text", f"{tick:g}", text_anchor="middle", **place))
     place = {"x": str(width - RIGHT), "y": str(height - 6)}
-    svg.append(element("text", "iteration", text_anchor="end", **place))
+    svg.append(element("text", x_label, text_anchor="end", **place))
     for line in sorted(lines, key=lambda line: line.style != "faint"):
-        svg.extend(_draw(line, axes, line.name or title))
+        svg.extend(_draw(line, axes, f"{line.name or title}, {x_label}"))
     keys = [
         element("span", element("i", style=f"color: {colour}; {ENTRY}{STYLES[style][1]}"), name)
         for name, _, colour, style in lines
@@ -190,9 +194,9 @@ def _draw(line, axes, name):
     places = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in line.points]
     points, style = " ".join(map(",".join, places)), STYLES[line.style][0]
     elements = [element("polyline", points=points, fill="none", stroke=line.colour, **style)]
-    if line.style != "faint" and len(places) <= MAX_MARKS:
+    if line.style == "points" or (line.style != "faint" and len(places) <= MAX_MARKS):
         for (x, y), (iteration, value) in zip(places, line.points, strict=True):
-            tip = element("title", f"{name}, iteration {iteration:g}: {value:.6g}")
+            tip = element("title", f"{name} {iteration:g}: {value:.6g}")
             elements.append(element("circle", tip, r="2.6", fill=line.colour, cx=x, cy=y))
     return elements
 

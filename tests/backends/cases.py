@@ -85,8 +85,12 @@ def algorithms(label, filter_size, stride, dilation):
 
 
 def bounds_of(label):
-    """Return the error bounds of forward and backward; tiles of eight inputs have larger errors."""
-    return (4e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
+    """Return the bounds of the errors, forward and backward.
+
+    Tiles of eight inputs have larger errors. The generic build has the largest errors, because it
+    has no fused multiply-add.
+    """
+    return (5e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
 
 
 def convolution(label, shape, backends=("cpu", "gpu")):

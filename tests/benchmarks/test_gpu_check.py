@@ -433,7 +433,7 @@ def test_no_gpu_and_unknown_stages(tmp_path, monkeypatch, capsys):
 
 def test_arguments_of_the_benchmark():
     options = arguments.parse(["gpu", "--settings", "digits:32", "--rounds", "3"])
-    assert [speed.parse_setting(text) for text in options.settings] == [("digits", 32)]
+    assert options.settings == [("digits", 32)]
     assert (options.rounds, options.limit, options.json) == (3, 900, None)
     with pytest.raises(UserError, match="NETWORK:BATCH"):
-        speed.parse_setting("digits")
+        arguments.parse(["gpu", "--settings", "digits"])

@@ -154,6 +154,44 @@ def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
     assert_sums(jobs, [[root for _, root in sums] for sums in (first_sums, second_sums)])
 
 
+def run_different_sums():
+    """Run one sum on three ranks, of which the last has another shape; return the roots."""
+    jobs, trees = [Job(wide(1, 7, 1000)), Job(wide(1, 7, 1001))], trees_of(7, 3, "equal")
+    queues = queues_of(3)
+    sums = [jobs[rank == 2].of_rank(tree) for rank, tree in enumerate(trees)]
+    for _ in range(3):
+        for queue, (host_sum, _) in zip(queues, sums, strict=True):
+            if not queue.is_busy and not host_sum.is_complete:
+                queue.start(host_sum)
+            queue.advance()
+    return jobs[0], [root for _, root in sums]
+
+
+DIFFERENT = (
+    "the ranks sum different values at the same time: ranks 0, 1 1000 float32 values; rank 2 1001 "
+    "float32 values: all ranks must call the same functions in the same order, with values of the "
+    "same shapes"
+)
+
+
+def test_ranks_that_start_different_sums_raise_an_error(monkeypatch):
+    with pytest.raises(dl.Fault) as error:
+        run_different_sums()
+    assert str(error.value) == DIFFERENT
+    plan = host_memory._plan
+
+    def without_identity(*arguments):
+        words = plan(*arguments)
+        words[host_memory.IDENTITY_WORD] = 0
+        return words
+
+    host_memory.plan_of.cache_clear()
+    monkeypatch.setattr(host_memory, "_plan", without_identity)
+    job, roots = run_different_sums()  # negative control: wrong sums, silently
+    host_memory.plan_of.cache_clear()
+    assert not np.isnan(roots[0]).any() and roots[2][:1000].tobytes() != job.expected
+
+
 @pytest.mark.timeout(120)
 def test_ranks_that_run_at_the_same_time():
     """Threads share memory like ranks, and kernels run without Python's lock."""
@@ -354,6 +392,26 @@ def test_a_late_rank_is_waited_for(world):
         assert world.gplus(partial).tobytes() == tree_sum(leaves, 0, 5).tobytes()
 
 
+@pytest.mark.parametrize("width", [7, 100_000])
+def test_ranks_of_a_job_that_sum_different_shapes(world, width):
+    """Every rank raises the same error, and the job can go on in another world."""
+    count, own, other = 5 * LANES, World(timeout=60), World(timeout=60)
+    shape = (width + (world.rank == world.size - 1),)
+    partial = partial_of(share(count, own), leaves_of(count, 1, shape))
+    if world.size == 1:
+        own.gplus(partial)
+    else:
+        last = world.size - 1
+        with pytest.raises(dl.Fault, match=f"rank {last} {width + 1} float32 values: all") as error:
+            own.gplus(partial)
+        assert len(set(world.allgather(str(error.value)))) == 1
+    leaves = leaves_of(count, 1, (width,))
+    total = other.gplus(partial_of(share(count, other), leaves))
+    assert total.tobytes() == tree_sum(leaves, 0, 5).tobytes()
+    own.close()
+    other.close()
+
+
 @dl.op
 def unlearnable(x):
     def vjp(dy):
@@ -368,8 +426,9 @@ def test_memory_of_worlds_that_end(world):
     def count_maps():
         return Path("/proc/self/maps").read_text().count("/dev/shm")
 
-    images = np.random.default_rng(0).integers(0, 200, (40, 1, 12, 12)).astype(np.uint8)
-    store, net = dl.ArrayDatastore(images, np.arange(40) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
+    count = 16 * world.size  # each rank has images, and raises the exception below
+    images = np.random.default_rng(0).integers(0, 200, (count, 1, 12, 12)).astype(np.uint8)
+    store, net = dl.ArrayDatastore(images, np.arange(count) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
     dl.evaluate(net, store)
     before = count_maps()
     for _ in range(3):
@@ -384,11 +443,11 @@ def test_memory_of_worlds_that_end(world):
 
     for _ in range(2):
         other = dl.World()
-        ((pixels, labels),) = dl.MinibatchQueue(store, 40, 0, other, "never").epoch(1)
+        ((pixels, labels),) = dl.MinibatchQueue(store, count, 0, other, "never").epoch(1)
         with pytest.raises(ArithmeticError):
             dl.value_and_grad(loss, reduce=other)(weights, pixels, labels)
         other.close()
         del other
         gc.collect()
-        options = dl.TrainingOptions(epochs=2, batch_size=40, verbose=False, plots="none")
+        options = dl.TrainingOptions(epochs=2, batch_size=count, verbose=False, plots="none")
         dl.train(dl.nn.zoo.digits((1, 12, 12), 3), store, options, world=world)

@@ -139,6 +139,17 @@ def test_refusals():
     text = refusal(queue, shuffle="never")
     assert text == "--sampling balanced and --shuffle never: expected a random order"
     assert refusal(dl.TrainingOptions, sampling="balanced", shuffle="never") == text
+    for options in (
+        {"class_weights": "balanced"},
+        {"class_weights": "balanced", "loss": "crossentropy+dice"},
+        {"loss": dl.CrossEntropy("balanced")},
+        {"loss": "binary-crossentropy", "positive_weights": "balanced"},
+    ):
+        dl.TrainingOptions(**options)
+        text = refusal(dl.TrainingOptions, sampling="balanced", **options)
+        flag = "positive" if "positive_weights" in options else "class"
+        assert text.startswith(f"--sampling balanced and --{flag}-weights balanced: expected at")
+    dl.TrainingOptions(sampling="balanced", class_weights="1,2")
     plain = ArrayDatastore(np.zeros((4, 2, 2), np.uint8))
     for store in (plain, dl.data.combined(numbered(), np.zeros(54))):
         text = refusal(MinibatchQueue, store, 2, sampling="balanced")

@@ -74,5 +74,8 @@ def test_refusals():
         assert "I/K" in refusal(dl.TrainingOptions, fold=text)
     text = refusal(dl.TrainingOptions, fold="1/5", validation_fraction=0.1)
     assert text == "--fold 1/5 and --validation-fraction 0.1: expected at most one of them"
+    options = dl.TrainingOptions(fold="1/3", validation=labelled())
+    text = refusal(validation.held_out, labelled(), options)
+    assert text == "validation= and --fold 1/3: expected at most one of them"
     text = refusal(validation.held_out, labelled((1, 1)), dl.TrainingOptions(fold="1/3"))
     assert text == "--fold 1/3: expected at least 3 training images, found 2"

@@ -289,6 +289,8 @@ def test_a_fraction_of_the_training_set_validates(world):
     training, options = validation.held_out(pictures(90), options)
     assert (len(training), len(options.validation)) == (72, 18)
     assert validation.held_out(training, options) == (training, options)
+    text = refusal(trained, world, validation_fraction=0.2, validation=pictures(18))
+    assert text == "validation= and --validation-fraction 0.2: expected at most one of them"
     options = dl.TrainingOptions(validation_fraction=0.01)
     text = refusal(validation.held_out, pictures(9), options)
     assert "--validation-fraction 0.01: expected training and validation images" in text

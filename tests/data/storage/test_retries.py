@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import http.server
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -63,6 +65,20 @@ class Handler(QuietHandler):
     do_HEAD = do_GET
 
 
+UNFINISHED = """
+import asyncio, atexit, sys, time
+
+atexit.register(lambda: print(len(asyncio.all_tasks(store.fs.loop))))  # it runs last
+
+from mpidl.data.storage import objects
+from mpidl.files import Stamp
+
+store = objects.store_of(sys.argv[1])
+requests = [objects.request(sys.argv[1], Stamp(1 << 20, 0)) for _ in range(200)]
+time.sleep(0.2)
+"""
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.005)
@@ -87,6 +103,14 @@ def test_requests_are_repeated(server):
     server.faults = [503, "drop"] * 3
     assert len(HDF5Datastore(server.url, images="train/images", labels="train/labels")) == 40
     assert not server.faults
+
+
+def test_requests_are_cancelled_when_the_process_ends(server):
+    """Else asyncio may write "Task was destroyed but it is pending!" for each of them."""
+    server.faults = [503] * 1000  # the request is repeated until the process ends
+    command = [sys.executable, "-c", UNFINISHED, server.url]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (process.stdout, process.stderr) == ("0\n", "")
 
 
 def test_an_object_that_is_stored_compressed(server):
