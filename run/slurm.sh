@@ -139,17 +139,39 @@ say "job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_NTASKS:-?} task
     "$SLURM_JOB_NODELIST"
 choose_srun_mpi
 
-# Replace the fields of Slurm's --output in the arguments: %j job, %A array, %a task of the array.
-for word; do
+# Replace the fields of Slurm's --output in the arguments: %j is the job, %A the array, %a the task of
+# the array, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
+fill_fields() { # fill_fields WORD: set word to WORD with the values of its fields
+    local rest=$1 is_url=""
+    word=""
+    case $rest in *://*) is_url=yes ;; esac
+    while [[ $rest == *%* ]]; do
+        word+=${rest%%\%*}
+        rest=${rest#*%}
+        if [ -n "$is_url" ] && [[ $rest == [0-9A-Fa-f][0-9A-Fa-f]* ]]; then
+            word+=%${rest:0:2}
+            rest=${rest:2}
+            continue
+        fi
+        case $rest in
+        [Aa]*)
+            [ -n "${SLURM_ARRAY_JOB_ID:-}" ] ||
+                refuse "$1: expected a job array for %A and %a (sbatch --array=0-3), found none"
+            ;;
+        esac
+        case $rest in
+        j*) word+=$SLURM_JOB_ID ;;
+        A*) word+=$SLURM_ARRAY_JOB_ID ;;
+        a*) word+=$SLURM_ARRAY_TASK_ID ;;
+        %*) word+=% ;;
+        *) word+=%${rest:0:1} ;;
+        esac
+        rest=${rest:1}
+    done
+    word+=$rest
+}
+for argument; do
     shift
-    word=${word//%j/$SLURM_JOB_ID}
-    case $word in
-    *%[Aa]*)
-        [ -n "${SLURM_ARRAY_JOB_ID:-}" ] ||
-            refuse "$word: expected a job array for %A and %a (sbatch --array=0-3), found none"
-        word=${word//%A/$SLURM_ARRAY_JOB_ID}
-        word=${word//%a/$SLURM_ARRAY_TASK_ID}
-        ;;
-    esac
+    fill_fields "$argument"
     set -- "$@" "$word"
 done
