@@ -26,7 +26,7 @@ def short_grace(monkeypatch):
 
 
 def total(group_world):
-    """A task with a collective operation."""
+    """Run a task with a collective operation."""
     return group_world.rank, group_world.gop("sum", 1), dl.World(threads=1).size
 
 

@@ -12,7 +12,7 @@ class Lost(Exception):
 
 
 class Ranks:
-    """A fake world that loses ranks and records the calls of its methods."""
+    """Fake world that loses ranks and records the calls of its methods."""
 
     outlives_ranks = True
 

@@ -25,7 +25,7 @@ def network(function):
 
 
 SMALL = network("small")
-STOPPED = 75  # the exit code after a signal
+STOPPED = 75  # exit code after a signal
 ENDLESS = ["--epochs", 10**6]
 ROOT = str(launcher.ROOT)
 
@@ -151,7 +151,7 @@ def weights_hash(out):
 
 
 def metrics(out):
-    """Return the records of metrics.jsonl, except the records of the ranks' times."""
+    """Return the records of metrics.jsonl, without the records of the ranks' times."""
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if record["kind"] != "ranks"]
 

@@ -213,7 +213,7 @@ def test_the_kernels_under_sanitizers(sanitized):
 
 @pytest.mark.slow("sanitizers")
 def test_the_sanitizers_find_an_overflow(sanitized):
-    """Negative control: copying one float too many is reported."""
+    """Negative control: a copy of one float too many is reported."""
     text = (
         "import numpy as np; from mpidl.backends.cpu import builds;"
         "x = np.zeros(1000, np.float32); builds.kernels().copy(x, x.copy(), {})"

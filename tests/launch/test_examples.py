@@ -92,7 +92,7 @@ def test_custom_op_gives_one_hash(folder):
 
 @pytest.mark.slow("jobs")
 def test_from_a_notebook(folder):
-    """The example starts the ranks itself and gives the weights of the training loop."""
+    """The example must start the ranks itself and give the weights of the training loop."""
     text, loop = run("from_a_notebook.py", None, 2, folder, 2), run("custom_loop.py", 1, folder, 2)
     assert value_of("Weights sha256", text) == value_of("Weights sha256", loop)
     assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)

@@ -70,7 +70,7 @@ def test_an_exception_on_one_rank(program, rank):
 
 @pytest.mark.slow("jobs")
 def test_an_exception_on_all_ranks(program):
-    """If several ranks fail, only one of them prints a traceback."""
+    """If several ranks fail, only one of them must print a traceback."""
     result = ended_in(20, 2, "-c", "import mpidl as dl; dl.World(); 1 / 0")
     assert result.stderr.count("Traceback") == 1
     assert jobs.error_lines(result)[0].startswith("mpidl: rank 0 on host ")

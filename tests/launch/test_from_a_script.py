@@ -338,7 +338,7 @@ def test_the_ranks_end_with_the_program(number, script, mark):
     """If the program is interrupted or killed, its ranks end; the fixture checks for leftovers."""
     with start(None, script(GUARDED), "stay") as job:
         assert job.stdout.readline() == "staying\n"
-        assert len(marked(mark)) >= 3  # the program, and two ranks
+        assert len(marked(mark)) >= 3  # the program and two ranks
         job.send_signal(number)
         _, err = job.communicate()
     assert "KeyboardInterrupt" in err or number == signal.SIGKILL

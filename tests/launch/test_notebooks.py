@@ -50,7 +50,7 @@ class Notebook:
         self.process, self.client.process_message = self.client.process_message, self._process
 
     def run(self, *conditions):
-        """Execute all cells; each condition interrupts the kernel once, in order."""
+        """Execute all cells. Each condition interrupts the kernel once, in order."""
         self.conditions = list(conditions)
         self.client.execute(env=environment())
         assert not self.conditions

@@ -28,7 +28,7 @@ def sources(*names):
 
 
 def distribute(kind, folder, out, env=None):
-    """Build an "sdist" or a "wheel" of the sources in a folder; return its path and the output.
+    """Build an "sdist" or a "wheel" of a folder of sources. Return its path and the output.
 
     This function does in one process what `pip wheel` does in several processes.
     """

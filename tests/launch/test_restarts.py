@@ -89,7 +89,7 @@ def test_a_training_that_dies_each_time(pictures, tmp_path):
     assert last.startswith(
         "mpidl: the training has died 2 time(s) (--restarts 1); the last cause: "
     )
-    assert last.endswith(f"{cause}; {out / 'restarts.log'} has all of them")
+    assert last.endswith(f"{cause}; {out / 'restarts.log'} has all causes")
     lines = log(out)
     assert [cause in line for line in lines] == [True, False, False, True]
     assert lines[2] == "start 2: from the beginning, because there is no checkpoint"

@@ -131,7 +131,7 @@ def test_weak_scaling(pictures, tmp_path):
     [
         ("small", ("--timeline", 5, "--validation-fraction", 0.1, "--validation-patience", 2)),
         ("varied", ("--partial-minibatch", "discard", "--output-network", "best-validation")),
-        ("small", ("--batch-size", 150)),  # an epoch has only one full mini-batch
+        ("small", ("--batch-size", 150)),  # only one full mini-batch per epoch
     ],
 )
 def test_a_prediction(pictures, tmp_path, network, extra):

@@ -90,7 +90,7 @@ def test_no_preview_if_training_refuses_the_options(pairs, tmp_path):
 
 
 def test_prediction_with_another_preprocessing(sizes, tmp_path):
-    """--colour, --cover and --centre-crop replace the model's preprocessing."""
+    """--colour, --cover and --centre-crop must replace the model's preprocessing."""
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(2)], (1, 12, 10), seed=3)
     dl.save_model(tmp_path / "bare.h5", net, ["bright", "dark"])
     net.preprocess = dl.Preprocess(size=(9, 9))

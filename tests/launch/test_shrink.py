@@ -78,7 +78,7 @@ def expected(pictures, tmp_path_factory):
 
 
 def end_rank(job, out, rank, iteration):
-    """Kill a rank once the run has recorded an iteration."""
+    """Kill a rank as soon as the run has recorded `iteration` iterations."""
     path = out / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.read_text().count('"kind": "iteration"') >= iteration)
     os.kill(job.rank_pids()[rank], signal.SIGKILL)

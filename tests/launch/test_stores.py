@@ -58,7 +58,7 @@ def train(ranks, data, out, *options, env, check=0):
 
 
 def write_formats(folder, pictures):
-    """Write the pictures as packed, HDF5 and IDX files; return {name: path}."""
+    """Write the pictures as packed, HDF5 and IDX files, and return {name: path}."""
     images = ImageFolder(pictures)
     pack({"train": images}, folder / "packed.h5")
     pixels = images.read(range(len(images)))

@@ -119,7 +119,7 @@ def test_a_library_by_name(environment, tmp_path):
     ],
 )
 def test_a_library_that_is_none(environment, mpirun, kind):
-    library = _umath_linalg.__file__  # a library that every environment has
+    library = _umath_linalg.__file__  # a non-MPI library that every environment has
     result = link(environment, mpirun, MPI4PY_LIBMPI=library)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
