@@ -262,7 +262,7 @@ def test_a_slower_link_stops_scaling_earlier():
 
 
 def test_the_error_follows_the_noise():
-    """A record must always give the same error. More noise must give a sufficiently larger error."""
+    """A record must always give the same error. More noise must give a larger, sufficient error."""
     errors = []
     for noise in (0.0, 0.2):
         model = Model(record(noise))
