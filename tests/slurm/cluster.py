@@ -245,8 +245,7 @@ class Cluster:
 
 
 class Job:
-    """Submitted job, whose `number` is the job's number or ARRAY_TASK.
-    """
+    """Submitted job, whose `number` is the job's number or ARRAY_TASK."""
 
     def __init__(self, cluster, number, folder):
         self.cluster, self.number, self.folder = cluster, number, folder
