@@ -1,4 +1,4 @@
-"""Parse the arguments of the sub-commands, without MPI and without output except --help."""
+"""Parse the arguments of the sub-commands. Parsing needs no MPI and only --help prints."""
 
 import argparse
 import functools
@@ -13,7 +13,7 @@ from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.options import training_options
 
-# {sub-command, which is also the name of its module: what it measures}
+# {sub-command, usually the name of its module: what it measures}
 BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",
@@ -37,10 +37,10 @@ BENCHMARKS = {
     "large_batch": "the accuracy at several batch sizes, for the same images",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
-ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
+ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also of training
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -49,9 +49,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name. None means those of this process.
+        Words after the program's name. None means the command line of this process.
     quiet : bool
-        Whether --help prints nothing. Only one rank prints it.
+        Whether --help prints nothing. True on all ranks except one.
 
     Returns
     -------
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 
 
 def _add_subject(parser, command):
-    """Add the options for the network and the rounds, then those of one sub-command."""
+    """Add the options for the network and the rounds, then the options of one sub-command."""
     if command == "kernels":
         text = (
             "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
@@ -138,7 +138,7 @@ def _add_subject(parser, command):
         parser.add_options("batchnorm")
     if command == "accuracy":
         _add_counts(
-            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are medians over them")
+            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are their medians")
         )
     if command == "compare":
         _add_compare(parser)
@@ -159,7 +159,7 @@ def _add_s3(parser, command):
         ("threads", 2, "threads of the training step"),
         ("requests", 16, "requests to the store at a time"),
         ("cache-mb", 1000, "size of the node's cache of images"),
-        ("rounds", 5, "number of rounds; results are medians over them"),
+        ("rounds", 5, "number of rounds; results are medians over rounds"),
     )
     parser.text("--workers", "N", "threads that decode (1)", default=[1], type=_counts("--workers"))
     text = "kind of image files: jpeg or png (jpeg)"
@@ -213,7 +213,7 @@ def _add_sweep(parser, command):
         ("ranks", 2, "number of ranks"),
         ("models", 8, "number of models"),
         ("iterations", 71, "mini-batches per model"),
-        ("rounds", 3, "number of rounds; results are medians over them"),
+        ("rounds", 3, "number of rounds; results are medians over rounds"),
     )
 
 
@@ -303,7 +303,7 @@ def _add_transfer(parser, command):
         parser,
         ("epochs", 40, "epochs of each training with the other classes"),
         ("batch-size", 16, "images per mini-batch"),
-        ("seeds", 3, "number of seeds; results are medians over them"),
+        ("seeds", 3, "number of seeds; results are medians over seeds"),
     )
     for flag, default, text in (
         ("--pretraining-epochs", 3, "epochs of the pretraining"),
@@ -361,7 +361,7 @@ def _add_counts(parser, *counts):
 
 
 class Layout(NamedTuple):
-    """Ranks of a side, and threads of each; None stands for --threads."""
+    """Numbers of ranks, and of threads per rank; None stands for --threads."""
 
     ranks: int
     threads: int | None
@@ -413,7 +413,7 @@ def _counts(flag: str) -> Callable[[str], list[int]]:
 
 
 def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:
-    """Return a parser for an option whose value lists some of the candidates."""
+    """Return a parser for an option whose value is a list of candidates."""
     return lambda text: [_one_of(flag, name, candidates) for name in text.split(",")]
 
 
