@@ -64,7 +64,7 @@ class Worker:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.state = mmap.mmap(-1, STATE.size)
         self.problem = None
-        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # first prepares the valid file
+        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # prepares the valid file
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:

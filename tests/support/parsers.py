@@ -35,7 +35,7 @@ from mpidl.training.options import configuration, sweep_file
 class Parser(NamedTuple):
     """Preparation of a parser's input.
 
-    `beginning` is the number of bytes of the valid file before random bytes, or these bytes.
+    `beginning` is the number of bytes of the valid file that stay before random bytes.
     `is_slow` is whether an input takes milliseconds rather than microseconds.
     """
 

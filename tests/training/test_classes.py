@@ -1,4 +1,4 @@
-"""Class names in networks, files and evaluations; wrong arguments.
+"""Test class names in networks, files and evaluations, and wrong arguments.
 
 These tests pass on any number of ranks.
 """
@@ -71,7 +71,7 @@ def test_training_tells_the_network_its_classes(world):
         assert trained(world, small(1), measured(), loss=loss).classes == ()
     assert trained(world, small(1), measured(), loss=squared).classes is None
     assert trained(world, to_pixels(), segmented()).classes is None
-    # names of the images' labels are not names of the pixels' labels
+    # class names of images are not class names of pixels
     assert trained(world, to_pixels(), segmented(labelled(list("abcd")))).classes is None
 
 
@@ -85,7 +85,7 @@ def test_edited_networks_keep_classes_of_unchanged_outputs(world):
 
 
 def test_model_files_store_classes(world, tmp_path):
-    path = tmp_path / "model.h5"  # each rank has its own
+    path = tmp_path / "model.h5"  # each rank has its own file
     net = small()
     for classes in (NAMES, (), None):
         net.classes = classes
@@ -134,7 +134,7 @@ def test_evaluation_refuses_labels_of_other_classes(world):
     for classes in (("square", "circle", "triangle"), ("circle", "triangle"), None):
         with pytest.raises(dl.UserError, match="expected the classes of the network"):
             dl.evaluate(net, labelled(classes, 2), world=world)
-    # one list of classes is the beginning of the other
+    # one list of classes is the start of the other
     two, four = labelled(NAMES[:2], 2), labelled((*NAMES, "star"))
     assert dl.evaluate(net, two, world=world, confusion=True).confusion.classes == NAMES
     assert dl.evaluate(net, four, world=world)[:3] == expected[:3]
@@ -189,7 +189,7 @@ def test_a_regression_network_does_not_classify(world):
     ):
         dl.classify(net, pixels(), world=world)
     assert dl.predict(net, measured(), world=world).shape == (40, 2)
-    net.classes = None  # unknown
+    net.classes = None  # unknown classes
     assert dl.classify(net, pixels(), world=world).shape == (40,)
 
 
@@ -242,7 +242,7 @@ def test_plain_arrays_in_a_custom_loop_are_refused(world):
 
 
 def test_from_images_gives_the_values_of_a_queue(world):
-    """Use both ways that the error about plain arrays suggests."""
+    """The two ways that the error about plain arrays suggests must give the same values."""
     batch = next(dl.MinibatchQueue(labelled(), 40, world=world, shuffle="never").epoch(0))
     share = dl.share(40, world)
     arrays = (pixels() / np.float32(255)).astype(np.float32), np.arange(40) % 3

@@ -1,4 +1,4 @@
-"""Recorded training steps on CPUs: the same bytes as eager ones, or eager steps."""
+"""Test that recorded steps on CPUs have the bytes of eager steps, or stay eager."""
 
 import dataclasses
 import functools
@@ -89,7 +89,7 @@ def results(net, optimizer):
 
 
 def assert_equal(net, solver, world, **arguments):
-    """Assert that eager and replayed steps have the same bytes; return the replayed step."""
+    """Check that eager and replayed steps have the same bytes; return the replayed step."""
     nets = net(), net()
     optimizers = [solver(**net.factors) for net in nets]
     _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
@@ -114,7 +114,7 @@ def test_all_solvers_are_recorded(solver, world):
 
 @pytest.mark.parametrize("transforms", [(Rate,), (functools.partial(Clip, 1.0), Rate)])
 def test_separate_transforms_on_ranks_without_images(transforms, world):
-    """The update must not take the memory of gradients that are the same on all ranks."""
+    """The update must not reuse the memory of gradients that are equal on all ranks."""
 
     def solver(**factors):
         factors.pop("l2_factors")
@@ -140,7 +140,7 @@ def test_networks_of_the_zoo_are_recorded(net, world):
 
 @pytest.fixture
 def stale_samples(monkeypatch):
-    """Let replays drop out the elements of the first mini-batch."""
+    """Make replays drop the elements that the first mini-batch drops."""
     set_samples = cpu_step.StepProgram._set_samples
 
     def set_once(self, batch):
@@ -205,7 +205,7 @@ def decayed(step):
 @pytest.mark.parametrize("iteration", [1, 4, 6])  # before the check, in an epoch, at its end
 @pytest.mark.parametrize("change", [halved, swapped, decayed])
 def test_a_change_on_one_rank_alone(change, iteration, world):
-    """A rank that recorded its step alone would agree alone, and the job would hang."""
+    """If one rank recorded its step alone, it would wait for the others, and the job would hang."""
 
     def change_on_last_rank(step, number):
         if number == iteration and world.rank == world.size - 1:
@@ -249,7 +249,7 @@ def test_trainings_replay_steps(world, monkeypatch):
         ),
     )
     recorded, _ = trained(world)
-    assert len(counts) == 3  # 6 mini-batches: one is recorded, and two are smaller
+    assert len(counts) == 3  # 6 mini-batches: one is recorded, two are smaller
     eager, _ = trained(world, graphs="off")
     assert len(counts) == 3
     assert weights_sha256(recorded) == weights_sha256(eager)
@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
 
 @dataclasses.dataclass
 class Doubled(dl.ReLU):
-    """A layer of a user, whose Python code runs in each step."""
+    """User's layer, whose Python code runs in each step."""
 
     def forward(self, x, context):
         return super().forward(x, context) * 2.0

@@ -1,4 +1,4 @@
-"""Custom hooks and optimizers in `dl.train`, on any number of ranks."""
+"""Test custom hooks and optimizers in `dl.train`, on any number of ranks."""
 
 import os
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 class Recorder:
-    """A hook that records its calls."""
+    """Hook that records its calls."""
 
     def __init__(self):
         self.events, self.losses = [], []
@@ -107,7 +107,7 @@ def test_a_stop_on_one_rank_ends_all_with_a_checkpoint(world, tmp_path):
 
 
 class Averages:
-    """A hook with collective calls that reads the network after every step."""
+    """Hook with collective calls that reads the network after every step."""
 
     def __init__(self):
         self.norms = []
@@ -125,7 +125,7 @@ def test_hooks_may_be_collective(world):
 
 
 class SignSGD:
-    """w <- w - learning_rate * sign(m) with the state m <- 0.9 m + 0.1 g."""
+    """Optimizer: w <- w - learning_rate * sign(m), with the state m <- 0.9 m + 0.1 g."""
 
     def __init__(self, learning_rate):
         self.learning_rate, self.means = learning_rate, {}
@@ -147,7 +147,7 @@ class SignSGD:
 
 
 def test_a_custom_optimizer(world, tmp_path):
-    """A custom optimizer gives the same weights on any ranks and resumes from a checkpoint."""
+    """A custom optimizer must give the same weights on any ranks, and resume."""
     net, _ = train(world, optimizer=SignSGD(0.01))
     single, _ = train(one_rank(), optimizer=SignSGD(0.01))
     assert dl.weights_sha256(net) == dl.weights_sha256(single)
@@ -182,7 +182,7 @@ def test_schedules_start_from_its_learning_rate(world):
     optimizer = SignSGD(0.5)
     train(world, [Rates()], optimizer, PIECEWISE)
     assert rates == pytest.approx([0.5] * 3 + [0.05] * 3, rel=1e-12)
-    assert optimizer.learning_rate == 0.5  # it can train again
+    assert optimizer.learning_rate == 0.5  # the optimizer can train again
 
 
 def test_a_wrong_optimizer_is_refused(world):
@@ -237,7 +237,7 @@ def test_an_optimizer_of_frozen_layers_needs_their_factors(world):
 
 
 class Waits:
-    """A hook that waits for steps in progress and saves a checkpoint."""
+    """Hook that waits for steps in progress and saves a checkpoint."""
 
     def __init__(self):
         self.iterations = []

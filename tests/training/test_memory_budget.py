@@ -1,4 +1,4 @@
-"""Memory for data: the share of --cache-mb for decoded images, and its use in training."""
+"""Test memory for data: the part of --cache-mb for decoded images, and use in training."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ PIXELS = 3 * 32 * 32
 
 
 class Drawn(Datastore):
-    """A datastore that draws images when they are read."""
+    """Datastore that draws images when they are read."""
 
     image_shape, classes = SHAPE, ["a", "b"]
 
@@ -39,7 +39,7 @@ def cache_bytes(hosts="a", count=1000, store=None, device=None, **options):
 
 
 def reserved(**options):
-    """Return the bytes of --cache-mb 10 for mini-batches made ahead and pixels being read."""
+    """Return the bytes of --cache-mb 10 for prepared mini-batches and pixels being read."""
     return 10 * 10**6 - cache_bytes(**options)
 
 
@@ -50,8 +50,8 @@ def test_mini_batches_made_ahead_are_counted_first():
     assert reserved() == 2 * BATCH + READ
     assert reserved(prefetch=5) == 5 * BATCH + READ
     assert reserved(prefetch=0) == reserved(count=64) == reserved(count=64, workers=3) == READ
-    assert reserved(count=65) == BATCH + READ  # an epoch has no more mini-batches
-    assert reserved(batch_size=60) == reserved()  # whole blocks
+    assert reserved(count=65) == BATCH + READ  # the epoch has no more mini-batches
+    assert reserved(batch_size=60) == reserved()  # whole blocks count
     assert reserved(random_crop="16x16") == 2 * 64 * 4 * (3 * 16 * 16 + 1) + READ
     pairs = Drawn(1000, targets_shape=(2, 5))
     assert reserved(store=pairs) == 2 * 64 * 4 * (PIXELS + 10) + READ
@@ -65,14 +65,14 @@ def test_the_ranks_of_a_node_share_mini_batches():
     assert [reserved(hosts="a" * n) for n in (2, 3, 4, 9)] == [bytes_of_node] * 4
     assert reserved(hosts="abcd") == reserved(hosts="ababcdcd", batch_size=128) / 2
     assert reserved(hosts="abcd") == bytes_of_node / 4
-    # of 4 blocks the first rank has 2, the second 1
+    # the first rank has 2 of 4 blocks, the second has 1
     assert reserved(hosts="aab") == 3 / 4 * bytes_of_node
     assert reserved(hosts="ab", worker_load="1,3") == 3 / 4 * bytes_of_node
     assert reserved(hosts="aaa", worker_load="measured") == bytes_of_node
 
 
 def test_pixels_that_threads_read_at_a_time():
-    """A thread reads tasks of a megabyte, a block, or its part of a mini-batch's share."""
+    """A thread reads a megabyte, a block, or its part of a mini-batch's share at a time."""
     big = {"batch_size": 4096, "count": 4096}  # one mini-batch
     assert reserved(**big) == 2 * 22 * 16 * PIXELS
     assert reserved(**big, workers=3) == 3 * 2 * 22 * 16 * PIXELS
@@ -84,14 +84,14 @@ def test_pixels_that_threads_read_at_a_time():
 def test_validation_reads_ahead_too():
     validation = 2 * 128 * 4 * (PIXELS + 1) + 2 * 128 * PIXELS
     assert reserved(validation=Drawn(1000)) == reserved() + validation
-    # at the end of an epoch training has released its mini-batches
+    # training has released its mini-batches at the end of an epoch
     assert reserved(validation=Drawn(1000), validation_frequency=0) == validation
     assert reserved(validation=Drawn(20), validation_frequency=0) == reserved()
     assert reserved(validation=Drawn(20)) == reserved() + 2 * 32 * PIXELS
 
 
 def peak_memory(world, monkeypatch, **options):
-    """Train; return the peak of all ranks' mini-batches and the bytes of cached images."""
+    """Train, and return the peak bytes of all ranks' mini-batches and of cached images."""
     opened, peaks, caches = [], [0], []
 
     class Arena(arenas.Arena):
@@ -124,7 +124,7 @@ def peak_memory(world, monkeypatch, **options):
     return int(world.gop("sum", max(peaks))), cached
 
 
-LANES = 64 * 4 * PIXELS  # of a mini-batch; its labels are too small for an arena
+LANES = 64 * 4 * PIXELS  # bytes of a mini-batch; labels are too small for an arena
 
 
 @pytest.mark.slow_on_ranks
@@ -140,7 +140,7 @@ def test_training_stays_within_the_budget(world, monkeypatch, prefetch, workers)
 def test_training_with_validation_stays_within_the_budget(world, monkeypatch):
     options = {"cache_mb": 8, "validation": Drawn(600), "validation_frequency": 5}
     peak, cached = peak_memory(world, monkeypatch, **options)
-    assert LANES < peak <= (2 + 2 * 3) * LANES  # a mini-batch of validation is twice as large
+    assert LANES < peak <= (2 + 2 * 3) * LANES  # a validation mini-batch is twice as large
     assert cached and peak - 2 * LANES + cached + 3 * READ <= 8 * 10**6
 
 

@@ -1,4 +1,4 @@
-"""The history of `dl.train`, with and without files, on any number of ranks."""
+"""Test the history of `dl.train`, with and without files, on any number of ranks."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def assert_same(first, second):
 
 
 def test_every_rank_has_the_history_without_files(world):
-    """The hooks' own numbers are the oracle."""
+    """Compare with the numbers that hooks receive."""
     losses, lengths = [], []
 
     class Records:

@@ -1,4 +1,4 @@
-"""Learning rates: schedules and warm-ups against their formulas in float64."""
+"""Compare schedules and warm-ups of learning rates with their formulas in float64."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_a_constant_rate_and_its_scale():
 
 
 def test_linear_scaling_warms_up_from_the_unscaled_rate():
-    """The gradual warm-up of Goyal et al., 2017: 5 epochs from the rate to k times the rate."""
+    """Compare with Goyal et al., 2017: 5 epochs of warm-up from the rate to k times the rate."""
     scaled = {"learning_rate": 0.1, "batch_size": 512, "linear_scaling": 128, "epochs": 8}
     schedule = rates(32, **scaled)
     assert schedule[:20] == pytest.approx([0.1 + 0.3 * i / 20 for i in range(20)], rel=1e-14)

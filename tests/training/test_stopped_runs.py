@@ -1,4 +1,4 @@
-"""Runs that a stop file ends, and status.json, on any number of ranks."""
+"""Test runs that a stop file ends, and status.json, on any number of ranks."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.report import status, stop_file
 
 pytestmark = pytest.mark.usefixtures("without_plots")
-PER_EPOCH = 3  # iterations
+PER_EPOCH = 3  # iterations per epoch
 SLOW_ON_RANKS = pytest.mark.slow_on_ranks
 
 
@@ -22,12 +22,12 @@ def looks_always(monkeypatch):
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     return Path(world.broadcast(str(tmp_path)))
 
 
 class Request:
-    """A hook that writes a stop file after an iteration, or at the end of an epoch."""
+    """Hook that writes a stop file after an iteration, or at the end of an epoch."""
 
     def __init__(self, folder, moment, iteration=None, epoch=None):
         self.folder, self.moment = folder, moment
@@ -91,10 +91,10 @@ def validations(world, out):
     [(stop_file.NOW, []), pytest.param(stop_file.EPOCH, [2], marks=SLOW_ON_RANKS)],
 )
 def test_a_request_during_the_validation_of_an_epoch(world, folder, moment, complete):
-    """As after a signal, the resumed run repeats the validation that was interrupted."""
+    """The resumed run must repeat the interrupted validation, like after a signal."""
     out, options = folder / "run", {"validation_fraction": 0.2, "validation_frequency": 0}
     _, result = train(world, out, [Request(out, moment, 2)], epochs=2, **options)
-    # 80 images are two mini-batches, so this is the end of the epoch
+    # 80 images give two mini-batches, so this is the end of the epoch
     assert (result.stopped, result.iterations) == ("stop file", 2)
     assert validations(world, out) == complete
     sha256, _ = train(world, out, resume=str(out), epochs=2, **options)
@@ -103,7 +103,7 @@ def test_a_request_during_the_validation_of_an_epoch(world, folder, moment, comp
 
 
 class RequestAtTheEnd:
-    """A hook that writes a stop file after the last mini-batch of the training."""
+    """Hook that writes a stop file after the last mini-batch of the training."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -128,7 +128,7 @@ def test_a_request_during_the_statistics(world, folder, statistics, reason):
 
 
 class RequestAtFirstRead(Datastore):
-    """A set that writes a stop file when rank 0 first reads it, for the normalization."""
+    """Datastore that writes a stop file at the first read of rank 0, for the normalization."""
 
     def __init__(self, store, folder, world):
         self.store, self.folder, self.is_due = store, folder, world.rank == 0
@@ -179,7 +179,7 @@ def test_a_request_to_an_earlier_job_is_dropped(world, folder):
 
 @pytest.mark.slow_on_ranks
 def test_without_a_look_the_file_has_no_effect(world, folder, monkeypatch):
-    """The negative control of the tests above."""
+    """Negative control of the tests above."""
     monkeypatch.setattr(stop_file, "read", lambda folder: None)
     out = folder / "run"
     _, result = train(world, out, [Request(out, stop_file.NOW, 2)])

@@ -1,4 +1,4 @@
-"""Options of a training run: rates, stops, statistics, worker loads and partitions."""
+"""Test options of a training run: rates, stops, statistics, worker loads, partitions."""
 
 import dataclasses
 import io
@@ -100,7 +100,7 @@ def test_the_speed_leaves_out_validations_and_checkpoints(world, tmp_path, monke
 
 
 class Vanishing(Derived):
-    """A dataset whose last image vanishes after some reads of it on this rank."""
+    """Dataset whose last image vanishes after some reads on this rank."""
 
     reads_left = 1
 
@@ -113,7 +113,7 @@ class Vanishing(Derived):
 
 
 def test_an_image_that_vanishes_costs_no_iteration(world, tmp_path):
-    """The checkpoint holds all iterations before it, and the resumed run ends as usual."""
+    """The checkpoint must have all earlier iterations, and the resumed run must end as usual."""
     out = world.broadcast(str(tmp_path))
     options = dl.TrainingOptions(epochs=3, batch_size=20, cache_mb=0, prefetch=1, shuffle="never")
     store = Vanishing(pictures(100))
@@ -141,7 +141,7 @@ def test_an_image_that_is_missing_at_the_start_leaves_no_checkpoint(world, tmp_p
 
 
 def test_a_discarded_mini_batch_shortens_the_epoch(world):
-    """With shuffle="never", the run is that of the images in full mini-batches."""
+    """With shuffle="never", the run must equal a run on the images of the full mini-batches."""
     options = {"shuffle": "never", "batchnorm_statistics": "moving"}
     net, result = trained(world, partial_minibatch="discard", **options)
     assert (result.epochs, result.iterations) == (2, 4)  # 100 images in mini-batches of 40
@@ -197,7 +197,7 @@ def test_one_rank_may_stop_the_run(world, tmp_path):
 
 @pytest.mark.parametrize("state", ["iteration", "epoch"])
 def test_a_stop_after_the_last_iteration_changes_nothing(world, state):
-    """The run ends as without a stop, with the population's statistics."""
+    """The run must end like without a stop, with the population's statistics."""
 
     def stop(info):
         return info.state == state and info.iteration == 6
@@ -261,7 +261,7 @@ def test_a_network_keeps_the_preprocessing_of_its_images(world):
     for train_set in (store, store.split(0.5)[0]):
         net, _ = trained(world, store=train_set, epochs=1)
         assert net.preprocess == preprocess
-    trained(world, net=net, epochs=1)  # on images without preprocessing
+    trained(world, net=net, epochs=1)  # train on images without preprocessing
     assert net.preprocess == preprocess
 
 
@@ -269,7 +269,7 @@ def test_a_network_keeps_the_preprocessing_of_its_images(world):
 
 
 def test_population_statistics(world):
-    """The statistics cover the convolution's outputs for all images."""
+    """The statistics must cover the convolution's outputs for all images."""
     store = pictures(100)
     moving, _ = trained(world, batchnorm_statistics="moving")
     net, _ = trained(world)
@@ -324,7 +324,7 @@ def test_wrong_loads_are_refused(world):
 
 
 class FakeWorld:
-    """A world with several ranks of given speeds."""
+    """World with several ranks of given speeds."""
 
     def __init__(self, speeds, rank):
         self.speeds, self.rank, self.size = speeds, rank, len(speeds)
@@ -341,7 +341,7 @@ def test_measured_loads_leave_out_the_time_of_waits():
     balancer = LoadBalancer(world)
     balancer.start(10.0)
     world.wait_seconds += 3.0
-    balancer.stop(15.0, 4)  # 4 blocks in 2 seconds without the wait
+    balancer.stop(15.0, 4)  # 4 blocks in 2 seconds, without the wait
     assert balancer.load() == (1000, 583, 500, 250)
     world.speeds = [0.0] * 4
     assert balancer.load() is None

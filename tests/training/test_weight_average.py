@@ -1,4 +1,4 @@
-"""Averages of the weights: their numbers, and the networks that have them as weights."""
+"""Test averages of the weights, and the networks that use them as weights."""
 
 import copy
 
@@ -15,7 +15,7 @@ from mpidl.training.weight_average import WeightAverage
 
 
 class Weights:
-    """A hook that copies the learnables after each iteration."""
+    """Hook that copies the learnables after each iteration."""
 
     def __init__(self):
         self.tables = []
@@ -85,7 +85,7 @@ def test_shares_of_the_weights():
 
 
 def expected_ema(weights, decay):
-    """Return the moving averages of a list of tables after each of them, in float64."""
+    """Return the moving averages after each table of a list, in float64."""
     average = {name: a.astype(np.float64) for name, a in weights[0].items()}
     averages = [average]
     for table in weights[1:]:
@@ -96,7 +96,7 @@ def expected_ema(weights, decay):
 
 @pytest.mark.slow_on_ranks
 def test_the_average_is_validated_and_becomes_the_network(world):
-    """Batch-norm statistics of the training set belong to the averaged weights."""
+    """The training set's batch normalization statistics must fit the averaged weights."""
     snapshots, raw, test_set = Weights(), Weights(), pictures(30, "others")
     settings = {"average": "ema", "average_decay": 0.8, "learning_rate": 0.1}
     net, result = train(world, hooks=[snapshots], validation=test_set, **settings)
@@ -166,7 +166,7 @@ def test_frozen_learnables_keep_their_bytes(world):
 
 
 def test_an_optimizer_of_the_user(world):
-    """An optimizer of mpidl keeps the average, and drops it in the next run; test_set cannot."""
+    """mpidl's optimizers must keep the average, and drop it in the next run; others are refused."""
     sgdm = dl.SGDM(0.1)
     averaged, _ = train(world, optimizer=sgdm, average="ema", average_decay=0.5)
     assert set(sgdm.averages) == set(averaged.parameters)
@@ -203,7 +203,7 @@ def test_more_epochs_would_move_the_start_of_swa(world, tmp_path, without_plots)
 
 
 def test_trained_alone_and_with_an_average(world):
-    """The average changes no step, so the loss is that of a run without one."""
+    """The average must change no step, so the loss must equal a run's without an average."""
     _, plain = trained(world)
     _, averaged = trained(world, average="ema")
     assert plain.loss == averaged.loss

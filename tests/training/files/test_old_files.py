@@ -1,8 +1,8 @@
-"""Files of an earlier mpidl load, predict and resume with the same bytes.
+"""Test that files of an earlier mpidl load, predict and resume with the same bytes.
 
-tests/fixtures has the model of each run of 12 iterations and the checkpoint of one that stopped
-after 5. The mpidl that wrote them, before modules and classes were renamed, also computed
-`expected.json`.
+tests/fixtures has, for each run of 12 iterations, the model and a checkpoint of a run that stopped
+after 5 iterations. The files were written before modules and classes were renamed, by an mpidl that
+also computed `expected.json`.
 """
 
 import hashlib

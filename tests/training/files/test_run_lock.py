@@ -1,4 +1,4 @@
-"""Trainings in one folder: only one at a time, and a run that loses its lock stops."""
+"""Test that only one training runs in a folder, and that a run without its lock stops."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     return Path(world.broadcast(str(tmp_path)))
 
 
@@ -39,7 +39,7 @@ def train(world, out, hooks=(), **arguments):
 
 
 def content(world, folder):
-    """Return {name: bytes} of a folder, the same on all ranks."""
+    """Return {name: bytes} of a folder on all ranks."""
     world.barrier()
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     world.barrier()
@@ -52,7 +52,7 @@ def holder(**values):
 
 @contextlib.contextmanager
 def lock_of(world, folder, **values):
-    """Let a process hold the lock of a folder in the block, on rank 0."""
+    """Hold the lock of a folder in a process of rank 0 during the block."""
     lock = LockFile(folder, holder(**values))
     if world.rank == 0:
         folder.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def lock_of(world, folder, **values):
 
 
 def test_a_second_training_is_refused(world, folder):
-    """It is refused before it reads the other run, which it would otherwise advise to resume."""
+    """The refusal must come before the training reads the run and advises to resume it."""
     out = folder / "run"
     expected = train(world, out)
     with lock_of(world, out, host="n1", job="7 of cluster blue"):
@@ -93,7 +93,7 @@ def test_a_folder_that_is_resumed_is_locked(world, folder):
 
 
 def test_a_run_resumes_another_one_that_is_in_use(world, folder):
-    """It only reads the folder of that run."""
+    """The resuming run only reads the other run's folder."""
     first, second = folder / "first", folder / "second"
     expected = train(world, first)
     with lock_of(world, first):
@@ -101,7 +101,7 @@ def test_a_run_resumes_another_one_that_is_in_use(world, folder):
 
 
 class AtIteration:
-    """A hook that calls a function on rank 0 after an iteration."""
+    """Hook that calls a function on rank 0 after an iteration."""
 
     def __init__(self, iteration, function):
         self.due_iteration, self.function = iteration, function
@@ -134,7 +134,7 @@ def test_the_lock_goes_at_every_end(world, folder, end):
 
 
 def replaced(out):
-    """Replace the lock by that of another process, as that process does."""
+    """Replace the lock by another process's lock, like the other process would."""
     part = out / "part"
     part.write_bytes(holder(host="n2").content())
     os.replace(part, out / NAME)
@@ -152,7 +152,7 @@ def removed(out):
     ],
 )
 def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause):
-    """Neither a checkpoint, nor buffered records, nor the error in status.json."""
+    """The run must not write a checkpoint, buffered records, or the error in status.json."""
     out, snapshot = folder / "run", {}
 
     def lose_lock(trainer):
@@ -172,7 +172,7 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause)
 
 
 def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
-    """A thread looks at the lock, and ends the run as a signal does."""
+    """A thread must check the lock, and end the run like a signal."""
     iterations = []
 
     class Wait:
@@ -190,7 +190,7 @@ def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
 
 
 def test_a_lock_with_the_same_content_is_not_lost(world, folder):
-    """The negative control: a replaced file alone ends no run."""
+    """Negative control: a replaced file with the same content ends no run."""
 
     def rewrite(trainer):
         path = folder / NAME
@@ -255,7 +255,7 @@ def test_the_next_rank_0_takes_over_the_lock_of_a_lost_one(world, folder, monkey
         lock.take_over()
         file, token = lock._file, lock._token
         assert token == world.broadcast(machine.token)  # rank 0 is still there
-        lock._file = None  # as on a rank that has never held the lock
+        lock._file = None  # like on a rank that has never held the lock
         lock._thread = run_lock.threading.Thread(target=lock._renew, daemon=True)
         lock.take_over()
         assert lock._token != token and (world.rank or lock._file.attempt is not None)

@@ -1,4 +1,4 @@
-"""Transforms of gradients: alone, in chains without a kernel, and in chains with one."""
+"""Test transforms of gradients alone, and in chains with and without a kernel."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def stepped(optimizer, count=5, dtype=np.float32):
 
 
 class Nothing(Transform):
-    """A transform that prevents a kernel from computing the steps of a chain."""
+    """Transform that prevents a kernel from computing the steps of a chain."""
 
     counts_steps = False
 
@@ -92,7 +92,7 @@ def test_trust_ratios_are_those_of_the_norms():
         np.testing.assert_allclose(lars(weights, gradients)[name], scaled, rtol=1e-6)
         np.testing.assert_allclose(lamb(weights, gradients)[name], g * ratio, rtol=1e-6)
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}
-    for transform in (lars, lamb):  # weights or gradients without a norm
+    for transform in (lars, lamb):  # weights or gradients with norm 0
         assert all(np.array_equal(a, gradients[n]) for n, a in transform(zeros, gradients).items())
         assert all(not a.any() for a in transform(weights, zeros).values())
 
@@ -114,7 +114,7 @@ def test_a_chain_takes_the_steps_of_its_kernel(pair, dtype):
 
 @pytest.mark.parametrize("momentum", [Momentum, NesterovMomentum])
 def test_momentum_before_the_rate_is_the_form_of_pytorch(momentum):
-    """w <- w - rate * v, v <- 0.9 v + g; also when the rate changes."""
+    """Steps must be w <- w - rate * v, v <- 0.9 v + g, even if the rate changes."""
     nesterov = momentum is NesterovMomentum
     weights, velocity = arrays(0, np.float64), dict.fromkeys(SHAPES, 0.0)
     for step in range(5):
@@ -127,7 +127,7 @@ def test_momentum_before_the_rate_is_the_form_of_pytorch(momentum):
 
 
 def test_a_decay_after_the_moments_is_decoupled():
-    """As in AdamW, the decay is added to the direction, not to the gradient."""
+    """The decay must be added to the direction, like in AdamW, and not to the gradient."""
     chain = Optimizer(0.1, AdamMoments(), WeightDecay(0.01), Rate())
     plain = Optimizer(0.1, AdamMoments(), Rate())
     weights, gradients = arrays(0), arrays(1)
@@ -153,7 +153,7 @@ def test_epsilon_is_added_before_or_after_the_correction():
 
 
 def test_a_chain_may_have_a_penalty_and_a_decoupled_decay():
-    """With and without a kernel, the penalty is added to the gradient, the decay to the step."""
+    """With or without a kernel, the gradient must include the penalty, the step the decay."""
     tail = CorrectedAdamMoments(), WeightDecay(0.3), Rate()
     fused = stepped(Optimizer(0.1, WeightDecay(0.2), *tail))
     chain = stepped(Optimizer(0.1, WeightDecay(0.2), tail[0], Nothing(), *tail[1:]))
@@ -185,7 +185,7 @@ def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
 
 
 class Scale(Transform):
-    """A transform with a number whose name another transform may also use."""
+    """Transform with a number whose name another transform may also use."""
 
     def __init__(self, factor):
         self.factor = factor

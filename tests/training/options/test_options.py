@@ -1,4 +1,4 @@
-"""Options: values, sources, the command line, output folders, changes at a resume."""
+"""Test options: values, sources, command line, output folders, changes at a resumption."""
 
 import os
 import pickle
@@ -13,14 +13,14 @@ from mpidl.training.options import configuration, training_options
 from mpidl.training.options.configuration import resolve
 from mpidl.training.options.training_options import TrainingOptions
 
-# the expected values that errors name for options with string values
+# expected values that errors name
 FACTORS = "a range of factors such as 0.9,1.1"
 GPUS = "GPU indices such as 0,2"
 SIZE = "HEIGHTxWIDTH such as 224x192, or 224"
 
 
 def refused(call, *args, **keywords):
-    """Return the one line of the UserError that the call raises."""
+    """Return the single line of the UserError that the call raises."""
     with pytest.raises(UserError) as error:
         call(*args, **keywords)
     assert "\n" not in str(error.value)
@@ -160,7 +160,7 @@ def test_a_batch_size_for_each_rank():
 
 
 def test_a_batch_size_and_one_for_each_rank(tmp_path):
-    """A batch size per rank replaces the batch size of a config file; other pairs are refused."""
+    """A batch size per rank may replace only the batch size of a config file."""
     config, both = tmp_path / "size.toml", {"batch_per_rank": 8, "batch_size": 64}
     config.write_text("batch_size = 32\n")
     assert resolve({"batch_per_rank": 8}, config=config).options.batch_per_rank == 8
@@ -229,7 +229,7 @@ def test_a_missing_config_file_is_refused(tmp_path):
 
 
 def resumable(**changes):
-    """Return the facts of a run of 10 epochs, with these options changed."""
+    """Return the facts of a run of 10 epochs with some options changed."""
     return {
         "options": {**TrainingOptions(epochs=10).as_dict(), **changes},
         "network": [{"type": "Conv2D", "name": "conv1", "filters": 20, "size": [5, 5]}],
@@ -426,7 +426,7 @@ def test_an_output_folder_with_a_run_is_refused(tmp_path, monkeypatch):
         text = refused(start.check_output_folder, {"out": "run"})
         assert text.startswith("--out run: it contains a run, whose checkpoint cannot be loaded: ")
         assert text.endswith(": --resume run continues it, --overwrite replaces it")
-        # another path of the same folder
+        # another path to the same folder
         start.check_output_folder({"out": "run", "resume": f"{tmp_path}/run"})
         start.check_output_folder({"out": "run", "overwrite": True})
         other = {"out": "run", "resume": str(tmp_path)}

@@ -1,6 +1,6 @@
-"""docs/options.md lists every option as it is declared.
+"""Test that docs/options.md lists every option as declared.
 
-`python tests/training/options/test_options_page.py` rewrites its tables.
+`python tests/training/options/test_options_page.py` rewrites the page's tables.
 """
 
 import inspect
@@ -42,7 +42,7 @@ def test_the_page_has_every_option_as_it_is_defined():
     expected = tables()
     assert list(written) == list(expected)
     for part, text in expected.items():
-        assert written[part] == text, f"python {Path(__file__).name} writes the tables anew"
+        assert written[part] == text, f"python {Path(__file__).name} rewrites the tables"
 
 
 def test_help_texts_are_phrases_that_end_without_a_full_stop():
@@ -79,7 +79,7 @@ def test_annotations_have_the_choices_and_defaults_of_the_rules():
 
 
 def test_every_row_of_matlabs_options_has_a_name():
-    """All options of MATLAB's table "trainNetwork and trainingOptions" have a counterpart."""
+    """All options of MATLAB's table "trainNetwork and trainingOptions" must have counterparts."""
     from mpidl.training.options.training_options import OPTIONS
 
     names = " ".join(declared.metadata["matlab"] for declared in OPTIONS.values())
