@@ -1,4 +1,4 @@
-"""Test dl.sweep: ordered results on all ranks, failures, and weights with any groups."""
+"""Test `dl.sweep`: the order of results, failures, stops, and weights that match single runs."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def short_grace(monkeypatch):
 
 
 def train(trial, world):
-    """Train with the options of a trial, and return the hash of the weights."""
+    """Train with the options of a trial; return the hash of the weights."""
     net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)], (1, 8, 8))
     store = dl.ArrayDatastore(PIXELS, np.arange(90) % 3)
     options = dl.TrainingOptions(epochs=1, batch_size=33, verbose="off", **trial)
@@ -67,7 +67,7 @@ def test_no_trials_and_a_wrong_number_of_ranks(world):
 
 
 def test_a_signal_to_one_rank_stops_all_groups(world, tmp_path):
-    """Trainings in progress must end in all groups, and no other training must start."""
+    """Training in progress ends in all groups, and no other trial starts."""
     store = dl.ArrayDatastore(PIXELS, np.arange(90) % 3)
 
     def function(trial, group_world):
@@ -86,7 +86,7 @@ def test_a_signal_to_one_rank_stops_all_groups(world, tmp_path):
 
 
 class signal_after:
-    """Hook that sends the signal USR1 to this process after some iterations."""
+    """A hook that sends USR1 to this process after a number of iterations."""
 
     def __init__(self, iterations):
         self.iterations = iterations
@@ -98,7 +98,7 @@ class signal_after:
 
 
 def test_a_request_to_stop_without_the_folder_of_claims(tmp_path, monkeypatch):
-    """The thread must go on; the rank itself detects that the folder is missing."""
+    """If the folder is missing, the thread that passes on stop requests raises no exception."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
     monkeypatch.setattr(sweep, "STOP_SECONDS", 0.01)

@@ -1,4 +1,4 @@
-"""Test the description of a run's files by `mpidl.verify RUN`."""
+"""Test the check of a run's files, as in `mpidl.verify RUN`."""
 
 import re
 
@@ -69,7 +69,7 @@ def test_damaged_files(run, name, code, capsys):
 
 
 def test_missing_files(run, tmp_path):
-    (run / "checkpoint.h5").unlink()  # like an end between the two renames of a save
+    (run / "checkpoint.h5").unlink()  # as if the process ended between the two renames of a save
     files = generations.generations(run)
     assert files[0].problem == "it is missing" and not generations.are_newest_complete(files)
     (run / "checkpoint-previous.h5").unlink()
@@ -84,7 +84,10 @@ def test_missing_files(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["digits", "resnet"])
 def test_the_arrays_of_a_file_are_in_the_order_of_the_network(name, tmp_path):
-    """The hash of a file's arrays must equal the network's, without any layer classes."""
+    """The hash of a file's arrays equals the hash of the network's weights.
+
+    Computing the hash of a file needs no layer classes.
+    """
     net = zoo.NETWORKS[name]((3, 32, 32), 10, seed=1)
     net.state = {key: np.full_like(a, i) for i, (key, a) in enumerate(net.state.items())}
     save(tmp_path, net, iteration=1, epoch=1, batch=1)
