@@ -21,6 +21,7 @@ from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
 from mpidl.losses import CrossEntropy
 from mpidl.nn import Network
+from mpidl.training import whitening
 from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
 
@@ -189,6 +190,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network expects, found {store.image_shape}"
         )
+    whitening.layers_to_whiten(net)  # raises UserError
     loss = options.loss_with_options()
     class_metrics.requested(options.metrics, loss, net)
     _check_mixing(options, loss, datastore)
@@ -214,7 +216,8 @@ def prepare(
     ----------
     net : Network
         The network. The function sets its crop, preprocessing and classes. It also sets the
-        normalization unless the network already has one.
+        normalization unless the network already has one, and the filters of whitening layers that
+        still have their initial weights.
     datastore : Datastore
         The training set.
     options : TrainingOptions
@@ -222,8 +225,9 @@ def prepare(
     world : World
         The ranks of the run.
     checkpoint_tables : dict, optional
-        Tables of a checkpoint that contain the statistics of the normalization. By default the
-        statistics are computed from `datastore`.
+        Tables of a checkpoint that contain the statistics of the normalization. The network then
+        has the checkpoint's learnables already. By default the statistics and the filters are
+        computed from `datastore`.
     bad_images : BadImages, optional
         Receives the images that cannot be read. The queue and the statistics skip these images. By
         default an unreadable image is an error.
@@ -234,20 +238,27 @@ def prepare(
         Keyword arguments of the `MinibatchQueue` for training.
     """
     augmenter = augmenter_of(options)
+    is_new = checkpoint_tables is None
+    needs_filters = is_new and bool(whitening.layers_to_whiten(net))
+    needs_statistics = is_new and net.normalization is None
+    if needs_statistics:
+        needs_statistics = normalize.needs_statistics(options.normalization, datastore)
+    images = datastore
+    if bad_images is not None and (needs_filters or needs_statistics):
+        bad_images.search(datastore, world)
+        images = bad_images.usable(datastore)
     if checkpoint_tables is not None:
         arrays, channels = checkpoint_tables.get("normalization", {}), datastore.image_shape[0]
         normalization = normalize.read(options.normalization, arrays, channels)
     elif net.normalization is not None:  # of a trained network; `check` has compared its name
         normalization = net.normalization
     else:
-        images = datastore
-        if bad_images is not None and normalize.needs_statistics(options.normalization, datastore):
-            bad_images.search(datastore, world)
-            images = bad_images.usable(datastore)
         normalization = normalize.normalization(options.normalization, images, world)
     normalization = normalization.window(image_shape(options, datastore.image_shape)[1:])
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.window
+    if needs_filters:
+        whitening.whiten(net, images, world)
     net.preprocess = datastore.preprocess or net.preprocess
     loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)

@@ -402,20 +402,20 @@ def test_a_late_rank_is_waited_for(world):
 @pytest.mark.parametrize("width", [7, 100_000])
 def test_ranks_of_a_job_that_sum_different_shapes(world, width):
     """Every rank raises the same error, and the ranks can continue in another world."""
-    count, own, other = 5 * LANES, World(timeout=60), World(timeout=60)
+    count, ranks, other = 5 * LANES, World(timeout=60), World(timeout=60)
     shape = (width + (world.rank == world.size - 1),)
-    partial = partial_of(share(count, own), leaves_of(count, 1, shape))
+    partial = partial_of(share(count, ranks), leaves_of(count, 1, shape))
     if world.size == 1:
-        own.gplus(partial)
+        ranks.gplus(partial)
     else:
         last = world.size - 1
         with pytest.raises(dl.Fault, match=f"rank {last} {width + 1} float32 values: all") as error:
-            own.gplus(partial)
+            ranks.gplus(partial)
         assert len(set(world.allgather(str(error.value)))) == 1
     leaves = leaves_of(count, 1, (width,))
     total = other.gplus(partial_of(share(count, other), leaves))
     assert total.tobytes() == tree_sum(leaves, 0, 5).tobytes()
-    own.close()
+    ranks.close()
     other.close()
 
 

@@ -213,3 +213,16 @@ def test_trained_alone_and_with_an_average(world):
     _, plain = trained(world)
     _, averaged = trained(world, average="ema")
     assert plain.loss == averaged.loss
+
+
+def test_a_second_training_starts_its_average_anew(world):
+    """An optimizer that has kept an average, even of NaN, gives the bytes of one that has not."""
+    used, fresh = dl.SGDM(0.05, momentum=0), dl.SGDM(0.05, momentum=0)
+    for kind in ("ema", "swa"):
+        train(world, optimizer=used, average=kind)
+        for array in used.averages.values():
+            array[...] = np.nan
+        expected, _ = train(world, optimizer=fresh, average=kind, average_start=2)
+        fresh.keep_average(False)
+        net, _ = train(world, optimizer=used, average=kind, average_start=2)
+        assert weights_sha256(net) == weights_sha256(expected)

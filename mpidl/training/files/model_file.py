@@ -23,6 +23,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from mpidl import losses
+from mpidl.comm.failure import launched_ranks
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
@@ -101,7 +102,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
     """
     try:
         status = os.stat(path)
-        problem = hdf5_probe.problem_of(path, (status.st_ino, stamp(status)))
+        several = launched_ranks() is not None
+        version = status.st_ino, *stamp(status)
+        problem = hdf5_probe.problem_of(path, version, is_shared=several)
         if problem is not None:
             raise Torn(f"it cannot be read: {problem}")
         import h5py

@@ -98,10 +98,10 @@ class Optimizer:
         return self.apply(parameters, gradients, self.advance())
 
     def keep_average(self, is_kept: bool = True) -> None:
-        """Start to keep an average of the parameters, or discard the average.
+        """Start a new average of the parameters, or discard the average.
 
-        The average starts as zeros, and `average_share` starts as 0. The caller must set
-        `average_share` to 1 in the first step that the average includes.
+        An earlier average is discarded. The new one starts as zeros, and `average_share` starts as
+        0. The caller must set `average_share` to 1 in the first step that the average includes.
 
         Parameters
         ----------
@@ -109,7 +109,7 @@ class Optimizer:
             Whether to keep an average from now on.
         """
         if is_kept:
-            self.state_arrays.setdefault(AVERAGE, {})
+            self.state_arrays[AVERAGE] = {}
         else:
             self.state_arrays.pop(AVERAGE, None)
         self.average_share = 0.0 if is_kept else None

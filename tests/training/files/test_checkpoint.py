@@ -351,7 +351,7 @@ def test_files_that_hdf5_never_finishes_reading(model, tmp_path, monkeypatch):
     assert_tables(checkpoint.load(tmp_path, lines.append)[0], 1)
     assert "the HDF5 library did not finish" in lines[0] and lines[0].endswith(checkpoint.PREVIOUS)
     # Negative control: without the helper process, reading the file never returns.
-    monkeypatch.setattr(hdf5_probe, "problem_of", lambda path, stamp: None)
+    monkeypatch.setattr(hdf5_probe, "problem_of", lambda *_, **__: None)
     child = os.fork()
     if not child:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.5)
