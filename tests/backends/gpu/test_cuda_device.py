@@ -362,7 +362,7 @@ REFUSED = {
     "waiting for the device": lambda device: device.synchronize(),
     "waiting for a mark": lambda device: device.wait(None),
     "waiting for a copy": lambda device: device.after(None),
-    "marking what was launched": lambda device: device.mark(),
+    "marking the launches so far": lambda device: device.mark(),
     "capturing within a capture": lambda device: device.capture(lambda: None),
     "loading made_up.cu": lambda device: device.load(types.SimpleNamespace(family="made_up")),
     "allocating 5 bytes of CuPy's memory pool": lambda d: d._hook.malloc_preprocess(size=5),
