@@ -15,7 +15,7 @@ __all__ = ["dense", "flatten"]
 
 @op(blocks=True)
 def flatten(x: Blocked) -> WithVjp[Blocked]:
-    """Reshape (N, C, H, W) to (N, C*H*W); features are in the order C, H, W.
+    """Reshape images (N, C, H, W) to features (N, C*H*W), in the order C, H, W.
 
     Parameters
     ----------
