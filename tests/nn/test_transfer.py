@@ -108,7 +108,7 @@ def test_frozen_layers():
     assert [layer.name for layer in second.layers if not layer.trainable] == frozen
     old = network().freeze("dense1")
     assert dl.transfer(old, NAMES)["dense1"].trainable
-    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # kept, but it is to learn
+    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # kept, but must be trained
 
 
 def test_refused_arguments():
@@ -116,7 +116,7 @@ def test_refused_arguments():
     text = refusal(dl.transfer, net, NAMES, freeze_up_to="conv9")
     assert text == "freeze_up_to (--freeze-up-to) conv9: no layer conv9: did you mean conv2?"
     text = refusal(dl.transfer, net, NAMES, freeze_up_to="dense1")
-    assert text.endswith("dense1: expected a layer before dense1, which is to learn")
+    assert text.endswith("dense1: expected a layer before dense1, which must be trained")
     for factor in (0, -1, np.inf, np.nan, "2"):
         assert "expected a number above 0" in refusal(
             dl.transfer, net, NAMES, new_layer_factor=factor

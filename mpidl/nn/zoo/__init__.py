@@ -1,6 +1,6 @@
 """Predefined networks, each with a recipe (the options for training the network).
 
-`matlab` contains the networks of MATLAB's examples. `torchvision` contains networks of the package
+`matlab` contains networks from MATLAB's examples. `torchvision` contains networks from the package
 torchvision. `segmentation` contains networks whose outputs are images.
 """
 
