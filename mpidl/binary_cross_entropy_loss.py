@@ -1,4 +1,4 @@
-"""The binary cross-entropy of several labels per image, as a loss of training and evaluation."""
+"""The binary cross-entropy of several labels per image, as a loss for training and evaluation."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ class BinaryCrossEntropy:
     """Binary cross-entropy of labels that may occur together, for the argument `loss`.
 
     ``loss="binary-crossentropy"`` stands for ``BinaryCrossEntropy()``. The network has an output
-    for each of K labels. If it ends in `Sigmoid`, the loss uses the input of that layer. Targets
-    are whole numbers 0 and 1 or floats from 0 to 1, (N, K) or (N, K, ...). A network with one
-    output also takes images with labels of two classes; the second class is the positive one.
+    for each of K labels. If the network ends with `Sigmoid`, the loss uses the input of that layer.
+    Targets are the integers 0 and 1, or floats from 0 to 1, (N, K) or (N, K, ...). A network with
+    one output can also be trained on images with labels of two classes. The second class is then
+    the positive class.
 
     Parameters
     ----------
     positive_weights : sequence of float or "balanced", optional
-        A factor for the positive targets of each label, (K,). "balanced" is the number of negative
-        targets of the label in the training set, divided by the number of positive ones.
+        Factor for the positive targets of each label, (K,). "balanced" uses the number of negative
+        targets of the label in the training set, divided by the number of positive targets. By
+        default, all factors are 1.
     ignore_label : int, optional
-        A whole-number target that counts neither in the loss nor in the accuracy, such as -1 for
-        unknown labels.
+        An integer target that is left out of the loss and the accuracy, such as -1 for unknown
+        labels.
     focal_gamma : float
-        Exponent of the focal loss; 0 is the cross-entropy.
+        Exponent of the focal loss; 0 gives the binary cross-entropy.
 
     Raises
     ------
@@ -46,7 +48,7 @@ class BinaryCrossEntropy:
 
     Notes
     -----
-    `ops.sigmoid_cross_entropy` has the formula and its sources.
+    `ops.sigmoid_cross_entropy` documents the formula.
     """
 
     positive_weights: Sequence[float] | Literal["balanced"] | None = None
@@ -70,7 +72,9 @@ class BinaryCrossEntropy:
             raise UserError(f"focal_gamma must be at least 0, found {self.focal_gamma}")
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether no divisor depends on the targets.
+        """Return whether a recorded training step on a CPU may contain this loss.
+
+        A divisor that depends on the targets cannot be replayed.
 
         Parameters
         ----------
@@ -80,7 +84,7 @@ class BinaryCrossEntropy:
         Returns
         -------
         bool
-            Whether a recorded training step may replay it.
+            True unless a label is ignored.
         """
         return self.ignore_label is None
 
@@ -133,8 +137,9 @@ class BinaryCrossEntropy:
         Returns
         -------
         tuple of Partial
-            The loss and the number of correct labels. With an ignored label also the number of
-            targets that count, twice. Only the loss is differentiated.
+            The loss and the number of correct labels. If `ignore_label` is set, also the number of
+            targets that are not ignored, twice (see `cross_entropy_loss.Sums`). Only the loss can
+            be differentiated.
         """
         ignored, weights = self.ignore_label, self.positive_weights
         if isinstance(weights, str):
@@ -165,7 +170,8 @@ class BinaryCrossEntropy:
         outputs : int
             Number of labels K.
         world : World, optional
-            The ranks that share the reading of targets.
+            The ranks, which divide the reading of targets among themselves. By default, this
+            process reads all targets.
 
         Returns
         -------
@@ -179,7 +185,7 @@ class BinaryCrossEntropy:
         return replace(self, positive_weights=tuple(weights.tolist()))
 
     def check(self, net: Network, datastore: Any) -> None:
-        """Raise a UserError if the outputs, the targets and the weights do not fit together.
+        """Raise UserError if the outputs, the targets and the weights do not match.
 
         Parameters
         ----------
@@ -204,7 +210,7 @@ class BinaryCrossEntropy:
         if shape is not None and squeezed(shape) != squeezed(outputs):
             raise UserError(
                 f"{dataset}: --loss binary-crossentropy: expected a network with outputs of shape "
-                f"{tuple(shape)}, as the targets', found {outputs}"
+                f"{tuple(shape)}, like the targets, found {outputs}"
             )
         if self.ignore_label is not None and shape is not None:
             if datastore.targets_dtype.kind == "f":

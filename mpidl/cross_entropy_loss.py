@@ -1,4 +1,7 @@
-"""The cross-entropy of labels, with class weights, smoothing, an ignored label and focal loss."""
+"""The cross-entropy of labels and its options, as a loss for training and evaluation.
+
+The options are class weights, label smoothing, an ignored label and the focal loss.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from mpidl.errors import UserError
 from mpidl.fold import Partial
 from mpidl.nn import Network
 
-# (loss,), (loss, number of correct labels), or also the number of labels that count and the weight
-# of the mini-batch in a mean over mini-batches.
+# The result of a loss function: (loss,), (loss, correct), (loss, correct, count) or (loss, correct,
+# count, weight). `correct` is the number of correct labels, `count` the number of labels that are
+# not ignored, and `weight` the weight of the mini-batch in a mean over mini-batches.
 Sums: TypeAlias = tuple[Partial | Var, ...]
 
 
@@ -30,16 +34,16 @@ class CrossEntropy:
     Parameters
     ----------
     class_weights : sequence of float or "balanced", optional
-        A weight per class, (K,), by which the labels of the class count in the mean. "balanced"
-        gives each class the same total weight in the training set: n / (K n_c) for a class with n_c
-        of the n images or pixels, as in scikit-learn.
+        Weight of each class in the mean, (K,). "balanced" gives all classes the same total weight
+        in the training set. As in scikit-learn, the weight of a class with n_c of the n images or
+        pixels is n / (K n_c). By default, all weights are 1.
     label_smoothing : float
         Fraction of the target probability that is spread evenly over all classes.
     ignore_label : int, optional
-        A label that counts neither in the loss nor in the accuracy, such as 255 for unlabelled
-        pixels. It must be outside 0..K-1.
+        A label outside 0..K-1 that is left out of the loss and the accuracy, such as 255 for
+        unlabelled pixels.
     focal_gamma : float
-        Exponent of the focal loss; 0 is the cross-entropy.
+        Exponent of the focal loss; 0 gives the cross-entropy.
 
     Raises
     ------
@@ -48,7 +52,7 @@ class CrossEntropy:
 
     Notes
     -----
-    `ops.softmax_cross_entropy` has the formula and its sources.
+    `ops.softmax_cross_entropy` documents the formula.
     """
 
     class_weights: Sequence[float] | Literal["balanced"] | None = None
@@ -87,7 +91,7 @@ class CrossEntropy:
         images : Blocked
             Images (N, C, H, W).
         labels : Blocked
-            Labels (N,), or one per pixel.
+            Labels (N,), or (N, ...) for one label per pixel.
 
         Returns
         -------
@@ -126,9 +130,9 @@ class CrossEntropy:
         Returns
         -------
         tuple of Partial
-            The loss and the number of correct labels. With class weights or an ignored label also
-            the number of labels that count, and the sum of their weights. Only the loss is
-            differentiated.
+            The loss and the number of correct labels. If `class_weights` or `ignore_label` is set,
+            also the number of labels that are not ignored, and the sum of their weights. Only the
+            loss can be differentiated.
         """
         ignore_label, weights = self.ignore_label, self.class_weights
         if isinstance(weights, str):
@@ -152,7 +156,7 @@ class CrossEntropy:
         return loss, correct, count, weight
 
     def for_images(self, datastore: Any, classes: int, world: Any = None) -> CrossEntropy:
-        """Return this loss with numbers instead of "balanced", for a training set. Collective.
+        """Return this loss with numbers instead of "balanced" weights. Collective.
 
         Parameters
         ----------
@@ -161,7 +165,8 @@ class CrossEntropy:
         classes : int
             Number of classes K.
         world : World, optional
-            The ranks that share the reading of the pixels' labels.
+            The ranks, which divide the reading of the pixels' labels among themselves. By default,
+            this process reads all labels.
 
         Returns
         -------
@@ -175,7 +180,9 @@ class CrossEntropy:
         return replace(self, class_weights=tuple(np.where(counts, weights, 0.0).tolist()))
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether no divisor depends on the labels.
+        """Return whether a recorded training step on a CPU may contain this loss.
+
+        A divisor that depends on the labels cannot be replayed.
 
         Parameters
         ----------
@@ -185,21 +192,21 @@ class CrossEntropy:
         Returns
         -------
         bool
-            Whether a recorded training step may replay it.
+            True unless `class_weights` or `ignore_label` is set.
         """
         return self.class_weights is None and self.ignore_label is None
 
     def check(self, classes: int, dataset: str, labels: int | None = None) -> None:
-        """Raise a UserError if the weights or the ignored label do not fit the classes.
+        """Raise UserError if the weights or the ignored label do not match the classes.
 
         Parameters
         ----------
         classes : int
-            Number of classes K.
+            Number of outputs K, and of class weights.
         dataset : str
             Description of the images, for the error message.
         labels : int, optional
-            Number of labels that are not ignored; by default K.
+            Number of valid labels besides the ignored label; by default K.
         """
         weights, ignored = self.class_weights, self.ignore_label
         labels = classes if labels is None else labels

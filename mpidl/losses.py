@@ -1,4 +1,4 @@
-"""Define the named losses, and check that a dataset and a network are valid for a loss."""
+"""Define the losses that have names, and check that a dataset and a network match a loss."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LOSSES: dict[str, LossFunction] = {
     "mae": mean_absolute_error,
 }
 
-# {option of training: the losses that take it}
+# {training option: names of the losses that have this option}
 TAKERS = {
     "class_weights": ("crossentropy", "dice", "crossentropy+dice"),
     "positive_weights": ("binary-crossentropy",),
@@ -59,18 +59,18 @@ TAKERS = {
 
 
 def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
-    """Return the label loss that `loss` names or is; None if `loss` is not a label loss."""
+    """Return the label loss given by name or as an object, or None if it is another loss."""
     value = loss if callable(loss) else LOSSES.get(loss)
     return value if isinstance(value, LabelLoss) else None
 
 
 def has_class_scores(loss: str | Callable[..., Any]) -> bool:
-    """Return whether the outputs are class scores, and each label is a single class."""
+    """Return whether the outputs for this loss are class scores, and each label is one class."""
     return isinstance(label_loss(loss), CrossEntropy | Dice)
 
 
 def has_label_scores(loss: str | Callable[..., Any]) -> bool:
-    """Return whether the outputs are scores of labels that may occur together."""
+    """Return whether the outputs for this loss are scores of labels that may occur together."""
     return isinstance(label_loss(loss), BinaryCrossEntropy)
 
 
@@ -92,7 +92,7 @@ def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]
     Raises
     ------
     UserError
-        If the loss does not take an option, or if a value is out of range.
+        If the loss does not have one of the options, or if a value is out of range.
     """
     for option, value in options.items():
         if callable(name) or name not in TAKERS[option]:
@@ -125,15 +125,15 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     Returns
     -------
     callable
-        The function returns a tuple of Partials: the loss to minimize and, optionally, the number
-        of correct labels. A label loss may return more sums (`CrossEntropy.of_scores`).
+        A function that returns a tuple of Partials: the loss to minimize and, optionally, the
+        number of correct labels. A label loss may return more sums (see `CrossEntropy.of_scores`).
 
     Raises
     ------
     UserError
         If no loss has this name.
     TypeError
-        Raised by the returned callable if the user's function returns neither a loss nor this
+        Raised by the returned function if the user's function returns neither a loss nor such a
         tuple.
     """
     if not callable(loss):
@@ -158,7 +158,7 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
 
 
 def targets_shape(net: Network, datastore: Any) -> tuple[int, ...] | None:
-    """Return the shape of an image's targets that the loss receives; None without targets.
+    """Return the shape of the targets per image that the loss receives, or None without targets.
 
     Targets that are images or pixel labels are cropped with the input images (`Network.crop`).
     """
@@ -178,7 +178,7 @@ def labels_per_image(net: Network, datastore: Any) -> int:
 
 
 def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: Any) -> list[str]:
-    """Return the dataset's class names if the outputs are scores for its classes, else `[]`."""
+    """Return the dataset's class names if the outputs are scores of these classes, else `[]`."""
     names = [str(name) for name in datastore.classes]
     if has_label_scores(loss):
         names = names[1:] if net.output_shape[:1] == (1,) and len(names) == 2 else names
@@ -195,9 +195,9 @@ def trained_classes(
 ) -> tuple[str, ...] | None:
     """Return the value of `Network.classes` for a network trained on the dataset.
 
-    The value is () for the regression losses "mse" and "mae", and for scores of labels if the
-    network does not end in a sigmoid. The value is None if the class names are unknown or do not
-    match the outputs.
+    The value is () for the regression losses "mse" and "mae". The value is also () for
+    `BinaryCrossEntropy` if the network does not end with a sigmoid. The value is None if the class
+    names are unknown or do not match the outputs.
     """
     named_loss = label_loss(loss)
     is_function = callable(loss) and named_loss is None
@@ -218,17 +218,17 @@ def check_names(
     datastore: Any,
     owner: str,
 ) -> None:
-    """Raise a UserError if the class names of a dataset differ from the expected ones.
+    """Raise UserError if the class names of a dataset differ from the expected names.
 
-    Either list of names may be longer than the other, because the number of classes in an
-    ArrayDatastore may follow from its largest label.
+    The two lists may have different lengths, because an ArrayDatastore may infer the number of
+    classes from its largest label.
 
     Parameters
     ----------
     expected
-        The expected names of classes, or None if they are unknown.
+        The expected class names, or None if they are unknown.
     owner
-        The owner of these names in the error message, such as "the network".
+        Owner of the expected names for the error message, such as "the network".
     """
     names = output_class_names(loss, net, datastore)
     other = [i for i, (a, b) in enumerate(zip(expected or (), names, strict=False)) if a != b]
@@ -241,7 +241,7 @@ def check_names(
 
 
 def need_network(net: object) -> None:
-    """Raise a UserError unless the object is a Network."""
+    """Raise UserError unless the object is a Network."""
     if not isinstance(net, Network):
         layers = isinstance(net, list | tuple)
         hint = ": use dl.Network(layers, input_shape)" if layers else ""
@@ -251,7 +251,7 @@ def need_network(net: object) -> None:
 def check(
     loss: str | Callable[..., Any], net: Network, datastore: Any, *, training: bool = False
 ) -> None:
-    """Raise a UserError if the network's outputs do not match the dataset, or the loss is unknown.
+    """Raise UserError if the network's outputs do not match the dataset, or the loss is unknown.
 
     If the loss is a function, the outputs are not compared with the dataset.
 
@@ -284,19 +284,19 @@ def check(
 
 
 def _name_of(loss):
-    """Return the value of --loss that stands for a label loss with class scores."""
+    """Return the name of a label loss with class scores, as a value of --loss."""
     added = isinstance(loss, Dice) and loss.cross_entropy is not None
     return "crossentropy+dice" if added else "dice" if isinstance(loss, Dice) else "crossentropy"
 
 
 def _check_labels(net, datastore, ignore_label):
-    """Raise a UserError unless the images have labels below K and the outputs have shape (K,)."""
+    """Raise UserError unless the outputs have the shape (K,) and the images have labels below K."""
     dataset, outputs = datastore.describe(), net.output_shape
     if datastore.labels is None:
         raise UserError(f"{dataset}: the images have no labels to compare with")
     if len(outputs) != 1:
         raise UserError(
-            f"{dataset}: expected a network with outputs (K,) to compare their labels with, found "
+            f"{dataset}: expected a network with outputs (K,), like the labels, found "
             f"outputs of shape {outputs}"
         )
     labels = np.asarray(datastore.labels)
@@ -309,7 +309,7 @@ def _check_labels(net, datastore, ignore_label):
 
 
 def _check_label_targets(name, net, datastore):
-    """Raise a UserError unless the targets are labels that match the outputs.
+    """Raise UserError unless the targets are labels whose shape matches the outputs.
 
     The targets of an image are an array of labels, such as one label per pixel.
     """
@@ -330,10 +330,10 @@ def _check_label_targets(name, net, datastore):
 
 
 def _check_targets(loss, net, datastore):
-    """Raise a UserError unless the targets are floats with the same shape as the outputs."""
+    """Raise UserError unless the targets are floats with the same shape as the outputs."""
     dataset, shape, outputs = datastore.describe(), targets_shape(net, datastore), net.output_shape
     if shape is None:
-        contents = "labels alone" if datastore.labels is not None else "none"
+        contents = "only labels" if datastore.labels is not None else "none"
         raise UserError(f"{dataset}: --loss {loss}: expected images with targets, found {contents}")
     if datastore.targets_dtype.kind in "iu":
         raise UserError(
@@ -343,14 +343,14 @@ def _check_targets(loss, net, datastore):
     if squeezed(shape) != squeezed(outputs):
         raise UserError(
             f"{dataset}: --loss {loss}: expected a network with outputs of shape {tuple(shape)}, "
-            f"as the targets', found {outputs}"
+            f"like the targets, found {outputs}"
         )
 
 
 def label_range(loss: str | Callable[..., Any], net: Network) -> dict[str, int | None]:
     """Return the arguments `classes` and `ignore_label` of a `MinibatchQueue` for a loss.
 
-    Both are None if the loss is not a label loss.
+    Both arguments are None if the loss is not a label loss.
     """
     named_loss = label_loss(loss)
     if named_loss is None:

@@ -1,4 +1,4 @@
-"""The Dice loss of segmentation, alone or with the cross-entropy, for training and evaluation."""
+"""The Dice loss, optionally with the cross-entropy, as a loss for training and evaluation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from mpidl.nn.layers import Sigmoid
 
 @dataclass(frozen=True)
 class Dice:
-    """Soft Dice loss of the labels of pixels, for the argument `loss` of training and evaluation.
+    """Soft Dice loss of pixel labels, for the argument `loss` of training and evaluation.
 
-    ``loss="dice"`` stands for ``Dice()``, and ``loss="crossentropy+dice"`` for
-    ``Dice(cross_entropy=CrossEntropy())``, which is the sum of both losses. The network has an
-    output for each class, or a single one for the foreground, which the labels call 1.
+    ``loss="dice"`` stands for ``Dice()``. ``loss="crossentropy+dice"`` stands for
+    ``Dice(cross_entropy=CrossEntropy())``, the sum of both losses. The network has one output per
+    class, or a single output for the foreground, whose label is 1.
 
     Parameters
     ----------
     class_weights : sequence of float, optional
-        A weight per class, (K,), such as 0 for the background.
+        Weight of each class, (K,), such as 0 for the background. By default, all weights are equal.
     smooth : float
-        Number of pixels that is added to the numerator and the denominator of the similarity.
+        Number of pixels to add to the numerator and the denominator of the similarity.
     ignore_label : int, optional
-        A label that counts neither in the loss nor in the accuracy, such as 255 for unlabelled
-        pixels.
+        A label that is left out of the loss and the accuracy, such as 255 for unlabelled pixels.
     generalized : bool
-        Whether classes count by the inverse square of their number of pixels.
+        Whether a class is weighted by 1 / (number of its pixels)**2.
     cross_entropy : CrossEntropy, optional
-        A loss to add. It must have the same ignored label.
+        A loss to add. It must have the same `ignore_label`.
 
     Raises
     ------
@@ -46,7 +45,7 @@ class Dice:
 
     Notes
     -----
-    `ops.dice_loss` has the formula and its sources.
+    `ops.dice_loss` documents the formula.
     """
 
     class_weights: Sequence[float] | None = None
@@ -75,7 +74,9 @@ class Dice:
                 )
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether kernels compute all of it.
+        """Return whether a recorded training step on a CPU may contain this loss.
+
+        Only C kernels can be replayed. No kernel computes the loss of a single output.
 
         Parameters
         ----------
@@ -85,7 +86,7 @@ class Dice:
         Returns
         -------
         bool
-            Whether a recorded training step may replay it.
+            Whether the loss can be replayed.
         """
         added = self.cross_entropy
         return outputs > 1 and (added is None or added.is_replayable(outputs))
@@ -100,7 +101,7 @@ class Dice:
         images : Blocked
             Images (N, C, H, W).
         labels : Blocked
-            A label per pixel.
+            Labels (N, ...), one per pixel.
 
         Returns
         -------
@@ -139,8 +140,8 @@ class Dice:
         Returns
         -------
         tuple of Partial
-            The loss and the number of correct labels. With an ignored label also the number of
-            labels that count. Only the loss is differentiated.
+            The loss and the number of correct labels. If `ignore_label` is set, also the number of
+            labels that are not ignored. Only the loss can be differentiated.
         """
         ignored = self.ignore_label
         loss = ops.dice_loss(
@@ -162,7 +163,9 @@ class Dice:
         return loss, correct, count_labels(scores, labels, ignore_label=ignored)
 
     def for_images(self, datastore: Any, classes: int, world: Any = None) -> Dice:
-        """Return this loss with numbers for "balanced" weights of the cross-entropy. Collective.
+        """Return this loss with numbers instead of "balanced" weights in `cross_entropy`.
+
+        Collective.
 
         Parameters
         ----------
@@ -171,7 +174,8 @@ class Dice:
         classes : int
             Number of classes K.
         world : World, optional
-            The ranks that share the reading of labels.
+            The ranks, which divide the reading of labels among themselves. By default, this process
+            reads all labels.
 
         Returns
         -------
@@ -184,7 +188,7 @@ class Dice:
         return replace(self, cross_entropy=cross_entropy)
 
     def check(self, classes: int, dataset: str) -> None:
-        """Raise a UserError if the weights or the ignored label do not fit the classes.
+        """Raise UserError if the weights or the ignored label do not match the classes.
 
         Parameters
         ----------
