@@ -296,7 +296,7 @@ def _check_labels(net, datastore, ignore_label):
         raise UserError(f"{dataset}: the images have no labels to compare with")
     if len(outputs) != 1:
         raise UserError(
-            f"{dataset}: expected a network with outputs (K,), like the labels, found "
+            f"{dataset}: expected a network with outputs (K,), one score per class, found "
             f"outputs of shape {outputs}"
         )
     labels = np.asarray(datastore.labels)
