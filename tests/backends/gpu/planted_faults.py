@@ -1,4 +1,4 @@
-"""The class of the faults that test_gpu_faults.py plants, and the convolutions' faults."""
+"""The faults in convolution kernels that test_gpu_faults.py plants, and the class Fault."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ BARRIER = "__syncthreads();"
 
 
 class Fault(NamedTuple):
-    """A fault: with `old` replaced by `new` in a kernel file, check(device, *arguments) fails."""
+    """A fault: if `old` is replaced by `new` in a kernel file, check(device, *arguments) fails."""
 
     family: str
     description: str
@@ -19,12 +19,12 @@ class Fault(NamedTuple):
 
 
 def faults(family, check, *arguments, edits):
-    """Convert {description: (old, new)} to the faults that one check must detect."""
+    """Convert {description: (old, new)} to a list of faults that one check must detect."""
     return [Fault(family, name, *edit, check, arguments) for name, edit in edits.items()]
 
 
 def check_convolution(device, label, direct=False):
-    """A convolution and its gradients match the reference."""
+    """Check that a convolution and its gradients match the reference."""
     names = f"conv2d, {label}", f"conv2d_backward, {label}"
     check_on_gpu(device, *names, precision="fp32", direct=direct)
 
