@@ -109,7 +109,7 @@ def test_against_pytorch(world):
 
 
 def test_images_without_labels_give_0(world):
-    """If all labels are ignored, the loss is 0. Without smoothing, an absent class has the loss 1."""
+    """The loss is 0 if all labels are ignored, and without smoothing 1 for an absent class."""
     x = np.zeros((20, 2, 3, 3), "f4")
     scores, labels = blocked(world, x, np.full((20, 3, 3), 255))
     for options in ({"smooth": 0.0}, {"generalized": True, "smooth": 0.0}, {}):
