@@ -202,7 +202,7 @@ class CrossEntropy:
         Parameters
         ----------
         classes : int
-            Number of outputs K, and of class weights.
+            Number of outputs K. If there are class weights, their number must also be K.
         dataset : str
             Description of the images, for the error message.
         labels : int, optional

@@ -33,7 +33,7 @@ class DeferredInput(NamedTuple):
 
 
 class DeferredActivation(Blocked):
-    """The result of batch normalization and ReLU, of which only the input is stored.
+    """The result of batch normalization and ReLU, which stores the input instead of the result.
 
     Backends compute the result while they read `source`. The property `lanes` computes the result
     again on each access.

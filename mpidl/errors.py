@@ -62,7 +62,7 @@ class RankError(Exception):
     Attributes
     ----------
     rank : int or None
-        The rank that failed, or None if it ended without raising an exception.
+        The rank that failed, or None if the rank ended without raising an exception.
     host : str or None
         The host of the rank, or None if the rank ended without raising an exception.
     """

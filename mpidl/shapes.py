@@ -1,7 +1,7 @@
 """Compute output shapes of convolution and pooling, "same" padding, and windows over channels.
 
-A pair is `(down, across)`. Padding and cropping are `((top, bottom), (left, right))`. Shapes are
-shapes of one image. The functions do not check their arguments, because callers have checked them
+A pair is `(down, across)`. Padding and cropping are `((top, bottom), (left, right))`. All shapes
+are for one image. The functions do not check their arguments, because callers have checked them
 with `ops.check`.
 """
 

@@ -1,7 +1,7 @@
 """The class `Network`: layers with their learnables and state.
 
-Learnables are the arrays that training changes, such as weights. State are arrays that layers
-update, such as running means.
+Learnables are the arrays that training changes, such as weights. The state consists of the arrays
+that layers update, such as running means.
 """
 
 from __future__ import annotations

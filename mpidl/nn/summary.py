@@ -96,7 +96,7 @@ class Analysis:
 
     @property
     def learnables(self) -> int:
-        """Number of learnables, including frozen ones."""
+        """Number of learnables, including frozen learnables."""
         return sum(row.learnables for row in self.rows)
 
     @property
@@ -113,7 +113,7 @@ class Analysis:
     def flops(self) -> int:
         """Number of floating-point operations of a forward pass for one image.
 
-        A backward pass needs about twice as many.
+        A backward pass needs about twice as many operations.
         """
         return sum(row.flops for row in self.rows)
 

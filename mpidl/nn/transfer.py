@@ -79,7 +79,7 @@ def transfer(
 
 
 def is_kept(net: Network, classes: int | Sequence[str]) -> bool:
-    """Return whether `transfer` would keep the last layer, as the network has these classes."""
+    """Return whether `transfer` would keep the last layer, because its classes are the same."""
     count, names = _count_and_names(classes)
     return net.output_shape == (count,) and net.classes == names
 

@@ -139,7 +139,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 
     Notes
     -----
-    Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. PyTorch
+    See Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. PyTorch
     and MATLAB use the same names for the approximations. GELU is not monotonic, so the backward
     pass cannot compute the gradient from y and needs x.
     """
@@ -170,7 +170,7 @@ def swish(x: Blocked) -> WithVjp[Blocked]:
 
     Notes
     -----
-    Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
+    See Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
     """
     check.images("swish", x)
     backend, lanes = backends.of_value(x), x.lanes
@@ -179,7 +179,7 @@ def swish(x: Blocked) -> WithVjp[Blocked]:
 
 
 def check_range(name: str, low: Any, high: Any) -> None:
-    """Raise ValueError unless `low` and `high` are numbers, low < high, and one is finite."""
+    """Raise ValueError unless `low` < `high` are numbers and at least one of them is finite."""
     numbers = check.are_numbers(low, high) and low < high
     if not numbers or (math.isinf(low) and math.isinf(high)):
         raise ValueError(
@@ -274,7 +274,7 @@ def hard_swish(x: Blocked) -> WithVjp[Blocked]:
 
     Notes
     -----
-    Howard et al., "Searching for MobileNetV3", 2019, arXiv:1905.02244, section 5.2.
+    See Howard et al., "Searching for MobileNetV3", 2019, arXiv:1905.02244, section 5.2.
     """
     check.images("hard_swish", x)
     backend, lanes = backends.of_value(x), x.lanes
@@ -306,7 +306,7 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
 
     Notes
     -----
-    He, Zhang, Ren and Sun, "Delving deep into rectifiers", 2015, arXiv:1502.01852.
+    See He, Zhang, Ren and Sun, "Delving deep into rectifiers", 2015, arXiv:1502.01852.
     """
     check.images("prelu", x)
     if slope.shape not in ((1,), x.shape[1:2]):

@@ -118,7 +118,7 @@ def batchnorm(
 
     Notes
     -----
-    Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1.
+    See Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1.
     """
     check.images("batchnorm", x)
     _check("batchnorm", x.shape[1], gamma, beta, scope, x.shape)
@@ -213,7 +213,7 @@ def conv2d_batchnorm_relu(
     """Return relu(batchnorm(conv2d(x, weight, bias), gamma, beta)).
 
     The result has the same bytes as the result of three separate ops. The arguments are as in
-    `conv2d` and `batchnorm`. The backend must have `fuses_convolutions`.
+    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
 
     Notes
     -----

@@ -87,7 +87,7 @@ def sigmoid_cross_entropy(
         are ignored, so (N,) matches (N, 1).
     positive_weights
         Factor of the first term, -t log p, for each label, (K,). The mean is not divided by these
-        weights. By default, all are 1.
+        weights. By default, all factors are 1.
     ignore_label
         An integer target that is left out of the mean, such as -1 for unknown labels.
     focal_gamma
@@ -109,7 +109,8 @@ def sigmoid_cross_entropy(
 
     Notes
     -----
-    PyTorch's `binary_cross_entropy_with_logits` computes the same with its argument `pos_weight`.
+    PyTorch's `binary_cross_entropy_with_logits` computes the same loss with its argument
+    `pos_weight`.
     The focal loss is equation 5 of Lin et al., "Focal loss for dense object detection", 2017. The
     positive weights correspond to alpha in that equation.
     """

@@ -25,7 +25,7 @@ def flatten(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        Features (N, C*H*W); a Var during differentiation.
+        Features (N, C*H*W). During differentiation, a Var.
     """
     check.images("flatten", x)
     shape = x.image_shape

@@ -103,8 +103,8 @@ def softmax_cross_entropy(
     ignore_label
         A label that is left out of the mean, such as 255 for unlabelled pixels.
     focal_gamma
-        Exponent of the focal loss. If p is the probability of the label, its term is multiplied by
-        (1 - p)**focal_gamma.
+        Exponent of the focal loss. If p is the probability of the label, the term of the label is
+        multiplied by (1 - p)**focal_gamma.
 
     Returns
     -------

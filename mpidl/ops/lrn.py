@@ -46,9 +46,9 @@ def cross_channel_norm(
 
     Notes
     -----
-    Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
-    networks", 2012, section 3.3. The paper does not divide alpha by the window. MATLAB's
-    crossChannelNormalizationLayer and PyTorch's LocalResponseNorm divide it too. For even windows,
+    See Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
+    networks", 2012, section 3.3. The paper does not divide alpha by the window; this function does,
+    as do MATLAB's crossChannelNormalizationLayer and PyTorch's LocalResponseNorm. For even windows,
     mpidl puts the extra channel after c, and PyTorch puts the extra channel before c.
     """
     check.images("cross_channel_norm", x)

@@ -244,8 +244,8 @@ class Model:
         setting : Setting
             The assumptions of the prediction.
         images : int, optional
-            Number of images of a smaller mini-batch. Its exchanges are assumed to take as long as
-            those of a full mini-batch. By default, the mini-batch is full.
+            Number of images of a smaller mini-batch, whose exchanges are assumed to take as long as
+            the exchanges of a full mini-batch. By default, the mini-batch is full.
         """
         factor = self.together(ranks, self.coupling)
         return Step(*(factor * seconds for seconds in astuple(self.parts(ranks, setting, images))))
@@ -359,7 +359,7 @@ class Model:
 
 
 def most_blocks(leaves: int, ranks: int) -> tuple[int, int]:
-    """Return the largest number of blocks on a rank, and the number of ranks with that many.
+    """Return the largest number of blocks on a rank, and how many ranks have this number of blocks.
 
     `leaves` is the number of blocks that the ranks share.
     """

@@ -120,10 +120,9 @@ class NetworkFit:
         return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0
 
     def seconds(self, event: Event, ranks: int, leaves: int, network: Network) -> float:
-        """Return the duration of an exchange in seconds.
+        """Return the duration of an exchange in seconds, measured if possible.
 
-        The duration is the measured one if the probe measured this exchange. Otherwise it is
-        simulated.
+        If the probe did not measure this exchange, the duration is simulated.
         """
         if event in self.fold_seconds and (ranks, leaves) == self._probe_layout:
             if network == self.network:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 ROUNDS = 5
 MOST_ROUNDS_OF_BLOCKS = 16  # maximum measured blocks per thread; the model extrapolates beyond
-TOGETHER = 4  # duration of a turn in which all ranks train together, in other turns
+TOGETHER = 4  # a turn in which all ranks train together lasts as long as 4 other turns
 MOST_RANKS = 1024  # largest N for which `slowest_of` estimates the slowest of N ranks
 LEARNING_RATE = 1e-4  # small, so that the weights stay finite with any mini-batch size
 SUBSET = 2048  # minimum number of images that the probe reads from a dataset on disk
@@ -295,7 +295,7 @@ def _meet(job):
 def _gathered(job, times):
     """Return the record of a turn on rank 0, and None on other ranks. Collective.
 
-    `times` are the StepTimes of this rank, or None if it did not train in the turn.
+    `times` are the StepTimes of this rank, or None if this rank did not train in the turn.
     """
     everyone = job.gather(times)
     if everyone is None:

@@ -32,7 +32,7 @@ ANY_THREAD = {
     *("warp", "warp_of_floats"),
     *("sums_start", "sums_advance", "sums_wait", "sums_leave"),
 }
-_one_pass, _in_pass = threading.Lock(), None  # held during a call; its thread
+_one_pass, _in_pass = threading.Lock(), None  # lock held during a call, thread that holds it
 
 
 def _forked():
@@ -116,7 +116,7 @@ def _one_at_a_time(name, function, missing_bytes):
 
     The function raises MemoryError if the kernel cannot allocate its scratch memory.
     """
-    is_recorded = ctypes.c_void_p not in function.argtypes  # functions that set a hook are not
+    is_recorded = ctypes.c_void_p not in function.argtypes  # False if it sets a hook
 
     def call(*arguments):
         global _in_pass
@@ -227,7 +227,7 @@ _progress = []  # the current C callback, to keep it alive; then the exception t
 
 
 def watch(progress):
-    """Make kernels call progress() about every millisecond on this thread, or never if it is None.
+    """Make kernels call progress() about every millisecond on this thread. None stops the calls.
 
     The calls let MPI messages progress while a kernel runs. If progress() raises an exception, the
     next call of `watch` raises this exception.
@@ -351,7 +351,7 @@ def _load(path, build):
 def choose():
     """Return the builds that this process could run, best first. The first one can be loaded.
 
-    Builds before it that cannot be loaded, for example because they need a newer libc, are skipped.
+    Better builds that cannot be loaded, for example because they need a newer libc, are skipped.
     Raise UserError if MPIDL_CPU names such a build.
     """
     names = offered()

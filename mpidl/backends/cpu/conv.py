@@ -1,4 +1,4 @@
-"""Compute convolutions with the C kernels, if requested fused with activations before and after."""
+"""Compute convolutions with the C kernels, optionally fused with neighbouring activations."""
 
 import functools
 import math
@@ -74,9 +74,9 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In forward passes, an error
     can flip a ReLU. Therefore "auto" uses 2x2 for FEW or more channels, and only "fast" uses 4x4.
 
-    Sums are direct if the transforms would cost more than they save. These cases are gradients with
-    fewer than SAVING channels, outputs smaller than a tile, and filters that fill less than two
-    thirds of the equivalent filter at stride 1.
+    Sums are direct if the transforms would cost more than they save. This is the case for gradients
+    with fewer than SAVING channels, for outputs smaller than a tile, and for filters that fill less
+    than two thirds of the equivalent filter at stride 1.
 
     References
     ----------
@@ -84,7 +84,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     """
     k, c, r, s = weight_shape
     step = stride[0]
-    side = -(-r // step)  # of the filter at stride 1
+    side = -(-r // step)  # size of the equivalent filter at stride 1
     fits = r == s and stride == (step, step) and dilation == (1, 1) and side in (3, 5)
     fits = fits and 3 * r**2 >= 2 * (side * step) ** 2
     sides = [v for pair in padding for v in pair]

@@ -16,8 +16,8 @@ class Calls:
     library : Library
         The library.
     wait : callable
-        Function wait(address) that waits for the sum at this address. It is called if a kernel call
-        needs a sum that is not ready in time. The kernel call is then repeated.
+        Function wait(address) that waits for the sum at this address. Replays call it if a kernel
+        call needs a sum that is not ready in time, and then repeat the kernel call.
     """
 
     def __init__(self, library, wait):

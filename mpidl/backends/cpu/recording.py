@@ -30,7 +30,7 @@ class _NamedInt(int):
 
 
 def scalar(name, value):
-    """Return a number that each replay can set by this name, or `value` itself if not recording."""
+    """Return a number that each replay can set by this name, or `value` if no step is recorded."""
     if _recorder is None:
         return value
     result = (_NamedFloat if isinstance(value, float) else _NamedInt)(value)
@@ -50,9 +50,10 @@ def numbers(values):
 
 
 def addresses(table, reads, writes):
-    """Return `table`, an int64 array of addresses for a kernel, and record it if recording.
+    """Return `table`, an int64 array of addresses for a kernel.
 
-    `reads` and `writes` are the arrays that the kernel reads and writes at these addresses.
+    If a step is being recorded, record the table too. `reads` and `writes` are the arrays that the
+    kernel reads and writes at these addresses.
     """
     if _recorder is not None:
         _recorder.table(table, reads, writes)
@@ -79,7 +80,7 @@ class _Place:
 
 
 def fixed(array):
-    """Return an array at the same address. The arena may reuse the memory while it exists."""
+    """Return an array at the same address that does not keep the memory allocated."""
     if not array.size:
         return np.empty(array.shape, array.dtype)
     return np.asarray(_Place({**array.__array_interface__, "strides": None}))
@@ -88,8 +89,8 @@ def fixed(array):
 class _Range:
     """A range of memory that the recorder knows.
 
-    `name` is the name of the input that it contains, or None. `is_written` is whether the contents
-    are valid, and `is_owned` whether the step may update them in place.
+    `name` is the name of the input that the range contains, or None. `is_written` is whether the
+    contents are valid, and `is_owned` whether the step may update them in place.
     """
 
     def __init__(self, start, nbytes, is_written=True, name=None, is_owned=False):
@@ -122,7 +123,7 @@ class Recorder:
     Attributes
     ----------
     problem : str or None
-        Reason why the step cannot be recorded, or None if it can.
+        Reason why the step cannot be recorded, or None if it can be recorded.
     arena : Arena
         The arena of the step's arrays. The Program keeps this arena.
     wait : callable or None
@@ -156,7 +157,7 @@ class Recorder:
         self.problem = self.problem or problem
 
     def input(self, name, array):
-        """Declare an array that each replay may replace by another one of the same shape.
+        """Declare an array that each replay may replace by another array of the same shape.
 
         The caller keeps the array alive until the end of the recording.
         """
@@ -174,7 +175,7 @@ class Recorder:
         return array
 
     def call_python(self, function, writes=()):
-        """Let replays call function() at this point of the step. It writes the arrays `writes`."""
+        """Let replays call function(), which writes `writes`, at this point of the step."""
         self._parts[-1].append(function)
         for array in writes:
             self._write(array)

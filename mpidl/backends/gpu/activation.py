@@ -131,7 +131,7 @@ def _slopes(slope, x):
 
 def prelu_dslope(dy, x, slopes, tree):
     products = _by_element("prelu_products", dy, x)
-    if slopes == 1:  # each image becomes one channel of pixels
+    if slopes == 1:  # treat each image as a single channel
         products = products.reshape(products.shape)
         products.dims = (len(x), 1, math.prod(x.dims[1:-1]), 1, LANES)
         products.shape, products.order = products.dims, array.IMAGES

@@ -32,7 +32,7 @@ def order_of_lanes(dims):
 
 
 class Bounds:
-    """The smallest and largest of an Array's integers, which the host can check without a download.
+    """Minimum and maximum of the integers in an Array, which the host checks without a download.
 
     Parameters
     ----------

@@ -139,7 +139,7 @@ class CudaDevice:
         return Memory(self, self._take(lambda: self.runtime.malloc(size), nbytes), size)
 
     def pinned(self, nbytes):
-        """Return pinned host memory as a uint8 array (nbytes,). Kernels use the host's address."""
+        """Return pinned host memory as a uint8 array (nbytes,). Kernels use the array's address."""
         self._refuse("allocating", f"{nbytes} bytes of pinned memory")
         runtime, size = self.runtime, max(nbytes, 1)
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
@@ -266,7 +266,7 @@ class CudaDevice:
     # kernels
 
     def load(self, unit):
-        """Load a `kernels.Unit`; return {kernel name: handle}. Compile the unit if not cached."""
+        """Load a `kernels.Unit`, compiled if it is not cached; return {kernel name: handle}."""
         self._refuse("loading", f"{unit.family}.cu")
         driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         try:

@@ -67,7 +67,7 @@ def dense(x, weight, bias):
 
 
 def chunk_of(outputs, features):
-    """Return the number of features that a CTA sums. It depends only on the layer."""
+    """Return the number of features that a CTA sums. The number depends only on the layer."""
     tiles = -(-outputs // (FEW if outputs <= FEW else TILE))
     chunk = max(SHORTEST, -(-features // max(1, CHUNKS // tiles)))
     return -(-chunk // 16) * 16

@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """The GPUs that this process may use, and why there are none if so.
+    """The GPUs that this process may use, or the reason why there are none.
 
     `driver_count` is the number of GPUs that the driver shows this process.
     """
@@ -99,7 +99,7 @@ def _ask_driver():
 
 
 def driver_version():
-    """Return the newest CUDA version that the driver can run (13020 is 13.2); 0 without driver."""
+    """Return the newest CUDA version that the driver runs, 13020 for 13.2; 0 without a driver."""
     with contextlib.suppress(OSError):
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -132,7 +132,7 @@ def _reason_of(error):
 
 
 def in_words(number):
-    """Return CUDA's version number, such as 13020, as a string, "13.2"."""
+    """Convert a CUDA version number, such as 13020, to a string, such as "13.2"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 

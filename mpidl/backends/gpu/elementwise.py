@@ -10,7 +10,7 @@ from mpidl.fold import Late
 def scaled(x, factor):
     """Return x * factor.
 
-    The factor is a scalar or a `fold.Late`. It is rounded to the dtype of x before multiplication.
+    The factor, a scalar or a `fold.Late`, is rounded to the dtype of x before the multiplication.
     """
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
     y, blocks = array.empty_like(x), launching.blocks_of_threads(x.size)

@@ -41,7 +41,7 @@ def images(
         Number of images in `indices` or `pixels` to use, counted from the first image. The other
         images are not read, and their lanes are zero.
     blocks : int, optional
-        Number of blocks of the result. By default, as many as the images need.
+        Number of blocks of the result. By default, the smallest number that holds the images.
     """
     if pixels.ndim != 4 or pixels.order != (0, 1, 2, 3):
         raise ValueError(f"expected pixels (n, C, H, W) in that order, got {pixels.shape}")

@@ -157,8 +157,8 @@ def _find(architecture, driver):
 def installed():
     """Return one Nvrtc for each installed version.
 
-    If MPIDL_NVRTC names a library, only that library is used. Otherwise the pip packages, the
-    toolkits in CUDA_PATH, CUDA_HOME and /usr/local/cuda, and the system's libraries are searched.
+    If MPIDL_NVRTC names a library, use only that library. Otherwise, search the pip packages, the
+    toolkits in CUDA_PATH, CUDA_HOME and /usr/local/cuda, and the system's libraries.
     """
     by_version = {}
     for path in _paths():

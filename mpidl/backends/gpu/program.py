@@ -112,7 +112,7 @@ class Program:
     def ready(self):
         """Wait until fewer than ROWS steps are in progress; return the number of the next step.
 
-        The caller may then overwrite the input of the step that finished.
+        The caller may then overwrite the inputs of the steps that have finished.
         """
         mark = self.marks[self.started % ROWS]
         if mark is not None:

@@ -1,16 +1,16 @@
 """Record the launches of a training step, and plan the memory of all its arrays in advance.
 
 The Python code of the training step runs once while a `Recorder` is the launch sink (see
-`launching.through`). The Recorder computes nothing: it records every launch with its arrays. Then
-`finish`
+`launching.through`). The Recorder computes nothing: it records every launch with its arrays.
+`finish` then does the following:
 
-- assigns an address in one slab of memory to each array that the training step created. Arrays that
-  are needed at different times may share memory.
-- collects the scalars that change between training steps (number of images, indices of images,
+- It assigns an address in one slab of memory to each array that the training step created. Arrays
+  that are needed at different times may share memory.
+- It collects the scalars that change between training steps (number of images, indices of images,
   learning rate) in `controls`. The first kernel of a training step fills `controls` from a row of
   pinned memory, to which the host has written the scalars.
-- splits the launches into segments at each exchange of sums through host memory, and captures each
-  segment as one CUDA graph.
+- It splits the launches into segments at each exchange of sums through host memory, and captures
+  each segment as one CUDA graph.
 
 A replay allocates no device memory and needs one launch per segment. The host waits only for an
 exchange, or if too many training steps are in progress.
@@ -88,7 +88,7 @@ class Recorder:
         return target
 
     def between(self, mover, source, target):
-        """Record a gathering of all ranks' `source` in `target`, directly between GPUs."""
+        """Record an operation that gathers `source` from all ranks in `target`, GPU to GPU."""
         self._step(Between(mover, source, target), [source, target])
 
     def carry(self, new, old):

@@ -1,9 +1,9 @@
-"""Add up sums on GPUs over all ranks: the GPU part of `World.gplus`.
+"""Sum Partials on GPUs over all ranks: the GPU part of `World.gplus`.
 
 Sums follow a reduction tree, whose root is the total. Each rank has already folded (summed) its
 images into a few nodes of the tree. A single rank already has the root. Several ranks exchange
-their nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to GPU. Both
-ways combine the same operands in the same order, so the result has the same bytes.
+their nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to GPU. In
+both cases, the same operands are combined in the same order, so the result has the same bytes.
 """
 
 import functools
@@ -22,7 +22,7 @@ GATHERED = 1 << 28
 
 
 class Counts:
-    """Provides the image counts and indices of a mini-batch on a GPU. `Batch.device` is a Counts.
+    """Provides the image counts and indices of a mini-batch to GPU kernels, as `Batch.device`.
 
     `count` is the number of images in the mini-batch whose results are being read. If `count` is
     None, the count of the Batch is used.
@@ -114,7 +114,7 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    """Exchange nodes with all ranks; return the root. `matrix` (nodes, width) is this rank's."""
+    """Exchange nodes with all ranks; return the root. `matrix` (nodes, width) is on this rank."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:

@@ -1,4 +1,7 @@
-"""Compute transposed convolutions by the kernels of convolution, forward and backward exchanged."""
+"""Compute transposed convolutions with the kernels of convolution.
+
+The forward pass uses the backward kernel, and the backward pass uses the forward kernel.
+"""
 
 from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, conv, fold

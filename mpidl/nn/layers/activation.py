@@ -79,7 +79,7 @@ class PReLU(Layer):
 
 @dataclass
 class Clip(Layer):
-    """Clip values to a range: min(max(x, low), high). `Clip(0, 6)` is ReLU6.
+    """Clipping to a range: min(max(x, low), high). `Clip(0, 6)` is ReLU6.
 
     Parameters
     ----------

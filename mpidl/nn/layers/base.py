@@ -102,7 +102,7 @@ class Layer:
     trainable: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Convert NumPy numbers to Python numbers, because model files cannot store the former."""
+        """Convert NumPy numbers to Python numbers, which model files can store."""
         for f in fields(self):
             setattr(self, f.name, check.plain(getattr(self, f.name)))
 
