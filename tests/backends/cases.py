@@ -85,8 +85,12 @@ def algorithms(label, filter_size, stride, dilation):
 
 
 def bounds_of(label):
-    """Return bounds of the errors, (forward, backward). Tiles of 8x8 inputs have larger errors."""
-    return (4e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
+    """Return bounds of the errors, (forward, backward).
+
+    Tiles of 8x8 inputs have larger errors. The generic build has the largest errors, because it has
+    no fused multiply-add.
+    """
+    return (5e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
 
 
 def convolution(label, shape, backends=("cpu", "gpu")):

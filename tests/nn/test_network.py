@@ -125,7 +125,7 @@ def test_tables_take_only_what_fits(world):
 
 @dataclass
 class Double(dl.Layer):
-    """A custom layer that doubles its input."""
+    """Custom layer that doubles its input."""
 
     name: str | None = None
 

@@ -35,7 +35,7 @@ class TestBatchnorm(OpChecks):
             "'global' or 'local', got 'all'",
         ),
     ]
-    test_a_share_without_blocks = None  # the statistics require all ranks
+    test_a_share_without_blocks = None  # statistics require all ranks
 
 
 def images(count, dtype=np.float64):
@@ -127,7 +127,7 @@ def test_statistics_far_from_zero_keep_their_digits(world):
     channels = single.astype("f8")
     np.testing.assert_allclose(statistics[0], channels.mean(axis=1), rtol=1e-10)
     np.testing.assert_allclose(statistics[1], channels.var(axis=1), rtol=1e-5)
-    cancelled = (single**2).mean(axis=1) - single.mean(axis=1) ** 2  # the negative control
+    cancelled = (single**2).mean(axis=1) - single.mean(axis=1) ** 2  # negative control
     assert (abs(cancelled - channels.var(axis=1)) > 1e-2 * channels.var(axis=1)).any()
 
 

@@ -14,7 +14,7 @@ def along(op, **options):
 
 
 def plain_sum(x, axes):
-    """Add up the entries of an array one after another."""
+    """Sum the entries of an array in order."""
     left_axes = [i for i in range(x.ndim) if i not in axes]
     total = np.zeros([x.shape[i] for i in left_axes])
     for index in np.ndindex(*x.shape):

@@ -190,6 +190,7 @@ for case in CASES:
 NEED_SCRATCH = ("conv2d", "conv2d_backward", "dense", "dense_backward", "cross_entropy")
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "functions", [NEED_SCRATCH, pytest.param(("all",), marks=pytest.mark.slow("ranks"))]
 )

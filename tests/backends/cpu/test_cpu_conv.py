@@ -27,7 +27,7 @@ def test_threads_share_one_block(label, function, algorithm, monkeypatch):
 
 
 def test_nan_passes_convolutions_and_relu():
-    """A NaN weight must make the loss NaN instead of vanishing in a ReLU."""
+    """A NaN weight must make the loss NaN and must not vanish in a ReLU."""
     values = arguments(BY_NAME["conv2d_moments, large 1x1"], cpu, share(3))
     source = values["x"]
     source.x[0, 0, 0, 0, 3] = np.nan

@@ -203,7 +203,7 @@ try:
     dweight = cpu.dense_dweight(dy, x, tree)
     print(megabytes("VmHWM") - before)
 except (OSError, KeyError) as error:
-    sys.exit(f"this system does not tell peak memory: {error}")
+    sys.exit(f"this system does not report peak memory: {error}")
 np.save(f"{folder}/nodes.npy", [node for term in dweight.terms for node in term.nodes])
 """
 
@@ -221,7 +221,7 @@ def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
     env = os.environ | {"MPIDL_CPU": builds.running()}
     root = Path(__file__).parents[3]
     process = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    if "does not tell peak memory" in process.stderr:
+    if "does not report peak memory" in process.stderr:
         pytest.skip(process.stderr.strip())
     assert process.returncode == 0, process.stderr
     nodes = np.load(tmp_path / "nodes.npy")

@@ -43,7 +43,7 @@ def parse_log(log):
 
 
 def compile_all(units, architecture):
-    """Compile units, two at a time; return {unit: its resources, or an exception}."""
+    """Compile units, two at a time, and return {unit: its resources, or an exception}."""
 
     def compile_unit(unit):
         try:

@@ -44,7 +44,7 @@ def root(partial):
 
 
 def assert_near(value, exact, scale=None):
-    """Check that errors are at most 1e-6 of the largest number, or of each element of `scale`."""
+    """Check that errors are at most 1e-6 of the largest number, or of `scale`."""
     assert value.shape == exact.shape
     bound = np.abs(exact).max(initial=0) if scale is None else scale
     assert (np.abs(value - exact) <= 1e-6 * bound).all()

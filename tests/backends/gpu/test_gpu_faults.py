@@ -87,7 +87,7 @@ FAULTS = [
         *(fold.test_the_spread_over_threads_does_not_change_a_byte, ("double",)),
     ),
     Fault(
-        *("fold", "the counter is one level off"),
+        *("fold", "the counter is off by one level"),
         *("if (start >> L & 1)", "if (start >> L & 2)"),
         *(fold.test_any_number_of_ranks_gives_the_same_bytes, ("float", 13, 2)),
     ),
@@ -277,7 +277,7 @@ FAULTS = [
         check_on_gpu,
         "trust, lars",
         edits={
-            "the ratio leaves out the decay": ("if (separate) divisor += ", "if (0) divisor += "),
+            "the ratio omits the decay": ("if (separate) divisor += ", "if (0) divisor += "),
             "the ratio of one block": (
                 "for (int i = firsts[p] + threadIdx.x; i < firsts[p + 1]; i += 256) {\n"
                 "            weight",

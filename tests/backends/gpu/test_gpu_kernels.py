@@ -23,7 +23,7 @@ def skip_without_nvrtc():
 
 @functools.cache
 def compiled(architecture):
-    """Compile all units; return {unit: its resources, or an exception}."""
+    """Compile all units and return {unit: its resources, or an exception}."""
     return resources.compile_all(variants.units(architecture), architecture)
 
 
@@ -67,7 +67,7 @@ def test_registers_and_memory_match_the_table(architecture):
         table = json.load(file)
     version = "{}.{}".format(*nvrtc.find(architecture).version)
     if version != table["nvrtc"]:
-        pytest.skip(f"the table was made by NVRTC {table['nvrtc']}, this is {version}")
+        pytest.skip(f"the table was written with NVRTC {table['nvrtc']}, this is {version}")
     actual = {
         f"{resources.label(unit)}: {name}": entry
         for unit, entries in compiled(architecture).items()

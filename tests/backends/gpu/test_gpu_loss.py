@@ -82,7 +82,7 @@ def test_a_late_scale_gives_the_bytes_of_its_value(device, factor, late, gradien
 
 
 def test_the_first_of_equal_scores_or_nan_is_the_predicted_class(device):
-    """As in NumPy's argmax, NaN is the largest score."""
+    """NaN must count as the largest score, as in NumPy's argmax."""
     nan, inf = np.nan, np.inf
     rows = {
         (1, 3, 3, 2): 1,
