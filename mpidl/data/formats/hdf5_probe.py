@@ -5,9 +5,10 @@ and no exception handler can catch this. Therefore a helper process runs this mo
 attributes and the first, middle and last rows of datasets in advance. If the helper crashes, does
 not finish, or allocates more memory than its datasets need, the file is rejected.
 
-Only rank 0 reads data sets, models and checkpoints. It starts the helper when it opens its first
-HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and NumPy, but
-no module of mpidl.
+A process starts the helper when it opens its first HDF5 file. Usually only rank 0 does so, which
+reads data sets, models and checkpoints. If all ranks of a host load a model at once, one of them
+starts a helper. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and
+NumPy, but no module of mpidl.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _owner = -1  # the process that has started the helper; after a fork, the child 
 _problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
 
 
-def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> str | None:
+def problem_of(
+    path: str | os.PathLike, stamp: object, stream: Any = None, is_shared: bool = False
+) -> str | None:
     """Test whether the helper can read an HDF5 file, and describe the problem if it cannot.
 
     Parameters
@@ -49,6 +52,8 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
         A value that changes whenever the file changes.
     stream : binary file, optional
         A file that is not on a file system; this process sends its bytes to the helper.
+    is_shared : bool
+        Whether other ranks of this host may open the same file at the same time.
 
     Returns
     -------
@@ -59,8 +64,16 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
     if key not in _problems:
         while len(_problems) >= 16:
             del _problems[next(iter(_problems))]
-        _problems[key] = _ask(key[0], stream)
+        _problems[key] = _ask_once(key) if is_shared else _ask(key[0], stream)
     return _problems[key]
+
+
+def _ask_once(key):
+    """Return the problem that one of the ranks of this host has found, or None."""
+    from mpidl.data.formats.shared_answer import shared_answer  # not for the helper
+
+    answer = shared_answer(key, lambda: f"problem: {_ask(key[0], None) or ''}", 2 * SECONDS)
+    return answer.removeprefix("problem: ") or None
 
 
 def _ask(path, stream):

@@ -90,6 +90,8 @@ SLOW = pytest.mark.slow("ranks")
         ("cifar", (3, 32, 32), 10, 37),
         pytest.param("digits", (1, 28, 28), 10, 37, marks=SLOW),
         pytest.param("resnet", (2, 12, 12), 4, 20, marks=SLOW),
+        pytest.param("fashion", (1, 13, 12), 10, 37, marks=SLOW),
+        pytest.param("cifar-fast", (3, 9, 12), 4, 20, marks=SLOW),
         pytest.param("alexnet", (3, 67, 67), 4, 20, marks=SLOW),  # 47 MB
     ],
 )
