@@ -357,7 +357,7 @@ def test_any_schedule_of_threads_gives_the_same_bytes(emulated, case, values):
 
 
 class Calls:
-    """Backend that records which of its functions are called."""
+    """A backend that records which of its functions are called."""
 
     def __init__(self, backend):
         self.backend, self.names = backend, set()

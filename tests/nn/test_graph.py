@@ -213,7 +213,7 @@ def test_outputs_live_until_their_last_reader(world):
     alive_counts, references = [], []
 
     class Watch(dl.Layer):
-        """Layer that counts the outputs of earlier layers that are still in memory."""
+        """A layer that counts the outputs of earlier layers that are still in memory."""
 
         def forward(self, x, context):
             alive_counts.append(sum(ref() is not None for ref in references))
