@@ -303,7 +303,7 @@ class ReplayedStep(EagerStep):
             self.close()
             self._is_off = True
             if self.world.rank == 0:
-                text = "warning: a replayed training step differs from the eager one; please report"
+                text = "warning: replayed and eager training steps differ; please report"
                 print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
 
     def _update_in_place(self, gradients, state):
