@@ -20,7 +20,7 @@ BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
 class HeldOut(Subset):
-    """The validation images that `held_out` has split off a training set."""
+    """Validation images that `held_out` has split from a training set."""
 
 
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
@@ -74,14 +74,14 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
 
 
 def refuse_second_validation(options, source: str) -> None:
-    """Raise a UserError if an option splits off a validation set in addition to that of `source`.
+    """Raise a UserError if an option would split off a second validation set.
 
     Parameters
     ----------
     options : TrainingOptions
         Options of the run.
     source : str
-        The option that gives a validation set, for the message.
+        Option that provides the first validation set, for the message.
     """
     for name in ("validation_fraction", "fold"):
         if value := getattr(options, name):
@@ -155,7 +155,7 @@ class Validation:
         self.store, self.world, self.loss_function = options.validation, world, loss
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
-        self.prefetch = options.prefetch
+        self.prefetch, self.metrics = options.prefetch, options.metrics or ()
         self.bad_images = BadImages.of_options(options)
         self.keeps_best = options.output_network == "best-validation"
         self.last: Evaluation | None = None
@@ -206,6 +206,7 @@ class Validation:
             self.store,
             world=self.world,
             prefetch=self.prefetch,
+            metrics=self.metrics,
             bad_images=self.bad_images,
             signals=signals,
             loss=self.loss_function,
