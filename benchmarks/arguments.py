@@ -185,9 +185,7 @@ def _add_input(parser, command):
     )
     text = "threads that read and decode (1)"
     parser.text("--workers", "N,N,...", text, default=[1], type=_counts("--workers"))
-    text = (
-        "instead measure the peak memory of training on a large packed set, minus the peak of "
-    )
+    text = "instead measure the peak memory of training on a large packed set, minus the peak of "
     text += "training on one mini-batch of the set, with the network light"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "instead compare packs of JPEG files with the folder of these files: images/s and size"
