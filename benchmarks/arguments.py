@@ -66,7 +66,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         If a word is unknown or a value is invalid.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
+    width = max(map(len, BENCHMARKS)) + 2
+    texts = "\n".join(f"  {name:{width}}{text}" for name, text in BENCHMARKS.items())
     overview = Parser(
         "benchmarks",
         f"Run a benchmark. It measures:\n\n{texts}\n\nOptions of a sub-command: "
