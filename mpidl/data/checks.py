@@ -30,8 +30,8 @@ def empty_classes_warning(datastore: Datastore) -> str | None:
     Returns
     -------
     str or None
-        The warning, one line. None if every class has an image, if the set has no labels, or if the
-        set has targets.
+        The warning, in one line. None if every class has an image, if the set has no labels, or if
+        the set has targets.
     """
     if datastore.labels is None or datastore.targets_shape is not None:
         return None

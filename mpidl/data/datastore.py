@@ -69,7 +69,7 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
@@ -84,7 +84,7 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
@@ -101,7 +101,7 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
@@ -127,7 +127,7 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
@@ -142,7 +142,7 @@ class Datastore:
         Parameters
         ----------
         i : int
-            Number of an image.
+            Index of an image.
 
         Returns
         -------
@@ -159,7 +159,7 @@ class Datastore:
         Parameters
         ----------
         i : int
-            Number of an image.
+            Index of an image.
 
         Returns
         -------
@@ -207,7 +207,7 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in the new order. They may repeat.
+            Indices of images, in the new order. An index may occur several times.
 
         Returns
         -------

@@ -48,7 +48,7 @@ class MinibatchQueue:
     seed : int
         Seed of the order and of the augmentation.
     world : World, optional
-        The ranks that share a mini-batch, by default this rank alone.
+        The ranks that share each mini-batch. By default, there is only this rank.
     shuffle : {"every-epoch", "once", "never"}
         When to permute the set. "once" uses the order of epoch 0 for all epochs, and "never" uses
         the order of the datastore.
@@ -269,7 +269,7 @@ class MinibatchQueue:
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
     def _unreadable_images(self):
-        """Return a dict in which a builder collects unreadable images; None if they are errors."""
+        """Return a new dict for unreadable images, or None if unreadable images raise errors."""
         return None if self.bad_images is None else {}
 
     def _usable(self, indices):

@@ -70,10 +70,10 @@ def select(
 def fold_numbers(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Assign each image to one of `count` folds, stratified by label.
 
-    The images are shuffled within each label and then assigned to the folds in a round-robin. Each
-    label starts at the fold after the previous label's last image. For each label, the numbers of
-    images in any two folds therefore differ by at most 1. The sizes of any two folds also differ by
-    at most 1.
+    The images are shuffled within each label and then assigned to the folds in round-robin order.
+    Each label starts at the fold after the previous label's last image. For each label, the numbers
+    of images in any two folds therefore differ by at most 1. The sizes of any two folds also differ
+    by at most 1.
 
     Parameters
     ----------

@@ -77,7 +77,7 @@ class Cells(Datastore):
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images.
+            Indices of images.
 
         Returns
         -------

@@ -174,7 +174,7 @@ class Reader:
         batch, normalization = self.full_batch, self.pipeline.normalization
         zeros = np.zeros(batch.blocks * LANES, np.int32)
         samples = launching.scalar("samples", zeros, np.int32)
-        launching.scalar("epoch", 0, np.int32)  # for `Batch.samples`, like "samples"
+        launching.scalar("epoch", 0, np.int32)  # read by `Batch.samples`
         places = samples if self.is_direct else launching.scalar("places", zeros, np.int32)
         layout = {"indices": places, "counts": batch.counts(), "blocks": batch.blocks}
         options = self.pipeline.moves(zeros, 0, 0)

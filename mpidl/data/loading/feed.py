@@ -103,7 +103,7 @@ class FeedBuilder:
 
 
 def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
-    """Return (smallest, largest) integer label, or None for floats, None or an empty array."""
+    """Return (smallest, largest) of integer labels, or None for floats and empty arrays."""
     if labels is None or labels.dtype.kind == "f" or not labels.size:
         return None
     return int(labels.min()), int(labels.max())
