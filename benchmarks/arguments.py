@@ -1,7 +1,9 @@
-"""Parse the arguments of the sub-commands, without MPI and without output except --help."""
+"""Parse the arguments of the sub-commands. Parsing needs no MPI and only --help prints."""
 
 import argparse
 import functools
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,10 +13,11 @@ from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.options import training_options
 
-# {sub-command, which is also the name of its module: what it measures}
+# {sub-command, usually the name of its module: what it measures}
 BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",
+    "roofline": "each pass of a training step against its floor, and the step as a whole",
     "accuracy": "the errors of each layer's activations and gradients, next to PyTorch's",
     "fold": "the cost of summing in a fixed order, against a plain Allreduce",
     "compare": "the training step against PyTorch's, in turns on the same cores",
@@ -34,10 +37,10 @@ BENCHMARKS = {
     "large_batch": "the accuracy at several batch sizes, for the same images",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
-ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
+ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also of training
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -46,9 +49,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name. None means those of this process.
+        Words after the program's name. None means the command line of this process.
     quiet : bool
-        Whether --help prints nothing. Only one rank prints it.
+        Whether --help prints nothing. True on all ranks except one.
 
     Returns
     -------
@@ -94,7 +97,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 
 
 def _add_subject(parser, command):
-    """Add the options for the network and the rounds, then those of one sub-command."""
+    """Add the options for the network and the rounds, then the options of one sub-command."""
     if command == "kernels":
         text = (
             "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
@@ -103,13 +106,18 @@ def _add_subject(parser, command):
         )
         networks = ["digits", "cifar", "shapes", "dense"]
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
+    elif command == "roofline":
+        _add_settings(parser, "digits:128,cifar:64,resnet:64,alexnet:32")
+        parser.text("--page", "FILE", "also write the tables, with charts, as an HTML page to FILE")
     else:
-        text = "digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
-        text += "FUNCTION(input_shape, 10) (digits)"
+        text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another one of the "
+        text += "zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
         parser.text("--network", "NAME", text, default="digits")
     text = "shape of an image (the network's, else 1x28x28)"
     parser.text("--image", "CxHxW", text, type=_image)
-    parser.add_options("batch_size", "winograd", "seed", "timeout")
+    if command != "roofline":
+        parser.add_options("batch_size")
+    parser.add_options("winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
     if command != "accuracy":
         _add_counts(parser, ROUNDS)
@@ -130,7 +138,7 @@ def _add_subject(parser, command):
         parser.add_options("batchnorm")
     if command == "accuracy":
         _add_counts(
-            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are medians over them")
+            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are their medians")
         )
     if command == "compare":
         _add_compare(parser)
@@ -151,7 +159,7 @@ def _add_s3(parser, command):
         ("threads", 2, "threads of the training step"),
         ("requests", 16, "requests to the store at a time"),
         ("cache-mb", 1000, "size of the node's cache of images"),
-        ("rounds", 5, "number of rounds; results are medians over them"),
+        ("rounds", 5, "number of rounds; results are medians over rounds"),
     )
     parser.text("--workers", "N", "threads that decode (1)", default=[1], type=_counts("--workers"))
     text = "kind of image files: jpeg or png (jpeg)"
@@ -205,7 +213,7 @@ def _add_sweep(parser, command):
         ("ranks", 2, "number of ranks"),
         ("models", 8, "number of models"),
         ("iterations", 71, "mini-batches per model"),
-        ("rounds", 3, "number of rounds; results are medians over them"),
+        ("rounds", 3, "number of rounds; results are medians over rounds"),
     )
 
 
@@ -295,7 +303,7 @@ def _add_transfer(parser, command):
         parser,
         ("epochs", 40, "epochs of each training with the other classes"),
         ("batch-size", 16, "images per mini-batch"),
-        ("seeds", 3, "number of seeds; results are medians over them"),
+        ("seeds", 3, "number of seeds; results are medians over seeds"),
     )
     for flag, default, text in (
         ("--pretraining-epochs", 3, "epochs of the pretraining"),
@@ -311,6 +319,9 @@ def _add_compare(parser):
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
+    text = "versions of PyTorch, such as 2.13.0, and paths of Python interpreters that have one; "
+    text += "other versions than the installed one get environments in build/ (the installed one)"
+    parser.text("--torch", "VERSION|PYTHON,...", text, default=[], type=_torch_versions)
     text = "limit both sides to these instructions"
     parser.text(
         "--held-to",
@@ -331,12 +342,15 @@ def _add_compare(parser):
 
 
 def _add_gpu(parser, command):
-    settings = ["digits:128", "digits:1024", "cifar:256", "cifar:1024"]
-    text = f"networks and batch sizes to time ({','.join(settings)})"
-    parser.text("--settings", "NETWORK:BATCH,...", text, default=settings, type=_words)
+    _add_settings(parser, "digits:128,digits:1024,cifar:256,cifar:1024")
     text = "total time limit; compiled variants run last (900)"
     parser.text("--limit", "SECONDS", text, default=900, type=count("--limit"))
     _add_counts(parser, ROUNDS)
+
+
+def _add_settings(parser, default):
+    text = f"networks and batch sizes to time ({default})"
+    parser.text("--settings", "NETWORK:BATCH,...", text, default=_settings(default), type=_settings)
 
 
 def _add_counts(parser, *counts):
@@ -347,13 +361,25 @@ def _add_counts(parser, *counts):
 
 
 class Layout(NamedTuple):
-    """Ranks of a side, and threads of each; None stands for --threads."""
+    """Numbers of ranks, and of threads per rank; None stands for --threads."""
 
     ranks: int
     threads: int | None
 
     def __str__(self) -> str:
         return str(self.ranks) if self.threads is None else f"{self.ranks}x{self.threads}"
+
+
+def _torch_versions(text):
+    """Return the words of --torch."""
+    words = text.split(",")
+    for word in words:
+        if os.sep not in word and not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", word):
+            raise UserError(
+                "--torch must be versions such as 2.13.0, or paths of Python interpreters, found "
+                f"{word}"
+            )
+    return words
 
 
 def _layouts(text):
@@ -366,6 +392,17 @@ def _layouts(text):
     return layouts
 
 
+def _settings(text: str) -> list[tuple[str, int]]:
+    """Convert NETWORK:BATCH,... to pairs."""
+    pairs = []
+    for part in text.split(","):
+        network, _, batch = part.rpartition(":")
+        if not network or not batch.isdigit() or not int(batch):
+            raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {part}")
+        pairs.append((network, int(batch)))
+    return pairs
+
+
 def _words(text: str) -> list[str]:
     return text.split(",")
 
@@ -376,7 +413,7 @@ def _counts(flag: str) -> Callable[[str], list[int]]:
 
 
 def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:
-    """Return a parser for an option whose value lists some of the candidates."""
+    """Return a parser for an option whose value is a list of candidates."""
     return lambda text: [_one_of(flag, name, candidates) for name in text.split(",")]
 
 

@@ -29,7 +29,6 @@ from mpidl.autodiff import check_vjp as check_vjp
 from mpidl.autodiff import op as op
 from mpidl.autodiff import value_and_grad as value_and_grad
 from mpidl.backends import configure as configure
-from mpidl.binary_cross_entropy_loss import BinaryCrossEntropy as BinaryCrossEntropy
 from mpidl.blocks import Batch as Batch
 from mpidl.blocks import Blocked as Blocked
 from mpidl.blocks import OneRank as OneRank
@@ -37,7 +36,6 @@ from mpidl.blocks import from_images as from_images
 from mpidl.blocks import share as share
 from mpidl.comm import World as World
 from mpidl.comm.launch import launch as launch
-from mpidl.cross_entropy_loss import CrossEntropy as CrossEntropy
 from mpidl.data import ArrayDatastore as ArrayDatastore
 from mpidl.data import Augmenter as Augmenter
 from mpidl.data import ImageFolder as ImageFolder
@@ -61,6 +59,9 @@ from mpidl.interchange.onnx_export import save_onnx as save_onnx
 from mpidl.interchange.onnx_import import load_onnx as load_onnx
 from mpidl.interchange.weights import load_weights as load_weights
 from mpidl.interchange.weights import save_weights as save_weights
+from mpidl.losses import BinaryCrossEntropy as BinaryCrossEntropy
+from mpidl.losses import CrossEntropy as CrossEntropy
+from mpidl.losses import Dice as Dice
 from mpidl.nn import Network as Network
 from mpidl.nn import analyze as analyze
 from mpidl.nn.layers.activation import *
@@ -92,7 +93,6 @@ from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
-from mpidl.soft_dice_loss import Dice as Dice
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256

@@ -10,7 +10,9 @@ nodes of the others are. When all ranks have placed a chunk, they fold it by the
 - in segments: each rank folds a part of the values in place, and counts the chunk as folded. When
   all ranks have folded it, they copy the results from the slots.
 
-Both follow the tree, so they give the same bytes as the messages of `exchange`. kernels/cpu/sums.c
+Both follow the tree, so they give the same bytes as the messages of `exchange`. Beside its slots, a
+rank notes a hash of the plan of each chunk. If the hashes differ, the ranks have started different
+sums, and each of them raises an error before it reads a value at a wrong place. kernels/cpu/sums.c
 does the work: these counts must be written and read in order, which NumPy does not promise.
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
@@ -22,6 +24,7 @@ messages may arrive in another order.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
@@ -34,6 +37,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import exchange, watchdog
 from mpidl.comm.reducer import Piece
 from mpidl.comm.transport import free_shared_bytes
+from mpidl.errors import Fault
 from mpidl.fold import Tree
 
 if TYPE_CHECKING:
@@ -43,20 +47,25 @@ if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
 SLOTS, SLOT_BYTES = 8, 1 << 16  # per rank and set of slots
-COUNTS_BYTES, LINE = 128, 64
+COUNTS_BYTES, LINE = 256, 64
 PATIENCE = 0.002  # longest wait for other ranks inside a kernel call, in seconds
 
 # {(operation, type): kind of the sum in sums.c}
 FLOATS, DOUBLES, MOMENTS = range(3)
+NOUNS = ("float32 values", "float64 values", "float64 values of moments")
 KINDS: dict[tuple[Any, np.dtype], int] = {
     (fold.add, np.dtype("f4")): FLOATS,
     (fold.add, np.dtype("f8")): DOUBLES,
     (fold.merge_moments, np.dtype("f8")): MOMENTS,
 }
 MOST_NODES = 1024  # of a sum, so that all nodes of a chunk fit into the slots
-QUEUE_WORDS, SUM_WORDS = 18, 7  # of the structs in sums.c
-PATIENCE_WORD, WAITED_WORD, LAST_WORD = 5, 6, 16  # of a queue
+QUEUE_WORDS, SUM_WORDS = 19, 7  # of the structs in sums.c
+PATIENCE_WORD, WAITED_WORD, FOLDED_WORD = 5, 6, 8  # of a queue
+LAST_WORD, DIFFERS_WORD = 16, 17
+IDENTITIES = slice(16, 16 + SLOTS)  # of the counts, the sums in the slots
+WIDTHS = slice(24, 24 + SLOTS)  # the widths of these sums, times 4, plus their kinds
 TAKEN_WORD = 6  # of a sum
+IDENTITY_WORD = 10  # of a plan
 
 
 # What kernels may still use: queues with sums that are not complete, and the owners of the memory
@@ -141,7 +150,9 @@ def _plan(places, joins, results, rank, width, kind):
     head = [kind, width, chunk, chunks, stride, is_direct, own_nodes]
     head += [len(places), len(joins), len(results)]
     table = [*np.ravel(places), *np.ravel(joins), *results]
-    return np.array([*head, *table], np.int64)
+    shared = [*head[:6], *head[7:], *table]  # what all ranks must agree on
+    digest = hashlib.blake2b(np.array(shared, np.int64).tobytes(), digest_size=8).digest()
+    return np.array([*head, int.from_bytes(digest, "little", signed=True), *table], np.int64)
 
 
 class HostSum:
@@ -192,6 +203,13 @@ class SumQueue:
         This rank among those that share the memory, and their number.
     patience : float
         Longest wait inside a call of the library, in seconds.
+    first : int
+        Number of the first of these ranks in the world, for messages.
+
+    Raises
+    ------
+    Fault
+        By every method that advances sums, if the ranks have started different sums.
 
     Attributes
     ----------
@@ -200,9 +218,14 @@ class SumQueue:
     """
 
     def __init__(
-        self, memory: np.ndarray, rank: int, ranks: int, patience: float = PATIENCE
+        self,
+        memory: np.ndarray,
+        rank: int,
+        ranks: int,
+        patience: float = PATIENCE,
+        first: int = 0,
     ) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.first = rank, ranks, first
         self._library = builds.kernels()
         self._scratch = np.empty(2 * SLOT_BYTES, np.uint8)
         self._memory = memory
@@ -219,11 +242,34 @@ class SumQueue:
         _busy[:] = [queue for queue in _busy if queue.is_busy and queue is not self]
         _busy.append(self)
         self._library.sums_start(self.words, host_sum.words)
+        self._check()
 
     def advance(self) -> None:
         """Advance all sums without waiting."""
         self._library.sums_advance(self.words)
+        self._check()
         self.release()
+
+    def _check(self):
+        """Raise a Fault if the ranks have started different sums, which then stay incomplete."""
+        if not self.words[DIFFERS_WORD]:
+            return
+        counts = self._memory[: self.ranks * COUNTS_BYTES].view(np.int64)
+        counts = counts.reshape(self.ranks, -1)
+        slot = int(self.words[FOLDED_WORD]) % SLOTS
+        identities, widths = counts[:, IDENTITIES][:, slot], counts[:, WIDTHS][:, slot]
+        sums: dict[tuple[int, int], list[str]] = {}
+        for rank, sum_of_rank in enumerate(zip(identities.tolist(), widths.tolist(), strict=True)):
+            sums.setdefault(sum_of_rank, []).append(str(self.first + rank))
+        texts = [
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} {width // 4} "
+            f"{NOUNS[width % 4]}"
+            for (_, width), ranks in sums.items()
+        ]
+        raise Fault(
+            f"the ranks sum different values at the same time: {'; '.join(texts)}: all ranks must "
+            "call the same functions in the same order, with values of the same shapes"
+        )
 
     def release(self) -> None:
         """Release the sums that are complete."""
@@ -235,6 +281,7 @@ class SumQueue:
         waited = self.words[WAITED_WORD]
         self._library.sums_wait(self.words, host_sum.words)
         self.words[WAITED_WORD] = waited  # the caller counts this wait
+        self._check()
         self.release()
 
     @property
@@ -319,8 +366,8 @@ class HostMemory:
         self._ranks = first, stop = hosts[self._host]
         patience = 0.0 if transport.oversubscribed else PATIENCE
         size = queue_bytes(stop - first)
-        self.up = SumQueue(memory[:size], rank - first, stop - first, patience)
-        self.down = SumQueue(memory[-size:], rank - first, stop - first, patience)
+        self.up = SumQueue(memory[:size], rank - first, stop - first, patience, first)
+        self.down = SumQueue(memory[-size:], rank - first, stop - first, patience, first)
         self._roots = self._passed_roots = 0  # exchanges whose root goes through `down`
 
     @classmethod

@@ -47,6 +47,7 @@ class RecordedWorld:
     def __init__(self, world: World, recorder: Recorder) -> None:
         self.world, self.recorder = world, recorder
         self.rank, self.size, self.plain = world.rank, world.size, world.plain
+        self._ranks = OneRank() if self.size == 1 else world
         self.gradients: dict[str, np.ndarray] = {}
         memory = None if world.plain else world.host_memory()
         self.memory = memory if memory is not None and memory.has_all_ranks else None
@@ -74,9 +75,9 @@ class RecordedWorld:
         partial, target = self.at_fixed_place(value), fixed(total)
 
         def exchange() -> None:
-            target[...] = self.world.gplus(partial)
+            target[...] = self._ranks.gplus(partial)
 
-        total[...] = self.world.gplus(value)
+        total[...] = self._ranks.gplus(value)
         self.recorder.call_python(exchange, [total])
         return total
 
@@ -88,10 +89,9 @@ class RecordedWorld:
             sums = reducer.finish()
             self._totals_of_results = reducer.totals_of_replay
             return sums
-        ranks = OneRank() if self.size == 1 else self.world
         places = {key: self.at_fixed_place(value) for key, value in values.items()}
-        self._totals_of_results = lambda: ranks.gplus(places)
-        return self.world.gplus(values)
+        self._totals_of_results = lambda: self._ranks.gplus(places)
+        return self._ranks.gplus(values)
 
     def results(self) -> dict[Any, Any]:
         """Return the sums of the step's results in a replay, {key: array}."""

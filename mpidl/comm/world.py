@@ -16,6 +16,7 @@ from mpidl.backends.cpu import builds
 from mpidl.blocks import OneRank
 from mpidl.comm import devices, failure, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.messaging import Messaging
+from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.reducer import Reducer, is_on_host
 from mpidl.comm.transport import START_SECONDS, Transport, allocate_shared, free_shared_bytes
 from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from numpy.typing import DTypeLike
 
+    from mpidl.backends.cpu.recording import Recorder
     from mpidl.backends.gpu.cuda_device import CudaDevice
     from mpidl.backends.gpu.sums import Counts
     from mpidl.comm.groups import Neighbours
@@ -139,7 +141,6 @@ class World(Messaging):
         self.host: str = self.hosts[self.rank]
         self.outlives_ranks = False
         self.first_ranks = list(range(self.size))
-        self.replays_steps = True  # whether a training step on CPUs may be recorded and replayed
         self.lost_ranks: list[LostRank] = []
         # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None
@@ -407,6 +408,16 @@ class World(Messaging):
             `gplus(value)` for "sum", and `gop(op, value)` otherwise.
         """
         return self.gplus(value) if op == "sum" else self.gop(op, value)
+
+    def recorded(self, recorder: Recorder) -> RecordedWorld:
+        """Return a world for a training step on CPUs that records its sums with its kernel calls.
+
+        Parameters
+        ----------
+        recorder : Recorder
+            Records the step.
+        """
+        return RecordedWorld(self, recorder)
 
     def reducer(self) -> Reducer:
         """Return a new `Reducer`; `value_and_grad(f, reduce=world)` passes gradients to it.

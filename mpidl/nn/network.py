@@ -65,6 +65,10 @@ class Network:
         A tuple with the names of the K classes, for outputs of shape (K, ...). It is () for a
         regression network, and None if the names are unknown. `dl.train` and the commands set
         `classes`, and model files store it.
+    loss
+        The loss of the training, such as {"name": "dice", "ignore_label": 255}. It is None if it is
+        unknown or a function. `dl.train` sets `loss`, model files store it, and `mpidl.predict`
+        evaluates with it.
     fuse
         Whether neighbouring convolution, batch normalization and ReLU layers run as one op. The
         results are the same either way.
@@ -105,6 +109,7 @@ class Network:
         self.crop: tuple[int, int] | None = None
         self.preprocess: Any = None
         self.classes: tuple[str, ...] | None = None
+        self.loss: dict[str, str | int] | None = None
         self.plan_runs()
 
     def plan_runs(self) -> None:

@@ -73,7 +73,7 @@ def transfer(
         if not names and isinstance(net.layers[-1], Softmax):
             net = net.up_to(net.reads[-1][0])
         edited = net.replace_layers({head.name: layer}, seed)
-        edited.classes = names or None
+        edited.classes, edited.loss = names or None, None
     if freeze_up_to is not None:
         edited.freeze(*_names_up_to(edited, freeze_up_to, head.name))
     return edited

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl import fold
+from mpidl.backends.cpu.recording import Recorder
+from mpidl.errors import Fault
 from mpidl.performance.trace import AGREE, FINISH, Event
 
 if TYPE_CHECKING:
@@ -118,10 +120,21 @@ def distinct(events: Sequence[Event]) -> list[Event]:
     return list(dict.fromkeys(event for event in events if event.kind != FINISH))
 
 
-def measure_exchange(world: World, event: Event, leaves: int, seconds: float) -> float:
+def measure_exchange(
+    world: World, event: Event, leaves: int, seconds: float, is_replayed: bool = False
+) -> float:
     """Return the seconds that a step spends on an event if the ranks do not wait. Collective.
 
-    `leaves` is the number of blocks of 16 images of the mini-batch.
+    Parameters
+    ----------
+    event : Event
+        The event.
+    leaves : int
+        Number of blocks of 16 images of the mini-batch.
+    seconds : float
+        Duration of the measurement.
+    is_replayed : bool
+        Whether the step is a replay, which starts sums without Python if all ranks share memory.
     """
     if event.kind == AGREE:
         return repeat(lambda: world.gop("max", 0), world, seconds)
@@ -131,7 +144,29 @@ def measure_exchange(world: World, event: Event, leaves: int, seconds: float) ->
     tree, matrix, combine = _arguments(world, event, leaves)
     term = fold.Term(tree, list(matrix), combine, matrix.dtype)
     partial = fold.Partial([term], None, (event.width,), matrix.dtype)
+    if is_replayed:
+        return repeat(recorded_sum(world, partial), world, seconds)
     return repeat(lambda: world.gplus(partial), world, seconds)
+
+
+def recorded_sum(world: World, partial: fold.Partial) -> Callable[[], np.ndarray]:
+    """Return a function that sums a Partial again as a replayed step does. Collective."""
+    recorder = Recorder([])
+    for term in partial.terms:
+        for node in term.nodes:
+            recorder.constant(node)
+    ranks = world.recorded(recorder)
+    with recorder.recording():
+        total = ranks.gplus(partial)
+        program = recorder.finish()
+    if recorder.problem is not None:
+        raise Fault(f"a sum cannot be replayed: {recorder.problem}")
+
+    def replay():
+        program.run(0)
+        return total
+
+    return replay
 
 
 def _arguments(world, event, leaves):

@@ -124,7 +124,7 @@ def measure(
         for active, blocks in kinds if number % 2 == 0 else kinds[::-1]:
             times = None
             if job.hosts[: job.rank].count(job.host) < active:
-                clock = StepClock(LANES * blocks, turn, solo, skip=1, at_least=2)
+                clock = StepClock(LANES * blocks, turn, solo, at_least=2)
                 solo.take_events()
                 _train(solo, net, store, options, clock, seed=options.seed + job.rank)
                 times = clock.times()
@@ -137,14 +137,14 @@ def measure(
                 events = times.events
         if is_coupled:
             net.parameters, net.state = copy.deepcopy(initial)  # the same on all ranks
-            clock = StepClock(options.batch_size, TOGETHER * turn, skip=1, at_least=2)
+            clock = StepClock(options.batch_size, TOGETHER * turn, at_least=2)
             _train(job, net, store, options, clock, seed=options.seed)
             coupled.append(clock.mean_seconds())
-    events = job.broadcast(events)
+    events, replays_steps = job.broadcast((events, solo.replays_steps))
     if job.rank == 0:
         show("messages and sums")
     leaves = max(blocks_of(options.batch_size), job.size)
-    network = _network(job, events, leaves, 0.3 * seconds / rounds, rounds)
+    network = _network(job, events, replays_steps, leaves, 0.3 * seconds / rounds, rounds)
     shares_memory = builds.kernels() is not None
     if shares_memory and most_ranks > 1:
         shares_memory = job.host_memory() is not None
@@ -155,6 +155,7 @@ def measure(
         "hosts": len(set(job.hosts)),
         "ranks_per_host": most_ranks,
         "shares_memory": shares_memory,
+        "replays_steps": replays_steps,
         "threads": threads,
         "is_oversubscribed": any(SHARED_CORES in line for line in lines),
         "images": len(train_set),
@@ -331,7 +332,7 @@ def slowest_of(segments: Sequence[np.ndarray]) -> list[float]:
     return seconds
 
 
-def _network(job, events, leaves, seconds, rounds):
+def _network(job, events, replays_steps, leaves, seconds, rounds):
     """Measure messages and exchanges in each round. Collective."""
     pairs, exchanges = links.pairs(job), links.distinct(events)
     slot = seconds / (6 * len(pairs) + len(exchanges) + 6)
@@ -341,7 +342,9 @@ def _network(job, events, leaves, seconds, rounds):
         record: dict[str, Any] = {
             kind: links.measure_pair(job, pair, slot) for kind, pair in pairs.items()
         }
-        times = [links.measure_exchange(job, event, leaves, slot) for event in exchanges]
+        times = [
+            links.measure_exchange(job, event, leaves, slot, replays_steps) for event in exchanges
+        ]
         record["folds"] = [[list(e), t] for e, t in zip(exchanges, times, strict=True)]
         record["hidden"] = 0.0
         if largest is not None:

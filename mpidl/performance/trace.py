@@ -1,19 +1,23 @@
-"""Record when the training steps of a single rank would communicate with other ranks."""
+"""Note when the training steps of a single rank would communicate with other ranks."""
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidl import fold, phases
 from mpidl.comm import World
+from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.reducer import BUCKET_BYTES, Reducer, is_on_host
 from mpidl.errors import UserError
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:
+    from mpidl.backends.cpu.recording import Recorder
     from mpidl.training.progress import EpochSummary
     from mpidl.training.steps import StepResult
     from mpidl.training.trainer import Trainer
@@ -44,7 +48,9 @@ class Event(NamedTuple):
 
 
 class TracingWorld(World):
-    """A world of one rank that records the exchanges of a step on several ranks.
+    """A world of one rank that notes the exchanges of a step on several ranks.
+
+    If the step is recorded, each replay notes its exchanges, too.
 
     Parameters
     ----------
@@ -55,16 +61,18 @@ class TracingWorld(World):
     ----------
     events : list of (float, Event)
         Time of each event, by `time.perf_counter`, and the event.
+    replays_steps : bool
+        Whether a step has been recorded, so that later steps are replays.
     """
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm, threads=None)
         self.events: list[tuple[float, Event]] = []
-        self.replays_steps = False  # a replay on one rank makes no exchanges
+        self.replays_steps = False
         self._is_nested = False
 
     def note(self, event: Event) -> None:
-        """Record an event that happens now."""
+        """Note an event that happens now."""
         self.events.append((time.perf_counter(), event))
 
     def take_events(self) -> list[tuple[float, Event]]:
@@ -89,16 +97,39 @@ class TracingWorld(World):
         return super().gop(operation, value)
 
     def reducer(self) -> Reducer:
-        return _TracingReducer(self)
+        return _TracingReducer(self, self.note)
+
+    def recorded(self, recorder: Recorder) -> RecordedWorld:
+        self.replays_steps = True
+        return _RecordedTrace(self, recorder)
+
+
+class _RecordedTrace(RecordedWorld):
+    """Lets each replay of a step note its exchanges at the same places as the step itself."""
+
+    def __init__(self, world: TracingWorld, recorder: Recorder) -> None:
+        super().__init__(world, recorder)
+        self._tracing_world = world
+
+    def _note(self, event: Event) -> None:
+        self._tracing_world.note(event)
+        self.recorder.call_python(functools.partial(self._tracing_world.note, event))
+
+    def gplus(self, value: Any) -> Any:
+        for event in _sums_of(value):
+            self._note(event)
+        return super().gplus(value)
+
+    def reducer(self) -> Reducer:
+        return _TracingReducer(self._tracing_world, self._note)
 
 
 class _TracingReducer(Reducer):
-    """Records the buckets into which the reducer of several ranks would pack the gradients."""
+    """Notes the buckets into which the reducer of several ranks would pack the gradients."""
 
-    def __init__(self, world: TracingWorld) -> None:
+    def __init__(self, world: TracingWorld, note: Callable[[Event], None]) -> None:
         super().__init__(world)
-        self._tracing_world = world
-        self._buckets_of_step = _Buckets(world)
+        self._note, self._buckets_of_step = note, _Buckets(note)
 
     def push(self, name: str, value: Any) -> None:
         if isinstance(value, Partial) and is_on_host(value):
@@ -107,15 +138,15 @@ class _TracingReducer(Reducer):
 
     def finish(self) -> dict[str, Any]:
         self._buckets_of_step.send()
-        self._tracing_world.note(Event(FINISH))
+        self._note(Event(FINISH))
         return super().finish()
 
 
 class _Buckets:
     """The rule by which `comm.reducer.Reducer` packs terms into buckets."""
 
-    def __init__(self, world):
-        self.world, self.key, self.width = world, None, 0
+    def __init__(self, note):
+        self.note, self.key, self.width = note, None, 0
 
     def push(self, value):
         for width, itemsize, operation in _terms_of(value):
@@ -128,7 +159,7 @@ class _Buckets:
 
     def send(self):
         if self.width:
-            self.world.note(Event(BUCKET, self.width, *self.key))
+            self.note(Event(BUCKET, self.width, *self.key))
         self.width = 0
 
 
@@ -193,7 +224,7 @@ class StepClock:
         The world of the run, whose events are recorded with the times. None if ranks train
         together.
     skip : int
-        Number of steps before the measurement.
+        Number of steps before the measurement: by default those that are recorded and checked.
     at_least : int
         Smallest number of measured steps.
     """

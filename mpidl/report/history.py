@@ -57,7 +57,7 @@ class Series:
 
 
 FIELDS = tuple(field.name for field in fields(Series))
-POSITION = ("epoch", "iteration")  # the fields that are whole numbers
+POSITION = ("epoch", "iteration")  # fields with integer values
 VALUES = tuple(name for name in FIELDS if name not in POSITION)
 MOST_RESERVED = 1 << 18  # records, which take 14 MiB
 
@@ -67,7 +67,7 @@ class History:
     """The history of a run.
 
     ``history.validation.loss`` is an array with the loss of each validation, and
-    ``history.validation.iteration`` has their iterations. All arrays are copies.
+    ``history.validation.iteration`` has the corresponding iterations. All arrays are copies.
 
     Attributes
     ----------
@@ -76,8 +76,8 @@ class History:
 
     Notes
     -----
-    Losses, accuracies and learning rates are the same on all ranks. The times are those of this
-    rank.
+    Losses, accuracies and learning rates are the same on all ranks. Times are from the clock of
+    this rank.
     """
 
     iteration: Series
@@ -91,8 +91,8 @@ class History:
         Parameters
         ----------
         records : iterable of mapping
-            Records as `mpidl.report.metrics.read` returns them. Records of other kinds are left
-            out, and values that are missing or not numbers become NaN.
+            Records as `mpidl.report.metrics.read` returns them. Records of other kinds are
+            omitted. Values that are missing or not numbers become NaN.
 
         Returns
         -------
@@ -124,9 +124,9 @@ class HistoryRecorder:
             self.add(record)
 
     def reserve(self, iterations: float) -> None:
-        """Allocate the memory for the records of a run with this many iterations now.
+        """Allocate the memory for the records of this many iterations now.
 
-        The memory of a long run then stays the same to its end. The method allocates at most
+        The memory use of a long run then stays constant. The method allocates at most
         `MOST_RESERVED` records, because a run may end early.
         """
         self._columns["iteration"].reserve(int(min(iterations, MOST_RESERVED)))
@@ -145,7 +145,7 @@ class HistoryRecorder:
             columns.cut(iteration)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records as metrics.jsonl holds them, in its order."""
+        """Yield the records in the format and order of metrics.jsonl."""
         rows = [
             {"kind": kind} | dict(zip((*POSITION, *VALUES), row, strict=True))
             for kind, columns in self._columns.items()
@@ -158,12 +158,12 @@ class HistoryRecorder:
             yield record
 
     def history(self) -> History:
-        """Return the records so far; later records do not change the result."""
+        """Return the history so far. Later records do not change the result."""
         return History(**{kind: columns.series() for kind, columns in self._columns.items()})
 
 
 class _Columns:
-    """The records of one kind: a column of whole numbers and one of floats per record."""
+    """The records of one kind: two arrays, of integers and of floats, with a column per record."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -207,14 +207,14 @@ def _is_position(value):
 def _number(value):
     try:
         return float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # a whole number of more than 300 digits
+    except OverflowError:  # an integer with more than 300 digits
         return math.nan
 
 
 def history(run: str | os.PathLike[str]) -> History:
     """Read the history of a run from its folder.
 
-    The run may still be in training: an incomplete last line of metrics.jsonl is left out.
+    The run may still be in training. An incomplete last line of metrics.jsonl is ignored.
 
     Parameters
     ----------
@@ -228,13 +228,13 @@ def history(run: str | os.PathLike[str]) -> History:
     Raises
     ------
     UserError
-        If there is no such folder, if it holds no run, or if the file cannot be read.
+        If the folder does not exist or has no run, or if the file cannot be read.
     """
     return History.from_records(read_records(run))
 
 
 def read_records(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a run, of all kinds; parameters and errors are those of `history`."""
+    """Return the records of all kinds of a run. See `history` for parameters and errors."""
     path = os.fspath(run)
     if os.path.isdir(path):
         path = os.path.join(path, FILE)

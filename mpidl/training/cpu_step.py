@@ -14,7 +14,6 @@ from mpidl.autodiff import value_and_grad
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.blocks import LANES, Batch, Blocked
-from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 
@@ -88,7 +87,7 @@ class StepProgram:
         self._arrays, self._settings = _arrays(net, optimizer), _settings(net, optimizer)
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
-        self._world = RecordedWorld(world, self._recorder)
+        self._world = world.recorded(self._recorder)
         self._counts = self._recorder.constant(images.batch.counts())
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
         self._formats = _format(images), _format(targets)

@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 
 from mpidl import losses
-from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data import balanced
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages
@@ -20,6 +19,7 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.data.transforms.mixing import Mixing
 from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
+from mpidl.losses import CrossEntropy
 from mpidl.nn import Network
 from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
@@ -250,6 +250,7 @@ def prepare(
     net.preprocess = datastore.preprocess or net.preprocess
     loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
+    net.loss = losses.trained_loss(loss, net, datastore)
     return {
         "augmenter": augmenter,
         "mixing": mixing_of(options),

@@ -109,7 +109,7 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     accumulation.check(options, loss, world.device)
     if world.device is None:
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
-        step_class = ReplayedStep if is_recordable and world.replays_steps else EagerStep
+        step_class = ReplayedStep if is_recordable else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
         queue.parts = options.accumulate
         return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
@@ -399,7 +399,7 @@ def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) ->
 
 
 def _result(info, sums, labels_per_image):
-    """Return the StepResult for the sums that the loss returned (see `cross_entropy_loss.Sums`)."""
+    """Return the StepResult for the sums that the loss returned (see `losses.base.Sums`)."""
     speed, correct = info.images / (time.monotonic() - info.start), None
     if len(sums) > 2:  # not all labels count
         correct = sums[1] / max(sums[2], 1.0) * info.images

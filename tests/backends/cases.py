@@ -1,4 +1,4 @@
-"""The table of calls for which all backends must return equal results (see conformance.py).
+"""List the calls for which all backends must return equal results (see conformance.py).
 
 Shapes are small enough for the emulated GPU. Larger ones are for the CPU only: its kernels choose
 some paths by size.
@@ -79,18 +79,22 @@ ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct"
 
 
 def algorithms(label, filter_size, stride, dilation):
-    """The settings that select an algorithm, if there is more than the direct one."""
+    """Return the settings that select an algorithm, if there are others than the direct one."""
     has_winograd = (filter_size, stride, dilation) == ((3, 3), UNIT, UNIT) or label in BY_WINOGRAD
     return {"cpu": WINOGRAD if has_winograd else WINOGRAD[1:2], "gpu": ON_GPU}
 
 
 def bounds_of(label):
-    """Bounds of the errors, forward and backward. Tiles of eight inputs have larger errors."""
-    return (4e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
+    """Return the bounds of the errors, forward and backward.
+
+    Tiles of eight inputs have larger errors. The generic build has the largest errors, because it
+    has no fused multiply-add.
+    """
+    return (5e-6, 8e-6) if label in ("large 5x5", "large 5x5 of two groups") else (2e-6, 3e-6)
 
 
 def convolution(label, shape, backends=("cpu", "gpu")):
-    """Forward and backward of a convolution."""
+    """Return the cases of a convolution, forward and backward."""
     image, (k, r, s), stride, padding, dilation, groups = shape
     weight = filters(k, image[0] // groups, r, s)
     y = shapes.conv2d_shape(image, weight.shape, stride, padding, dilation)
@@ -106,7 +110,7 @@ def convolution(label, shape, backends=("cpu", "gpu")):
 
 
 def with_sums(backend, outputs, a):
-    """Return (dx, ..., sums) of a call; if x is stored, separate functions compute the sums."""
+    """Return (dx, ..., sums) of a call. If x is stored, separate functions compute the sums."""
     dx, *gradients, sums = outputs
     source = a["sources"].get("x")
     if source is not None and dx is not None and not isinstance(a["x"], DeferredInput):
@@ -157,7 +161,7 @@ def through_activations_separately(backend, a):
 
 
 def fused_convolution(label, shape, backends=("cpu", "gpu")):
-    """A convolution that also computes the activations of its input and output."""
+    """Return the cases of a convolution that also computes activations of its input and output."""
     image, (k, r, s), *geometry = shape
     weight = filters(k, image[0] // geometry[3], r, s)
     y = shapes.conv2d_shape(image, weight.shape, *geometry[:3])
@@ -254,7 +258,7 @@ def batch_normalization(shape):
     affine = vectors | {"scale": positive(c), "beta": positive(c)}
     yield Case("channel_sums", label, {"x": dy}, 1e-6)
     yield Case("moments", label, {"x": x}, 1e-6)
-    distant = lanes(*shape, low=98, high=103)  # E[x^2] - E[x]^2 would cancel
+    distant = lanes(*shape, low=98, high=103)  # E[x^2] - E[x]^2 would lose all digits
     yield Case("moments", f"{label}, far from 0", {"x": distant}, 1e-5)
     yield Case("batchnorm", label, {"x": x} | affine, 1e-6)
     yield Case("batchnorm_sums", label, {"dy": dy, "x": x} | vectors, 1e-6)
@@ -301,7 +305,7 @@ def per_channel(c):
     yield Case("predict_scale", str(c), predict, 1e-7, typed=False)
 
 
-# {activation: (arguments of the function, those of its gradient)}
+# {activation: (arguments of the function, arguments of its gradient)}
 OF_RESULTS = {
     "leaky_relu": ({"scale": 0.2}, {"scale": 0.2}),
     "tanh": ({}, {}),
@@ -318,7 +322,7 @@ IMAGES = {
 
 
 def activations(name, options, gradient_options):
-    """An activation, and its gradient from the backend's own result."""
+    """Return the cases of an activation, and of its gradient from the backend's own result."""
     for label, shape in IMAGES.items():
         yield Case(name, label, {"x": lanes(*shape)} | options)
         yield Case(
@@ -330,7 +334,7 @@ def activations(name, options, gradient_options):
 
 
 def activations_of_inputs(shape):
-    """Activations whose gradient reads x. Large x reach all pieces of the functions."""
+    """Return the cases of activations whose gradient reads x; large x test every branch."""
     label, large = str(shape), lanes(*shape, low=-5, high=5)
     for name in ("swish", "hard_swish"):
         yield Case(name, label, {"x": large})
@@ -366,7 +370,7 @@ POOLS = {
 
 
 def pooling(label, shape, size, stride, padding):
-    """Results are equal to the last bit: every backend adds in the same order."""
+    """Return the cases of pooling, with exact results: every backend adds in the same order."""
     geometry = {"size": size, "stride": stride, "padding": padding}
     dy = cotangent(*shapes.pool2d_shape(shape, size, stride, padding))
 
@@ -428,7 +432,7 @@ def cross_channel(label, numbers, shape):
 
 
 def dropped(shape, probability, flattened=False):
-    """Every backend drops the same elements, also of flattened images."""
+    """Return the cases of dropout: every backend drops the same elements, also if flattened."""
     threshold = round(probability * 65536)
     arguments = {
         "x": lanes(*shape, flattened=flattened),
@@ -473,7 +477,7 @@ def without_bias(cases):
 
 
 def table():
-    """Return all cases; costly checks use only the first case of a function."""
+    """Return all cases. Costly checks use only the first case of a function."""
     for label, shape in CONVOLUTIONS.items():
         yield from convolution(label, shape)
     for label, shape in LARGE_CONVOLUTIONS.items():

@@ -1,4 +1,4 @@
-"""The fixtures of devices, and `--device cuda`, which deselects tests that use no device."""
+"""Define the device fixtures, and `--device cuda`, which deselects tests that use no device."""
 
 from pathlib import Path
 

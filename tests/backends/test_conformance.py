@@ -1,7 +1,7 @@
-"""Every backend computes the same results for a table of calls of the interface.
+"""Test that every backend computes the same results for a table of interface calls.
 
-The oracle is the reference in float64. The CPU backend runs on every build and on several numbers
-of threads, the GPU backend on the emulated device (or on a GPU by `--device cuda`).
+The oracle is the reference in float64. The CPU backend runs with every build and with several
+numbers of threads, the GPU backend on the emulated device (on a GPU with `--device cuda`).
 """
 
 import functools
@@ -54,8 +54,9 @@ FIRST = first_cases(CASES)
 def on_cases(backend, cases=CASES, limit=None, each_function_once=False, each_case_once=True):
     """Parametrize a test by the cases of a backend, each with its first `limit` settings.
 
-    The settings after the first are slow cross-checks; without `each_case_once`, only for cases
-    after the first of a function. With `each_function_once`, all settings of those cases are slow.
+    The settings after the first are slow cross-checks; without `each_case_once`, this holds only
+    for cases after a function's first case. With `each_function_once`, a function's first case is
+    slow with all settings.
     """
     firsts = {str(case) for case in first_cases(cases).values()}
     part = pytest.mark.slow({"cpu": "ranks", "gpu": "gpu"}[backend])
@@ -125,7 +126,7 @@ def assert_near(case, actual, blocks=2, last=LAST):
 
 
 def zeroes_unused(case):
-    """Return whether the interface promises zeros in unused lanes of results."""
+    """Return whether the interface guarantees zeros in unused lanes of results."""
     counted = "counts" in parameters(case.function) and case.function not in FUSED
     return counted or case.function == "images"
 
@@ -148,7 +149,7 @@ pytestmark = [  # warnings of NumPy about non-finite cases and about cases witho
 @needs_kernels
 @on_cases("cpu")
 def test_the_cpu_computes_what_the_reference_does(case, values):
-    """The generic build is slow; only the part `threads` runs all cases on it."""
+    """The generic build is slow, so only the part `threads` runs all cases on it."""
     is_first = case is FIRST[case.function] or len(THREADS) > 2
     names = BUILDS if is_first else VECTOR_BUILDS
     for actual in on_all_builds(lambda: results(case, CPU), names).values():
@@ -187,7 +188,7 @@ def test_a_gpu_ignores_unused_images(device, case, values, blocks, last):
 
 
 def assert_shares(case, backend):
-    """Three ranks, one of them without images, have the bytes of one rank."""
+    """Check that three ranks, one of them without images, have the bytes of one rank."""
     one_rank, three_ranks = (results(case, backend, 5, runs) for runs in (((0, 5),), SPLIT))
     assert bytes_of(one_rank) == bytes_of(three_ranks)
 
@@ -199,7 +200,7 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
 
 
 SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
-SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others treat images alone
+SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others compute single images
 
 
 @on_cases("gpu", [c for c in SHARED if not c.numbers_only], each_function_once=True)
@@ -216,13 +217,13 @@ def types_and_shapes(name):
 
 
 def assert_empty(case, backend):
-    """A rank without images has results of the same types and shapes, and no node of a sum."""
+    """Check that a rank without images returns the same types and shapes, and no node."""
     outputs = flat(call(case, backend, arguments(case, backend, share(5, SPLIT, 1))))
     for value, (dtype, shape) in zip(outputs, types_and_shapes(str(case)), strict=True):
         assert value.dtype == dtype
         if isinstance(value, Partial):
             assert value.shape == shape and host(value) == []
-        elif shape[:1] in ((1,), (LAST,)):  # numbers of blocks, of images
+        elif shape[:1] in ((1,), (LAST,)):  # number of blocks or images
             assert value.shape == (0, *shape[1:])
         else:
             assert value.shape == shape
@@ -246,7 +247,7 @@ DEFERRED = [c for c in CASES if "deferred" in {d.kind for d in draws(c)}]
 
 
 def assert_separate(case, backend):
-    """A call that computes activations while it reads them has the bytes of separate functions."""
+    """Check that a call that also computes activations has the bytes of separate calls."""
     fused, separate = (
         flat(call(case, backend, arguments(case, backend, share(3), stored=stored), stored))
         for stored in (False, True)
@@ -266,7 +267,7 @@ def test_fused_calls_have_the_bytes_of_separate_functions_on_a_gpu(device, case,
 
 
 def assert_overwrite(case, backend):
-    """A gradient that may overwrite its cotangent has the same bytes; otherwise dy is unchanged."""
+    """Check that overwriting the cotangent changes no byte, and that dy is kept otherwise."""
     values = arguments(case, backend, share(2))
     dy, outputs = [bytes_of(host(values["dy"]))], []
     for overwrite in (False, True):
@@ -291,7 +292,7 @@ SELECTIVE = [case for case in CASES if "needs" in case.arguments]
 
 
 def assert_needs(case, backend):
-    """Gradients that are not needed are None; the others have the same bytes."""
+    """Check that unneeded gradients are None and that the others have the same bytes."""
     values = arguments(case, backend, share(2))
     gradients = call(case, backend, values)
     for needs in itertools.product((False, True), repeat=3):
@@ -355,7 +356,7 @@ def test_any_schedule_of_threads_gives_the_same_bytes(emulated, case, values):
 
 
 class Calls:
-    """A backend that records which of its functions are called."""
+    """Backend that records which of its functions are called."""
 
     def __init__(self, backend):
         self.backend, self.names = backend, set()

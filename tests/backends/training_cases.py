@@ -1,4 +1,4 @@
-"""The table's calls of losses, optimizers and images (`backends.training_interface`)."""
+"""List the table's calls of losses, optimizers and images (`training_interface`)."""
 
 import types
 
@@ -14,7 +14,7 @@ CPU = ("cpu",)
 
 
 def label_rules(classes, pixels, label, scores, large):
-    """Calls with labels that are no classes, class weights, smoothing and a focal exponent."""
+    """Return cases with invalid labels, class weights, smoothing and a focal exponent."""
     weights, labels = np.linspace(0, 2, classes), Draw("lanes", pixels, -1, classes + 2, np.int32)
     rules = {
         "other labels": LabelRule(),
@@ -33,7 +33,7 @@ def label_rules(classes, pixels, label, scores, large):
 
 
 def binary_losses(classes, pixels, label, scores, large):
-    """Calls with targets that are ints, some of them neither 0 nor 1, or fractions."""
+    """Return cases with integer targets, some of them neither 0 nor 1, and with fractions."""
     shape, weights = (classes, *pixels), np.linspace(0.5, 3, classes)
     targets = {
         "ints": Draw("lanes", shape, -1, 4, np.int32),
@@ -51,7 +51,7 @@ def binary_losses(classes, pixels, label, scores, large):
 
 
 def dice_losses(classes, pixels, label, large):
-    """Calls with labels that are no classes, for each rule."""
+    """Return cases with labels that are no classes, for each rule."""
     p = Draw("lanes", (classes, *pixels), 0, 1, np.float64)
     arguments = {"p": p, "labels": Draw("lanes", pixels, -1, classes + 2, np.int32)}
 
@@ -75,7 +75,7 @@ def dice_losses(classes, pixels, label, large):
 
 
 def reciprocal(backend, arguments):
-    """Call the function with a sum over all ranks, as `World.gplus` returns it."""
+    """Call a function with the sum over all ranks that `World.gplus` returns."""
     total = arguments["total"]
     if isinstance(total, np.ndarray):
         return np.array([backend.reciprocal(total[0])])
@@ -123,14 +123,14 @@ LEARNABLES = [
 ]
 DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
 FACTORS = [1, 2, 0.5, 1, 1, 20, 1, 1, 0.1]
-# About the size of a tile of the C kernels; they convert gradients of another type.
+# About one tile of the C kernels, which convert gradients of another type.
 LARGE_LEARNABLES = [vector(17), vector(3, 5), vector(128, 128), vector(16385), vector(0, 4)]
 LARGE_LEARNABLES += [vector(1), vector(50_001), vector(), vector(64)]
 LARGE_GRADIENTS = [draw._replace(dtype=np.float64) for draw in LARGE_LEARNABLES[:1]]
 LARGE_GRADIENTS += LARGE_LEARNABLES[1:]
 
 ADAM = (0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8)
-FORMULAS = {  # the numbers of each, and the lowest number of each array that it keeps
+FORMULAS = {  # the options of each formula, and the lowest number in each of its state arrays
     "sgdm": ((0.1, 0.9), [-1.0]),
     "nesterov": ((0.1, 0.9), [-1.0]),
     "adam": (ADAM, [-1.0, 0.0]),
@@ -141,7 +141,7 @@ FORMULAS = {  # the numbers of each, and the lowest number of each array that it
 
 
 def step(formula, label, learnables, gradients, backends=("cpu", "gpu")):
-    """New weights, and the state that changes in place, are equal to the last bit."""
+    """Return a case whose new weights, and in-place state, are equal to the last bit."""
     (rate, *constants), lows = FORMULAS[formula]
     lists = {"weights": learnables, "gradients": gradients}
     names = [f"state {i}" for i in range(len(lows))]
@@ -158,7 +158,7 @@ def step(formula, label, learnables, gradients, backends=("cpu", "gpu")):
 
 
 def clipped(method, threshold):
-    """Results are equal to the last bit, unless a GPU scales by norms: it sums in another order."""
+    """Return cases with exact results, unless a GPU, which sums in another order, uses norms."""
     arguments = {"weights": LEARNABLES, "gradients": LEARNABLES}
     options = {"decays": DECAYS, "method": method, "threshold": threshold}
     tolerance = 0 if method == "absolute-value" or threshold == 1e6 else 2e-7
@@ -171,8 +171,8 @@ COEFFICIENTS = [0, 0.001, 0.5, 1, 1, 0, 2, 1, 1]
 
 
 def trust(method):
-    """Results are equal to the last bit, except on a GPU, which sums in another order."""
-    zero = [vector(5, low=0, high=0), *LEARNABLES[1:4]]  # a ratio without norm is 1
+    """Return cases with exact results, except on a GPU, which sums in another order."""
+    zero = [vector(5, low=0, high=0), *LEARNABLES[1:4]]  # the ratio of a zero norm is 1
     options = {"decays": DECAYS, "coefficients": COEFFICIENTS, "method": method}
     arguments = {"weights": LEARNABLES, "updates": LEARNABLES} | options
     yield Case("trust", method, arguments, 2e-7)
@@ -189,7 +189,7 @@ LARGE_PIXELS = [(3, 32, 32), (2, 3, 16), (1, 2, 17)]
 
 
 def pixels_to_lanes(shape):
-    """Results are equal to the last bit: mirrored, moved out of view, cut, filled, scaled."""
+    """Return cases of images that are mirrored, moved, cut, filled, scaled; results are exact."""
     c, h, w = shape
     moves = {
         "mirrored": images(low=0, high=4, dtype=np.int32),
@@ -215,7 +215,7 @@ def pixels_to_lanes(shape):
 
 
 def planes(stride, width):
-    """The rows of a decoder, which need not be contiguous."""
+    """Return the case of a decoder's rows, which need not be contiguous."""
     rows = vector(7, width + 3, stride, low=0, high=256, dtype=np.uint8)
     return Case(
         *("planes", f"rows of {width} pixels of {stride} bytes", {"pixels": rows}, 0),

@@ -1,4 +1,4 @@
-"""The current act of a process and its stacks, as another process of the host sees them."""
+"""Test that a process can see the current act and the stacks of another process of its host."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_a_process_is_seen_while_it_runs_is_stopped_and_has_ended(child):
     assert running.act.startswith("epoch 3, iteration 17: waits for gop max, for ")
     assert "in count_sheep" in running.stacks
     (repeated,) = acts.look_at([child.address])
-    assert repeated.stacks.count("in count_sheep") == 1  # only the stacks of the second request
+    assert repeated.stacks.count("in count_sheep") == 1  # the stacks of the second request only
     (silent,) = acts.look_at([child.address], stacks=False)
     assert silent.stacks == ""
 

@@ -1,4 +1,4 @@
-"""Launchers of another MPI are refused before MPI starts, with the right command."""
+"""Test that launchers of another MPI are refused before MPI starts, with the right command."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ PMIX = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0"}
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Return a function that sets a launcher's variables, and the programs beside this Python."""
+    """Return a function that sets a launcher's variables and the programs next to this Python."""
     for name in [*os.environ]:
         if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")):
             monkeypatch.delenv(name)

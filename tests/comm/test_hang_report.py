@@ -1,4 +1,4 @@
-"""The message about a job that hangs, and the file with the complete report."""
+"""Test the message about a job that hangs, and the file with the complete report."""
 
 from mpidl.comm import hang_report
 from mpidl.comm.acts import Address, Sighting

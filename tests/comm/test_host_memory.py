@@ -1,4 +1,4 @@
-"""Sums in shared memory: simulated ranks in one process, threads, and the ranks of this session."""
+"""Test sums in shared memory: by simulated ranks, by threads, and by this session's ranks."""
 
 import gc
 import random
@@ -42,7 +42,7 @@ def moments(name, blocks, channels):
 
 
 class Job:
-    """A sum over all blocks, for each of several ranks."""
+    """Sum over all blocks, computed by several ranks."""
 
     def __init__(self, values, operations=SUM):
         self.values, (self.combine, oracle) = values, operations
@@ -68,7 +68,7 @@ class Job:
 
 
 def run(jobs, trees, queues, seed):
-    """Run sums on ranks whose order is drawn; return the roots of each rank."""
+    """Run sums on ranks in random order; return the roots of each rank."""
     draw = random.Random(seed)
     started = [[] for _ in trees]
     pending = set(range(len(trees)))
@@ -93,7 +93,7 @@ def assert_sums(jobs, roots):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
 def test_all_ranks_get_the_sum_that_the_tree_defines(ranks):
-    """Sums of one value, of none, of several chunks, and of more chunks than slots, in between."""
+    """Mix sums of one value, of none, of several chunks and of more chunks than slots."""
     for blocks, layout in ((1, "equal"), (ranks, "equal"), (13, "equal"), (29, "one has most")):
         large = 700_000 // blocks
         jobs = [
@@ -120,7 +120,7 @@ def test_small_sums_are_folded_by_every_rank_and_large_ones_in_segments():
 
 
 def test_another_order_of_additions_gives_other_bytes():
-    """Negative control: the sum from left to right differs from that of the tree."""
+    """Negative control: the sum from left to right differs from the tree's sum."""
     job, trees = Job(wide(1, 13, 1000)), trees_of(13, 3, "equal")
     plain = fold.Tree(13, trees[0].runs, 0, plain=True)
     joins_of = host_memory._joins_of
@@ -136,7 +136,7 @@ def test_another_order_of_additions_gives_other_bytes():
 
 
 def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
-    """Rank 0 gets as far ahead as there are slots, although rank 1 never takes anything."""
+    """Rank 0 must get ahead by the number of slots, although rank 1 never takes a result."""
     trees, queues = trees_of(2, 2, "equal"), queues_of(2)
     jobs = [Job(wide(n, 2, 6)) for n in range(host_memory.SLOTS + 3)]
     first_sums = [job.of_rank(trees[0]) for job in jobs]
@@ -154,9 +154,47 @@ def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
     assert_sums(jobs, [[root for _, root in sums] for sums in (first_sums, second_sums)])
 
 
+def run_different_sums():
+    """Run one sum on three ranks, of which the last has another shape; return the roots."""
+    jobs, trees = [Job(wide(1, 7, 1000)), Job(wide(1, 7, 1001))], trees_of(7, 3, "equal")
+    queues = queues_of(3)
+    sums = [jobs[rank == 2].of_rank(tree) for rank, tree in enumerate(trees)]
+    for _ in range(3):
+        for queue, (host_sum, _) in zip(queues, sums, strict=True):
+            if not queue.is_busy and not host_sum.is_complete:
+                queue.start(host_sum)
+            queue.advance()
+    return jobs[0], [root for _, root in sums]
+
+
+DIFFERENT = (
+    "the ranks sum different values at the same time: ranks 0, 1 1000 float32 values; rank 2 1001 "
+    "float32 values: all ranks must call the same functions in the same order, with values of the "
+    "same shapes"
+)
+
+
+def test_ranks_that_start_different_sums_raise_an_error(monkeypatch):
+    with pytest.raises(dl.Fault) as error:
+        run_different_sums()
+    assert str(error.value) == DIFFERENT
+    plan = host_memory._plan
+
+    def without_identity(*arguments):
+        words = plan(*arguments)
+        words[host_memory.IDENTITY_WORD] = 0
+        return words
+
+    host_memory.plan_of.cache_clear()
+    monkeypatch.setattr(host_memory, "_plan", without_identity)
+    job, roots = run_different_sums()  # negative control: wrong sums, silently
+    host_memory.plan_of.cache_clear()
+    assert not np.isnan(roots[0]).any() and roots[2][:1000].tobytes() != job.expected
+
+
 @pytest.mark.timeout(120)
 def test_ranks_that_run_at_the_same_time():
-    """Threads, because they share memory as ranks do, and kernels run without Python's lock."""
+    """Threads share memory like ranks, and kernels run without Python's lock."""
     ranks, blocks = 3, 7
     trees, queues = trees_of(blocks, ranks, "equal"), queues_of(ranks)
     jobs = [Job(wide(n, blocks, 1 + 4000 * (n % 5))) for n in range(40)]
@@ -179,7 +217,7 @@ def test_ranks_that_run_at_the_same_time():
 
 
 class Mailbox:
-    """A transport of simulated ranks: messages lie here until they are received."""
+    """Transport of simulated ranks that keeps messages until they are received."""
 
     def __init__(self, rank, size, letters):
         self.rank, self.size, self.letters = rank, size, letters
@@ -193,7 +231,7 @@ class Mailbox:
         return (source, self.rank, tag), array
 
     def receive(self, requests):
-        """Receive the messages of all requests if all of them were sent; return whether so."""
+        """Receive the messages of all requests if all were sent. Return whether they were."""
         receives = [request for request in requests if request is not None]
         if not all(self.letters.get(key) for key, _ in receives):
             return False
@@ -216,7 +254,7 @@ def memories_of(sizes):
 
 
 def exchange_all(jobs, trees, memories, draw):
-    """Run all sums at once, on ranks whose order is drawn; return the roots of each rank."""
+    """Run all sums at once on ranks in random order; return the roots of each rank."""
     pending, roots = [], [[None] * len(jobs) for _ in memories]
 
     def advance(rank, number, steps):
@@ -325,7 +363,7 @@ def test_two_worlds_at_once(world):
 
 
 def test_without_room_the_ranks_send_messages(world, monkeypatch):
-    """One host with too little room is enough; the bytes are the same."""
+    """One host with too little memory is enough, and the bytes are the same."""
     free_bytes = 0 if world.rank == world.size - 1 else 1 << 40
     monkeypatch.setattr(host_memory, "free_shared_bytes", lambda transport: free_bytes)
     ranks, count = World(timeout=60), 13 * LANES
@@ -344,7 +382,7 @@ def test_without_room_the_ranks_send_messages(world, monkeypatch):
 
 
 def test_a_late_rank_is_waited_for(world):
-    """The others wait in the library at first, and then in `Transport.wait_until`."""
+    """The other ranks wait in the library at first, then in `Transport.wait_until`."""
     count = 5 * LANES
     leaves = leaves_of(count, 1, (20,))
     for late in range(world.size):
@@ -352,6 +390,26 @@ def test_a_late_rank_is_waited_for(world):
         if world.rank == late:
             time.sleep(0.02)
         assert world.gplus(partial).tobytes() == tree_sum(leaves, 0, 5).tobytes()
+
+
+@pytest.mark.parametrize("width", [7, 100_000])
+def test_ranks_of_a_job_that_sum_different_shapes(world, width):
+    """Every rank raises the same error, and the job can go on in another world."""
+    count, own, other = 5 * LANES, World(timeout=60), World(timeout=60)
+    shape = (width + (world.rank == world.size - 1),)
+    partial = partial_of(share(count, own), leaves_of(count, 1, shape))
+    if world.size == 1:
+        own.gplus(partial)
+    else:
+        last = world.size - 1
+        with pytest.raises(dl.Fault, match=f"rank {last} {width + 1} float32 values: all") as error:
+            own.gplus(partial)
+        assert len(set(world.allgather(str(error.value)))) == 1
+    leaves = leaves_of(count, 1, (width,))
+    total = other.gplus(partial_of(share(count, other), leaves))
+    assert total.tobytes() == tree_sum(leaves, 0, 5).tobytes()
+    own.close()
+    other.close()
 
 
 @dl.op
@@ -363,13 +421,14 @@ def unlearnable(x):
 
 
 def test_memory_of_worlds_that_end(world):
-    """Evaluations keep no memory, and sums that an exception leaves are advanced by nobody."""
+    """Evaluations must keep no memory, and no rank may go on with sums after an exception."""
 
     def count_maps():
         return Path("/proc/self/maps").read_text().count("/dev/shm")
 
-    images = np.random.default_rng(0).integers(0, 200, (40, 1, 12, 12)).astype(np.uint8)
-    store, net = dl.ArrayDatastore(images, np.arange(40) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
+    count = 16 * world.size  # each rank has images, and raises the exception below
+    images = np.random.default_rng(0).integers(0, 200, (count, 1, 12, 12)).astype(np.uint8)
+    store, net = dl.ArrayDatastore(images, np.arange(count) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
     dl.evaluate(net, store)
     before = count_maps()
     for _ in range(3):
@@ -384,11 +443,11 @@ def test_memory_of_worlds_that_end(world):
 
     for _ in range(2):
         other = dl.World()
-        ((pixels, labels),) = dl.MinibatchQueue(store, 40, 0, other, "never").epoch(1)
+        ((pixels, labels),) = dl.MinibatchQueue(store, count, 0, other, "never").epoch(1)
         with pytest.raises(ArithmeticError):
             dl.value_and_grad(loss, reduce=other)(weights, pixels, labels)
         other.close()
         del other
         gc.collect()
-        options = dl.TrainingOptions(epochs=2, batch_size=40, verbose=False, plots="none")
+        options = dl.TrainingOptions(epochs=2, batch_size=count, verbose=False, plots="none")
         dl.train(dl.nn.zoo.digits((1, 12, 12), 3), store, options, world=world)

@@ -1,4 +1,4 @@
-"""A job that a launcher has started: its messages, its end, and what it leaves."""
+"""Test a job that a launcher has started: messages, the end, and processes that remain."""
 
 import contextlib
 import os
@@ -108,7 +108,7 @@ def test_processes_of_a_dead_launcher_are_ended():
 
 
 def test_a_launcher_without_processes_is_ended(monkeypatch):
-    """mpirun behaves like this if its proxy is killed before it has started ranks."""
+    """mpirun goes on without processes if its proxy is killed before it has started ranks."""
     monkeypatch.setattr(job_process, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(job_process, "ALONE_SECONDS", 0.4)
     # A shell starts a process, which is then an orphan, and becomes `sleep`.
@@ -126,7 +126,7 @@ def test_a_launcher_without_processes_is_ended(monkeypatch):
 
 
 def test_a_job_whose_messages_nobody_reads_goes_on(monkeypatch, capfd):
-    """Such as with `2>&1 | head`: a full pipe would stop the ranks."""
+    """A full pipe, such as that of `2>&1 | head`, would otherwise stop the ranks."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as closed:

@@ -1,4 +1,4 @@
-"""The words of a job: its training, its ranks and its hosts, and the job on fewer hosts."""
+"""Test the words of a job's command: training, ranks, hosts, and the job on fewer hosts."""
 
 import shutil
 
@@ -12,7 +12,7 @@ TRAIN = ["python", "-m", "mpidl.train"]
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """An allocation of three nodes with four tasks each."""
+    """Simulate an allocation of three nodes with four tasks each."""
     script = tmp_path / "scontrol"
     script.write_text('#!/bin/sh\necho "${3%%[*}1"; echo "${3%%[*}2"; echo "${3%%[*}3"\n')
     script.chmod(0o755)
@@ -106,7 +106,7 @@ def test_fewer_nodes_of_slurm(slurm):
 
 
 def test_hosts_that_cannot_start_a_program(tmp_path):
-    """The launcher starts `true` on each host; here it fails for those that begin with x."""
+    """The launcher starts `true` on each host. In this test, names that start with x fail."""
     path = tmp_path / "mpirun"
     path.write_text('#!/bin/sh\ncase "$2" in x*) exit 255 ;; *) exec $5 ;; esac\n')
     path.chmod(0o755)

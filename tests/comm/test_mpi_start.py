@@ -1,4 +1,4 @@
-"""The thread that watches the start of MPI."""
+"""Test the thread that watches the start of MPI."""
 
 import os
 import threading
@@ -12,13 +12,13 @@ from mpidl.comm import mpi_start
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Return a function that watches a block for some seconds, and returns why it would end."""
+    """Return a function that watches MPI's start and returns why it would end the process."""
     monkeypatch.setattr(mpi_start, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(mpi_start, "GONE_SECONDS", 0.05)
     monkeypatch.setattr(mpi_start, "START_SECONDS", 0.02)
 
     def watch(timeout, seconds, states=None):
-        """states: those of the ranks of this host, as under MPICH's mpirun."""
+        """Watch for `seconds`; `states` are the process states of ranks under MPICH's mpirun."""
         end_event, reasons = threading.Event(), []
         watch = mpi_start.Watch(timeout)
         if states is not None:
@@ -62,7 +62,7 @@ def test_a_launcher_that_has_ended(watched, monkeypatch):
 
 
 def test_a_process_ends_although_nobody_reads_its_message(monkeypatch):
-    """A launcher that was killed no longer reads stderr."""
+    """A killed launcher no longer reads stderr."""
     codes = []
 
     class Pipe:
@@ -77,7 +77,7 @@ def test_a_process_ends_although_nobody_reads_its_message(monkeypatch):
 
 @pytest.mark.parametrize("states", [None, {os.getpid(): "R", 77: "S"}, {}])
 def test_a_start_in_time(watched, states):
-    """Without the file `children` in /proc, nothing is known about other ranks."""
+    """The states of other ranks are unknown without the file `children` in /proc."""
     assert watched(100, 0.3, states) == []
 
 

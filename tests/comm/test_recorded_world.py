@@ -1,4 +1,4 @@
-"""Sums over the ranks in a recorded step, and in its replays."""
+"""Test sums over the ranks in a recorded step and in its replays."""
 
 import time
 
@@ -13,7 +13,7 @@ from mpidl.blocks import share
 from mpidl.comm.recorded_world import RecordedWorld
 
 pytestmark = needs_kernels
-IMAGES, WIDTH = 60, 4  # 4 blocks; some ranks may hold none
+IMAGES, WIDTH = 60, 4  # 4 blocks; some ranks may have none
 
 
 def parts(world, rows):
@@ -72,7 +72,7 @@ def test_gradients_of_replays(world):
 
 
 def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
-    """In shared memory a replay is one call of the library, which is made again after a wait."""
+    """In shared memory, a replay is one call of the library, which is repeated after a wait."""
     result = np.zeros(WIDTH, np.float32)
     recorder = Recorder([result])
     ranks = RecordedWorld(world, recorder)
@@ -94,7 +94,7 @@ def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
         builds.kernels().copy(total, result, WIDTH)
     program = recorder.finish()
     assert recorder.problem is None
-    if world.size > 1 and ranks.memory is not None:  # the factor 0.5 is the only call of Python
+    if world.size > 1 and ranks.memory is not None:  # the factor 0.5 is the only Python call
         assert [type(part) is Calls for part in program.parts[0]] == [True, False, True]
     unit = result.copy()
     for late in range(world.size):

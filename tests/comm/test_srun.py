@@ -1,4 +1,4 @@
-"""The types that `srun --mpi=list` prints, and the one that an MPI library needs."""
+"""Test the types that `srun --mpi=list` prints, and the type that an MPI library needs."""
 
 import pytest
 

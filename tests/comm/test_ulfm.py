@@ -1,4 +1,4 @@
-"""Which MPI and which launcher let a job outlive its ranks, and which errors mean a loss."""
+"""Test which MPI and launcher let a job outlive its ranks, and which errors mean a loss."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ def mpi(vendor=OPEN_MPI, is_revoked=lambda: False):
 
 
 def lacking():
-    """Fail as mpi4py does for a function that the MPI library lacks."""
+    """Fail like mpi4py for a function that the MPI library lacks."""
     raise NotImplementedError
 
 
@@ -50,7 +50,7 @@ def test_the_refusal_names_the_command(monkeypatch, enabled, library, environmen
         return
     command = "mpirun --with-ft ulfm -n 4 python -m mpidl.train ..."
     assert refusal == f"expected Open MPI 5 and {command}, found {cause}"
-    assert ulfm.refusal(library, 1) is None  # nobody can be lost
+    assert ulfm.refusal(library, 1) is None  # no other rank can be lost
 
 
 def test_without_the_switch_nothing_is_a_loss(monkeypatch):

@@ -1,4 +1,4 @@
-"""The watchdog ends a process in which MPI blocks, and no other."""
+"""Test that the watchdog ends a process in which MPI blocks, and no other process."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mpidl.comm import acts, watchdog
 
 @pytest.fixture
 def dog(monkeypatch):
-    """A watchdog that records the exit codes instead of ending the process."""
+    """Return a watchdog that records exit codes instead of ending the process."""
     monkeypatch.setattr(watchdog, "TURN", 0.0)
     codes = []
     dog = watchdog.Watchdog(acts.ActRecord(), codes.append)
@@ -50,7 +50,7 @@ def test_many_short_operations(dog):
 
 
 def test_a_launcher_that_has_ended(dog, monkeypatch, capsys):
-    """The ranks of a host are children of its launcher until that ends."""
+    """The ranks of a host are children of the host's launcher until the launcher ends."""
     monkeypatch.setenv("PMI_SIZE", "3")
     looks(dog, 1)
     assert dog.codes == []

@@ -1,4 +1,4 @@
-"""World: reductions, messages and shared memory of the ranks of this session."""
+"""Test World: reductions, messages and shared memory of the ranks of this session."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ def test_ranks_are_numbered_once(world):
 
 
 def test_ranks_bound_to_cores_of_their_own_share_none(world):
-    """Each rank may use one core; they are too many only if some ranks use the same core."""
+    """Each rank may use one core; a warning is due only if two ranks use the same core."""
     allowed = os.sched_getaffinity(0)
     core = sorted(allowed)[world.rank % len(allowed)]
     os.sched_setaffinity(0, {core})
@@ -74,7 +74,7 @@ def test_gop_and_allreduce(world, operation, kind):
     with np.errstate(over="ignore"):
         expected = BY_NUMPY[operation]([np.asarray(VALUES[kind](r)) for r in range(world.size)])
     if operation in ("and", "or"):
-        expected = np.asarray(expected, bool)  # also with one rank
+        expected = np.asarray(expected, bool)  # even with one rank
     value = VALUES[kind](world.rank)
     total, reduced = world.gop(operation, value), world.allreduce(value, op=operation)
     assert np.array_equal(total, expected) and np.shape(total) == np.shape(value)
@@ -305,7 +305,7 @@ def test_rank_0_reports(world, capsys):
 
 
 def test_a_world_continues_with_some_of_its_ranks(world):
-    """The last rank leaves a world of all ranks; the others use it as before."""
+    """The last rank leaves a world of all ranks. The others use the world as before."""
     job = World(threads=1)
     array = job.shared_array((3,), np.int32)
     last = job.size - 1
@@ -319,7 +319,7 @@ def test_a_world_continues_with_some_of_its_ranks(world):
         lost = [(last, job.host)] if last else []
         assert [tuple(rank) for rank in job.lost_ranks] == lost
         assert job.gop("sum", 1) == job.size and job.allgather(job.rank) == survivors
-        array[...] = 7  # memory that the lost rank shared stays
+        array[...] = 7  # memory that the lost rank shared remains
         job.free(array)
         job.barrier()
 

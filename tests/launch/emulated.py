@@ -1,8 +1,9 @@
-"""`python emulated.py NAME ...`: `python -m mpidl.NAME ...` with an emulated GPU for each rank.
+"""Run `python -m mpidl.NAME ...` with emulated GPUs: `python emulated.py NAME ...`.
 
-EMULATED_GPUS: the number of GPUs (1), which the ranks share if it is smaller than theirs.
-EMULATED_GATHERED: the most bytes that a GPU gathers, see `sums.GATHERED`. EMULATED_RESIDENT: the
-share of its memory that data sets may take, see `device_queue.RESIDENT`.
+Environment variables: EMULATED_GPUS is the number of GPUs (1), which the ranks share if there are
+more ranks. EMULATED_GATHERED is the maximum number of bytes that a GPU gathers, see
+`sums.GATHERED`. EMULATED_RESIDENT is the fraction of a GPU's memory that data sets may use, see
+`device_queue.RESIDENT`.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from unittest import mock
 
 
 def open_gpu(gpu):
-    """Return the Device of a Gpu; replaces `devices.open_gpu`."""
+    """Return the Device of a Gpu, in place of `devices.open_gpu`."""
     from emulator import EmulatedDevice
 
     device = EmulatedDevice()
@@ -23,7 +24,7 @@ def open_gpu(gpu):
 
 
 def visible():
-    """Return the emulated GPUs; replaces the answer of a driver."""
+    """Return the emulated GPUs, in place of a driver's answer."""
     from emulator import EmulatedDevice
 
     from mpidl.backends.gpu.discovery import Gpu, Visible
@@ -48,7 +49,7 @@ def main():
         (device_queue, "RESIDENT", resident),
     ]
     name = sys.argv.pop(1)
-    with contextlib.ExitStack() as stack:  # a pool's rank runs other commands afterwards
+    with contextlib.ExitStack() as stack:  # the rank of a pool runs other commands afterwards
         for module, attribute, value in replacements:
             stack.enter_context(mock.patch.object(module, attribute, value))
         failure.run(importlib.import_module(f"mpidl.cli.{name}").main)

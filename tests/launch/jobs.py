@@ -1,4 +1,4 @@
-"""Small sets of images, short jobs that train on them, and readers of their output and files."""
+"""Create small image sets, run short trainings on them, and read their output and files."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ import pytest
 from image_sets import save
 
 CLASSES = ("bar", "box", "dot")
-# A tenth of the 210 images is held out. The other 189 make 3 mini-batches of 50 and one of 39,
-# whose last blocks hold 2 and 7 images.
+# A tenth of the 210 images is held out. The other 189 give 3 mini-batches of 50 images and one of
+# 39. The last blocks of these mini-batches have 2 and 7 images.
 PER_CLASS, ITERATIONS = 70, 4
 
 
@@ -25,7 +25,7 @@ def network(function):
 
 
 SMALL = network("small")
-STOPPED = 75  # the exit code after a signal
+STOPPED = 75  # exit code after a signal
 ENDLESS = ["--epochs", 10**6]
 ROOT = str(launcher.ROOT)
 
@@ -59,7 +59,7 @@ def write_pairs(folder, count=90, side=10):
 
 
 def without_plots():
-    """Return an environment without matplotlib: drawing takes longer than a small run."""
+    """Return an environment without matplotlib: drawing would take longer than a small run."""
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("no_plots")), ROOT])}
 
 
@@ -80,7 +80,7 @@ def train(ranks, data, out, *options, network=SMALL, check=0, env=None):
 
 
 def trained_hash(ranks, data, out, *options, **keywords):
-    """Train as `train` does and return the hash of the weights."""
+    """Train like `train` and return the hash of the weights."""
     train(ranks, data, out, *options, **keywords)
     return weights_hash(out)
 
@@ -113,8 +113,8 @@ def start(ranks, data, out, *options, network=SMALL, until="Epoch: 2,"):
     pytest.fail(launcher.finish(job).stderr)
 
 
-# Lines that mpirun adds to stderr if a job ends early. MPICH: a line and a box of "="; Open MPI:
-# boxes between lines of "-" and a NUL, both of them lines that start with a host.
+# Lines that mpirun adds to stderr if a job ends early. MPICH adds a line and a box of "=". Open MPI
+# adds boxes between lines of "-" and a NUL; both of these lines start with a host.
 NOISE = re.compile(
     r"\0|-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[(?:warn|[\w.-]+[:@][\w.]+)\][^\n]*",
     re.M | re.S,
@@ -122,7 +122,7 @@ NOISE = re.compile(
 
 
 def error_lines(result):
-    """Return the program's lines of stderr without the note on more ranks than cores."""
+    """Return the program's lines of stderr, without the warning about more ranks than cores."""
     lines = NOISE.sub("", result.stderr).splitlines()
     return [line for line in lines if line.strip() and "which slows all of them" not in line]
 
@@ -134,7 +134,7 @@ def output_lines(result):
 
 
 def refusal(result):
-    """Return the one line by which a command refused its input, without "mpidl: "."""
+    """Return the single line with which a command refused its input, without "mpidl: "."""
     assert result.returncode == 2, result.stdout + result.stderr
     lines = error_lines(result)
     assert len(lines) == 1 and lines[0].startswith("mpidl: "), result.stderr
@@ -151,20 +151,20 @@ def weights_hash(out):
 
 
 def metrics(out):
-    """Return the records of metrics.jsonl, except the records of the ranks' times."""
+    """Return the records of metrics.jsonl, without the records of the ranks' times."""
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if record["kind"] != "ranks"]
 
 
 def iterations(out):
-    """Return the iterations with a record in metrics.jsonl, in its order."""
+    """Return the iterations that have a record in metrics.jsonl, in file order."""
     return [record["iteration"] for record in metrics(out) if record["kind"] == "iteration"]
 
 
 def rehash(path):
-    """Return the SHA-256 of a model file's weights, computed from the file's description alone.
+    """Return the SHA-256 of a model file's weights, computed only from the format's description.
 
-    It covers all learnables, then all state, layer by layer, as little-endian float32 in C order.
+    The hash covers all learnables, then all state, by layer, as little-endian float32 in C order.
     """
     learnables = "weight", "bias", "gamma", "beta", "slope"
     tables = {"learnables": learnables, "state": ("mean", "variance")}
@@ -184,11 +184,11 @@ def rehash(path):
 
 
 def assert_same_end(expected, out):
-    """Check that two runs, given by their folders, ended with the same results."""
+    """Check that the runs in two folders ended with the same results."""
     for name in ("weights_sha256", "accuracy", "loss", "iterations", "epochs"):
         assert summary(out)[name] == summary(expected)[name], name
 
 
 def assert_same_weights(hashes):
-    """Check that runs on any number of ranks gave the same results."""
+    """Check that {ranks: hash} has the same hash for all numbers of ranks."""
     assert len(set(hashes.values())) == 1, f"the weights depend on the ranks: {hashes}"

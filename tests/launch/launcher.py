@@ -1,4 +1,4 @@
-"""Start jobs under mpirun as a user would; no job outlives its test."""
+"""Start jobs under mpirun like a user, so that no job outlives its test."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Result(NamedTuple):
-    """A job's output and its exit code, the negated signal number if a signal ended it."""
+    """Output and exit code of a job; the code is the negated signal number after a signal."""
 
     returncode: int
     stdout: str
@@ -25,11 +25,11 @@ class Result(NamedTuple):
 
 
 def environment(extra=None):
-    """Return this process's environment without a launcher's variables, and with `extra`.
+    """Return this process's environment without a launcher's variables, extended by `extra`.
 
-    The checkout comes first on PYTHONPATH, and this Python's folder on PATH, so that `mpirun` and
-    `python` come from the same installation. Open MPI is told to accept root, and more ranks than
-    cores.
+    The checkout is first on PYTHONPATH, and the folder of this Python is first on PATH, so `mpirun`
+    and `python` belong to the same installation. Variables allow Open MPI to run as root and to
+    start more ranks than cores.
     """
     launchers = ("PMI_", "PMIX_", "PRTE_", "OMPI_", "OPAL_", "HYDRA_", "HYDI_", "MPI_", "MPIR_")
     launchers += ("SLURM_",)
@@ -57,7 +57,7 @@ def command(ranks, *args, wrapper=(), options=()):
 
 
 class Job(subprocess.Popen):
-    """A started job; `with start(...) as job:` ends all of its processes."""
+    """Started job; at the end, `with start(...) as job:` kills all of its processes."""
 
     def __exit__(self, *exception):
         kill(self)
@@ -76,12 +76,12 @@ class Job(subprocess.Popen):
         return pids
 
     def print_stacks(self):
-        """Have each rank write its stack to stderr and end."""
+        """Make each rank write its stack to stderr and end."""
         ranks = set(self.rank_pids().values())
         launchers = [self.pid, *set(_descendants(self.pid)) - ranks]
         if not ranks:
             ranks, launchers = {self.pid}, []
-        _send(launchers, signal.SIGSTOP)  # they end all ranks when the first one ends
+        _send(launchers, signal.SIGSTOP)  # otherwise they end all ranks after the first one
         _send(ranks, signal.SIGABRT)  # see PYTHONFAULTHANDLER
         time.sleep(1)
         _send(launchers, signal.SIGCONT)
@@ -119,7 +119,7 @@ def start(
 def finish(job, input=None):
     """Wait for a started job and return its Result.
 
-    If the test's limit expires first, end the job and show its output and each rank's stack.
+    If the test's time limit expires first, end the job and show its output and all stacks.
     """
     expired = None
     try:
@@ -127,7 +127,7 @@ def finish(job, input=None):
     except pytest.fail.Exception as error:
         expired = error
         job.print_stacks()
-        # mpirun forwards the stacks and ends; if it is ended earlier, stacks may be lost.
+        # mpirun forwards the stacks and ends. If mpirun is killed earlier, stacks may be lost.
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.communicate(timeout=5)
     finally:
@@ -140,7 +140,7 @@ def finish(job, input=None):
 def mpirun(ranks, *args, env=None, input=None, check=None, cwd=None):
     """Run `mpirun -n ranks python args...` to its end and return its Result.
 
-    check: the expected exit code; with another one the test fails and shows the output.
+    `check` is the expected exit code. With another code, the test fails and shows the output.
     """
     result = finish(start(ranks, *args, env=env, cwd=cwd), input)
     if check is not None and result.returncode != check:
@@ -150,12 +150,12 @@ def mpirun(ranks, *args, env=None, input=None, check=None, cwd=None):
 
 
 def assert_gone(pids):
-    """Wait until these processes are gone; a parent may take a moment to reap one."""
+    """Wait until these processes are gone, because a parent may reap one with a delay."""
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def marked(text):
-    """Return the command lines of the processes with a text in their environment at the start."""
+    """Return the command lines of the processes that started with a text in their environment."""
     commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def marked(text):
 
 
 def kill(job):
-    """End mpirun, which ends its ranks, then all processes of the job that are left."""
+    """Kill mpirun, which ends its ranks, and then all remaining processes of the job."""
     family = _descendants(job.pid)  # each rank may be in a separate session
     if job.poll() is None:
         job.terminate()
@@ -177,7 +177,7 @@ def kill(job):
 
 
 def _descendants(pid):
-    """Return the process ids below `pid`, without orphans."""
+    """Return the ids of all descendants of `pid`, without orphans."""
     children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

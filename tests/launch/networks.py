@@ -1,4 +1,4 @@
-"""Networks for `--network FILE.py:FUNCTION`: small ones, and some that misbehave."""
+"""Define networks for `--network FILE.py:FUNCTION`: small ones, and some that misbehave."""
 
 import itertools
 import sys
@@ -9,12 +9,12 @@ from mpidl.comm import failure
 
 
 def small(input_shape, classes):
-    """Return every kind of layer that communicates, with about a thousand learnables."""
+    """Return layers of every kind that communicates, with about a thousand learnables."""
     return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
 
 
 def varied(input_shape, classes):
-    """Return every kind of layer, with convolutions by each algorithm of the kernels."""
+    """Return layers of every kind, with convolutions by each algorithm of the kernels."""
     return [
         dl.Conv2D(3, 32, padding=1),
         dl.BatchNorm(),
@@ -52,7 +52,7 @@ def varied(input_shape, classes):
 
 
 def wide(input_shape, classes):
-    """Return layers without batch normalization, so that images do not influence each other."""
+    """Return layers without batch normalization, so images do not influence each other."""
     return [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(classes)]
 
 
@@ -74,7 +74,7 @@ def late(input_shape, classes):
 
 
 def slow_test(input_shape, classes):
-    """Return a network that prints a line and waits half a second per mini-batch of a test."""
+    """Return a network that prints a line and waits half a second in each mini-batch of a test."""
     return [SleepInTest(), *small(input_shape, classes)]
 
 

@@ -1,8 +1,8 @@
-"""Jobs under mpirun that run many commands, for tests that do not depend on a job's start.
+"""Run commands in jobs that stay, for tests that do not depend on the start of a job.
 
-A pool is one `mpirun -n N python pooled.py FOLDER` that stays until the tests end. Its ranks run
+A pool is a job `mpirun -n N python pooled.py FOLDER` that runs until the tests end. Its ranks run
 the commands that the tests send. Tests of signals, exit handlers and the environment at the start
-need a separate process, by launcher.mpirun.
+need a separate process, which launcher.mpirun starts.
 """
 
 import atexit
@@ -22,13 +22,13 @@ _pools = {}  # {ranks: Pool}
 
 
 def run(ranks, *args, env=None, check=None, cwd=None):
-    """Run `python args...` on each rank of a pool and return its Result, as launcher.mpirun does.
+    """Run `python args...` on each rank of a pool and return its Result, like launcher.mpirun.
 
-    ranks: None or 1 for a process without mpirun. env: variables that a command reads when it
-    runs; variables that a process reads when it starts have the pool's values.
+    `ranks` is None or 1 for a process without mpirun. `env` has variables that a command reads when
+    it runs; variables that a process reads when it starts keep the pool's values.
     """
     words = [str(word) for word in args]
-    ranks = None if ranks == 1 else ranks  # one process less to start
+    ranks = None if ranks == 1 else ranks  # one process less
     pool = _pools.get(ranks)
     if pool is None or not pool.is_up():
         pool = _pools[ranks] = Pool(ranks)
@@ -50,7 +50,7 @@ class Pool:
         self.log = open(self.folder / "log", "w+")
         streams = {"stdout": self.log, "stderr": self.log}
         self.job = launcher.start(ranks, SERVER, self.folder, env=env, **streams)
-        # Opened also for reading, so that opening does not wait for a rank that never starts.
+        # Open for reading and writing, which does not wait for a rank that never starts.
         paths = [self.folder / f"commands-{rank}" for rank in range(self.size)]
         self.pipes = [os.fdopen(os.open(path, os.O_RDWR), "w") for path in paths]
         atexit.register(self.close)

@@ -1,4 +1,4 @@
-"""A rank of a pool (see pool.py), which runs the commands that it receives."""
+"""Run the commands that a rank of a pool receives (see pool.py)."""
 
 import contextlib
 import importlib

@@ -1,6 +1,6 @@
-"""Record calls of the kernels and their results as a C program that repeats and checks them.
+"""Record kernel calls and their results as a C program that repeats and checks the calls.
 
-Tests compare kernels for a machine without Python with the bytes of this machine's kernels.
+Tests use the program to compare kernels for a machine without Python with this machine's.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ static void check(const char *name, const void *actual, size_t bytes) {
 }
 """
 HEADER = Path(builds.kernels_folder(), "cpu", "mpidl.h")
-UNRECORDED = ("set_hook", "optimizer_step")  # their arguments are addresses
+UNRECORDED = ("set_hook", "optimizer_step")  # functions whose arguments are addresses
 
 
 class Recorder:
-    """A Library that records its calls: `text` is the program, `data` its standard input."""
+    """Library that records its calls: `text` is the program, and `data` its standard input."""
 
     def __init__(self, library):
         self.kernels, self.called = library, []
@@ -83,7 +83,7 @@ class Recorder:
 
 
 class recording:
-    """`with recording() as calls:` records the calls of this process's kernels."""
+    """Context manager that records kernel calls: `with recording() as calls:`."""
 
     def __enter__(self):
         self.before = builds.kernels()

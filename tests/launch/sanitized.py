@@ -1,4 +1,4 @@
-"""A pytest plugin: arrays use NumPy's memory, whose bounds AddressSanitizer checks."""
+"""Pytest plugin that allocates arrays in NumPy's memory, which AddressSanitizer checks."""
 
 from mpidl.backends.cpu import arenas
 

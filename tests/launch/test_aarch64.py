@@ -1,4 +1,4 @@
-"""Kernels cross-compiled for AArch64 give the bytes of the AVX2 kernels under qemu."""
+"""Test that kernels cross-compiled for AArch64 give the bytes of the AVX2 kernels under qemu."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""kernels/build.py: all sources compile without warnings and pass under sanitizers."""
+"""Test kernels/build.py: all sources compile without warnings and pass under sanitizers."""
 
 import errno
 import functools
@@ -23,7 +23,7 @@ KERNEL_TESTS = sorted(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """compiled(compiler): the folder of its builds and {build: error} with -Werror."""
+    """Return a function of a compiler that returns its folder of builds and {build: error}."""
 
     @functools.cache
     def compile_all(compiler):
@@ -38,7 +38,7 @@ def compiled(tmp_path_factory):
 
 @needs_compiler
 def test_this_checkout_has_its_kernels():
-    """Without builds the tests of the kernels would be skipped instead of failing."""
+    """Without builds, the tests of the kernels would be skipped instead of failing."""
     assert builds.built() == kernels.builds()
 
 
@@ -62,7 +62,7 @@ def test_clang_has_the_bytes_of_gcc(compiled, build, pictures, tmp_path):
 
 @pytest.fixture
 def two(monkeypatch, tmp_path):
-    """The source folder of a library with two files and a header."""
+    """Return the source folder of a library with two files and a header."""
     sources = tmp_path / "cpu"
     sources.mkdir()
     shutil.copy(ROOT / "kernels" / "cpu" / "about.c", sources)
@@ -105,7 +105,7 @@ def test_only_what_changed_is_compiled(two, tmp_path):
 
 @pytest.fixture
 def old_library(two, tmp_path):
-    """A compiled library; at the end, check that failures changed nothing and left no file."""
+    """Yield a compiled library; check that failures change nothing and leave no file."""
     lib = tmp_path / "lib"
     assert kernels.compile_builds(["generic"], str(lib), kernels.find_compiler()) == {}
     before = (lib / "libmpidl-generic.so").read_bytes()
@@ -149,7 +149,7 @@ def build(*words, env=None):
 
 
 def test_the_command_line(tmp_path):
-    """Check the line and the exit code without work to do and without a working compiler."""
+    """Check the output and exit code if nothing must be compiled or no compiler works."""
     no_compiler = {"PATH": tmp_path, "CC": ""}
     out = ["--out", tmp_path / "lib"]
     text = "kernels/build.py: no C compiler: cc, gcc or clang is not on PATH\n"
@@ -178,7 +178,7 @@ def sanitizer_library():
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
-    """The environment of a Python that runs the best build, compiled with gcc's sanitizers."""
+    """Return the environment of a Python with the best build, compiled with gcc's sanitizers."""
     if sanitizer_library() is None:
         pytest.skip("gcc's libasan is not installed")
     best = next(name for name in kernels.builds() if builds.runs_here(name))
@@ -198,7 +198,7 @@ def sanitized(tmp_path_factory):
 @pytest.mark.slow("sanitizers")
 @pytest.mark.timeout(240)
 def test_the_kernels_under_sanitizers(sanitized):
-    """The tests of the kernels pass under sanitizers, in two processes at a time."""
+    """The kernels' tests must pass under sanitizers; two processes run at a time."""
     words = ["-m", "pytest", "-q", "-x", "-p", "sanitized", "-k", "not gpu"]
     processes = [
         start(None, *words, *tests, cwd=ROOT, env=sanitized, stderr=subprocess.STDOUT)
@@ -210,7 +210,7 @@ def test_the_kernels_under_sanitizers(sanitized):
 
 @pytest.mark.slow("sanitizers")
 def test_the_sanitizers_find_an_overflow(sanitized):
-    """Negative control: copying one float too many is reported."""
+    """Negative control: a copy of one float too many is reported."""
     text = (
         "import numpy as np; from mpidl.backends.cpu import builds;"
         "x = np.zeros(1000, np.float32); builds.kernels().copy(x, x.copy(), {})"

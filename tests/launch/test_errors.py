@@ -1,4 +1,4 @@
-"""Invalid options and data: one line from rank 0, exit code 2, and no process is left."""
+"""Test invalid options and data: one line from rank 0, exit code 2, no remaining process."""
 
 import shutil
 import uuid
@@ -101,7 +101,7 @@ DEVICES = {
 @pytest.mark.parametrize("command", ["train", "predict"])
 @pytest.mark.parametrize("case", DEVICES)
 def test_devices(command, case, pictures, tmp_path):
-    """Only rank 0 prints, before it reads the data or creates a folder."""
+    """Only rank 0 must print, before it reads the data or creates a folder."""
     options, text = DEVICES[case]
     if command == "train":
         words = jobs.command("train", *options, data=pictures, out=tmp_path / "run")
@@ -146,14 +146,14 @@ def test_folders(case, tmp_path):
 
 @pytest.fixture
 def spoiled(pictures, tmp_path):
-    """A copy of the images, for tests that spoil one of them."""
+    """Return a copy of the images for tests that damage one image."""
     return shutil.copytree(pictures, tmp_path / "images")
 
 
 @SLOW
 @pytest.mark.parametrize("name", ["box/33.png", pytest.param("dot/69.png", marks=SLOW)])
 def test_a_corrupt_image(spoiled, tmp_path, name):
-    """Any rank may read the damaged file, in the training or in the test."""
+    """The damaged file may be read by any rank, in the training or in the test."""
     path = spoiled / name
     path.write_bytes(path.read_bytes()[:90])
     paths = {"data": spoiled, "out": tmp_path / "run"}
@@ -207,7 +207,7 @@ def test_an_output_folder_that_cannot_be_made(pictures, tmp_path):
         assert text.startswith(f"--out {out}: cannot be written: ")
 
 
-# Limits the size of files after MPI has created its own; shared memory is a file, too.
+# Limits the size of files after MPI has created its files; shared memory also is a file.
 FULL = """
 import resource, sys
 from mpi4py import MPI
@@ -216,7 +216,7 @@ from mpidl.comm import acts, failure
 from mpidl.training import trainer
 
 trainer.NodeCache = lambda images, *_: images
-acts.record()  # its memory counts as a file
+acts.record()  # the memory of the record counts as a file
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 failure.run(main)
 """
@@ -227,7 +227,7 @@ failure.run(main)
     [
         (40_000, "checkpoint.h5", "digits", ["--epochs", 1, "--batch-size", 50]),
         pytest.param(300, "options.toml", "digits", ["--batch-size", 50], marks=SLOW),
-        # only rank 0 finds it, in the middle of an epoch
+        # only rank 0 gets the error, in the middle of an epoch
         pytest.param(
             *(31_000, "metrics.jsonl", jobs.SMALL, ["--epochs", 50, "--batch-size", 16]),
             marks=SLOW,

@@ -1,4 +1,4 @@
-"""`dl.launch` returns what its ranks return and leaves no process and no folder."""
+"""Test that `dl.launch` returns the ranks' results and leaves no process or folder."""
 
 import io
 import os
@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow("jobs")
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch, tmp_path):
-    """A value that marks a test's processes in their environment; at the end all are gone."""
+    """Yield a text in the environment of a test's processes, which must be gone at the end."""
     value = uuid.uuid4().hex
     monkeypatch.setenv("MPIDL_TEST_MARK", value)
     for name in [name for name in os.environ if name.startswith(("PMI_", "OMPI_COMM_WORLD_"))]:
@@ -57,7 +57,7 @@ def test_launch_returns_the_trained_network():
     "show", [pytest.param("rank 0", marks=SLOW), "all", pytest.param("none", marks=SLOW)]
 )
 def test_output(show, capsys, monkeypatch, tmp_path):
-    """The output is live: the ranks end only after the words of rank 0 have arrived."""
+    """Output must be live: the ranks end only after the output of rank 0 has arrived."""
     path = tmp_path / "arrived"
 
     class Reader(io.StringIO):
@@ -135,7 +135,7 @@ def test_a_time_out_ends_all_ranks():
 
 
 class Interrupter(io.StringIO):
-    """A stdout that interrupts this process when one of some words arrives."""
+    """Replacement of stdout that interrupts this process when one of `words` arrives."""
 
     def __init__(self, *words):
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_handler_that_python_does_not_know_stays(monkeypatch):
     ],
 )
 def test_interrupts_without_a_training(monkeypatch, function, words):
-    """The first one ends a function that does not handle it, the second one ends any."""
+    """The first interrupt must end a function without a handler, the second any function."""
     monkeypatch.setattr(sys, "stdout", Interrupter(*words))
     with pytest.raises(KeyboardInterrupt):
         dl.launch(function, ranks=2)
@@ -217,7 +217,7 @@ def test_lambdas_and_inner_functions():
 
 
 def test_ranks_cannot_start_ranks(monkeypatch):
-    """A UserError of the ranks is raised unchanged."""
+    """A UserError of the ranks must be raised unchanged."""
     text = "^launch: this process is already a rank, one of 1, and cannot start ranks; .*:$"
     with pytest.raises(dl.UserError, match=text):
         dl.launch(launched.launch_inside, ranks=1)
@@ -276,7 +276,7 @@ GUARDED = SCRIPT + '\nif __name__ == "__main__":\n    main(globals()[sys.argv[1]
 
 @pytest.fixture
 def script(tmp_path):
-    """A function that writes a script and returns its path."""
+    """Return a function that writes a script and returns its path."""
 
     def write(text):
         path = tmp_path / "script.py"
@@ -313,7 +313,7 @@ def test_a_script_without_a_guard(script):
 
 @SLOW
 def test_a_function_that_the_ranks_do_not_find(script):
-    """The script defines the function under its guard, which the ranks do not run."""
+    """The script defines the function under its guard, whose code the ranks do not run."""
     guarded = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
     text = last_error(script(f'{SCRIPT}\nif __name__ == "__main__":\n{guarded}'))
     assert text.startswith("mpidl.errors.UserError: launch: Can't get")
@@ -322,7 +322,7 @@ def test_a_function_that_the_ranks_do_not_find(script):
 
 @SLOW
 def test_a_notebook():
-    """Code from an interactive session is not in a file that the ranks could read."""
+    """Code of an interactive session is not in a file that the ranks could read."""
     pytest.importorskip("cloudpickle", reason="cloudpickle sends functions defined in a notebook")
     run_and_check("-c", SCRIPT + "\nmain(work)\n")
 
@@ -335,10 +335,10 @@ def test_a_notebook_without_cloudpickle():
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGKILL])
 def test_the_ranks_end_with_the_program(number, script, mark):
-    """Interrupt or kill the program; the fixture checks that no process is left."""
+    """The ranks must end if the program is interrupted or killed, as the fixture checks."""
     with start(None, script(GUARDED), "stay") as job:
         assert job.stdout.readline() == "staying\n"
-        assert len(marked(mark)) >= 3  # the program, and two ranks
+        assert len(marked(mark)) >= 3  # the program and two ranks
         job.send_signal(number)
         _, err = job.communicate()
     assert "KeyboardInterrupt" in err or number == signal.SIGKILL

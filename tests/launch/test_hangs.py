@@ -1,4 +1,4 @@
-"""A rank that hangs or is stopped is named within the time-out and two seconds, with its stacks."""
+"""Test that a rank that hangs or is stopped is named, with stacks, soon after the time-out."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from limits import exceeded, wait_until
 pytestmark = pytest.mark.slow("hangs")
 TIMEOUT = 3
 HOST = socket.gethostname()
-# A user's program in which rank 1 stops or hangs at a moment that its argument names.
+# A user's program in which rank 1 stops or hangs at the moment that an argument names.
 PROGRAM = f"""
 import atexit, os, signal, sys, time
 import numpy as np
@@ -120,7 +120,7 @@ def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
 AFTER_MPI = """
 import atexit, os, signal, sys, time
 
-def stop():  # the first function that is registered is the last that is called
+def stop():  # the first registered function is called last
     if world.rank == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
@@ -141,7 +141,7 @@ world = dl.World(timeout=1)
     ],
 )
 def test_a_rank_that_is_stopped_after_mpi_has_ended(rank, seconds):
-    """Only mpirun waits for the rank, and it would wait forever."""
+    """Only mpirun still waits for the rank, and would wait forever."""
     with start(3, "-c", AFTER_MPI, rank, seconds) as job:
         wait_until(lambda: rank in job.rank_pids())
         pids = job.rank_pids()
@@ -172,13 +172,13 @@ def test_a_rank_that_is_stopped_at_a_random_moment_of_its_exit(tmp_path, turn):
         result = finish(job)
     assert not exceeded(start_time, 1 + 2.5)
     is_named = f"process {pids[rank]}" in result.stderr and "is stopped (SIGSTOP)" in result.stderr
-    assert is_named == (result.returncode != 0), result.stderr  # it may be over before the signal
+    assert is_named == (result.returncode != 0), result.stderr  # the job may end before the signal
     assert_gone(pids.values())
 
 
 @pytest.mark.parametrize("turn", range(12))
 def test_a_training_that_hangs_at_a_random_moment(pictures, tmp_path, turn):
-    """The report is in the folder of the run, and the message names the rank and the step."""
+    """The report must be in the run's folder, and the message must name the rank and the step."""
     numbers, out = random.Random(turn), tmp_path / "run"
     options = [*jobs.ENDLESS, "--timeout", TIMEOUT, "--checkpoint-every", 3]
     ranks = 2 + turn % 2

@@ -1,4 +1,4 @@
-"""A test that hangs or fails is reported with its name, rank and stack."""
+"""Test that a test that hangs or fails is reported with its name, rank and stack."""
 
 import os
 import re
@@ -59,16 +59,16 @@ def test_stays_in_c(request):
 
 
 def session(folder, ranks, text):
-    """Return the Result of a pytest session of these tests with the plugins of this one.
+    """Return the Result of a pytest session of the tests in `text`, with this session's plugins.
 
-    The session has no cache, which the plugins must not need.
+    The session has no cache, because the plugins must not need one.
     """
     (folder / "test_made.py").write_text(HEAD + text)
     words = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "conftest"]
     words += ["-p", "no:cacheprovider", "-p", "pytest_timeout", folder]
     paths = [ROOT, *(ROOT / "tests" / name for name in ("", "support", "launch"))]
     env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MPIDL_TEST_RUN": "{}"}
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # their imports take as long as all others
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # their imports take as long as all other imports
     result = mpirun(ranks, *words, env=env)
     assert result.returncode != 0
     assert_gone([path.stem for path in folder.glob("*.pid")])

@@ -1,4 +1,4 @@
-"""The ranks' calls of the file system are few, and only rank 0 inspects data and results."""
+"""Test that file system calls are few, and that only rank 0 inspects data and results."""
 
 import os
 import re
@@ -16,12 +16,12 @@ TRACE = """
 exec strace -f -y -qq -e trace=%file,getdents64 -o "$0-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" "$@"
 """
 CALL = re.compile(r'\d+ +(\w+)\((?:AT_FDCWD\S*, )?(?:(\d+)<([^>]*)>|"([^"]*)")(.*)')
-MOST_CALLS = 3000  # calls of a rank until the end of its first iteration, without calls on images
+MOST_CALLS = 3000  # calls of a rank until its first iteration ends, without calls for images
 
 
 @pytest.fixture(scope="module")
 def calls(pictures, tmp_path_factory):
-    """{rank: [(system call, path, the rest of the line)]} of a training on 2 ranks."""
+    """Return {rank: [(system call, path, rest of the line)]} of a training on 2 ranks."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     if subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True).returncode:
@@ -50,7 +50,7 @@ def below(folder, trace):
 
 
 def looks(data, trace):
-    """Return the calls that list a folder of images or ask for the status of a path."""
+    """Return the calls that list a folder of images or request the status of a path."""
     calls = [call for call in below(data, trace) if "AT_EMPTY_PATH" not in call[2]]  # not fstat
     return [call for call in calls if call[0] != "openat" or "O_DIRECTORY" in call[2]]
 
@@ -60,7 +60,7 @@ def test_only_rank_0_looks_at_the_images(calls, pictures):
     assert looks(str(pictures), traces[0])
     assert looks(str(pictures), traces[1]) == []
     opened = {path for name, path, _ in below(str(pictures), traces[1]) if name == "openat"}
-    assert opened  # it reads its own images
+    assert opened  # the rank reads its own images
 
 
 def test_only_rank_0_touches_the_folder_of_the_run(calls):

@@ -1,4 +1,4 @@
-"""Ranks with different CPUs, set by MPIDL_CPU, run the best build that all of them support."""
+"""Test that ranks with different CPUs (by MPIDL_CPU) run the best build that all support."""
 
 import os
 
@@ -26,7 +26,7 @@ needs_two = pytest.mark.skipif(
 
 
 def train(data, out, builds, check=0):
-    """Train on one rank with each build."""
+    """Train on one rank for each build in `builds`."""
     words = jobs.command("train", *SHORT, data=data, out=out)[2:]
     env = jobs.without_plots() | {"BUILDS": " ".join(builds)}
     return mpirun(len(builds), "-c", PROGRAM, *words, env=env, check=check)

@@ -1,4 +1,4 @@
-"""The live page in a real browser, beside jobs of several ranks, and what the command refuses."""
+"""Test the live page of jobs in a real browser, and the errors of the command."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ def test_bad_input_is_one_line(pictures, tmp_path):
 
 @pytest.mark.slow("pages")
 def test_without_bokeh_the_option_names_the_extra(pictures, tmp_path):
-    """A stand-in for the search for packages finds no Bokeh."""
+    """A replacement for the search for packages finds no Bokeh."""
     script = tmp_path / "train.py"
     script.write_text(
         "import importlib.util, sys\n"
@@ -79,7 +79,7 @@ def start(ranks, pictures, out, *options):
 
 
 def page_processes(out):
-    """Return the processes of the page beside the job of a run."""
+    """Return the processes that serve the page of a run."""
     return [line for line in launcher.marked(f"RUN={out}") if b"live.page_process" in line]
 
 
@@ -104,7 +104,7 @@ def test_curves_move_and_the_button_stops_the_job(pictures, tmp_path):
         recorded = {
             r["iteration"]: r["loss"] for r in jobs.metrics(out) if r["kind"] == "iteration"
         }
-        if points[0][1] == 2:  # else the points are means of several iterations
+        if points[0][1] == 2:  # otherwise the points are means of several iterations
             assert [recorded[x] for x in points[0]] == pytest.approx(points[1], rel=1e-6)
         origin = url.partition("/?")[0]
         assert all(name.startswith(origin) for name in browser.requests(driver))
@@ -149,7 +149,7 @@ def test_the_other_button_stops_after_the_epoch(pictures, tmp_path):
 @PAGES
 @pytest.mark.timeout(120)
 def test_the_command_shows_several_runs(pictures, tmp_path):
-    """One is there, one is resumed from an earlier iteration, and one appears later."""
+    """One run exists, one is resumed from an earlier iteration, and one appears later."""
     first, later = tmp_path / "first", tmp_path / "later"
     jobs.train(1, pictures, first, "--epochs", 1)
     words = ["-m", "mpidl.monitor", first, later, "--port", 0]
@@ -176,9 +176,9 @@ def test_the_command_shows_several_runs(pictures, tmp_path):
 
 @contextlib.contextmanager
 def forwarded(port, target):
-    """Forward connections from a port to another one; the end of the block closes them.
+    """Forward connections from a free port to the port `target` until the block ends.
 
-    Yield the port and a list of the paths that are requested.
+    Yield the free port and a list of the requested paths.
     """
     sockets, paths = [socket.create_server(("127.0.0.1", port))], []
 
@@ -224,7 +224,7 @@ def test_a_page_continues_after_a_lost_connection(pictures, tmp_path):
             record = {"kind": "iteration", "epoch": 2, "iteration": next_iteration, "loss": 0.5}
             file.write(json.dumps(record) + "\n")
         with forwarded(way, int(port)) as (_, paths):
-            # The driver would wait for a script that the loading of the page interrupts.
+            # The driver would wait for a script that a reload of the page interrupts.
             wait_until(lambda: any(path.startswith("/ws?") for path in paths))
             wait_until(lambda: driver.execute_script(is_connected))
             browser.wait_for_page(driver)

@@ -1,4 +1,4 @@
-"""`mpidl NAME` is `python -m mpidl.NAME`; `mpidl` alone lists the commands without NumPy."""
+"""Test that `mpidl NAME` is `python -m mpidl.NAME`, and that `mpidl` lists the commands."""
 
 import configparser
 import os
@@ -26,7 +26,7 @@ print("loaded:", *sorted({"numpy", "mpidl", "mpi4py", "rich"} & set(sys.modules)
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """The program that pip writes for the entry point of setup.cfg."""
+    """Return the program that pip writes for the entry point of setup.cfg."""
     config = configparser.ConfigParser()
     config.read(launcher.ROOT / "setup.cfg")
     name, _, target = config["options.entry_points"]["console_scripts"].strip().partition(" = ")
@@ -73,7 +73,7 @@ def test_a_working_directory_that_was_removed(monkeypatch):
 
 
 def words_of_a_training(script, pictures, folder, *options):
-    """Return the words of a training whose FILE.py imports a module beside it."""
+    """Return the words of a training whose FILE.py imports a module from its own folder."""
     networks = launcher.ROOT / "tests" / "launch" / "networks.py"
     (folder / "mine.py").write_text("from beside import small\n")
     (folder / "beside.py").write_text(networks.read_text())

@@ -1,4 +1,4 @@
-"""The wheel contains the whole package, compiled or not, and importing it loads little."""
+"""Test that the wheel has the whole package, compiled or not, and that importing it is fast."""
 
 import configparser
 import os
@@ -28,9 +28,9 @@ def sources(*names):
 
 
 def distribute(kind, folder, out, env=None):
-    """Build an "sdist" or a "wheel" of the sources in a folder; return its path and the output.
+    """Build an "sdist" or a "wheel" of a folder of sources. Return its path and the output.
 
-    It does in one process what `pip wheel` does in several.
+    The build runs in one process, unlike `pip wheel`.
     """
     text = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
     result = mpirun(None, "-c", text, env=env, cwd=folder, check=0)
@@ -40,7 +40,7 @@ def distribute(kind, folder, out, env=None):
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """The unpacked source distribution of a copy of the sources."""
+    """Return the unpacked source distribution of a copy of the sources."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
     files = ["setup.cfg", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"]
     for path in sources(*files, "mpidl", "mpidl_command.py", "kernels"):
@@ -50,7 +50,7 @@ def unpacked(tmp_path_factory):
     packed, _ = distribute("sdist", copy, out)
     shutil.unpack_archive(packed, out)
     unpacked = packed.with_name(packed.name.removesuffix(".tar.gz"))
-    if os.path.isdir(kernels.OBJECTS):  # saves compiling; names hash the sources
+    if os.path.isdir(kernels.OBJECTS):  # avoids recompiling; names contain the sources' hash
         shutil.copytree(kernels.OBJECTS, unpacked / "build" / "kernels")
     return unpacked
 
@@ -62,7 +62,7 @@ def wheel(unpacked, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel_without_compiler(unpacked, tmp_path_factory):
-    """A wheel built without a compiler, although an earlier build has left kernels."""
+    """Return a wheel built without a compiler after an earlier build has left kernels."""
     env = {"PATH": tmp_path_factory.mktemp("empty"), "CC": ""}
     wheel, text = distribute("wheel", unpacked, tmp_path_factory.mktemp("pure"), env)
     assert "mpidl: kernels that are not compiled: no C compiler: cc, gcc or clang is" in text
@@ -98,7 +98,7 @@ def test_the_wheel_holds_every_file(wheel):
 
 @pytest.mark.slow("package")
 def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_compiler):
-    # after `wheel`, whose kernels this build must not use
+    # this build comes after `wheel`, whose kernels it must not use
     assert names_in(wheel_without_compiler) == expected_names()
     assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
 
@@ -151,14 +151,14 @@ def test_every_package_is_listed():
 
 
 def test_import_is_lean():
-    """Imports must be few because thousands of ranks import from one file system at once."""
+    """Imports must be few, because thousands of ranks may import from one file system at once."""
     late = ["h5py", "rich", "matplotlib", "cupy", "torch", "scipy", "mpi4py.MPI"]
     text = f"import sys, mpidl; print([name for name in {late} if name in sys.modules])"
     assert mpirun(None, "-c", text, check=0).stdout.strip() == "[]"
 
 
 def test_a_folder_named_mpidl_does_not_hide_the_checkout(tmp_path):
-    """Programs often stand beside the checkout, whose folder is a namespace for Python."""
+    """Programs are often next to the checkout, whose folder Python reads as a namespace package."""
     venv.create(tmp_path / "venv", symlinks=True)
     (tmp_path / "mpidl").mkdir()
 

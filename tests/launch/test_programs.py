@@ -1,4 +1,4 @@
-"""run/common.sh: what the programs in run/ print while a command takes long."""
+"""Test what the programs in run/ print during a slow command (run/common.sh)."""
 
 import os
 import pty
@@ -8,7 +8,7 @@ import pytest
 from launcher import ROOT
 
 TIMELESS = "unset SECONDS; SECONDS=0; "  # a variable without a clock
-# `sleep` ends after 30 seconds, which pass at once.
+# `sleep` fails after 30 simulated seconds.
 FAST = TIMELESS + "sleep() { SECONDS=$((SECONDS + 3)); [ $SECONDS -lt 30 ]; }; "
 
 
@@ -40,7 +40,7 @@ def test_a_terminal_has_one_line():
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1), ("exit 7", 7)])
 def test_a_command_that_is_watched(tmp_path, command, code):
-    """A quick command adds no line; its output and its exit code are kept."""
+    """A quick command must add no line, and keep its output and exit code."""
     script = 'code=0; watched "installing packages" "$1" bash -c "$2" || code=$?; echo $code'
     result = bash(script, tmp_path / "log", f"echo out; echo err >&2; {command}")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{code}\n", "")

@@ -1,4 +1,4 @@
-"""Weights, losses and predictions are the same bytes on any number of ranks."""
+"""Test that weights, losses and predictions are the same bytes on any number of ranks."""
 
 import jobs
 import pool
@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow("ranks")
 
 
 def hashes_on(cases, data, folder, *options, **keywords):
-    """Train on each number of ranks and threads of them; return {(ranks, threads): hash}."""
+    """Train with each (ranks, threads) of `cases`, and return {(ranks, threads): hash}."""
     return {
         (ranks, threads): jobs.trained_hash(
             ranks, data, folder / f"{ranks}-{threads}", *options, "--threads", threads, **keywords
@@ -37,7 +37,7 @@ def hashes_on(cases, data, folder, *options, **keywords):
 
 @pytest.fixture(scope="module")
 def runs(pictures, tmp_path_factory):
-    """{ranks: output folder} of trainings of the digits network, see CASES."""
+    """Return {ranks: output folder} of trainings of the digits network on CASES."""
     folders = {ranks: tmp_path_factory.mktemp("same") for ranks, _ in CASES}
     for ranks, threads in CASES:
         words = ["--epochs", 1, "--threads", threads]
@@ -47,7 +47,7 @@ def runs(pictures, tmp_path_factory):
 
 
 def test_weights_and_losses(runs):
-    """The hash covers the model file; the loss of each iteration is the same to the last bit."""
+    """The hash must cover the model file, and each loss must be the same to the last bit."""
     jobs.assert_same_weights({ranks: jobs.weights_hash(out) for ranks, out in runs.items()})
     keys, losses = ("kind", "loss", "accuracy"), set()
     for ranks, out in runs.items():
@@ -71,7 +71,7 @@ def test_weights_on_other_ranks_and_threads(ranks, threads, runs, pictures, tmp_
 @SLOW
 @pytest.mark.parametrize("build", [*BUILDS, "numpy"])
 def test_weights_by_build(build, runs, pictures, tmp_path):
-    """Each build gives one hash; AVX-512 and AVX2 give the same."""
+    """Each build must give one hash; AVX-512 and AVX2 must give the same hash."""
     keywords = {"network": "digits", "env": {"MPIDL_CPU": build}}
     hashes = hashes_on([(1, 1), (3, 2)], pictures, tmp_path, "--epochs", 1, **keywords)
     if build in ("x86-64-v4", "x86-64-v3") and BUILDS[0] in ("x86-64-v4", "x86-64-v3"):
@@ -105,7 +105,7 @@ def test_weights_of_networks(network, images, cases, options, request, tmp_path)
 
 
 def test_predict(runs, pictures, tmp_path):
-    """The files of scores, the confusion matrix and activations are equal."""
+    """The files of scores, confusion matrix and activations must be equal on any ranks."""
     arguments = (runs[3] / "model.h5", pictures, "--batch-size", 50)
     outputs = {}
     for ranks in RANKS:
@@ -153,7 +153,7 @@ if world.rank == 0:
 
 
 def test_scores_in_a_program(runs, pictures, tmp_path):
-    """210 images make mini-batches of 50 and one of 10, a single block that only rank 0 owns."""
+    """The last mini-batch of 210 images has 10, in a single block, which only rank 0 has."""
     script = tmp_path / "scores.py"
     script.write_text(SCORES)
     model = runs[1] / "model.h5"

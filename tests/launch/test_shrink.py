@@ -1,6 +1,6 @@
-"""Ranks that end while the others continue, to the same weights (--on-lost-rank shrink).
+"""Test that other ranks continue after a loss, to the same weights (--on-lost-rank shrink).
 
-Only Open MPI supports this: MPIDL_MPI=openmpi ./run/test --part shrink
+Only Open MPI supports this; run `MPIDL_MPI=openmpi ./run/test --part shrink`.
 """
 
 import json
@@ -20,9 +20,9 @@ ULFM = ("--with-ft", "ulfm")
 RANKS = 4
 PROGRAM = launcher.ROOT / "tests" / "launch" / "shrinking.py"
 SUPPORT = os.pathsep.join(str(launcher.ROOT / "tests" / name) for name in ("support", ""))
-# About the number of waits of rank 0 of 4; a later moment does not end a rank.
+# About the number of waits of rank 0 of 4. Later moments do not end a rank.
 WAITS = 235
-FIRST_WAIT = 20  # of the training
+FIRST_WAIT = 20  # the first wait of the training
 ITERATIONS = 60
 OPTIONS = ["--batch-size", 50, "--epochs", 15, "--validation-fraction", 0.1, "--plots", "none"]
 SHRINK = ["--on-lost-rank", "shrink"]
@@ -36,7 +36,7 @@ def _open_mpi():
 
 
 def run_program(ranks, out, moments):
-    """Return what the ranks of shrinking.py print at the end; see there."""
+    """Return the JSON that shrinking.py prints at the end."""
     words = PROGRAM, out, json.dumps(moments)
     path = os.pathsep.join([SUPPORT, str(launcher.ROOT)])
     options = ULFM if ranks else ()
@@ -79,7 +79,7 @@ def expected(pictures, tmp_path_factory):
 
 
 def end_rank(job, out, rank, iteration):
-    """Kill a rank once the run has recorded an iteration."""
+    """Kill a rank as soon as the run has recorded `iteration` iterations."""
     path = out / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.read_text().count('"kind": "iteration"') >= iteration)
     os.kill(job.rank_pids()[rank], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""USR1, TERM or INT to a rank or to mpirun: a checkpoint, and exit code 75 on all ranks."""
+"""Test that USR1, TERM and INT write a checkpoint and give exit code 75 on all ranks."""
 
 import os
 import re
@@ -28,7 +28,7 @@ SLOW = pytest.mark.slow("jobs")
     ],
 )
 def test_a_signal_stops_all_ranks(pictures, tmp_path, name, target):
-    """The iteration of the stop is random; resumed, the run continues as if uninterrupted."""
+    """The run stops at a random iteration, and must resume as if it was not interrupted."""
     out, reference = tmp_path / "run", tmp_path / "reference"
     if target == "mpirun" and name != "SIGUSR1" and MPI.get_vendor()[0] == "Open MPI":
         pytest.skip("Open MPI's mpirun ends its ranks itself on TERM and INT")
@@ -59,9 +59,9 @@ def test_a_signal_stops_all_ranks(pictures, tmp_path, name, target):
 @pytest.mark.parametrize(
     ("network", "until", "iteration"),
     [
-        # before the first step: a checkpoint of iteration 0, from which a run resumes
+        # before the first step: a run resumes from a checkpoint of iteration 0
         ("late", "building", 0),
-        # in the final test: the training is neither lost nor repeated
+        # in the final test: the training must be neither lost nor repeated
         pytest.param("slow_test", "testing", 1, marks=SLOW),
     ],
 )
@@ -80,7 +80,7 @@ def test_before_and_after_the_training(pictures, tmp_path, network, until, itera
 @SLOW
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_a_second_int_ends_at_once(pictures, tmp_path, rank):
-    """The job ends without waiting for the current step, which takes a minute."""
+    """The job must end without waiting for the current step, which takes a minute."""
     keywords = {"network": jobs.network("slow"), "until": "in the first step"}
     with jobs.start(2, pictures, tmp_path, **keywords) as job:
         pids = job.rank_pids()

@@ -1,4 +1,4 @@
-"""The first seconds of a job: signals, ranks that stop or end, and what each rank reads."""
+"""Test the first seconds of a job: signals, ranks that stop or end, shared memory."""
 
 import os
 import re
@@ -17,14 +17,14 @@ from mpi4py import MPI
 from mpidl.training.files import checkpoint
 
 SLOW = pytest.mark.slow("jobs")
-# As run/train starts the ranks: a signal that arrives before Python runs stays pending.
+# run/train starts ranks like this: a signal that arrives before Python runs stays pending.
 BLOCKED = ("env", "--block-signal=USR1,TERM")
 HOST = socket.gethostname()
 IS_MPICH = MPI.get_vendor()[0] == "MPICH"
 
 
 def signalled(pictures, out, number, seconds):
-    """Send a signal to all ranks of a training `seconds` after their start; return the Result."""
+    """Signal all ranks of a training `seconds` after their start, and return the Result."""
     words = jobs.command(
         "train", "--batch-size", 50, *jobs.ENDLESS, network=jobs.SMALL, data=pictures, out=out
     )
@@ -71,7 +71,7 @@ def test_a_signal_in_the_first_second(pictures, tmp_path, name, seconds):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
 def test_a_signal_at_any_moment(pictures, tmp_path, name):
-    """The runs that stopped before the first iteration end with the weights of any other run."""
+    """Runs that stopped before the first iteration must end with the weights of other runs."""
     expected = jobs.trained_hash(1, pictures, tmp_path / "reference", "--max-iterations", 6)
     codes = {}
     for tenths in range(41):
@@ -88,7 +88,7 @@ def test_a_signal_at_any_moment(pictures, tmp_path, name):
 
 @SLOW
 def test_an_early_signal_kills_a_command_without_checkpoints(tmp_path):
-    """Negative control: only the commands that can stop note a signal."""
+    """Negative control: only commands that can stop react to an early signal."""
     with launcher.start(None, "-m", "mpidl.info", wrapper=BLOCKED) as job:
         job.send_signal(signal.SIGTERM)
         assert launcher.finish(job).returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_an_early_signal_kills_a_command_without_checkpoints(tmp_path):
 @SLOW
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
-    """The others wait in MPI_Init; their process ends, and mpirun ends the stopped one."""
+    """The other rank waits in MPI_Init; it must end, so that mpirun ends the stopped rank."""
     words = jobs.command("train", "--timeout", 2, data=pictures, out=tmp_path / "run")
     with launcher.start(2, *words, env=jobs.without_plots()) as job:
         wait_until(lambda: len(job.rank_pids()) == 2)
@@ -115,7 +115,7 @@ def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
     )
 
 
-# One rank ends as the argument says before MPI starts; the others wait for it in MPI_Init.
+# One rank ends in the way that an argument names, while the others wait in MPI_Init.
 BEFORE_MPI = """
 import os, signal, sys
 import mpidl as dl
@@ -142,9 +142,9 @@ def test_a_rank_that_ends_before_it_starts_mpi(fault):
         pytest.skip("prterun 5.0.11 notices it itself, but may hang after it has ended all ranks")
     start_time = time.monotonic()
     result = launcher.mpirun(2, "-c", BEFORE_MPI, fault)
-    assert not exceeded(start_time, 8)  # 5 s, and the start of Python
+    assert not exceeded(start_time, 8)  # 5 s and the start of Python
     assert result.returncode != 0 and "done" not in result.stdout
-    if fault != "kill":  # mpirun notices this itself
+    if fault != "kill":  # mpirun itself notices a killed rank
         assert jobs.error_lines(result)[-1] == (
             f"mpidl: rank 0 on host {HOST}: MPI did not start because another rank on this host "
             "has ended before it started MPI"
@@ -187,7 +187,7 @@ failure.run(main) if sys.argv[2] == "command" else main()
 def test_a_rank_that_ends_while_others_wait_for_it(fault, program):
     start_time = time.monotonic()
     result = launcher.mpirun(3, "-c", AFTER_MPI, fault, program)
-    assert not exceeded(start_time, 9)  # 5 s, and the start of Python and MPI
+    assert not exceeded(start_time, 9)  # 5 s and the start of Python and MPI
     assert result.returncode != 0 and "done" not in result.stdout
     lines = jobs.error_lines(result)
     if fault == "exit 3" and program == "command":
@@ -259,7 +259,7 @@ SEGMENTS = "import glob, mpidl as dl; dl.World(); print(*glob.glob('/dev/shm/mpi
 @SLOW
 @pytest.mark.skipif(not IS_MPICH, reason="names of MPICH")
 def test_segments_of_a_killed_job_are_removed(pictures, tmp_path):
-    """Segments of a running job stay."""
+    """Segments of a running job must stay."""
     with jobs.start(2, pictures, tmp_path / "killed", *jobs.ENDLESS) as killed:
         pids = killed.rank_pids()
         dead = segments_of(pids[0])

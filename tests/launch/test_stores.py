@@ -1,4 +1,4 @@
-"""Training from an object store: the weights of local files, and every fault of a store."""
+"""Test training from an object store: the weights of local files, and faults of the store."""
 
 import shutil
 import threading
@@ -35,13 +35,13 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def photos(store, pictures):
-    """The URL of the pictures."""
+    """Return the URL of the pictures."""
     return store.put(pictures, "photos")
 
 
 @pytest.fixture(scope="module")
 def expected(pictures, tmp_path_factory):
-    """The hash of the weights from the local pictures."""
+    """Return the hash of the weights from the local pictures."""
     out = tmp_path_factory.mktemp("expected") / "run"
     return jobs.trained_hash(1, pictures, out, *EPOCHS)
 
@@ -58,7 +58,7 @@ def train(ranks, data, out, *options, env, check=0):
 
 
 def write_formats(folder, pictures):
-    """Write the pictures as packed, HDF5 and IDX files; return {name: path}."""
+    """Write the pictures as packed, HDF5 and IDX files, and return {name: path}."""
     images = ImageFolder(pictures)
     pack({"train": images}, folder / "packed.h5")
     pixels = images.read(range(len(images)))
@@ -91,7 +91,7 @@ def test_the_weights_of_local_files(store, photos, expected, pictures, tmp_path)
 
 
 def test_keys_in_the_settings_of_fsspec(store, photos, expected, tmp_path):
-    """Only the client gets these keys, and the environment has no others."""
+    """Only the client must get these keys; the environment has no other keys."""
     settings = {name: text for name, text in credentials(store.url).items() if "KEY" not in name}
     env = {"FSSPEC_S3_KEY": object_store.ACCESS, "FSSPEC_S3_SECRET": object_store.SECRET}
     train(2, photos, tmp_path / "run", env=settings | env)
@@ -184,7 +184,7 @@ def test_an_outage_that_ends(proxy, photos, expected, tmp_path):
 
 
 def test_an_outage_that_does_not_end(proxy, photos, expected, tmp_path):
-    """The run writes a checkpoint, and continues when the store is back."""
+    """The run must write a checkpoint, and continue when the store is back."""
     proxy.plant(lambda number: "refuse" if number > 230 else None)
     out, env = tmp_path / "run", credentials(proxy.url)
     result = train(2, photos, out, "--cache-mb", 0, "--retry-seconds", 1, env=env, check=1)
@@ -217,7 +217,7 @@ def test_an_object_that_changes(store, proxy, pictures, tmp_path):
 
     proxy.plant(fault)
     result = train(2, url, tmp_path / "run", "--cache-mb", 0, env=credentials(proxy.url), check=2)
-    line = jobs.refusal(result).removeprefix("rank 1: ")  # if rank 0 has read its images before
+    line = jobs.refusal(result).removeprefix("rank 1: ")  # if rank 0 has already read its images
     assert line.startswith(f"{url}/") and "the file has changed since the run began (" in line
     store.files().rm("bucket/changing/bar/00.png")
 

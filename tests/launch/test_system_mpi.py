@@ -1,4 +1,4 @@
-"""run/link_mpi.py, part of `run/install --system-mpi`: mpi4py with the MPI of the machine."""
+"""Test run/link_mpi.py, which links mpi4py to the machine's MPI (run/install --system-mpi)."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow("jobs")
 
 @pytest.fixture
 def environment(tmp_path):
-    """The Python of an environment without an MPI, with the packages of this one."""
+    """Return the Python of an environment without MPI, with this environment's packages."""
     return environments.make_without_mpi(tmp_path / "venv")
 
 
@@ -53,7 +53,7 @@ def link(python, mpirun, **variables):
 
 @pytest.mark.parametrize("abi", ["mpich", pytest.param("openmpi", marks=SLOW)])
 def test_the_library_of_mpirun(environment, abi):
-    """Beside another MPI, too; without the link, mpi4py finds none or the wrong one."""
+    """The link must work even next to another MPI; without it, mpi4py finds no or another MPI."""
     mpirun = MPIRUNS[abi]
     if not os.path.exists(mpirun):
         pytest.skip(f"no {mpirun}: apt-get install {PACKAGES[abi]}")
@@ -73,7 +73,7 @@ def test_the_library_of_mpirun(environment, abi):
 
 @SLOW
 def test_without_a_compiler(environment):
-    """Debian's MPICH has another name inside than mpi4py expects."""
+    """The name inside Debian's MPICH is not the name that mpi4py expects."""
     if not os.path.exists(MPIRUNS["mpich"]):
         pytest.skip(f"no {MPIRUNS['mpich']}: apt-get install mpich")
     result = link(environment, MPIRUNS["mpich"], CC="/no/cc")
@@ -86,7 +86,7 @@ def test_without_a_compiler(environment):
 
 @SLOW
 def test_a_library_by_name(environment, tmp_path):
-    """MPI4PY_LIBMPI names a library outside of the folders that the loader knows."""
+    """MPI4PY_LIBMPI may name a library outside the folders that the loader searches."""
     libraries = Path(sys.prefix) / "lib"
     name = next(
         (name for name in ("libmpi.so.12", "libmpi.so.40") if (libraries / name).exists()), ""
@@ -116,7 +116,7 @@ def test_a_library_by_name(environment, tmp_path):
     ],
 )
 def test_a_library_that_is_none(environment, mpirun, kind):
-    library = _umath_linalg.__file__  # a library that every environment has
+    library = _umath_linalg.__file__  # a non-MPI library that every environment has
     result = link(environment, mpirun, MPI4PY_LIBMPI=library)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
@@ -127,7 +127,7 @@ def test_a_library_that_is_none(environment, mpirun, kind):
 
 @SLOW
 def test_only_in_a_virtual_environment(environment):
-    """The folders of a Python that others use stay as they are."""
+    """The folders of a Python that others use must not change."""
     base = Path(os.path.realpath(environment))
     result = link(base, "false")
     assert (result.returncode, result.stdout) == (1, "")

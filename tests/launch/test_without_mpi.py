@@ -1,4 +1,4 @@
-"""Without mpi4py the world has one rank, and a launch of more ranks fails with an error."""
+"""Test that mpidl without mpi4py runs on one rank and refuses a launch of more ranks."""
 
 import os
 
@@ -6,7 +6,7 @@ import jobs
 import pytest
 from launcher import ROOT, mpirun
 
-# A command without some packages, as if they were not installed.
+# Runs a command as if some packages were not installed.
 BLOCKED = """
 import runpy, sys
 
@@ -47,7 +47,7 @@ def test_more_ranks_are_refused(script, pictures, tmp_path):
 
 @pytest.mark.slow("jobs")
 def test_the_error_of_mpi4py_is_printed(script, pictures, tmp_path):
-    """mpi4py is installed, but not the MPI library that it loads."""
+    """mpi4py is installed, but the MPI library that mpi4py loads is missing."""
     broken = tmp_path / "mpi4py"
     broken.mkdir()
     (broken / "__init__.py").write_text("class rc:\n    pass\n")

@@ -73,12 +73,18 @@ def test_what_is_not_folded():
     assert fold_batchnorm(net) is net
 
 
+SIDES = {"resnet18": 64, "alexnet": 99}  # images that are smaller than the network's own
+
+
 @needs_kernels
-@pytest.mark.parametrize("name", ["digits", "cifar", "resnet", "resnet18"])
+@pytest.mark.parametrize("name", ["digits", "cifar", "resnet", "resnet18", "alexnet"])
 def test_predictions_agree_with_direct_convolution(name):
-    """Folded weights and F(4x4) change scores by at most 1e-5 of the largest."""
+    """Folded weights and F(4x4) change scores by at most 1e-5 of the largest.
+
+    AlexNet has 5x5 filters, and 11x11 filters of stride 4.
+    """
     make = getattr(dl.nn.zoo, name)
-    net = with_drawn_arrays(make((3, 64, 64)) if name == "resnet18" else make())
+    net = with_drawn_arrays(make((3, SIDES[name], SIDES[name])) if name in SIDES else make())
     images = np.random.default_rng(0).random((17, *net.input_shape), np.float32)
     predicted = dl.predict(net, images, softmax=False)
     backends.configure(winograd="off")

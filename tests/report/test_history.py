@@ -1,4 +1,4 @@
-"""History: the records of a run as arrays, from memory and from files."""
+"""Test History: the records of a run as arrays, from memory and from files."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def test_a_recorder_returns_the_records_of_the_file(tmp_path):
 
 
 def test_a_run_that_is_being_written_can_be_read(tmp_path):
-    """Half a line, records of other kinds and values of other types are left out."""
+    """Incomplete lines, records of other kinds and values of other types are ignored."""
     path = tmp_path / "metrics.jsonl"
     write(path)
     with open(path, "a") as file:

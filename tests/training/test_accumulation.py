@@ -6,10 +6,10 @@ from short_training import CLASSES, SIDE, pictures, small, trained
 
 import mpidl as dl
 from mpidl.blocks import OneRank
-from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data.parts import part_blocks, parts_of, share_parts
 from mpidl.errors import UserError
 from mpidl.fold import Tree
+from mpidl.losses import CrossEntropy
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files.model_file import weights_sha256
 

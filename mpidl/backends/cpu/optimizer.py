@@ -75,6 +75,7 @@ def _results(weights):
 
 
 def clip(weights, gradients, decays, method, threshold):
+    weights, gradients = _contiguous(weights, gradients)
     table, clipped = _scaling_table(weights, gradients)
     kernels().clip(
         table,
@@ -89,6 +90,7 @@ def clip(weights, gradients, decays, method, threshold):
 
 
 def trust(weights, updates, decays, coefficients, method):
+    weights, updates = _contiguous(weights, updates)
     table, scaled = _scaling_table(weights, updates)
     kernels().trust(
         table,
@@ -103,9 +105,11 @@ def trust(weights, updates, decays, coefficients, method):
 
 
 def _scaling_table(weights, gradients):
-    """Return the table of addresses for the kernels in clip.c, and the arrays that they write."""
+    """Return the table of addresses for the kernels in clip.c, and the arrays that they write.
+
+    The caller keeps the C-ordered `weights` and `gradients` until the kernel has run.
+    """
     scaled = _results(weights)
-    weights, gradients = _contiguous(weights, gradients)
     parameters = [
         (_address(w), _address(g), _address(new), new.size)
         for w, g, new in zip(weights, gradients, scaled, strict=True)

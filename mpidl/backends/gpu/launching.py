@@ -122,16 +122,17 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array if it has the dtype already; else round float64 to float32.
+        """Return this Array if it has the dtype already; else convert float32 and float64.
 
         Raises TypeError for all other conversions.
         """
         if self.dtype == dtype:
             return self
-        if (self.dtype, np.dtype(dtype)) != (np.float64, np.float32):
+        if {self.dtype, np.dtype(dtype)} != {np.dtype(np.float32), np.dtype(np.float64)}:
             raise TypeError(f"no kernel converts {self} to {np.dtype(dtype)}")
         y = empty_like(self, dtype)
-        launch("cast_double_float", blocks_of_threads(self.size), THREADS, self, y, self.size)
+        kernel = f"cast_{kind_of(self)}_{kind_of(y)}"
+        launch(kernel, blocks_of_threads(self.size), THREADS, self, y, self.size)
         return y
 
     def __add__(self, other):

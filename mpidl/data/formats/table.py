@@ -154,9 +154,7 @@ def _open_data(path: str, world: World, options: OpenOptions) -> tuple[Datastore
 
 def _open_test_data(path: str, world: World, options: OpenOptions) -> Datastore:
     part = "validation" if options.option == "--validation-data" else "test"
-    parts = _parts(path, world)
-    is_whole = not parts or (part not in parts and options.option == "--data")
-    return _open(path, world, options, None if is_whole else part)
+    return _open(path, world, options, part if _parts(path, world) else None)
 
 
 def _open_validation_data(path: str, world: World, options: OpenOptions) -> Datastore | None:

@@ -243,7 +243,7 @@ class Table:
             listing = name_list(list(parts))
             raise UserError(
                 f"{printable(self.path)}: expected rows with {part} in the column {SPLIT}, found "
-                f"{listing}"
+                f"{listing}; a table without this column is used whole"
             )
         if part not in (None, "train") and not parts:
             raise UserError(f"{printable(self.path)}: expected a column {SPLIT} for {part} images")

@@ -6,6 +6,9 @@ After that, the process must not fork.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -32,6 +35,7 @@ PACKAGES = {
 }
 HTTP = ("http", "https")
 CONNECT_SECONDS, READ_SECONDS = 10, 30  # timeouts of one attempt
+CANCEL_SECONDS = 1  # longest wait for cancelled requests when the process ends
 # Metadata of an object that changes with its content, in order of preference.
 VERSIONS = (
     "ETag",
@@ -72,12 +76,27 @@ class Store:
         import asyncio  # a local import, because it takes 40 ms that programs with local data save
 
         self._slots = asyncio.Semaphore(configuration.requests)
+        atexit.register(self._cancel_requests)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop and return its Future."""
         import asyncio
 
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
+
+    def _cancel_requests(self):
+        """Cancel the requests in progress: asyncio would warn of each one when Python ends."""
+        import asyncio
+
+        async def cancel():
+            requests = asyncio.all_tasks() - {asyncio.current_task()}
+            for request in requests:
+                request.cancel()
+            if requests:
+                await asyncio.wait(requests, timeout=CANCEL_SECONDS)
+
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self.start(cancel()).result(2 * CANCEL_SECONDS)
 
     def wait_for_loop(self) -> None:
         """Wait until the event loop has finished its current work."""

@@ -22,7 +22,7 @@ from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
 DESCRIPTION = ("network", "classes", "input_shape", "normalization")
-OPTIONAL_DESCRIPTION = ("crop", "preprocess")
+OPTIONAL_DESCRIPTION = ("crop", "preprocess", "loss")
 
 
 def save(

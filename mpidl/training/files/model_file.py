@@ -21,6 +21,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from mpidl import losses
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
@@ -44,6 +45,7 @@ class Description(_Description, total=False):
 
     crop: tuple[int, ...]
     preprocess: Preprocess
+    loss: dict[str, str | int]
 
 
 class Torn(Exception):
@@ -169,8 +171,9 @@ def describe(
     normalization: str,
     crop: Sequence[int] | None = None,
     preprocess: Preprocess | None = None,
+    loss: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the root attributes that describe a network: its layers' specs and its input."""
+    """Return the root attributes that describe a network: layers' specs, input and loss."""
     attributes: dict[str, Any] = {
         "network": json.dumps(layers),
         "classes": json.dumps(None if classes is None else list(classes)),
@@ -181,6 +184,8 @@ def describe(
         attributes["crop"] = [int(n) for n in crop]
     if preprocess:
         attributes["preprocess"] = json.dumps(asdict(preprocess))
+    if loss is not None:
+        attributes["loss"] = json.dumps(loss)
     return attributes
 
 
@@ -196,6 +201,8 @@ def described(attributes: Mapping[str, Any]) -> Description:
         description["crop"] = tuple(attributes["crop"])
     if "preprocess" in attributes:
         description["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
+    if "loss" in attributes:
+        description["loss"] = json.loads(attributes["loss"])
     return description
 
 
@@ -227,6 +234,7 @@ def network_of(
     net.normalization = normalize.read(description["normalization"], normalization, channels)
     net.normalization.check(net.input_shape)
     net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
+    net.loss = losses.check_trained_loss(description.get("loss"))
     classes = description["classes"]
     if classes is not None and not (
         isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -241,7 +249,8 @@ def network_of(
 def description_of(net: Network) -> dict[str, Any]:
     """Return the root attributes that describe a network with its own class names."""
     name = normalize.USUAL if net.normalization is None else net.normalization.name
-    return describe(net.spec(), net.classes, net.input_shape, name, net.crop, net.preprocess)
+    optional = net.crop, net.preprocess, net.loss
+    return describe(net.spec(), net.classes, net.input_shape, name, *optional)
 
 
 def save_model(
@@ -282,7 +291,8 @@ def save_model(
         normalization = net.normalization.name
         tables["normalization"] = net.normalization.arrays()
     attributes = describe(
-        net.spec(), classes, net.input_shape, normalization, net.crop, net.preprocess
+        *(net.spec(), classes, net.input_shape, normalization),
+        *(net.crop, net.preprocess, net.loss),
     )
     tables = {name: arrays for name, arrays in tables.items() if arrays}
     tables = {"learnables": net.parameters, "state": net.state, **tables}
@@ -307,7 +317,7 @@ def load_model(
         The network, with its class names and the preprocessing of images used in training.
     description : dict
         The keys are "network" (the list of layers), "classes", "input_shape" and "normalization",
-        and "crop" and "preprocess" if the file has these attributes.
+        and "crop", "preprocess" and "loss" if the file has these attributes.
 
     Raises
     ------

@@ -49,6 +49,7 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         "normalization": net.normalization.name,
         "crop": net.crop,
         "preprocess": net.preprocess,
+        "loss": net.loss,
         "options": options.as_dict(),
         "optimizer": trainer.optimizer_spec,
         **state,

@@ -277,3 +277,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     The search includes option names of MATLAB and other libraries.
     """
     return did_you_mean(name, candidates, SYNONYMS)
+
+
+def flag(name: str) -> str:
+    """Return the command-line flag of an option: "--batch-size" for "batch_size"."""
+    return "--" + name.replace("_", "-")

@@ -21,21 +21,20 @@ from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.options.image_options import ImageOptions
+from mpidl.training.options.option_conflicts import check_conflicts
 from mpidl.training.options.option_types import (
-    ON_OFF,
     Rule,
     at_least,
     check_value,
     choice,
     fraction,
     nearest,
-    number_list,
-    one_of,
     option,
     options_class,
-    positive,
     rule_of,
 )
+from mpidl.training.options.option_types import flag as flag
+from mpidl.training.options.run_options import RunOptions
 from mpidl.training.options.solver_options import BY_SOLVER, SOLVER_NAMES, SolverOptions
 from mpidl.training.progress import Progress
 
@@ -61,7 +60,7 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 
 @_refuse_unknown
 @options_class
-class TrainingOptions(ImageOptions, SolverOptions):
+class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
     """The options of a training run.
 
     Options have the same names in TOML files and, as flags, on the command line. Lists of numbers
@@ -158,118 +157,6 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default="population",
         matlab="BatchNormalizationStatistics",
     )
-    device: Literal["auto", "cpu", "gpu"] = choice(
-        "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
-        default="auto",
-        matlab="ExecutionEnvironment",
-    )
-    gpus: str | int | Sequence[int] | None = option(
-        number_list("GPU indices such as 0,2"),
-        "Indices of the visible GPUs to use on each host, assigned to its ranks in this order; "
-        "none uses all",
-        default=None,
-        matlab="gpuDevice",
-    )
-    graphs: Literal["auto", "off"] = choice(
-        "Whether a training step is recorded once and replayed, on GPUs as CUDA graphs (auto), or "
-        "launches each kernel separately (off)",
-        default="auto",
-    )
-    precision: Literal["fp32", "tf32"] = choice(
-        "Precision of matrix products on a GPU's tensor cores: fp32 has the accuracy of float32 "
-        "arithmetic; tf32 is faster but rounds inputs to 10-bit mantissas",
-        default="fp32",
-        resume="fixed",
-    )
-    threads: int = option(
-        at_least(0),
-        "Threads per rank; affects speed only; 0 divides the available cores among the ranks that "
-        "share them",
-        default=0,
-    )
-    worker_load: str | Sequence[float] | None = option(
-        Rule(
-            str,
-            "measured, or a number per rank such as 1,1,0,1",
-            choices=("measured",),
-            pattern=r"[0-9]+(\.[0-9]{1,3})?(,[0-9]+(\.[0-9]{1,3})?)*",
-            separator=",",
-            optional=True,
-        ),
-        "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured "
-        "to use each rank's speed in the previous epoch; affects speed only; none shares equally",
-        default=None,
-        matlab="WorkerLoad",
-    )
-    winograd: Literal["auto", "off", "fast"] = choice(
-        "Winograd's algorithm for 3x3, 5x5 and large strided convolutions on CPUs: auto uses it "
-        "where its rounding error is harmless, off never, fast wherever it is faster",
-        default="auto",
-        resume="fixed",
-    )
-    checkpoint_every: int = option(
-        at_least(0),
-        "Iterations between checkpoints, in addition to one at the end of each epoch; 0 writes "
-        "only the latter",
-        default=0,
-        matlab="CheckpointFrequency",
-    )
-    audit_every: int = option(
-        at_least(0),
-        "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
-        "bytes; checkpoints always compare them; 0 adds no further comparisons",
-        default=0,
-    )
-    on_nan: Literal["stop", "rollback"] = choice(
-        "If the loss or a weight is NaN or infinite: stop, or return to the last epoch or periodic "
-        "checkpoint and continue with half the learning rate, at most 5 times",
-        default="stop",
-    )
-    on_lost_rank: Literal["stop", "shrink"] = choice(
-        "If the process of a rank dies: stop, or continue on the ranks that are left, to the same "
-        "weights; the latter needs Open MPI 5 and mpirun --with-ft ulfm, and CPUs",
-        default="stop",
-    )
-    timeout: float = option(
-        positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
-    )
-    verbose: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
-        "Show training progress: a bar and a table on a terminal, lines elsewhere",
-        default="on",
-        matlab="Verbose",
-    )
-    verbose_every: int = option(
-        at_least(0),
-        "Iterations between log lines, with at most one line every 5 s; 0 logs no iterations, "
-        "except a final one that does not end an epoch",
-        default=50,
-        matlab="VerboseFrequency",
-    )
-    plots: Literal["training-progress", "none"] = choice(
-        "Draw progress.png in the results folder if matplotlib is installed: at the end of "
-        "epochs, at most every 10 s, beside the training; and at the end of the run",
-        default="training-progress",
-        matlab="Plots",
-    )
-    timeline: int | float = option(
-        at_least(0, allow_inf=True)._replace(bare=100),
-        "Iterations to record in timeline.json.gz in the results folder, which Perfetto shows: "
-        "what each rank computes and waits for; the flag alone records 100, inf the whole run",
-        default=0,
-    )
-    timeline_mb: int = option(
-        at_least(1),
-        "Memory in MB for the spans of --timeline, on all ranks together; the timeline is cut "
-        "when a rank's part is full",
-        default=32,
-    )
-    tensorboard: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
-        "Write event files for TensorBoard to the results folder, with curves, augmented images, "
-        "the confusion matrix, and histograms of weights and gradients",
-        default="off",
-    )
     # These options exist in Python only and have no rule.
     augmenter: Augmenter | None = None
     validation: Datastore | None = None
@@ -285,67 +172,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         if not all(map(callable, functions)):
             raise UserError(f"output_functions must be functions, found {functions}")
         object.__setattr__(self, "output_functions", functions)
-        self.loss_with_options()
-        if self.warmup_iterations and self.warmup_epochs:
-            raise UserError(
-                f"--warmup-iterations {self.warmup_iterations} and --warmup-epochs "
-                f"{self.warmup_epochs}: expected at most one of them"
-            )
-        if self.linear_scaling and self.scale_rate:
-            raise UserError(
-                f"--linear-scaling {self.linear_scaling} and --scale-rate {self.scale_rate}: "
-                "expected at most one of them"
-            )
-        scaling = self.linear_scaling or self.scale_rate
-        if callable(self.learn_rate_schedule) and (
-            self.warmup_iterations or self.warmup_epochs or scaling
-        ):
-            raise UserError(
-                "learn_rate_schedule is a function, which sets the rate of every iteration; it "
-                "cannot be combined with warm-up or scaling"
-            )
-        if self.average_start is not None and self.average_start > self.epochs:
-            raise UserError(
-                f"--average-start {self.average_start}: expected at most --epochs {self.epochs}, "
-                "or the average would never begin"
-            )
-        if self.sampling == "partition" and self.worker_load == "measured":
-            raise UserError(
-                "--sampling partition and --worker-load measured: each rank's images would depend "
-                "on timing; give numbers instead"
-            )
-
-        if self.sampling == "balanced" and self.shuffle == "never":
-            raise UserError("--sampling balanced and --shuffle never: expected a random order")
-        if self.on_lost_rank == "shrink":
-            self._check_shrink()
-        self._check_fold()
-
-    def _check_fold(self):
-        """Raise UserError if the option fold has no meaning, or another option holds out images."""
-        if self.fold is None:
-            return
-        number, count = map(int, self.fold.split("/"))
-        if not (number <= count and count >= 2):
-            raise UserError(
-                f"--fold {self.fold}: expected I/K with 1 <= I <= K and at least 2 folds"
-            )
-        if self.validation_fraction:
-            raise UserError(
-                f"--fold {self.fold} and --validation-fraction {self.validation_fraction}: "
-                "expected at most one of them"
-            )
-
-    def _check_shrink(self):
-        """Raise UserError if another option makes the weights depend on the number of ranks."""
-        numbers = self.worker_load not in (None, "measured")
-        text = f"--worker-load {self.worker_load}" if numbers else ""
-        for name, value in (("sampling", "partition"), ("batchnorm", "local")):
-            text = f"{flag(name)} {value}" if getattr(self, name) == value else text
-        if text:
-            raise UserError(
-                f"--on-lost-rank shrink and {text}: expected options that suit any number of ranks"
-            )
+        check_conflicts(self)
 
     def __repr__(self) -> str:
         """Show the options that differ from their defaults."""
@@ -506,11 +333,6 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if "learning_rate" not in options or rate is not None or scaling is not None:
         options.pop("scale_rate", None)
     return options
-
-
-def flag(name: str) -> str:
-    """Return the command-line flag of an option: "--batch-size" for "batch_size"."""
-    return "--" + name.replace("_", "-")
 
 
 def default_text(name: str) -> str:

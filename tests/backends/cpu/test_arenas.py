@@ -1,4 +1,4 @@
-"""The arena reuses memory once its array is gone, and never before."""
+"""Test that the arena reuses memory once its array is gone, and never before."""
 
 import gc
 import subprocess
@@ -84,7 +84,7 @@ def test_free_neighbours_join():
 
 
 def test_arrays_never_overlap():
-    """Arrays of random sizes and lifetimes, each filled with another number, on two threads."""
+    """Arrays of random sizes and lifetimes keep their contents on two threads."""
     damaged = []
 
     def run(seed):

@@ -1,4 +1,4 @@
-"""The choice of a build of the kernels, and messages if it is missing or unusable."""
+"""Test the choice of a kernel build, and the messages if a build is missing or unusable."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ CPUS = {"generic": OLD, "x86-64-v3": OLD | builds.AVX2, "x86-64-v4": OLD | build
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A function machine(cpu, builds) that simulates a CPU and creates empty libraries."""
+    """Return a function machine(cpu, builds) that simulates a CPU and creates empty libraries."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setenv("MPIDL_KERNELS", str(tmp_path))
 
@@ -111,7 +111,7 @@ def test_ranks_take_the_best_build_that_all_have(offers, expected):
 
 
 class FakeWorld:
-    """A world whose other ranks offer these builds."""
+    """World whose other ranks offer these builds."""
 
     def __init__(self, *offers):
         self.offers = offers
@@ -183,7 +183,7 @@ def test_declarations_of_a_header_are_parsed():
 @needs_kernels
 @pytest.mark.parametrize("build", builds.built())
 def test_a_library_has_the_functions_of_the_header(build):
-    """The test also checks libraries that this CPU cannot run, and calls no kernel."""
+    """No kernel is called, so libraries that this CPU cannot run are checked too."""
     library = builds.load(build)
     with open(HEADER) as file:
         for name in builds.declarations(file.read()):
@@ -198,7 +198,7 @@ def test_a_library_has_the_functions_of_the_header(build):
 
 @needs_kernels
 def test_a_library_of_other_sources_is_refused(tmp_path):
-    """A function that is new or has other arguments is refused; the others work."""
+    """A function that is new or has different arguments is refused; the others work."""
     changed = tmp_path / "mpidl.h"
     text = Path(HEADER).read_text()
     arguments = "void mpidl_copy(const float *from"

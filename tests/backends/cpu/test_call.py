@@ -1,4 +1,4 @@
-"""Calls of kernels: the progress hook that sends messages, threads, forks, odd shapes."""
+"""Test calls of kernels: the progress hook that sends messages, threads, forks, odd shapes."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ UNIT = (1, 1)
 
 
 def convolve(channels=32, side=32, size=5):
-    """Convolve for some tens of milliseconds in one call."""
+    """Make one convolution call that takes tens of milliseconds."""
     x = np.ones((4, channels, side, side, 16), np.float32)
     weight = np.ones((channels, channels, size, size), np.float32)
     pad = size // 2
@@ -86,7 +86,7 @@ def test_the_hook_runs_only_on_the_thread_that_set_it():
 
 @pytest.mark.parametrize("policy", ["off", "auto"])
 def test_the_hook_is_called_within_a_block(policy, monkeypatch):
-    """Other calls of the kernel run between two blocks."""
+    """The hook would otherwise run only between two blocks."""
     calls = []
     monkeypatch.setattr(settings, "winograd", policy)
     x = np.ones((1, 96, 28, 28, 16), np.float32)
@@ -132,8 +132,9 @@ def test_kernels_work_in_a_forked_child():
     assert process.stdout == "both went on\n", process.stderr
 
 
-# Each call runs in a forked child, whose kernels have no scratch memory yet. Its address space
-# may grow by less than scratch memory needs. Arrays of results come from an arena that has room.
+# Each call runs in a forked child, whose kernels have no scratch memory yet. The child's address
+# space may grow by less than the scratch memory needs. The arena of the results has enough free
+# memory.
 SCARCE = """
 import os, resource, sys
 
@@ -148,7 +149,7 @@ def limit(nbytes):
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
 
 def grow_stack():
-    # some MB of the stack, which may not grow under the limit
+    # use some MB of stack now, because the stack may not grow under the limit
     sys.setrecursionlimit(10000)
     nested = []
     for _ in range(9000):
@@ -190,11 +191,12 @@ for case in CASES:
 NEED_SCRATCH = ("conv2d", "conv2d_backward", "dense", "dense_backward", "cross_entropy")
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "functions", [NEED_SCRATCH, pytest.param(("all",), marks=pytest.mark.slow("ranks"))]
 )
 def test_refused_scratch_memory_raises_memory_error(functions):
-    """It neither ends the process nor touches memory, and a later call computes as usual."""
+    """The process goes on, no memory is touched, and a later call computes as usual."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run(
         [sys.executable, "-c", SCARCE, *functions], env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The accuracy of the activation kernels, and their values at infinities and NaN."""
+"""Test the accuracy of the activation kernels, and their values at infinities and NaN."""
 
 import math
 
@@ -49,7 +49,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def exact_gelu(x, approximate):
-    """Compute GELU by the C library's erfc, and its tanh approximation without cancellation."""
+    """Compute GELU by the C library's erfc, or its tanh approximation without cancellation."""
     if approximate == "none":
         return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
     w = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
@@ -59,7 +59,7 @@ def exact_gelu(x, approximate):
 
 @pytest.mark.parametrize("approximate, max_ulps", [("none", 2.5), ("tanh", 3.0)])
 def test_gelu_is_nearly_exact(approximate, max_ulps):
-    """Errors are relative to the result, also far in the left tail, while it is a normal number."""
+    """Errors are relative to the result, also far in the left tail if the result is normal."""
     x = wide_range()[:, ::4]
     exact = exact_gelu(x.astype(np.float64), approximate)
     normal = abs(exact) >= np.finfo(np.float32).tiny
@@ -72,7 +72,7 @@ def test_gelu_is_nearly_exact(approximate, max_ulps):
 
 @APPROXIMATIONS
 def test_the_gradient_of_gelu_is_nearly_exact(approximate):
-    """Compare with finite differences in float64, and in the tail with the reference."""
+    """Compare with finite differences in float64, and with the reference in the tail."""
     x, step = np.linspace(-20, 20, 1 << 16).astype(np.float32).reshape(1, -1, LANES), 1e-5
     ones, middle = np.ones_like(x), x.astype(np.float64)
     differences = exact_gelu(middle + step, approximate) - exact_gelu(middle - step, approximate)

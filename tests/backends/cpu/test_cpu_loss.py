@@ -1,4 +1,4 @@
-"""The C kernels of losses: the exponential, unused lanes, ties and special values."""
+"""Test the C kernels of losses: the exponential, unused lanes, ties and special values."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def max_ulps(actual, exact):
 
 
 def test_the_exponential_is_nearly_exact():
-    """Compare with long double, for all arguments that softmax uses and larger ones."""
+    """Compare with long double, for the arguments that softmax uses and for larger ones."""
     x = np.concatenate(
         [
             np.linspace(-708, 709, 200_001),
@@ -58,7 +58,7 @@ def test_the_exponential_of_infinity_and_nan():
 
 
 def test_unused_lanes_change_no_byte():
-    """Finite numbers in the unused lanes of last blocks of every size do not matter."""
+    """Finite numbers in the unused lanes of the last block change no result."""
     for last in range(1, LANES + 1):
         logits, labels, counts, tree = scored(2, 4, last)
         dirty = logits.copy()

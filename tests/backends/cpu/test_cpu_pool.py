@@ -1,4 +1,4 @@
-"""Pooling in fused networks; test_conformance.py compares its kernels with the reference."""
+"""Test pooling in fused networks; test_conformance.py compares its kernels."""
 
 import numpy as np
 import pytest

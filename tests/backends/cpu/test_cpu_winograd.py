@@ -1,4 +1,4 @@
-"""The Winograd kernels of one block against float64 NumPy; their points."""
+"""Compare the Winograd kernels with float64 NumPy, and check their points."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def extent(outputs, m, side):
 
 
 def padded(name, channels, rows, columns, m, side):
-    """Draw the input of (rows, columns) outputs, padded with zeros to whole tiles."""
+    """Draw the input for (rows, columns) outputs, padded with zeros to whole tiles."""
     x = np.zeros((channels, extent(rows, m, side), extent(columns, m, side), LANES), np.float32)
     rows, columns = rows + side - 1, columns + side - 1
     x[:, :rows, :columns] = numbers(name, channels, rows, columns, LANES)
@@ -54,7 +54,7 @@ def taps(side):
 
 
 def conv_reference(x, w, bias, rows, columns):
-    """float64; x is padded (inputs, rows, columns, 16), w (outputs, inputs, side, side)."""
+    """Convolve padded x (inputs, rows, columns, 16) with w (outputs, inputs, side, side)."""
     x, w = x.astype(float), w.astype(float)
     y = np.zeros((len(w), rows, columns, LANES)) + bias.astype(float)[:, None, None, None]
     for r, s in taps(w.shape[2]):
@@ -72,7 +72,7 @@ def biases(outputs):
 
 @functools.cache
 def exact_convolution(inputs, outputs, rows, columns, side):
-    """Return what tiles of any size and both directions compute."""
+    """Return the exact results, which tiles of every size and both directions approximate."""
     x = padded("x", inputs, rows, columns, 2, side)
     return conv_reference(x, weights(outputs, inputs, side), biases(outputs), rows, columns)
 
@@ -91,7 +91,7 @@ def relative(actual, expected):
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
-# (m, side of the filter): bounds of the relative error, about 1.5 times the largest one measured
+# (m, side of the filter): bound of the relative error, about 1.5 times the largest measured error
 CONV_ERRORS = {(2, 3): 3e-7, (4, 3): 8e-7, (2, 5): 7e-7, (4, 5): 3.5e-6}
 DWEIGHT_ERRORS = {3: 1.2e-6, 5: 8e-6}
 
@@ -144,7 +144,7 @@ def test_weight_gradients_are_nearly_exact(shape, side):
         assert relative(dweight, expected) < DWEIGHT_ERRORS[side]
 
 
-# The points of F(m, side): 0, pairs of +-p, infinity
+# The points of F(m, side) are 0, pairs of +-p, and infinity
 
 
 def matrices(m, side, pairs):
@@ -189,9 +189,9 @@ def accumulated(products):
 
 
 def by_winograd(m, pairs, x, w):
-    """Return the result of F(m x m, side x side) at these points.
+    """Return the result of F(m x m, side x side) with the points of `pairs`.
 
-    x (channels, tiles, n, n) and w (channels, side, side), float32.
+    x is (channels, tiles, n, n) and w is (channels, side, side), both float32.
     """
     transform, filters, outputs = matrices(m, w.shape[1], pairs)
     u, v = rounded(filters, w).astype(float), rounded(transform, x).astype(float)
@@ -199,7 +199,7 @@ def by_winograd(m, pairs, x, w):
 
 
 def directly(m, x, w):
-    """Return the convolution in float64, and by sums that are rounded to float32."""
+    """Return the convolution in float64, and with sums rounded to float32."""
     x, w = x.astype(float), w.astype(float)
     terms = [
         w[c, r, s] * x[c, :, r : r + m, s : s + m]
@@ -216,7 +216,7 @@ def kernel_points(n):
     return tuple(str(Fraction(number)) for number in re.findall(r"([0-9.]+)f", line))
 
 
-# (m, side): the classic points, others, and the largest error relative to the classic ones
+# (m, side): the classic points, other points, and the largest ratio of their errors
 POINTS = {
     (4, 3): (
         ("1", "2"),

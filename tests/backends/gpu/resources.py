@@ -1,7 +1,7 @@
-"""Registers, stack and shared memory of every kernel, from NVRTC's log.
+"""Read the registers, stack and shared memory of every kernel from NVRTC's log.
 
-`PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes them to resources.json beside
-this file; test_gpu_kernels.py compares.
+Running `PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes them to resources.json in
+this folder. test_gpu_kernels.py compares the kernels with this file.
 """
 
 import concurrent.futures
@@ -43,7 +43,7 @@ def parse_log(log):
 
 
 def compile_all(units, architecture):
-    """Compile units, two at a time; return {unit: its resources, or an exception}."""
+    """Compile units, two at a time, and return {unit: its resources, or an exception}."""
 
     def compile_unit(unit):
         try:

@@ -1,4 +1,4 @@
-"""CudaDevice without a GPU, on a replacement for CUDA that uses the host's memory."""
+"""Test CudaDevice without a GPU, on a replacement for CUDA that uses the host's memory."""
 
 import ctypes
 import gc
@@ -15,7 +15,7 @@ from mpidl.errors import UserError
 
 
 class Failure(RuntimeError):
-    """An error with a CUDA error number, like CuPy's."""
+    """Error with a CUDA error number, like CuPy's."""
 
     def __init__(self, status):
         self.status = status
@@ -23,9 +23,9 @@ class Failure(RuntimeError):
 
 
 class StandIn:
-    """CUDA's runtime and driver on host memory; operations of streams run immediately, in order.
+    """CUDA's runtime and driver on host memory. Operations run immediately, in stream order.
 
-    `free_bytes` is what malloc still allocates, `calls` the functions called.
+    `free_bytes` is the memory that malloc can still allocate; `calls` lists the called functions.
     """
 
     def __init__(self):
@@ -172,7 +172,7 @@ extern "C" __global__ void left_out(float* out) {}
 
 
 class Hook:
-    """A replacement for CuPy's MemoryHook; CuPy calls active hooks before it allocates memory."""
+    """Replacement for CuPy's MemoryHook. CuPy calls active hooks before it allocates memory."""
 
     entered = False
 
@@ -264,7 +264,7 @@ def test_pinned_memory_and_copies(device, standin):
 
 
 def test_host_memory_can_be_changed_right_after_an_upload(device, standin, monkeypatch):
-    """The host memory stays allocated, also if the copy reads it later in stream order."""
+    """An upload must copy the host memory or keep it until the stream has read it."""
     waiting, copy = [], standin.memcpyAsync
 
     def run_stream():

@@ -1,4 +1,4 @@
-"""Every CuPy name that mpidl uses exists and accepts the number of arguments that it gets."""
+"""Test that the CuPy functions that mpidl uses exist and accept the arguments."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ MODULES = ("runtime", "driver", "memory_hook", "nccl")
 
 
 def used_names(source):
-    """Return the names of CuPy's modules in a source: {(module, name): [arguments per call]}."""
+    """Return the CuPy names that a source uses: {(module, name): [arguments per call]}."""
     calls = {}
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -52,13 +52,13 @@ def cupy():
 
 
 def problems(cupy, source):
-    """Return the names in a source that CuPy lacks, or calls with other numbers of arguments."""
+    """Return the names that CuPy lacks, and calls with a wrong number of arguments."""
     errors = []
     for name in imported_names(source):
         parent, _, last = name.rpartition(".")
         if parent and not hasattr(importlib.import_module(parent), last):
             try:
-                importlib.import_module(name)  # its package does not import it
+                importlib.import_module(name)  # the package does not import this module
             except ImportError:
                 errors.append(name)
     for (module, name), calls in used_names(source).items():

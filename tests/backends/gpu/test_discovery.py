@@ -1,4 +1,4 @@
-"""The GPUs that a process sees, or the reason for none, with a fake driver and CuPy."""
+"""Test which GPUs a process sees, and the reasons for none, with a fake driver and CuPy."""
 
 import sys
 import types
@@ -8,7 +8,7 @@ from mpidl.backends.gpu.discovery import Gpu, Visible
 
 
 class Driver:
-    """The functions of libcuda.so.1 that discovery calls."""
+    """Fake functions of libcuda.so.1 that discovery calls."""
 
     def __init__(self, count=1, version=13020, error=0):
         self.count, self.version, self.error = count, version, error

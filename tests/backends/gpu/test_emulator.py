@@ -1,4 +1,4 @@
-"""The emulated GPU computes like a GPU and reports faults of kernels."""
+"""Test that the emulated GPU computes like a GPU and reports faults of kernels."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ ORDERS = pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 
 
 class Text:
-    """A unit whose source is given as a string instead of a file."""
+    """Unit whose source is given as a string instead of a file."""
 
     family = "test"
 
@@ -113,7 +113,7 @@ def test_shuffles_exchange_values_of_a_warp(device):
 MMA = """
 extern "C" __global__ void __launch_bounds__(32)
     product(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c) {
-    __shared__ __align__(16) float rows[16 * 8];  // of a, a row 8 numbers
+    __shared__ __align__(16) float rows[16 * 8];  // 8 numbers per row of a
     for (int i = threadIdx.x; i < 128; i += 32) rows[i] = a[i];
     __syncthreads();
     const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;

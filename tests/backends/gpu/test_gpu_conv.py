@@ -1,4 +1,4 @@
-"""Convolution on tensor cores: its precision, tiles, algorithms and memory layouts.
+"""Test convolutions on tensor cores: precision, tiles, algorithms and memory layouts.
 
 tests/backends/test_conformance.py compares the numbers of all shapes with float64.
 """
@@ -28,7 +28,7 @@ def _fp32_on_tensor_cores(monkeypatch):
 
 
 class Layer:
-    """A convolution of the table and its arguments on the device; the last block is not full."""
+    """Convolution of the table, with arguments on the device; the last block is not full."""
 
     def __init__(self, label, blocks=1):
         values = arguments(BY_NAME[f"conv2d, {label}"], GPU, share(blocks))
@@ -185,7 +185,7 @@ def test_other_memory_layouts_are_refused(device):
 
 
 def test_leaf_size_depends_on_the_mini_batch_not_on_the_share(device, monkeypatch):
-    """Leaves are large if tiles or images alone already fill the device."""
+    """Leaves are large if the tiles or images already fill the device."""
     monkeypatch.setattr(device, "processors", 100)
     sizes = [
         conv_direct.images_per_leaf(tiles, tree)

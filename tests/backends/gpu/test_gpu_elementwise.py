@@ -1,4 +1,4 @@
-"""Arithmetic on whole arrays and copies of many, on the emulated device."""
+"""Test arithmetic on whole arrays, and copies of many arrays, on the emulated device."""
 
 import numpy as np
 import pytest

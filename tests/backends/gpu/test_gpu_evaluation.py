@@ -1,4 +1,4 @@
-"""Evaluation and prediction on a GPU: scores, activations and errors close to the CPU's."""
+"""Test evaluation and prediction on a GPU: results are close to the CPU's."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""The kernels' tests fail if a fault is planted in the kernels.
+"""Test that the kernels' tests fail if a fault is planted in a kernel.
 
-Each fault is one edit of a kernel's text. The check beside it fails with the fault in at least one
-schedule of the emulated GPU, and passes without it.
+Each fault is one edit of a kernel's text, listed with a check. With the fault, the check must fail
+in at least one schedule of the emulated GPU; without the fault, the check must pass.
 """
 
 import functools
@@ -87,7 +87,7 @@ FAULTS = [
         *(fold.test_the_spread_over_threads_does_not_change_a_byte, ("double",)),
     ),
     Fault(
-        *("fold", "the counter is one level off"),
+        *("fold", "the counter is off by one level"),
         *("if (start >> L & 1)", "if (start >> L & 2)"),
         *(fold.test_any_number_of_ranks_gives_the_same_bytes, ("float", 13, 2)),
     ),
@@ -277,7 +277,7 @@ FAULTS = [
         check_on_gpu,
         "trust, lars",
         edits={
-            "the ratio leaves out the decay": ("if (separate) divisor += ", "if (0) divisor += "),
+            "the ratio omits the decay": ("if (separate) divisor += ", "if (0) divisor += "),
             "the ratio of one block": (
                 "for (int i = firsts[p] + threadIdx.x; i < firsts[p + 1]; i += 256) {\n"
                 "            weight",
@@ -329,7 +329,7 @@ def test_a_planted_fault_is_detected(device, monkeypatch, fault):
         text = source(name)
         if name != f"{fault.family}.cu":
             return text
-        assert fault.old in text, "the kernel has changed: plant the fault anew"
+        assert fault.old in text, "the kernel has changed: update the fault"
         return text.replace(fault.old, fault.new)
 
     monkeypatch.setattr(kernels, "source", source_with_fault)

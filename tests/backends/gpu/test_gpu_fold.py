@@ -1,4 +1,4 @@
-"""Folds on GPUs against those on the host, byte for byte, on the emulated device."""
+"""Test that folds on the emulated device have the bytes of folds on the host."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def leaves_of(kind, count, width):
-    """Draw values of many magnitudes, which show any other order; some moments have count 0."""
+    """Draw values of many magnitudes, so order changes the bytes; some moments have count 0."""
     rng = np.random.default_rng(count * 1000 + width)
     if kind != "moments":
         values = rng.standard_normal((count, width)) * 10 ** rng.uniform(-3, 3, (count, width))
@@ -48,7 +48,7 @@ def nodes_by_gpu(leaves, tree, per_block, combine):
 
 
 def roots_by_gpu(leaves, rank_trees, per_block, combine):
-    """Fold each rank's nodes on the GPU; combine them on the host and on the GPU."""
+    """Fold each rank's nodes on the GPU, and combine them on the host and on the GPU."""
     partials = [nodes_by_gpu(leaves, tree, per_block, combine) for tree in rank_trees]
     nodes = [node for rank_nodes in rank_trees[0].nodes for node in rank_nodes]
     values = [np.array(row) for p in partials for row in p.terms[0].nodes]
@@ -93,7 +93,7 @@ def test_negative_control_adding_in_turn_gives_other_bytes():
 
 @ALL_KINDS
 def test_the_spread_over_threads_does_not_change_a_byte(device, monkeypatch, kind):
-    """Fold columns, rows and chunks of any size, several nodes at once."""
+    """Columns, rows and chunks may have any size, and several nodes may be folded at once."""
     combine, _ = KINDS[kind]
     leaves = leaves_of(kind, 61, 21)
     ranges = [(0, 32), (32, 1), (33, 28)]
@@ -134,7 +134,7 @@ def test_more_leaves_than_one_launch_takes(device, monkeypatch, kind):
     nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine).numpy()
     for node, (first, count) in zip(nodes, ranges, strict=True):
         assert node.tobytes() == root_of(leaves[first : first + count], combine).tobytes()
-    assert len(device.launched) == 3  # of 128 leaves, 64 groups, 32
+    assert len(device.launched) == 3  # with 128, 64 and 32 leaves
 
 
 @ALL_KINDS
@@ -159,7 +159,7 @@ def test_a_rank_without_blocks_has_no_node(device, kind):
 
 
 def test_a_gradient_has_the_memory_layout_of_its_learnable(device):
-    """Rows are in memory order; arrays have the logical shape."""
+    """The rows of leaves are in memory order; the gradient has the logical shape."""
     weight = np.arange(2 * 3 * 2 * 2, dtype="f4").reshape(2, 3, 2, 2)
     like = array.filters(weight)
     memory = array.in_memory(weight, like.dims, like.order).reshape(-1)

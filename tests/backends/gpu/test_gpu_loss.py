@@ -1,4 +1,4 @@
-"""Losses on the emulated GPU: late scales, special values, equal scores and memory layouts.
+"""Test losses on the emulated GPU: late scales, special values, ties, memory layouts.
 
 tests/backends/test_conformance.py compares the numbers with float64.
 """
@@ -22,7 +22,7 @@ def single_rank_tree(blocks):
 
 
 class Case:
-    """Logits, labels and targets of blocks with `valid` used images."""
+    """Logits, labels and targets in blocks with `valid` used images."""
 
     def __init__(self, blocks, classes, valid):
         shape = blocks, classes, LANES
@@ -82,7 +82,7 @@ def test_a_late_scale_gives_the_bytes_of_its_value(device, factor, late, gradien
 
 
 def test_the_first_of_equal_scores_or_nan_is_the_predicted_class(device):
-    """As in NumPy's argmax, NaN is the largest score."""
+    """NaN must count as the largest score, as in NumPy's argmax."""
     nan, inf = np.nan, np.inf
     rows = {
         (1, 3, 3, 2): 1,

@@ -1,4 +1,4 @@
-"""Training steps on the emulated GPU, recorded and eager, from any data, against the CPU."""
+"""Compare training steps on the emulated GPU, recorded and eager, with the CPU's."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SIDE, CLASSES = 10, 3
 
 
 def small():
-    """Return a network with every kind of sum, odd numbers of channels, overlapping windows."""
+    """Return a network with every kind of sum, odd channel counts and overlapping windows."""
     layers = [
         dl.Conv2D(3, 5, padding=1),
         dl.BatchNorm(),
@@ -47,9 +47,9 @@ def trained(world, store=None, net=None, **options):
 
 @pytest.mark.slow("gpu")
 def test_a_step_of_digits_agrees_with_the_cpu(world):
-    """The change of the weights by one recorded step, in a smaller mini-batch than recorded.
+    """One recorded step, of a smaller mini-batch than the recorded one, changes weights equally.
 
-    In later steps, a ReLU that flipped would amplify the difference.
+    In later steps, a ReLU unit that flipped would amplify the difference.
     """
     train, _ = dl.data.digits().split(0.9, seed=0)
     store = train.subset(np.arange(0, len(train), len(train) // 20)[:20])
@@ -243,7 +243,7 @@ def trained_parameters(world, **options):
 
 
 def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):
-    """Every step drops the same elements as on the CPU; another seed gives other weights."""
+    """Every step drops the same elements as on the CPU. Another seed gives other weights."""
     launched, replayed = trained_parameters(world, graphs="off"), trained_parameters(world)
     host = dl.World(threads=1)
     expected, reseeded = trained_parameters(host), trained_parameters(host, seed=2)

@@ -1,4 +1,4 @@
-"""Recorded steps: recording, planning of memory, replays."""
+"""Test recorded steps: recording, planning of memory, replays."""
 
 import weakref
 
@@ -23,7 +23,7 @@ def _zero():
 
 
 def record(device, step, graphs=True):
-    """Record step(recorder); return the program, with the result of step as "out", and recorder."""
+    """Record step(recorder) with its result as "out"; return the program and the recorder."""
     recorder = Recorder(device)
     with launching.through(recorder):
         return recorder.finish({"out": step(recorder)}, graphs), recorder
@@ -114,7 +114,7 @@ def test_an_old_value_is_not_overwritten_before_its_last_read(device):
 
 
 class SummingWorld:
-    """A world that records exchanges; the root is the sum of this rank's nodes."""
+    """World that records exchanges; the root of a sum is the sum of this rank's nodes."""
 
     def __init__(self):
         self.matrices = []
@@ -144,7 +144,7 @@ def test_exchanges_split_a_program_into_segments(device):
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_timeline_has_the_times_of_segments_or_layers(device, graphs):
-    """A graph is one span; without graphs, each layer is one. Exchanges are the host's."""
+    """A graph is one span. Without graphs, each layer is a span. Exchanges are host spans."""
     world = SummingWorld()
 
     def step(recorder):
@@ -194,7 +194,7 @@ def test_a_capture_refuses_allocations_and_waits(device, name):
 
 
 def test_persistent_memory_starts_as_zeros(device, monkeypatch):
-    """Large arrays are zeroed by a kernel."""
+    """Large arrays must be zeroed by a kernel."""
     monkeypatch.setattr(launching, "LARGE", 10)
     for shape, dtype in (((3, 3), np.int32), ((5, 1001), np.uint8), ((2, 700), np.float64)):
         zeros = launching.persistent(shape, dtype)
@@ -203,7 +203,7 @@ def test_persistent_memory_starts_as_zeros(device, monkeypatch):
 
 
 def test_graphs_are_released_before_their_memory(device):
-    """For example, NCCL releases registered memory together with the graph of its messages."""
+    """NCCL, for example, unregisters memory when the graph of its messages is released."""
     released = []
     recorded, _ = record(device, lambda _: copy(launching.scalar("rate", 1.0, np.float64)))
     slab, (graph,) = recorded.owners[0], recorded.graphs

@@ -1,4 +1,4 @@
-"""The units that a GPU may compile: those that networks load and all other families."""
+"""List the units that a GPU may compile: the units of networks and all other families."""
 
 from collections import defaultdict
 
@@ -34,7 +34,7 @@ ODD = [
 
 
 class Collector(EmulatedDevice):
-    """A device that computes nothing and collects the loaded units, in order."""
+    """Device that computes nothing and collects the loaded units in order."""
 
     specialize = True
 

@@ -1,4 +1,4 @@
-"""Losses by name and by function, on any number of ranks."""
+"""Test losses by name and by function, on any number of ranks."""
 
 import json
 
@@ -81,7 +81,7 @@ def test_regression_errors_are_learned(world, loss):
 
 
 def test_the_first_loss_is_that_of_float64(world):
-    """At a learning rate near zero, the loss of the epoch is that of the initial network."""
+    """With a learning rate near zero, the epoch's loss equals the initial network's in float64."""
     store = pairs(50, brightness)
     net, result = trained(
         world, to_numbers(), store, loss="mse", epochs=1, batch_size=50, learning_rate=1e-12

@@ -11,14 +11,20 @@ import numpy as np
 from mpidl import ops
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
-from mpidl.cross_entropy_loss import CrossEntropy, Sums
 from mpidl.errors import UserError
+from mpidl.losses.base import LabelLoss, Sums
+from mpidl.losses.cross_entropy_loss import CrossEntropy
+from mpidl.losses.label_checks import (
+    check_ignored,
+    check_labels,
+    check_weight_count,
+    checked_weights,
+)
 from mpidl.nn import Network
-from mpidl.nn.layers import Sigmoid
 
 
 @dataclass(frozen=True)
-class Dice:
+class Dice(LabelLoss):
     """Soft Dice loss of the labels of pixels, for the argument `loss` of training and evaluation.
 
     ``loss="dice"`` stands for ``Dice()``, and ``loss="crossentropy+dice"`` for
@@ -61,10 +67,9 @@ class Dice:
                 raise UserError(
                     f"class_weights: expected numbers for the Dice loss, found {self.class_weights}"
                 )
-            numbers = tuple(float(weight) for weight in self.class_weights)
-            if not all(0 <= number < np.inf for number in numbers) or not any(numbers):
-                raise UserError(f"class_weights: expected numbers >= 0, found {list(numbers)}")
-            object.__setattr__(self, "class_weights", numbers)
+            object.__setattr__(
+                self, "class_weights", checked_weights("class_weights", self.class_weights)
+            )
         if not 0 <= self.smooth < np.inf:
             raise UserError(f"smooth must be at least 0, found {self.smooth}")
         if self.cross_entropy is not None:
@@ -74,57 +79,20 @@ class Dice:
                     f"cross_entropy: expected the ignore_label {self.ignore_label}, found {other}"
                 )
 
+    def _uses_sigmoid(self, net):
+        return net.output_shape[0] == 1
+
+    @property
+    def name(self) -> str:
+        return "dice" if self.cross_entropy is None else "crossentropy+dice"
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.cross_entropy is not None and self.cross_entropy.is_balanced
+
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether kernels compute all of it.
-
-        Parameters
-        ----------
-        outputs : int
-            Number of outputs K.
-
-        Returns
-        -------
-        bool
-            Whether a recorded training step may replay it.
-        """
         added = self.cross_entropy
         return outputs > 1 and (added is None or added.is_replayable(outputs))
-
-    def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
-        """Return the mean loss and the number of correct labels of a mini-batch.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        images : Blocked
-            Images (N, C, H, W).
-        labels : Blocked
-            A label per pixel.
-
-        Returns
-        -------
-        tuple of Partial
-            See `of_scores`.
-        """
-        return self.of_scores(self.scores(net, images), labels)
-
-    def scores(self, net: Network, images: Blocked) -> Blocked:
-        """Return the scores of a network before its softmax, or the sigmoid of a single output.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        images : Blocked
-            Images (N, C, H, W).
-
-        Returns
-        -------
-        Blocked
-            Scores (N, K, ...).
-        """
-        return net.logits(images, Sigmoid) if net.output_shape[0] == 1 else net.logits(images)
 
     def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
         """Return the mean loss and the number of correct labels, given the scores of a network.
@@ -161,45 +129,24 @@ class Dice:
         count_labels = ops.binary_label_count if is_single else ops.label_count
         return loss, correct, count_labels(scores, labels, ignore_label=ignored)
 
-    def for_images(self, datastore: Any, classes: int, world: Any = None) -> Dice:
-        """Return this loss with numbers for "balanced" weights of the cross-entropy. Collective.
-
-        Parameters
-        ----------
-        datastore : Datastore
-            The training set.
-        classes : int
-            Number of classes K.
-        world : World, optional
-            The ranks that share the reading of labels.
-
-        Returns
-        -------
-        Dice
-            The loss.
-        """
+    def for_images(self, datastore: Any, outputs: int, world: Any = None) -> Dice:
         if self.cross_entropy is None:
             return self
-        cross_entropy = self.cross_entropy.for_images(datastore, classes, world)
+        cross_entropy = self.cross_entropy.for_images(datastore, outputs, world)
         return replace(self, cross_entropy=cross_entropy)
 
-    def check(self, classes: int, dataset: str) -> None:
-        """Raise a UserError if the weights or the ignored label do not fit the classes.
+    def check(self, net: Network, datastore: Any) -> None:
+        if net.output_shape:
+            self._check_classes(net.output_shape[0], datastore.describe())
+        check_labels(self.name, net, datastore, self.ignore_label)
 
-        Parameters
-        ----------
-        classes : int
-            Number of outputs K.
-        dataset : str
-            Description of the images, for the error message.
-        """
-        CrossEntropy(self.class_weights, ignore_label=self.ignore_label).check(
-            classes, dataset, max(classes, 2)
-        )
+    def _check_classes(self, outputs, dataset):
+        check_weight_count("class_weights", self.class_weights, outputs, "classes", dataset)
+        check_ignored(self.ignore_label, max(outputs, 2), dataset)
         if self.cross_entropy is not None:
-            if classes == 1:
+            if outputs == 1:
                 raise UserError(
                     f"{dataset}: --loss crossentropy+dice: expected a network with an output for "
                     "each class, found one output; use --loss dice"
                 )
-            self.cross_entropy.check(classes, dataset)
+            self.cross_entropy.check_classes(outputs, dataset)

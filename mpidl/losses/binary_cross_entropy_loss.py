@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mpidl import ops
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
-from mpidl.cross_entropy_loss import Sums
 from mpidl.data.target_counts import count_positives
 from mpidl.errors import UserError
+from mpidl.losses.base import LabelLoss, Sums
+from mpidl.losses.label_checks import (
+    Weights,
+    check_focal_gamma,
+    check_weight_count,
+    checked_weights,
+    numbers_of,
+)
 from mpidl.nn import Network
-from mpidl.nn.layers import Sigmoid
 from mpidl.ops.label_checks import squeezed
 
 
 @dataclass(frozen=True)
-class BinaryCrossEntropy:
+class BinaryCrossEntropy(LabelLoss):
     """Binary cross-entropy of labels that may occur together, for the argument `loss`.
 
     ``loss="binary-crossentropy"`` stands for ``BinaryCrossEntropy()``. The network has an output
@@ -49,76 +54,32 @@ class BinaryCrossEntropy:
     `ops.sigmoid_cross_entropy` has the formula and its sources.
     """
 
-    positive_weights: Sequence[float] | Literal["balanced"] | None = None
+    positive_weights: Weights = None
     ignore_label: int | None = None
     focal_gamma: float = 0.0
 
     def __post_init__(self) -> None:
-        weights = self.positive_weights
-        if isinstance(weights, str) and weights != "balanced":
-            raise UserError(f"positive_weights: expected numbers or 'balanced', found {weights!r}")
-        if weights is not None and not isinstance(weights, str):
-            numbers = tuple(float(weight) for weight in weights)
-            if not all(0 <= number < np.inf for number in numbers):
-                raise UserError(f"positive_weights: expected numbers >= 0, found {list(numbers)}")
-            object.__setattr__(self, "positive_weights", numbers)
+        weights = checked_weights("positive_weights", self.positive_weights, nonzero=False)
+        object.__setattr__(self, "positive_weights", weights)
         if self.ignore_label in (0, 1):
             raise UserError(
                 f"ignore_label {self.ignore_label}: expected a target other than 0 and 1"
             )
-        if not 0 <= self.focal_gamma < np.inf:
-            raise UserError(f"focal_gamma must be at least 0, found {self.focal_gamma}")
+        check_focal_gamma(self.focal_gamma)
+
+    def _uses_sigmoid(self, net):
+        return True
+
+    @property
+    def name(self) -> str:
+        return "binary-crossentropy"
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.positive_weights == "balanced"
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether no divisor depends on the targets.
-
-        Parameters
-        ----------
-        outputs : int
-            Number of outputs K.
-
-        Returns
-        -------
-        bool
-            Whether a recorded training step may replay it.
-        """
         return self.ignore_label is None
-
-    def __call__(self, net: Network, images: Blocked, targets: Blocked) -> Sums:
-        """Return the mean loss and the number of correct labels of a mini-batch.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        images : Blocked
-            Images (N, C, H, W).
-        targets : Blocked
-            Targets in the shape of the outputs.
-
-        Returns
-        -------
-        tuple of Partial
-            See `of_scores`.
-        """
-        return self.of_scores(self.scores(net, images), targets)
-
-    def scores(self, net: Network, images: Blocked) -> Blocked:
-        """Return the scores of a network before its sigmoid.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        images : Blocked
-            Images (N, C, H, W).
-
-        Returns
-        -------
-        Blocked
-            Scores (N, K) or (N, K, ...).
-        """
-        return net.logits(images, Sigmoid)
 
     def of_scores(self, scores: Blocked | Var, targets: Blocked) -> Sums:
         """Return the mean loss and the number of correct labels, given the scores of a network.
@@ -136,12 +97,8 @@ class BinaryCrossEntropy:
             The loss and the number of correct labels. With an ignored label also the number of
             targets that count, twice. Only the loss is differentiated.
         """
-        ignored, weights = self.ignore_label, self.positive_weights
-        if isinstance(weights, str):
-            raise UserError(
-                "positive_weights='balanced' needs the targets of the training set: use "
-                "BinaryCrossEntropy.for_images"
-            )
+        ignored = self.ignore_label
+        weights = numbers_of("positive_weights", self.positive_weights, "BinaryCrossEntropy")
         loss = ops.sigmoid_cross_entropy(
             scores,
             targets,
@@ -179,17 +136,7 @@ class BinaryCrossEntropy:
         return replace(self, positive_weights=tuple(weights.tolist()))
 
     def check(self, net: Network, datastore: Any) -> None:
-        """Raise a UserError if the outputs, the targets and the weights do not fit together.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        datastore : Datastore
-            The images with their targets.
-        """
         dataset, outputs, shape = datastore.describe(), net.output_shape, datastore.targets_shape
-        weights = self.positive_weights
         if shape is None and datastore.labels is None:
             raise UserError(
                 f"{dataset}: --loss binary-crossentropy: expected images with labels or targets, "
@@ -212,8 +159,4 @@ class BinaryCrossEntropy:
                     f"{dataset}: ignore_label {self.ignore_label}: expected whole numbers as "
                     "targets, found floats"
                 )
-        if not (weights is None or isinstance(weights, str)) and len(weights) != outputs[0]:
-            raise UserError(
-                f"{dataset}: positive_weights: expected a number for each of {outputs[0]} labels, "
-                f"found {len(weights)}"
-            )
+        check_weight_count("positive_weights", self.positive_weights, outputs[0], "labels", dataset)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +12,21 @@ from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
 from mpidl.data.target_counts import count_labels
 from mpidl.errors import UserError
-from mpidl.fold import Partial
+from mpidl.losses.base import LabelLoss, Sums
+from mpidl.losses.label_checks import (
+    Weights,
+    check_focal_gamma,
+    check_ignored,
+    check_labels,
+    check_weight_count,
+    checked_weights,
+    numbers_of,
+)
 from mpidl.nn import Network
-
-# (loss,), (loss, number of correct labels), or also the number of labels that count and the weight
-# of the mini-batch in a mean over mini-batches.
-Sums: TypeAlias = tuple[Partial | Var, ...]
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(LabelLoss):
     """Cross-entropy of labels, for the argument `loss` of training and evaluation.
 
     ``loss="crossentropy"`` stands for ``CrossEntropy()``.
@@ -51,67 +55,25 @@ class CrossEntropy:
     `ops.softmax_cross_entropy` has the formula and its sources.
     """
 
-    class_weights: Sequence[float] | Literal["balanced"] | None = None
+    class_weights: Weights = None
     label_smoothing: float = 0.0
     ignore_label: int | None = None
     focal_gamma: float = 0.0
 
     def __post_init__(self) -> None:
-        weights = self.class_weights
-        if isinstance(weights, str) and weights != "balanced":
-            raise UserError(f"class_weights: expected numbers or 'balanced', found {weights!r}")
-        if weights is not None and not isinstance(weights, str):
-            numbers = tuple(float(weight) for weight in weights)
-            if not all(0 <= number < np.inf for number in numbers) or not any(numbers):
-                raise UserError(f"class_weights: expected numbers >= 0, found {list(numbers)}")
-            object.__setattr__(self, "class_weights", numbers)
+        object.__setattr__(
+            self, "class_weights", checked_weights("class_weights", self.class_weights)
+        )
         if not 0 <= self.label_smoothing < 1:
             raise UserError(
                 f"label_smoothing must be at least 0 and below 1, found {self.label_smoothing}"
             )
-        if not 0 <= self.focal_gamma < np.inf:
-            raise UserError(f"focal_gamma must be at least 0, found {self.focal_gamma}")
+        check_focal_gamma(self.focal_gamma)
         if self.label_smoothing and self.focal_gamma:
             raise UserError(
                 f"label_smoothing {self.label_smoothing} and focal_gamma {self.focal_gamma}: "
                 "expected at most one of them"
             )
-
-    def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
-        """Return the mean loss and the number of correct labels of a mini-batch.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        images : Blocked
-            Images (N, C, H, W).
-        labels : Blocked
-            Labels (N,), or one per pixel.
-
-        Returns
-        -------
-        tuple of Partial
-            See `of_scores`.
-        """
-        return self.of_scores(self.scores(net, images), labels)
-
-    def scores(self, net: Network, images: Blocked) -> Blocked:
-        """Return the scores of a network before its softmax.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        images : Blocked
-            Images (N, C, H, W).
-
-        Returns
-        -------
-        Blocked
-            Scores (N, K) or (N, K, ...).
-        """
-        return net.logits(images)
 
     def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
         """Return the mean loss and the number of correct labels, given the scores of a network.
@@ -130,12 +92,8 @@ class CrossEntropy:
             the number of labels that count, and the sum of their weights. Only the loss is
             differentiated.
         """
-        ignore_label, weights = self.ignore_label, self.class_weights
-        if isinstance(weights, str):
-            raise UserError(
-                "class_weights='balanced' needs the labels of the training set: use "
-                "CrossEntropy.for_images"
-            )
+        ignore_label = self.ignore_label
+        weights = numbers_of("class_weights", self.class_weights, "CrossEntropy")
         loss = ops.softmax_cross_entropy(
             scores,
             labels,
@@ -151,14 +109,14 @@ class CrossEntropy:
         weight = ops.label_count(scores, labels, class_weights=weights, ignore_label=ignore_label)
         return loss, correct, count, weight
 
-    def for_images(self, datastore: Any, classes: int, world: Any = None) -> CrossEntropy:
+    def for_images(self, datastore: Any, outputs: int, world: Any = None) -> CrossEntropy:
         """Return this loss with numbers instead of "balanced", for a training set. Collective.
 
         Parameters
         ----------
         datastore : Datastore
             The training set, with a label per image or per pixel.
-        classes : int
+        outputs : int
             Number of classes K.
         world : World, optional
             The ranks that share the reading of the pixels' labels.
@@ -170,26 +128,27 @@ class CrossEntropy:
         """
         if self.class_weights != "balanced":
             return self
-        counts = count_labels(datastore, classes, world)
-        weights = counts.sum() / (classes * np.maximum(counts, 1))
+        counts = count_labels(datastore, outputs, world)
+        weights = counts.sum() / (outputs * np.maximum(counts, 1))
         return replace(self, class_weights=tuple(np.where(counts, weights, 0.0).tolist()))
 
+    @property
+    def name(self) -> str:
+        return "crossentropy"
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.class_weights == "balanced"
+
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a CPU may replay the loss: whether no divisor depends on the labels.
-
-        Parameters
-        ----------
-        outputs : int
-            Number of outputs K.
-
-        Returns
-        -------
-        bool
-            Whether a recorded training step may replay it.
-        """
         return self.class_weights is None and self.ignore_label is None
 
-    def check(self, classes: int, dataset: str, labels: int | None = None) -> None:
+    def check(self, net: Network, datastore: Any) -> None:
+        if net.output_shape:
+            self.check_classes(net.output_shape[0], datastore.describe())
+        check_labels(self.name, net, datastore, self.ignore_label)
+
+    def check_classes(self, classes: int, dataset: str) -> None:
         """Raise a UserError if the weights or the ignored label do not fit the classes.
 
         Parameters
@@ -198,18 +157,6 @@ class CrossEntropy:
             Number of classes K.
         dataset : str
             Description of the images, for the error message.
-        labels : int, optional
-            Number of labels that are not ignored; by default K.
         """
-        weights, ignored = self.class_weights, self.ignore_label
-        labels = classes if labels is None else labels
-        if weights is not None and weights != "balanced" and len(weights) != classes:
-            raise UserError(
-                f"{dataset}: class_weights: expected a number for each of {classes} classes, found "
-                f"{len(weights)}"
-            )
-        if ignored is not None and 0 <= ignored < labels:
-            raise UserError(
-                f"{dataset}: ignore_label {ignored}: expected a label outside 0..{labels - 1}, "
-                "which are the network's classes"
-            )
+        check_weight_count("class_weights", self.class_weights, classes, "classes", dataset)
+        check_ignored(self.ignore_label, classes, dataset)
