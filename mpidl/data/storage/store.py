@@ -85,7 +85,7 @@ class Store:
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
 
     def _cancel_requests(self):
-        """Cancel the requests in progress: asyncio would warn of each one when Python ends."""
+        """Cancel the requests in progress. Otherwise, asyncio warns about each request at exit."""
         import asyncio
 
         async def cancel():
