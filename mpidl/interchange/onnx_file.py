@@ -47,9 +47,11 @@ class Model(NamedTuple):
     constants : dict
         {name: array} of the initializers, and of the results that `compute_constant` adds.
     images : str
-        Name of the image input. image_shape : tuple of int Shape (C, H, W) of an image. order :
-        tuple of int (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first. Empty
-        otherwise.
+        Name of the image input.
+    image_shape : tuple of int
+        Shape (C, H, W) of an image.
+    order : tuple of int
+        (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first. Empty otherwise.
     batch : int
         Number of images in a mini-batch, or 0 if the file does not fix this number.
     output : str

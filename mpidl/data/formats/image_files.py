@@ -99,7 +99,11 @@ def read_file(path: str) -> tuple[bytes, Stamp]:
     Returns
     -------
     content : bytes
-        Content of the file. stamp : Stamp Size of the file and time of its last change. Raises
+        Content of the file.
+    stamp : Stamp
+        Size of the file and time of its last change.
+
+    Raises
     ------
     UserError
         If the file is missing, cannot be read, or has more than `MAX_BYTES` bytes.

@@ -36,7 +36,9 @@ def jittered(images: np.ndarray, change: ColourChange) -> np.ndarray:
         Images (n, C, H, W) with C = 1 or 3 and values from 0 to 255 (uint8) or 0 to 1 (float32).
         For C = 1, saturation and hue have no effect.
     change : ColourChange
-        The changes of each image. Returns
+        The changes of each image.
+
+    Returns
     -------
     ndarray
         Images of the same shape and type.
