@@ -53,7 +53,7 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
     Returns
     -------
     str or None
-        Description of the problem. None if the helper can read the file, or if it cannot be
+        Description of the problem. None if the helper can read the file, or if the helper cannot be
         started.
     """
     key = os.path.abspath(path) if stream is None else os.fspath(path), stamp

@@ -62,7 +62,7 @@ class ImageList(Datastore):
         return images
 
     def _check_stamp(self, i, now):
-        """Raise UserError if file i has changed. `now` is its Stamp, or None for remote files."""
+        """Raise UserError if file i has changed. `now` is the file's Stamp, or None if remote."""
         if now is not None and now != (self.sizes[i], self.written[i]):
             raise changed(os.path.join(self.folder, self.files[i]), self._stamp(i), now)
 

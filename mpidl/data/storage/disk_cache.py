@@ -93,7 +93,7 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
         with open(f"{path}.lock", "w") as lock:
             with contextlib.suppress(OSError):  # without file locks, every rank writes the copy
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                for part in glob.glob(f"{glob.escape(path)}.*.part"):  # of killed processes
+                for part in glob.glob(f"{glob.escape(path)}.*.part"):  # left by killed processes
                     os.unlink(part)
             if not (os.path.exists(path) and os.path.getsize(path) == size):
                 with _temporary_file(path) as file:
