@@ -35,11 +35,13 @@ BENCHMARKS = {
     "logging": "metrics, event files for TensorBoard and the monitor, against no records",
     "saves": "the cost of checkpoints and plots beside the training",
     "large_batch": "the accuracy at several batch sizes, for the same images",
+    "time_to_accuracy": "the time to an accuracy, against PyTorch with the same recipe",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
+FASHION = "/usr/share/datasets/fashion-mnist"  # of Debian's package dataset-fashion-mnist
 SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
 
 
@@ -89,6 +91,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "saves": _add_saves,
         "memory": _add_memory,
         "large_batch": _add_large_batch,
+        "time_to_accuracy": _add_time_to_accuracy,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -269,6 +272,28 @@ def _add_large_batch(parser, command):
         parser,
         ("epochs", 20, "epochs of each training"),
         ("seeds", 1, "seeds; results are medians over them"),
+    )
+
+
+def _add_time_to_accuracy(parser, command):
+    text = f"a labelled data set of uint8 images ({FASHION})"
+    parser.text("--data", "DATA", text, default=FASHION)
+    text = "network of the zoo: fashion or cifar-fast (fashion)"
+    networks = ["fashion", "cifar-fast"]
+    one_of = functools.partial(_one_of, "--network", candidates=networks)
+    parser.text("--network", "NAME", text, default="fashion", type=one_of)
+    text = "accuracy to reach (0.92)"
+    parser.text("--accuracy", "X", text, default=0.92, type=float)
+    text = f"ways to run PyTorch; the fastest trains ({','.join(VARIANTS)})"
+    parser.text(
+        "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
+    )
+    parser.add_options("seed")
+    _add_counts(
+        parser,
+        ("epochs", 5, "epochs of the schedule"),
+        ("threads", 2, "threads of each side"),
+        ("rounds", 2, "trainings of each side, in turns; the ratio is that of the medians"),
     )
 
 

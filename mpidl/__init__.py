@@ -108,6 +108,7 @@ from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
 from mpidl.training.tracking_hooks import WandbHook as WandbHook
 from mpidl.training.train import train as train
+from mpidl.training.whitening import whiten as whiten
 
 if not TYPE_CHECKING:  # for a type checker, an unknown name is an error
     from mpidl import matlab_names

@@ -139,8 +139,8 @@ say "job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_NTASKS:-?} task
     "$SLURM_JOB_NODELIST"
 choose_srun_mpi
 
-# Replace the fields of Slurm's --output in the arguments: %j is the job, %A the array, %a the task of
-# the array, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
+# Replace the fields of Slurm's --output in arguments: %j is the job, %A the array, %a the task in
+# it, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
 fill_fields() { # fill_fields WORD: set word to WORD with the values of its fields
     local rest=$1 is_url=""
     word=""

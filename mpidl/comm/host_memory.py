@@ -1,25 +1,28 @@
-"""Sums over the ranks of a host in memory that they share, without messages.
+"""Sum values over the ranks of a host in shared memory, without messages.
 
-Each rank of a host has slots in a window of shared memory. A sum is cut into chunks, and all ranks
-number the chunks of all sums alike, because they start the same sums in the same order. A chunk has
-the same number of a slot on every rank. Each rank copies its nodes of the tree into its slot and
-then counts the chunk as placed. Each rank knows the layout of the shares, and therefore where the
-nodes of the others are. When all ranks have placed a chunk, they fold it by the tree:
+Each rank of a host has slots in a window of shared memory. A sum is divided into chunks. All ranks
+start the same sums in the same order, so they number the chunks of all sums identically, and a
+chunk has the same slot number on every rank. Each rank copies its nodes of the reduction tree into
+its slot, and then counts the chunk as placed. Each rank also knows which blocks the other ranks
+own, and therefore where their nodes are in the slots. When all ranks have placed a chunk, they fold
+(sum) its nodes in one of two ways:
 
-- direct: every rank folds all values, for up to twice the size of a slot;
+- direct: every rank folds all values. This way is used if all nodes of a chunk together need at
+  most twice the size of a slot.
 - in segments: each rank folds a part of the values in place, and counts the chunk as folded. When
-  all ranks have folded it, they copy the results from the slots.
+  all ranks have folded the chunk, they copy the results from the slots.
 
-Both follow the tree, so they give the same bytes as the messages of `exchange`. Beside its slots, a
-rank notes a hash of the plan of each chunk. If the hashes differ, the ranks have started different
-sums, and each of them raises an error before it reads a value at a wrong place. kernels/cpu/sums.c
-does the work: these counts must be written and read in order, which NumPy does not promise.
+Both ways follow the reduction tree, so they give the same bytes as the messages of `exchange`. Next
+to its slots, each rank stores a hash of the plan of each chunk. If the hashes differ, the ranks
+have started different sums. Each rank then raises an error before it reads a wrong value. The work
+is done by kernels/cpu/sums.c, because the counts must be written and read in a fixed order, which
+NumPy does not guarantee.
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
-host exchanges these nodes by messages, as `exchange` does among ranks, and passes the root on
-through a second set of slots. Large sums are divided into segments, which the first ranks of each
-host exchange side by side. The roots are passed on in the order of the sums, although their
-messages may arrive in another order.
+host exchanges these nodes by messages, like `exchange` does among ranks, and distributes the root
+through a second set of slots. Large sums are divided into segments, which the first few ranks of
+each host exchange in parallel. The roots are distributed in the order of the sums, although their
+messages may arrive in a different order.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ if TYPE_CHECKING:
     from mpidl.comm.exchange import Combine, Steps
     from mpidl.comm.transport import Transport
 
-SLOTS, SLOT_BYTES = 8, 1 << 16  # per rank and set of slots
-COUNTS_BYTES, LINE = 256, 64
+SLOTS, SLOT_BYTES = 8, 1 << 16  # number of slots per rank in each set, and size of a slot
+COUNTS_BYTES, LINE = 256, 64  # sizes of a rank's counts and of a cache line
 PATIENCE = 0.002  # longest wait for other ranks inside a kernel call, in seconds
 
 # {(operation, type): kind of the sum in sums.c}
@@ -58,18 +61,18 @@ KINDS: dict[tuple[Any, np.dtype], int] = {
     (fold.add, np.dtype("f8")): DOUBLES,
     (fold.merge_moments, np.dtype("f8")): MOMENTS,
 }
-MOST_NODES = 1024  # of a sum, so that all nodes of a chunk fit into the slots
-QUEUE_WORDS, SUM_WORDS = 19, 7  # of the structs in sums.c
-PATIENCE_WORD, WAITED_WORD, FOLDED_WORD = 5, 6, 8  # of a queue
-LAST_WORD, DIFFERS_WORD = 16, 17
-IDENTITIES = slice(16, 16 + SLOTS)  # of the counts, the sums in the slots
-WIDTHS = slice(24, 24 + SLOTS)  # the widths of these sums, times 4, plus their kinds
-TAKEN_WORD = 6  # of a sum
-IDENTITY_WORD = 10  # of a plan
+MOST_NODES = 1024  # largest number of nodes in a sum; all nodes of a chunk must fit into the slots
+QUEUE_WORDS, SUM_WORDS = 19, 7  # sizes of the structs `queue` and `sum` in sums.c
+PATIENCE_WORD, WAITED_WORD, FOLDED_WORD = 5, 6, 8  # indices in the struct `queue`
+LAST_WORD, DIFFERS_WORD = 16, 17  # indices in the struct `queue`
+IDENTITIES = slice(16, 16 + SLOTS)  # in a rank's counts: the hash of the plan in each slot
+WIDTHS = slice(24, 24 + SLOTS)  # in a rank's counts: for each slot, 4 * width + kind of the sum
+TAKEN_WORD = 6  # index in the struct `sum`
+IDENTITY_WORD = 10  # index in a plan
 
 
-# What kernels may still use: queues with sums that are not complete, and the owners of the memory
-# of sums that an exception has left incomplete.
+# Objects that kernels may still use: queues with incomplete sums, and the owners of the memory of
+# sums that an exception has left incomplete.
 _busy: list[SumQueue] = []
 _abandoned: list[Any] = []
 
@@ -81,7 +84,7 @@ def address_of(array: np.ndarray) -> int:
 
 @lru_cache(maxsize=256)
 def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int) -> np.ndarray:
-    """Describe a sum for sums.c, as its struct plan.
+    """Return the description of a sum for sums.c, as its struct `plan`.
 
     Parameters
     ----------
@@ -90,16 +93,16 @@ def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int
     ranks : (int, int)
         First rank of the host, and one past the last.
     rank : int
-        This rank, counted from the first one of the host.
+        This rank, counted from the first rank of the host.
     width : int
         Number of values in a node.
     kind : int
-        `FLOATS`, `DOUBLES` or `MOMENTS`.
+        Kind of the sum: `FLOATS`, `DOUBLES` or `MOMENTS`.
 
     Returns
     -------
     ndarray of int64
-        The plan. Its results are the nodes that the ranks of the host own together.
+        The plan. Its results are the largest nodes whose blocks all belong to this host.
     """
     places, ranges = [], []
     for member in range(ranks[1] - ranks[0]):
@@ -112,7 +115,7 @@ def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int
 
 @lru_cache(maxsize=256)
 def broadcast_plan(root: int, rank: int, width: int, kind: int) -> np.ndarray:
-    """Describe a sum whose only node is on rank `root` of the host; see `plan_of`."""
+    """Return the plan of a sum with a single node, on rank `root` of the host; see `plan_of`."""
     return _plan([(root, 0)], [], [0], rank, width, kind)
 
 
@@ -122,7 +125,7 @@ def _count_nodes(tree):
 
 
 def _joins_of(tree, ranges):
-    """Return the joins (left node, right node) of adjacent nodes, and the nodes with results."""
+    """Return the pairs (left, right) of nodes to combine, and the nodes that hold the results."""
     stack, joins = [], []
     for node, (start, stop) in enumerate(ranges):
         stack.append((node, start))
@@ -134,10 +137,10 @@ def _joins_of(tree, ranges):
 
 def _plan(places, joins, results, rank, width, kind):
     item, size, fixed_bytes = (4 if kind == FLOATS else 8), width, 0
-    if kind == MOMENTS:  # a chunk of moments has the count, and means and M2 of some channels
+    if kind == MOMENTS:  # a chunk of moments has the count, and mean and M2 of some channels
         item, size, fixed_bytes = 16, width // 2, 8
     rows = max((row + 1 for _, row in places), default=1)
-    # a multiple of a line, so that the nodes of a slot are aligned
+    # Use a multiple of the cache line, so that the nodes in a slot are aligned.
     limit = SLOT_BYTES // rows
     if kind == MOMENTS:
         limit = min(limit, 2 * SLOT_BYTES // max(len(places), 1))
@@ -150,27 +153,28 @@ def _plan(places, joins, results, rank, width, kind):
     head = [kind, width, chunk, chunks, stride, is_direct, own_nodes]
     head += [len(places), len(joins), len(results)]
     table = [*np.ravel(places), *np.ravel(joins), *results]
-    shared = [*head[:6], *head[7:], *table]  # what all ranks must agree on
+    shared = [*head[:6], *head[7:], *table]  # the words that must be equal on all ranks
     digest = hashlib.blake2b(np.array(shared, np.int64).tobytes(), digest_size=8).digest()
     return np.array([*head, int.from_bytes(digest, "little", signed=True), *table], np.int64)
 
 
 class HostSum:
-    """A sum that a queue computes, as the struct sum of sums.c.
+    """A sum that a `SumQueue` computes, as the struct `sum` of sums.c.
 
     Parameters
     ----------
     plan : ndarray
         The result of `plan_of` or `broadcast_plan`.
     pieces : sequence of Piece
-        This rank's nodes. They are laid side by side, and stay allocated until the sum is complete.
+        This rank's nodes of one or more values, which are summed together as one vector. The nodes
+        stay allocated until the sum is complete.
     out : ndarray or None
-        Contiguous memory for the results; None if this rank does not need them.
+        Contiguous memory for the results; None if this rank does not need the results.
 
     Attributes
     ----------
     words : ndarray
-        The struct.
+        The content of the struct.
     """
 
     __slots__ = ("words", "_chunks", "_owners")
@@ -188,33 +192,34 @@ class HostSum:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this rank has the results, and the other ranks its nodes."""
+        """Whether this rank has the results, and other ranks no longer need its nodes."""
         return bool(self.words[TAKEN_WORD] == self._chunks)
 
 
 class SumQueue:
-    """A set of slots with the sums of one rank that are not complete.
+    """A queue of the incomplete sums of one rank, with the slots through which they are computed.
 
     Parameters
     ----------
     memory : ndarray of uint8, shape (queue_bytes(ranks),)
-        The slots of all ranks, zero at first, and aligned to lines of 64 bytes.
+        The slots of all ranks, initially zero, and aligned to 64 bytes.
     rank, ranks : int
-        This rank among those that share the memory, and their number.
+        Number of this rank among the ranks that share the memory, and number of these ranks.
     patience : float
-        Longest wait inside a call of the library, in seconds.
+        Longest wait inside a call of the kernel library, in seconds.
     first : int
-        Number of the first of these ranks in the world, for messages.
+        Number in the world of the first rank that shares the memory, for error messages.
 
     Raises
     ------
     Fault
-        By every method that advances sums, if the ranks have started different sums.
+        If the ranks have started different sums. The constructor does not raise this error, but
+        `start`, `advance` and `wait` do.
 
     Attributes
     ----------
     words : ndarray
-        The struct queue of sums.c.
+        The content of the struct `queue` of sums.c.
     """
 
     def __init__(
@@ -229,7 +234,7 @@ class SumQueue:
         self._library = builds.kernels()
         self._scratch = np.empty(2 * SLOT_BYTES, np.uint8)
         self._memory = memory
-        self._sums: list[HostSum] = []  # those that are not complete, and perhaps others
+        self._sums: list[HostSum] = []  # incomplete sums, and possibly some complete sums
         self.words = np.zeros(QUEUE_WORDS, np.int64)
         self.words[:5] = address_of(memory), rank, ranks, SLOTS, SLOT_BYTES
         self.words[PATIENCE_WORD] = int(patience * 1e9)
@@ -251,7 +256,7 @@ class SumQueue:
         self.release()
 
     def _check(self):
-        """Raise a Fault if the ranks have started different sums, which then stay incomplete."""
+        """Raise a Fault if the ranks have started different sums, which will never complete."""
         if not self.words[DIFFERS_WORD]:
             return
         counts = self._memory[: self.ranks * COUNTS_BYTES].view(np.int64)
@@ -272,42 +277,42 @@ class SumQueue:
         )
 
     def release(self) -> None:
-        """Release the sums that are complete."""
+        """Drop the references to sums that are complete."""
         if self._sums:
             self._sums = [host_sum for host_sum in self._sums if not host_sum.is_complete]
 
     def wait(self, host_sum: HostSum) -> None:
-        """Wait for a sum in the library, but not longer than the patience."""
+        """Wait for a sum inside the kernel library, for at most `patience` seconds."""
         waited = self.words[WAITED_WORD]
         self._library.sums_wait(self.words, host_sum.words)
-        self.words[WAITED_WORD] = waited  # the caller counts this wait
+        self.words[WAITED_WORD] = waited  # do not add this wait, because the caller counts it
         self._check()
         self.release()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a sum is not complete."""
+        """Whether there are incomplete sums."""
         return bool(self.words[LAST_WORD])
 
     def take_waited(self) -> int:
-        """Return the nanoseconds that replayed steps have waited since the last call."""
+        """Return how long replayed steps have waited since the last call, in nanoseconds."""
         waited, self.words[WAITED_WORD] = int(self.words[WAITED_WORD]), 0
         return waited
 
     def close(self) -> None:
-        """Let kernels not advance the sums any more."""
+        """Stop kernels from advancing the sums."""
         self._library.sums_leave(self.words)
 
 
 def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combine) -> int:
-    """Return into how many segments several hosts divide a sum.
+    """Return the number of segments into which several hosts divide a sum.
 
     Parameters
     ----------
     hosts : sequence of (int, int)
         First rank of each host, and one past the last.
     nbytes : int
-        Size of a node.
+        Size of a node in bytes.
     combine : callable
         Function that combines two nodes.
     """
@@ -317,12 +322,14 @@ def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combi
 
 
 def queue_bytes(ranks: int) -> int:
-    """Return the size of a `SumQueue`'s memory."""
+    """Return the size in bytes of the memory of a `SumQueue` for a number of ranks."""
     return ranks * (COUNTS_BYTES + SLOTS * SLOT_BYTES)
 
 
 class Completion:
-    """Whether a sum over ranks that all share memory is complete; a generator yields it.
+    """A function that returns whether a sum in shared memory is complete.
+
+    The generator of an exchange yields this object instead of MPI requests.
 
     Parameters
     ----------
@@ -340,17 +347,17 @@ class Completion:
         return self._sum.is_complete
 
     def wait(self) -> None:
-        """Wait for the sum, but not longer than the patience of the queue."""
+        """Wait for the sum, for at most `patience` seconds of the queue."""
         self._queue.wait(self._sum)
 
 
 class HostMemory:
-    """The shared memory of the ranks of each host. Use `allocate`.
+    """The memory that the ranks of this host share for sums. Call `allocate` to create it.
 
     Attributes
     ----------
     hosts : list of (int, int)
-        First rank of each host, and one past the last.
+        For each host, its first rank and one past its last rank.
     """
 
     def __init__(
@@ -368,18 +375,19 @@ class HostMemory:
         size = queue_bytes(stop - first)
         self.up = SumQueue(memory[:size], rank - first, stop - first, patience, first)
         self.down = SumQueue(memory[-size:], rank - first, stop - first, patience, first)
-        self._roots = self._passed_roots = 0  # exchanges whose root goes through `down`
+        # Number of exchanges between hosts that were started, and that reached `self.down`.
+        self._roots = self._passed_roots = 0
 
     @classmethod
     def allocate(cls, transport: Transport) -> HostMemory | None:
-        """Allocate the memory; return None if no ranks can share any, or there is no room.
+        """Allocate the memory; return None if no ranks share a host or memory is insufficient.
 
-        Collective, and the result is None on all ranks or on none.
+        Collective. The result is None either on all ranks or on no rank.
         """
         mpi, comm = transport.MPI, transport.comm
         with watchdog.guard("shared memory", transport.timeout):
             sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)
-            # the hosts of the launcher, because ranks of a host are numbered one after the other
+            # Split by the launcher's host names too: a host's ranks must be numbered consecutively.
             of_host = sharing.Split(transport.hosts.index(transport.hosts[transport.rank]))
             sharing.Free()
             firsts = comm.allgather(of_host.allreduce(transport.rank, mpi.MIN))
@@ -392,18 +400,18 @@ class HostMemory:
                 try:
                     array, window = _window(mpi, of_host, nbytes)
                 except mpi.Exception:
-                    pass  # a limit of this process, such as that of file sizes, forbids it
+                    pass  # a limit of this process, such as on file sizes, is too low
                 if comm.allreduce(array is not None, mpi.LAND):
                     memory = cls(transport, hosts, array, window)
                     of_host.Barrier()
                 elif window is not None:
                     window.Free()
-            of_host.Free()  # the window keeps what it needs
+            of_host.Free()  # the window keeps its own reference
         return memory
 
     @property
     def is_busy(self) -> bool:
-        """Whether a sum of this rank is not complete."""
+        """Whether this rank has incomplete sums."""
         return self.up.is_busy or self.down.is_busy
 
     @property
@@ -413,7 +421,7 @@ class HostMemory:
 
     @staticmethod
     def supports(tree: Tree, combine: Combine, dtype: np.dtype) -> bool:
-        """Return whether sums of this kind can go through shared memory."""
+        """Return whether a sum of this kind can be computed in shared memory."""
         return not tree.plain and (combine, dtype) in KINDS and _count_nodes(tree) <= MOST_NODES
 
     def sum_over_all(
@@ -423,7 +431,7 @@ class HostMemory:
         combine: Combine,
         out: np.ndarray,
     ) -> HostSum:
-        """Return a sum over all ranks of the world, which share this memory."""
+        """Create a sum over all ranks of the world, all of which must share this memory."""
         width = sum(size for size, _ in pieces)
         plan = plan_of(tree, self._ranks, self.up.rank, width, KINDS[combine, out.dtype])
         return HostSum(plan, pieces, out)
@@ -431,7 +439,7 @@ class HostMemory:
     def exchange(
         self, tag: int, tree: Tree, pieces: Sequence[Piece], combine: Combine, out: np.ndarray
     ) -> Steps:
-        """Fold the nodes of all ranks as the generators of `exchange` do.
+        """Fold the nodes of all ranks; a generator like those in the module `exchange`.
 
         Parameters
         ----------
@@ -444,7 +452,7 @@ class HostMemory:
         combine : callable
             Function that combines two nodes.
         out : ndarray, shape (width,)
-            The root; the generator returns it.
+            Memory for the root (the total), which the generator returns.
         """
         if not self.has_all_ranks:
             return (yield from self._between_hosts(tag, tree, pieces, combine, out))
@@ -489,34 +497,37 @@ class HostMemory:
         return out
 
     def _complete(self, sums):
-        """Advance all sums; return whether some of them are complete."""
+        """Advance all sums; return whether the given sums are complete."""
         self.up.advance()
         self.down.advance()
         return all(host_sum.is_complete for host_sum in sums)
 
     def close(self) -> None:
-        """Free the memory. Collective over the host, and all sums must be complete."""
+        """Free the memory. Collective over the ranks of the host. All sums must be complete."""
         self.up.close()
         self.down.close()
         if self.window is not None:
             self.window.Free()
 
     def leave(self, *owners: Any) -> None:
-        """Use the memory no more, but keep it and `owners`, because other ranks and kernels may."""
+        """Stop using the memory, but keep it and `owners` allocated.
+
+        Other ranks and kernels may still access the memory.
+        """
         self.up.close()
         self.down.close()
         _abandoned.append((self, owners))
 
 
 class Peers:
-    """One rank of each host, as the transport of an exchange among hosts.
+    """A transport for exchanges between hosts, in which one rank represents each host.
 
     Parameters
     ----------
     transport : Transport
-        Sends the messages.
+        The transport that sends the messages.
     ranks : sequence of int
-        The rank of each host.
+        For each host, the rank that represents it.
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
@@ -524,16 +535,16 @@ class Peers:
         self.rank, self.size = ranks.index(transport.rank), len(ranks)
 
     def isend(self, array: Any, dest: int, tag: int) -> Any:
-        """Start sending an array to the peer on a host; return the request."""
+        """Start sending an array to the rank that represents host `dest`; return the request."""
         return self._transport.isend(array, self._ranks[dest], tag)
 
     def irecv(self, array: Any, source: int, tag: int) -> Any:
-        """Start receiving an array from the peer on a host; return the request."""
+        """Start receiving an array from the rank that represents host `source`."""
         return self._transport.irecv(array, self._ranks[source], tag)
 
 
 def _columns(pieces, low, high):
-    """Return the columns [low, high) of pieces that are side by side."""
+    """Return the columns [low, high) of the matrix that the pieces form next to each other."""
     part, start = [], 0
     for size, nodes in pieces:
         first, stop = max(low - start, 0), min(high - start, size)
@@ -544,11 +555,11 @@ def _columns(pieces, low, high):
 
 
 def _window(mpi, comm, nbytes):
-    """Allocate a window of memory that the ranks of `comm` share; return the memory and it."""
+    """Allocate memory that the ranks of `comm` share; return the memory and its MPI window."""
     window = mpi.Win.Allocate_shared(nbytes + LINE if comm.rank == 0 else 0, 1, comm=comm)
     memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
     start = -address_of(memory) % LINE  # the same on all ranks, because pages are aligned
     memory = memory[start : start + nbytes]
-    # each rank touches a part, which is then allocated near its core
+    # Each rank first touches a part of the memory, which is then allocated near the rank's core.
     memory[nbytes * comm.rank // comm.size : nbytes * (comm.rank + 1) // comm.size] = 0
     return memory, window

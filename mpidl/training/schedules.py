@@ -34,7 +34,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
     Raises
     ------
     UserError
-        If the user's schedule function does not return a finite number of at least 0.
+        If a schedule function returns something other than a finite number of at least 0.
     """
     schedule = options.learn_rate_schedule
     if callable(schedule):
@@ -56,7 +56,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
         for _ in range((epoch - 1) // options.learn_rate_drop_period):
             rate *= options.learn_rate_drop_factor
         return rate
-    # Fraction of the iterations after the warm-up that are complete; always below 1.
+    # Of the iterations after the warm-up, the fraction that is complete; always below 1.
     progress = (iteration - 1 - warm) / max(options.epochs * per_epoch - warm, iteration - warm)
     if schedule == "cosine":
         factor = (1 + cosine(progress)) / 2
@@ -87,7 +87,7 @@ def _series(x, first):
 
 
 def _call_schedule(schedule: Callable[[int, int], float], epoch: int, iteration: int) -> float:
-    """Call the user's schedule function and check the rate that it returns."""
+    """Call the user's schedule function, check the learning rate, and return it."""
     rate = schedule(epoch, iteration)
     try:
         number = float(rate)

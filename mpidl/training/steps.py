@@ -2,8 +2,8 @@
 
 Both classes have the same methods. `submit` starts the training step of a mini-batch and returns
 the results that are ready. `drain` waits for all remaining results, and `close` moves the network
-back to host memory. On the host, each step is complete when `submit` returns. On a GPU, the host
-submits up to `STEPS_AHEAD` steps ahead.
+back to host memory. On the host, each step is complete when `submit` returns. On a GPU, up to
+`STEPS_AHEAD` earlier steps may still be running when the next step is submitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpidl.errors import NotFinite, UserError
 from mpidl.training import accumulation, cpu_step
 from mpidl.training.optimizers import Optimizer
 
-STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wait for
+STEPS_AHEAD = 4  # largest number of GPU steps that may be pending when a step is submitted
 
 
 class StepInfo(NamedTuple):
@@ -37,7 +37,7 @@ class StepInfo(NamedTuple):
     epoch, iteration : int
         Epoch and iteration of the step, from 1.
     images : int
-        Number of images of the mini-batch, on all ranks.
+        Number of images in the mini-batch, summed over all ranks.
     learning_rate : float
         Learning rate of the step.
     start : float
@@ -62,9 +62,9 @@ class StepResult(NamedTuple):
         Loss of the mini-batch.
     correct : float or None
         Number of correctly classified images. An image with several labels counts as the
-        fraction of labels that are correct. None if the loss has no classes.
+        fraction of its labels that are correct. None if the loss has no classes.
     images_per_second : float
-        Images of the mini-batch divided by the seconds since the start of the step.
+        Number of images in the mini-batch divided by the seconds since the start of the step.
     """
 
     info: StepInfo
@@ -88,16 +88,17 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     queue_options : dict
         Arguments of `MinibatchQueue` other than datastore, batch size, seed, world and shuffling.
     balancer : LoadBalancer or None
-        Measures each rank's time per block of 16 images.
+        Measures each rank's time per block of 16 images. None if the shares are fixed.
     advice : Callable[[float], str]
-        Function of the learning rate that advises the user about a loss that is not finite.
+        Function that receives the learning rate, and returns advice for the error message about a
+        loss that is not finite.
 
     Returns
     -------
     queue : MinibatchQueue
         The queue that delivers mini-batches for the step.
     step : EagerStep or RecordedStep
-        The step.
+        The object that runs the training steps.
 
     Raises
     ------
@@ -153,9 +154,10 @@ class EagerStep:
         self.observers: list[Callable[[Mapping[str, np.ndarray]], None]] = []
 
     def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """Call a function with the gradients of each mini-batch, {name: array}, before the update.
+        """Register a function that receives the gradients of each mini-batch before the update.
 
-        The optimizer may overwrite the arrays, so the function must not keep them.
+        The gradients are passed as {name: array}. The optimizer may overwrite the arrays, so the
+        function must not keep references to them.
         """
         self.observers.append(observer)
 
@@ -196,7 +198,7 @@ class EagerStep:
         pass
 
     def _raise_fault(self, images, targets, loss, info):
-        """Raise NotFinite, which names the ranks whose images make the loss NaN or infinite."""
+        """Raise a `NotFinite` that names the ranks whose images cause a NaN or infinite loss."""
         gradient = value_and_grad(self.objective)
         own_losses = [gradient(self.net, *part)[0][0] for part in parts_of(images, targets)]
         is_finite = all(np.isfinite(own_loss.local()).all() for own_loss in own_losses)
@@ -211,17 +213,18 @@ class EagerStep:
 
 
 class ReplayedStep(EagerStep):
-    """A training step on the host that is recorded while it runs, and then replayed.
+    """A training step on the host that is recorded once and then replayed.
 
-    The first mini-batch is recorded. The second one is computed both ways: the step stays eager
-    unless both gradients have the same bytes on all ranks. Mini-batches of other sizes, and steps
-    whose spans are stored, run eagerly. Eager and replayed steps exchange the same messages.
+    The first mini-batch is recorded while it is computed eagerly. The second mini-batch is computed
+    both eagerly and by replay. If the two gradients do not have the same bytes on all ranks, all
+    later steps run eagerly. Mini-batches of other sizes, and steps whose spans are stored for a
+    timeline, also run eagerly. Eager and replayed steps exchange the same messages.
 
-    A hook may change settings of the network or of the optimizer, perhaps on one rank alone. This
-    rank runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
+    A hook may change settings of the network or the optimizer, possibly on one rank only. That rank
+    then runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
 
-    Replays update the arrays of the network and of the optimizer in place. The arguments are those
-    of `EagerStep`.
+    Replays update the arrays of the network and the optimizer in place. The constructor takes the
+    same arguments as `EagerStep`.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -266,7 +269,7 @@ class ReplayedStep(EagerStep):
         self._finish(gradients, state)
 
     def _agree(self):
-        """Drop the program unless it is current on all ranks. Collective."""
+        """Discard the program unless it is current on all ranks. Collective."""
         if not self.world.gop("and", self.program.is_current()):
             self.close()
 
@@ -284,7 +287,7 @@ class ReplayedStep(EagerStep):
         self.program, self._recording = None if self._is_off else self._recording, None
 
     def _check(self, images, targets):
-        """Compare the bytes of an eager and a replayed gradient; stay eager if they differ."""
+        """Compare the bytes of an eager and a replayed gradient; stop replaying if they differ."""
         self._agree()
         if self.program is None:
             return
@@ -330,17 +333,17 @@ class RecordedStep:
             raise
 
     def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """Do nothing: the arrays of a recorded step share memory, and are never copied."""
+        """Do nothing: gradients of a recorded step share memory and are not copied to the host."""
 
     def submit(self, images, targets, info: StepInfo) -> Iterator[StepResult]:
-        """Yield the results that are due, then start the training step of a mini-batch.
+        """Yield results of earlier steps, then start the training step of a mini-batch.
 
-        Results are due for all earlier steps except the last `STEPS_AHEAD`.
+        The method waits for all earlier steps except the last `STEPS_AHEAD`.
 
         Parameters
         ----------
         images : Feed
-            The mini-batch from a `DeviceQueue`, which includes the labels.
+            The mini-batch from a `DeviceQueue`, including the labels.
         targets : None
             Not used.
         info : StepInfo
@@ -355,7 +358,7 @@ class RecordedStep:
         return self._results(0)
 
     def close(self) -> None:
-        """Move the network back to host memory, and free the memory of the step."""
+        """Move the network back to host memory, and free the memory of the recorded step."""
         self.pending.clear()
         self.net.to(None)
         self.program = None
@@ -401,7 +404,7 @@ def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) ->
 def _result(info, sums, labels_per_image):
     """Return the StepResult for the sums that the loss returned (see `losses.base.Sums`)."""
     speed, correct = info.images / (time.monotonic() - info.start), None
-    if len(sums) > 2:  # not all labels count
+    if len(sums) > 2:  # the loss ignores some labels
         correct = sums[1] / max(sums[2], 1.0) * info.images
     elif len(sums) == 2:
         correct = sums[1] / labels_per_image

@@ -1,4 +1,4 @@
-"""Test sums in shared memory: by simulated ranks, by threads, and by this session's ranks."""
+"""Test sums in shared memory, on simulated ranks, on threads and on the ranks of this session."""
 
 import gc
 import random
@@ -26,7 +26,7 @@ SUM, MOMENTS = (fold.add, np.add), (fold.merge_moments, fold.merge_moments)
 
 
 def queues_of(ranks):
-    """Return a queue for each of several ranks that share memory in this process."""
+    """Return the queues of several simulated ranks that share memory in this process."""
     nbytes = host_memory.queue_bytes(ranks)
     memory = np.zeros(nbytes + host_memory.LINE, np.uint8)
     start = -host_memory.address_of(memory) % host_memory.LINE
@@ -35,21 +35,21 @@ def queues_of(ranks):
 
 
 def moments(name, blocks, channels):
-    """Return moments of all blocks, some of which have no images."""
+    """Return moments of all blocks. Some blocks have no images."""
     values = wide(name, blocks, 1 + 2 * channels).astype("f8")
     values[:, 0] = np.arange(blocks) % 3
     return np.abs(values)
 
 
 class Job:
-    """Sum over all blocks, computed by several ranks."""
+    """A sum over all blocks, which provides the nodes of each rank and the expected result."""
 
     def __init__(self, values, operations=SUM):
         self.values, (self.combine, oracle) = values, operations
         self.expected = tree_sum(values, 0, len(values), oracle).tobytes()
 
     def pieces(self, tree):
-        """Return a rank's nodes in two pieces, and an array for the root."""
+        """Return a rank's nodes, divided into two values, and an array for the root."""
         counter = Counter(tree, self.combine)
         for block in range(*tree.run):
             counter.push(self.values[block].copy())
@@ -60,7 +60,7 @@ class Job:
         return pieces, np.full(width, np.nan, self.values.dtype)
 
     def of_rank(self, tree):
-        """Return a rank's HostSum if all ranks share memory, and the array for its root."""
+        """Return the HostSum of a rank, for ranks that all share memory, and its root array."""
         pieces, root = self.pieces(tree)
         kind = KINDS[self.combine, root.dtype]
         plan = host_memory.plan_of(tree, (0, len(tree.runs)), tree.rank, len(root), kind)
@@ -68,7 +68,7 @@ class Job:
 
 
 def run(jobs, trees, queues, seed):
-    """Run sums on ranks in random order; return the roots of each rank."""
+    """Run sums on simulated ranks that advance in random order; return each rank's roots."""
     draw = random.Random(seed)
     started = [[] for _ in trees]
     pending = set(range(len(trees)))
@@ -93,7 +93,11 @@ def assert_sums(jobs, roots):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
 def test_all_ranks_get_the_sum_that_the_tree_defines(ranks):
-    """Mix sums of one value, of none, of several chunks and of more chunks than slots."""
+    """Sums of different sizes give the expected bytes on all ranks.
+
+    They include sums without values, of one value, of several chunks, and of more chunks than
+    slots.
+    """
     for blocks, layout in ((1, "equal"), (ranks, "equal"), (13, "equal"), (29, "one has most")):
         large = 700_000 // blocks
         jobs = [
@@ -116,11 +120,11 @@ def test_small_sums_are_folded_by_every_rank_and_large_ones_in_segments():
         for width in (82, 8192, 8193, 10**6)
     ]
     assert [int(plan[5]) for plan in plans] == [1, 1, 0, 0]
-    assert int(plans[3][3]) * host_memory.SLOT_BYTES >= 4 * 10**6  # chunks fit into slots
+    assert int(plans[3][3]) * host_memory.SLOT_BYTES >= 4 * 10**6  # each chunk fits into a slot
 
 
 def test_another_order_of_additions_gives_other_bytes():
-    """Negative control: the sum from left to right differs from the tree's sum."""
+    """Negative control: a sum from left to right has other bytes than the sum of the tree."""
     job, trees = Job(wide(1, 13, 1000)), trees_of(13, 3, "equal")
     plain = fold.Tree(13, trees[0].runs, 0, plain=True)
     joins_of = host_memory._joins_of
@@ -136,7 +140,7 @@ def test_another_order_of_additions_gives_other_bytes():
 
 
 def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
-    """Rank 0 must get ahead by the number of slots, although rank 1 never takes a result."""
+    """Rank 0 can be ahead of rank 1 by the number of slots, but not further."""
     trees, queues = trees_of(2, 2, "equal"), queues_of(2)
     jobs = [Job(wide(n, 2, 6)) for n in range(host_memory.SLOTS + 3)]
     first_sums = [job.of_rank(trees[0]) for job in jobs]
@@ -155,7 +159,7 @@ def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
 
 
 def run_different_sums():
-    """Run one sum on three ranks, of which the last has another shape; return the roots."""
+    """Run a sum on three ranks, with a different shape on the last rank; return job and roots."""
     jobs, trees = [Job(wide(1, 7, 1000)), Job(wide(1, 7, 1001))], trees_of(7, 3, "equal")
     queues = queues_of(3)
     sums = [jobs[rank == 2].of_rank(tree) for rank, tree in enumerate(trees)]
@@ -187,14 +191,17 @@ def test_ranks_that_start_different_sums_raise_an_error(monkeypatch):
 
     host_memory.plan_of.cache_clear()
     monkeypatch.setattr(host_memory, "_plan", without_identity)
-    job, roots = run_different_sums()  # negative control: wrong sums, silently
+    job, roots = run_different_sums()  # negative control: wrong sums without an error
     host_memory.plan_of.cache_clear()
     assert not np.isnan(roots[0]).any() and roots[2][:1000].tobytes() != job.expected
 
 
 @pytest.mark.timeout(120)
 def test_ranks_that_run_at_the_same_time():
-    """Threads share memory like ranks, and kernels run without Python's lock."""
+    """Ranks that run concurrently get the expected sums.
+
+    The ranks are threads, which share memory; kernels run without the interpreter's lock.
+    """
     ranks, blocks = 3, 7
     trees, queues = trees_of(blocks, ranks, "equal"), queues_of(ranks)
     jobs = [Job(wide(n, blocks, 1 + 4000 * (n % 5))) for n in range(40)]
@@ -217,7 +224,7 @@ def test_ranks_that_run_at_the_same_time():
 
 
 class Mailbox:
-    """Transport of simulated ranks that keeps messages until they are received."""
+    """A transport for simulated ranks, which stores messages until they are received."""
 
     def __init__(self, rank, size, letters):
         self.rank, self.size, self.letters = rank, size, letters
@@ -231,7 +238,7 @@ class Mailbox:
         return (source, self.rank, tag), array
 
     def receive(self, requests):
-        """Receive the messages of all requests if all were sent. Return whether they were."""
+        """Receive all messages if all of them have been sent; return whether they were received."""
         receives = [request for request in requests if request is not None]
         if not all(self.letters.get(key) for key, _ in receives):
             return False
@@ -254,7 +261,7 @@ def memories_of(sizes):
 
 
 def exchange_all(jobs, trees, memories, draw):
-    """Run all sums at once on ranks in random order; return the roots of each rank."""
+    """Run all sums at once on ranks that advance in random order; return each rank's roots."""
     pending, roots = [], [[None] * len(jobs) for _ in memories]
 
     def advance(rank, number, steps):
@@ -305,7 +312,7 @@ HOSTS = {
 
 
 def world_on(hosts):
-    """Return a World whose ranks believe that they are on certain hosts."""
+    """Return a World in which the ranks appear to be on the given hosts."""
     world = World(timeout=60)
     world.transport.hosts = [HOSTS[hosts](rank) for rank in range(world.size)]
     return world
@@ -363,7 +370,7 @@ def test_two_worlds_at_once(world):
 
 
 def test_without_room_the_ranks_send_messages(world, monkeypatch):
-    """One host with too little memory is enough, and the bytes are the same."""
+    """If one host has too little free memory, all ranks send messages, with the same results."""
     free_bytes = 0 if world.rank == world.size - 1 else 1 << 40
     monkeypatch.setattr(host_memory, "free_shared_bytes", lambda transport: free_bytes)
     ranks, count = World(timeout=60), 13 * LANES
@@ -382,7 +389,7 @@ def test_without_room_the_ranks_send_messages(world, monkeypatch):
 
 
 def test_a_late_rank_is_waited_for(world):
-    """The other ranks wait in the library at first, then in `Transport.wait_until`."""
+    """The other ranks wait for a late rank, first in the library, then in `wait_until`."""
     count = 5 * LANES
     leaves = leaves_of(count, 1, (20,))
     for late in range(world.size):
@@ -394,21 +401,21 @@ def test_a_late_rank_is_waited_for(world):
 
 @pytest.mark.parametrize("width", [7, 100_000])
 def test_ranks_of_a_job_that_sum_different_shapes(world, width):
-    """Every rank raises the same error, and the job can go on in another world."""
-    count, own, other = 5 * LANES, World(timeout=60), World(timeout=60)
+    """Every rank raises the same error, and the ranks can continue in another world."""
+    count, ranks, other = 5 * LANES, World(timeout=60), World(timeout=60)
     shape = (width + (world.rank == world.size - 1),)
-    partial = partial_of(share(count, own), leaves_of(count, 1, shape))
+    partial = partial_of(share(count, ranks), leaves_of(count, 1, shape))
     if world.size == 1:
-        own.gplus(partial)
+        ranks.gplus(partial)
     else:
         last = world.size - 1
         with pytest.raises(dl.Fault, match=f"rank {last} {width + 1} float32 values: all") as error:
-            own.gplus(partial)
+            ranks.gplus(partial)
         assert len(set(world.allgather(str(error.value)))) == 1
     leaves = leaves_of(count, 1, (width,))
     total = other.gplus(partial_of(share(count, other), leaves))
     assert total.tobytes() == tree_sum(leaves, 0, 5).tobytes()
-    own.close()
+    ranks.close()
     other.close()
 
 
@@ -421,12 +428,12 @@ def unlearnable(x):
 
 
 def test_memory_of_worlds_that_end(world):
-    """Evaluations must keep no memory, and no rank may go on with sums after an exception."""
+    """Evaluations free their shared memory, and no kernel advances sums after an exception."""
 
     def count_maps():
         return Path("/proc/self/maps").read_text().count("/dev/shm")
 
-    count = 16 * world.size  # each rank has images, and raises the exception below
+    count = 16 * world.size  # each rank has images, so each rank raises the exception below
     images = np.random.default_rng(0).integers(0, 200, (count, 1, 12, 12)).astype(np.uint8)
     store, net = dl.ArrayDatastore(images, np.arange(count) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
     dl.evaluate(net, store)

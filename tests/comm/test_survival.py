@@ -1,4 +1,4 @@
-"""Test that a task is called again after losses until all remaining ranks complete it."""
+"""Test that a task is repeated after each loss of ranks, until all remaining ranks complete it."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ class Ranks:
         return value
 
     def task(self, *errors):
-        """Return a task that raises one of these errors per call, and then returns 7."""
+        """Return a task that raises one of the errors in each call, and then returns 7."""
         errors = list(errors)
 
         def run():

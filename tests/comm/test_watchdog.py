@@ -1,4 +1,4 @@
-"""Test that the watchdog ends a process in which MPI blocks, and no other process."""
+"""Test that the watchdog ends a process if and only if MPI blocks or the launcher has ended."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def looks(dog, count, before=lambda: None):
 
 
 def test_a_call_that_does_not_return(dog, capsys):
-    looks(dog, 20)  # while the rank computes
+    looks(dog, 20)  # the rank computes
     assert dog.codes == []
     dog.describe = lambda operation, limit: f"{operation} has taken {limit} s"
     dog.record.begin("MPI_Comm_split", 3.0)
@@ -36,7 +36,7 @@ def test_a_wait_that_polls(dog):
     dog.record.begin("gop max", 3.0)
     looks(dog, 20, before=dog.record.renew)
     assert dog.codes == []
-    looks(dog, 6)  # a poll does not return
+    looks(dog, 6)  # now a poll does not return
     assert dog.codes == [1]
 
 
@@ -50,7 +50,7 @@ def test_many_short_operations(dog):
 
 
 def test_a_launcher_that_has_ended(dog, monkeypatch, capsys):
-    """The ranks of a host are children of the host's launcher until the launcher ends."""
+    """If its parent process changes, a rank ends, because the launcher has ended."""
     monkeypatch.setenv("PMI_SIZE", "3")
     looks(dog, 1)
     assert dog.codes == []

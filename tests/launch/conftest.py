@@ -1,4 +1,4 @@
-"""Provide data fixtures for tests that run whole jobs."""
+"""Define fixtures with data for tests that run whole jobs."""
 
 import jobs
 import numpy as np

@@ -1,6 +1,7 @@
-"""Record kernel calls and their results as a C program that repeats and checks the calls.
+"""Record kernel calls as a C program that repeats the calls and checks their results.
 
-Tests use the program to compare kernels for a machine without Python with this machine's.
+With such a program, tests check the kernels of a machine without Python: the results must have the
+same bytes as on this machine.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ UNRECORDED = ("set_hook", "optimizer_step")  # functions whose arguments are add
 
 
 class Recorder:
-    """Library that records its calls: `text` is the program, and `data` its standard input."""
+    """A kernel library that records its calls as a program `text` with standard input `data`."""
 
     def __init__(self, library):
         self.kernels, self.called = library, []
@@ -83,7 +84,7 @@ class Recorder:
 
 
 class recording:
-    """Context manager that records kernel calls: `with recording() as calls:`."""
+    """Context manager that records the kernel calls of this process in the yielded Recorder."""
 
     def __enter__(self):
         self.before = builds.kernels()

@@ -1,4 +1,4 @@
-"""Pytest plugin that allocates arrays in NumPy's memory, which AddressSanitizer checks."""
+"""Pytest plugin that lets arrays use NumPy's memory, so that AddressSanitizer checks bounds."""
 
 from mpidl.backends.cpu import arenas
 

@@ -1,4 +1,4 @@
-"""Test that a failure in the middle of a job ends all ranks within seconds, with a message."""
+"""Test that a failure in the middle of a job ends all ranks soon, with a short message."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from mpidl.training.files import checkpoint
 
 SLOW = pytest.mark.slow("jobs")
 WAITING = "  all ranks respond, but they wait for different operations:"
-# A user's program in which one rank fails in the way that an argument names.
+# A user's program in which one rank fails in the way given by an argument.
 PROGRAM = """
 import sys
 import mpidl as dl
@@ -92,7 +92,7 @@ def test_a_refusal_of_one_rank(program, rank, prefix):
 @pytest.mark.parametrize(("rank", "fault"), [pytest.param(0, "exit", marks=SLOW), (1, "exit 3")])
 @pytest.mark.slow("jobs")
 def test_a_rank_that_leaves(program, rank, fault):
-    """The other ranks must not wait for a silent rank longer than the time-out."""
+    """If one rank leaves, the job ends with a message about what each rank waits for."""
     result = ended_in(20, 2, program, rank, fault)
     waits = [f"  rank {r}, starting: waits for gop max" for r in (0, 1)]
     waits[rank] = f"  rank {rank}, leaving: waits for the end of the program on all ranks"
@@ -124,7 +124,7 @@ def test_a_rank_that_stops_answering(pictures, tmp_path):
 
 
 def test_a_loss_that_is_not_finite(pictures, tmp_path):
-    """The error must name the step, and non-finite weights must not replace a checkpoint."""
+    """The error names the iteration, and weights that are not finite replace no checkpoint."""
     out = tmp_path / "run"
     options = ["--learning-rate", 1e30, "--checkpoint-every", 1, "--epochs", 3]
     result = jobs.train(3, pictures, out, *options, check=1)
@@ -147,7 +147,7 @@ from mpidl.comm import failure
 def main():
     world = dl.World()
     images = np.random.default_rng(0).random((96, 1, 12, 12), np.float32)
-    images[70] = 3e38  # sums with weights overflow
+    images[70] = 3e38  # weighted sums of these pixels overflow
     train = dl.ArrayDatastore(images, np.arange(96) % 3)
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], (1, 12, 12))
     dl.train(net, train, dl.TrainingOptions(batch_size=96, shuffle="never"), world=world)
@@ -157,7 +157,7 @@ failure.run(main)
 
 
 def test_the_rank_of_an_infinite_image_is_named():
-    """Rank 2 of 3 has images 64 to 95 of 96, so the message must name rank 2."""
+    """The error names rank 2, which has the infinite image: images 64 to 95 of 96."""
     (line,) = jobs.error_lines(pool.run(3, "-c", INFINITE, check=1))
     assert line.startswith("mpidl: the loss is inf at epoch 1, iteration 1, on rank 2; ")
 
@@ -181,7 +181,10 @@ def test_more_ranks_than_blocks(pictures, tmp_path):
     ],
 )
 def test_a_launcher_of_another_mpi(variables, tmp_path):
-    """The launcher starts four jobs of one rank, not a job of four ranks; only one may print."""
+    """Another MPI's launcher is an error, because it starts four jobs of one rank.
+
+    Only the first of these jobs prints the error.
+    """
     words = jobs.command("train", out=tmp_path / "run")
     result = pool.run(None, *words, env=variables, check=2)
     if variables.get("OMPI_COMM_WORLD_RANK") == "1":

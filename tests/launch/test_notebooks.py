@@ -1,4 +1,4 @@
-"""Test `dl.launch` in a Jupyter kernel: live display, an interrupt, a second interrupt."""
+"""Test `dl.launch` in a real notebook kernel: the live display and interrupts."""
 
 import asyncio
 import uuid
@@ -40,7 +40,7 @@ print(result.stopped, result.iterations, len(net.parameters))
 
 
 class Notebook:
-    """Notebook whose cells a kernel executes; some messages interrupt the kernel."""
+    """Executes cells in a kernel, and interrupts the kernel when a message fits a condition."""
 
     def __init__(self, *cells):
         self.book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])

@@ -1,4 +1,4 @@
-"""Test that a resumed run ends with the bytes of an uninterrupted run, on any ranks."""
+"""Test that a resumed run ends with the same bytes as an uninterrupted run, on any ranks."""
 
 import shutil
 
@@ -16,7 +16,10 @@ def uninterrupted(pictures, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def halted(pictures, tmp_path_factory):
-    """Return the folder of a run on 2 ranks that stopped in epoch 2, with checkpoints 6 and 5."""
+    """Return the folder of a run on 2 ranks that stopped in the second epoch.
+
+    Its checkpoints are of iterations 6 and 5.
+    """
     out = tmp_path_factory.mktemp("halted") / "run"
     limits = ["--epochs", 2, "--max-iterations", 6, "--checkpoint-every", 5]
     jobs.train(2, pictures, out, *limits)
@@ -26,7 +29,7 @@ def halted(pictures, tmp_path_factory):
 
 @pytest.fixture
 def copy(halted, tmp_path):
-    """Return a copy of the stopped run's folder, which a test can resume."""
+    """Return a copy of the stopped run's folder, for a test that resumes the run."""
     return shutil.copytree(halted, tmp_path / "run")
 
 

@@ -47,7 +47,10 @@ def test_the_runs_are_trainings_by_hand(pictures, tmp_path):
 @SLOW
 @pytest.mark.timeout(180)
 def test_a_study_grows(pictures, tmp_path):
-    """The same command must repeat no run; a new number of ranks must use the same threads."""
+    """A repeated command repeats no run, and more numbers of ranks can be added.
+
+    All runs have the same number of threads per rank.
+    """
     out = tmp_path / "study"
     options = ("--epochs", 1, "--plots", "none", "--batch-size", 50)
 
@@ -72,7 +75,7 @@ def test_a_study_grows(pictures, tmp_path):
 @SLOW
 @pytest.mark.timeout(240)
 def test_a_stopped_study_resumes_its_run(pictures, tmp_path):
-    """USR1 must stop the training with a checkpoint, and the study's result must not change."""
+    """USR1 stops the study with a checkpoint of its run, and the same command continues it."""
     out = tmp_path / "study"
     options = ("--ranks", 2, "--max-iterations", 200, "--epochs", 10**6)
     words = words_of(pictures, out, *options)
@@ -132,7 +135,7 @@ def test_weak_scaling(pictures, tmp_path):
     ],
 )
 def test_a_prediction(pictures, tmp_path, network, extra):
-    """A short probe on 2 ranks must predict finite times; --table must print them again."""
+    """A short probe of 2 ranks predicts finite times, which --table prints again."""
     out = tmp_path / "study"
     options = ("--probe-ranks", 2, "--probe-seconds", 1, *extra)
     if "best-validation" in extra:
@@ -148,7 +151,7 @@ def test_a_prediction(pictures, tmp_path, network, extra):
     assert record["images"] == (171 if "--timeline" in extra else 189)
     assert bool(record["coupled"]) == (150 not in extra)
     predicted = prediction["rows"][1]["step_seconds"]
-    if record["coupled"]:  # the probe's own ranks need no model
+    if record["coupled"]:  # for the number of ranks in the probe, the time is measured
         assert predicted == pytest.approx(np.median(record["coupled"]))
     assert "Network inside a node: alpha" in result.stdout
     second = launcher.mpirun(
@@ -163,7 +166,7 @@ def test_a_prediction(pictures, tmp_path, network, extra):
 @SLOW
 @pytest.mark.timeout(240)
 def test_a_stopped_probe(pictures, tmp_path):
-    """USR1 must end the probe at any time, and the same command must start the probe again."""
+    """USR1 ends a probe without a traceback, and says that the same command continues it."""
     out = tmp_path / "study"
     options = ("--predict", "1,2", "--probe-ranks", 2, "--probe-seconds", 600)
     with launcher.start(None, *words_of(pictures, out, *options), env=jobs.without_plots()) as job:

@@ -12,7 +12,10 @@ from image_sets import pixels_of, save
 
 @pytest.fixture(scope="module")
 def damaged(pictures, tmp_path_factory):
-    """Return a copy of the pictures with files that are empty, truncated or otherwise invalid."""
+    """Return a copy of the pictures in which four files are damaged.
+
+    One file is empty, one is truncated, one has another size, and one is not an image.
+    """
     folder = shutil.copytree(pictures, tmp_path_factory.mktemp("damaged") / "images")
     (folder / "bar" / "07.png").write_bytes(b"")
     content = (folder / "box" / "33.png").read_bytes()
@@ -63,7 +66,10 @@ def test_a_run_stops_at_such_a_file(damaged, tmp_path):
 
 
 def test_any_ranks_roll_back_alike(pictures, tmp_path):
-    """The bad iteration 6 must restore the state of iteration 4, the end of the first epoch."""
+    """Runs on any number of ranks roll back to the same state, with the same weights.
+
+    The loss of iteration 6 is infinite, so the run returns to the end of epoch 1, iteration 4.
+    """
     network, hashes = jobs.network("infinite_once"), {}
     for ranks in (1, 3):
         out, words = tmp_path / str(ranks), ("--on-nan", "rollback", "--epochs", 2)

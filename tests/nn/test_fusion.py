@@ -1,4 +1,4 @@
-"""Fused layers give the bytes of separate layers, whatever op reads the activation."""
+"""Test that fused layers give the bytes of separate layers for every reading op."""
 
 import numpy as np
 import pytest
@@ -108,7 +108,7 @@ def test_which_layers_are_one_run():
 
 
 def branches(fused):
-    """Return a loss in which built-in ops and a custom op read the same stored activation."""
+    """Return a loss in which built-in ops and a custom op read one activation."""
 
     def loss(p, images, labels):
         arguments = images, p["w1"], p["b1"], p["gamma"], p["beta"]

@@ -1,4 +1,4 @@
-"""Networks: tables, initial learnables, descriptions, and the gradients of the digits network."""
+"""Test networks: tables, initial learnables, descriptions, and gradients of the digits network."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def test_the_printed_summary():
 
 
 def test_initial_learnables_never_change():
-    """Another hash would mean that runs from a seed no longer give their earlier weights."""
+    """With another hash, runs from a seed would no longer give their earlier weights."""
     assert digest(zoo.digits(seed=0)) == DIGITS
     assert digest(zoo.digits(seed=1)) != DIGITS
 
@@ -125,7 +125,7 @@ def test_tables_take_only_what_fits(world):
 
 @dataclass
 class Double(dl.Layer):
-    """A custom layer that doubles its input."""
+    """Custom layer that doubles its input."""
 
     name: str | None = None
 
@@ -174,7 +174,7 @@ def test_the_running_state_moves_by_decay(world):
 
 
 def digit_like(count, sample, dtype=np.float32):
-    """Smooth random images in 0..1 and their labels; float64 images have the float32 values."""
+    """Return smooth random images in 0..1 and labels; float64 images have float32 values."""
     noise = keyed.uniform(7, "images", count * 32 * 32, sample=sample).reshape(count, 1, 32, 32)
     blurred = sum(noise[..., i : i + 28, j : j + 28] for i in range(5) for j in range(5)) / 25
     return blurred.astype(np.float32).astype(dtype), np.arange(count) * 7 % 10
@@ -194,9 +194,10 @@ def relu_masks(net, images, labels):
 def point(world):
     """Return two networks and images, in float32 and float64, with the same active units.
 
-    Of the network's 690,000 ReLU inputs some lie within float32's rounding of 0. If one of them
-    changes its sign, the two gradients belong to different linear pieces, and their difference
-    says nothing about rounding. The fixture therefore uses the first images without such an input.
+    A few of the network's 690,000 ReLU inputs are so close to 0 that rounding to float32 may change
+    their sign. If one sign changes, the two gradients belong to different linear pieces, and their
+    difference says nothing about rounding. The fixture therefore selects the first images without
+    such an input.
     """
     single_net, double_net = zoo.digits(seed=11), in_float64(zoo.digits(seed=11))
     for sample in range(20):
@@ -220,8 +221,8 @@ def test_float32_gradients_of_the_digits_network(world, point, exact_gradients):
     errors = {}
     for name, gradient in gradients.items():
         assert gradient.dtype == np.float32
-        # the gradient of a bias before batch normalization is 0 but for rounding, which is
-        # measured against the gradient of the layer's weights
+        # The gradient of a bias before batch normalization is 0 except for rounding, which is
+        # compared with the gradient of the layer's weights.
         scale_name = name.replace(".bias", ".weight") if name.startswith("conv") else name
         scale = np.linalg.norm(expected[scale_name])
         errors[name] = np.linalg.norm(gradient - expected[name]) / scale

@@ -1,4 +1,4 @@
-"""Let pytest rewrite the assertions in the shared checks of ops, as in a test file."""
+"""Let pytest rewrite the assertions in the shared checks of ops, like in test files."""
 
 import pytest
 

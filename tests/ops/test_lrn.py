@@ -1,4 +1,4 @@
-"""Cross-channel (local response) normalization."""
+"""Test cross-channel (local response) normalization."""
 
 import numpy as np
 import pytest

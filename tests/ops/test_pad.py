@@ -1,4 +1,4 @@
-"""Padding against NumPy's in float64, its gradient, and wrong arguments."""
+"""Compare padding and its gradient with float64 NumPy, and test wrong arguments."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pooling against loops in float64; equal pixels, padding, NaN, and invalid arguments."""
+"""Compare pooling with loops in float64; test equal pixels, padding, NaN, and errors."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def pads(image, size, stride, padding):
-    """Return padding as ((top, bottom), (left, right)); "same" gives ceil(H / stride) windows."""
+    """Return padding as ((top, bottom), (left, right)). "same" gives ceil(H / stride) windows."""
     if padding != "same":
         return tuple(as_pair(side) for side in as_pair(padding))
     sides = []
@@ -55,7 +55,7 @@ def windows(shape, size, stride=None, padding=0):
 
 
 def reference(kind, x, size, stride=None, padding=0, count_padding=True):
-    """Pool one window after the other."""
+    """Pool one window after another."""
     pooled = {}
     for output, rows, columns in windows(x.shape, size, stride, padding):
         window = x[output[0], output[1], rows, columns].astype(np.float64)
@@ -65,7 +65,7 @@ def reference(kind, x, size, stride=None, padding=0, count_padding=True):
 
 
 def gradient(kind, x, dy, size, stride=None, padding=0, count_padding=True):
-    """Return the cotangent of x, window by window; the first of equal pixels is the maximum."""
+    """Return the cotangent of x, window by window. The first of equal pixels is the maximum."""
     dx = np.zeros(x.shape)
     for output, rows, columns in windows(x.shape, size, stride, padding):
         window, into = (
@@ -120,7 +120,7 @@ class TestPool(OpChecks):
     }
     # test_against_loops has all windows
     variants = [f"{kind}, {name}" for kind in KINDS for name in WINDOWS if name not in QUICK]
-    last_block_sizes = (1, 7, 8, 15)  # the reference is slow; more of them below
+    last_block_sizes = (1, 7, 8, 15)  # the reference is slow; a test below has more sizes
     errors = [
         (lambda x, f, i: dl.max_pool2d(np.zeros((5, 1, 9, 9)), 2), TypeError, "a value per image"),
         (lambda x, f, i: dl.average_pool2d(f, 2), ValueError, "expected x of shape"),
@@ -184,7 +184,7 @@ def test_padding_never_wins(world):
 
 
 def test_nan_stays(world):
-    """A NaN pixel makes the loss NaN, which training reports."""
+    """A NaN pixel must make the loss NaN, because training reports a NaN loss."""
     x = np.ones((17, 2, 4, 4), np.float32)
     x[3, 1, 0, 1] = x[16, 0, 3, 3] = np.nan
     for kind in KINDS:
@@ -225,7 +225,7 @@ def test_a_maximum_has_windows_of_at_most_256_pixels(world):
 @each_kind
 @pytest.mark.parametrize("size, stride", [(3, 2), (2, 2), (4, 3), ((5, 2), (1, 3)), (2, 4)])
 def test_same_padding_against_pytorch(world, kind, size, stride):
-    """Compare with PyTorch after explicit padding, which may have one more pixel at the end."""
+    """Compare with PyTorch after explicit padding, which may add one more pixel at the end."""
     torch, functional = torch_functions()
     x = numbers("images", 18, 2, 7, 10)
     (top, bottom), (left, right) = pads((7, 10), as_pair(size), as_pair(stride), "same")

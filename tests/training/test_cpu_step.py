@@ -1,4 +1,4 @@
-"""Recorded training steps on CPUs: the same bytes as eager ones, or eager steps."""
+"""Test that replayed training steps on CPUs give the same bytes as eager steps."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ def run(
 ):
     """Train, and return the step and the losses.
 
-    By default, an epoch has two full mini-batches and one of 20 images.
+    By default, an epoch has two full mini-batches and a mini-batch of 20 images.
     """
     queue = MinibatchQueue(pictures(100) if store is None else store, batch, 0, world)
     step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
@@ -89,7 +89,7 @@ def results(net, optimizer):
 
 
 def assert_equal(net, solver, world, **arguments):
-    """Assert that eager and replayed steps have the same bytes; return the replayed step."""
+    """Assert that eager and replayed steps give the same bytes; return the replayed step."""
     nets = net(), net()
     optimizers = [solver(**net.factors) for net in nets]
     _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
@@ -114,7 +114,7 @@ def test_all_solvers_are_recorded(solver, world):
 
 @pytest.mark.parametrize("transforms", [(Rate,), (functools.partial(Clip, 1.0), Rate)])
 def test_separate_transforms_on_ranks_without_images(transforms, world):
-    """The update must not take the memory of gradients that are the same on all ranks."""
+    """The update must not overwrite the memory of gradients that are equal on all ranks."""
 
     def solver(**factors):
         factors.pop("l2_factors")
@@ -140,7 +140,7 @@ def test_networks_of_the_zoo_are_recorded(net, world):
 
 @pytest.fixture
 def stale_samples(monkeypatch):
-    """Let replays drop out the elements of the first mini-batch."""
+    """Make replays reuse the dropout mask of the first mini-batch, which is wrong."""
     set_samples = cpu_step.StepProgram._set_samples
 
     def set_once(self, batch):
@@ -202,10 +202,11 @@ def decayed(step):
     step.net.layers[1].decay = 0.5
 
 
-@pytest.mark.parametrize("iteration", [1, 4, 6])  # before the check, in an epoch, at its end
+# iterations before the check of the recording, in an epoch, and at the end of an epoch
+@pytest.mark.parametrize("iteration", [1, 4, 6])
 @pytest.mark.parametrize("change", [halved, swapped, decayed])
 def test_a_change_on_one_rank_alone(change, iteration, world):
-    """A rank that recorded its step alone would agree alone, and the job would hang."""
+    """A rank that recorded again on its own would wait for the others, and the job would hang."""
 
     def change_on_last_rank(step, number):
         if number == iteration and world.rank == world.size - 1:
@@ -249,7 +250,7 @@ def test_trainings_replay_steps(world, monkeypatch):
         ),
     )
     recorded, _ = trained(world)
-    assert len(counts) == 3  # 6 mini-batches: one is recorded, and two are smaller
+    assert len(counts) == 3  # of 6 mini-batches, one is recorded, and two are smaller
     eager, _ = trained(world, graphs="off")
     assert len(counts) == 3
     assert weights_sha256(recorded) == weights_sha256(eager)
@@ -276,7 +277,7 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
 
 @dataclasses.dataclass
 class Doubled(dl.ReLU):
-    """A layer of a user, whose Python code runs in each step."""
+    """A user's layer, whose Python code must run in each step."""
 
     def forward(self, x, context):
         return super().forward(x, context) * 2.0
@@ -297,6 +298,6 @@ def test_custom_parts_stay_eager():
 
 def test_what_numpy_computes_stays_eager(world):
     def net():
-        return small(dl.PReLU())  # NumPy folds the gradient of its slopes
+        return small(dl.PReLU())  # NumPy sums the gradient of the slopes
 
     assert assert_equal(net, SOLVERS["sgdm"], world).program is None

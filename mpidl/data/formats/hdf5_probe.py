@@ -5,8 +5,9 @@ never return, and no exception handler can catch this. Therefore, a helper proce
 and reads the attributes and the first, middle and last rows of all datasets. If the helper crashes,
 does not finish, or allocates more memory than the datasets need, the file is rejected.
 
-Only rank 0 tests data sets, models and checkpoints. Rank 0 starts the helper when it opens its
-first HDF5 file. The helper ends after `IDLE` seconds without work. The helper imports h5py and
+A process starts the helper when it opens its first HDF5 file. Usually, only rank 0 opens data sets,
+models and checkpoints. If all ranks of a host load the same model at the same time, only one of
+them starts a helper. The helper ends after `IDLE` seconds without work. It imports h5py and
 NumPy, but no module of mpidl.
 """
 
@@ -38,7 +39,9 @@ _owner = -1  # ID of the process that started the helper; a forked child starts 
 _problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
 
 
-def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> str | None:
+def problem_of(
+    path: str | os.PathLike, stamp: object, stream: Any = None, is_shared: bool = False
+) -> str | None:
     """Let the helper read an HDF5 file, and describe the problem if reading fails.
 
     Parameters
@@ -49,6 +52,8 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
         A value that changes whenever the file changes.
     stream : binary file, optional
         Open file, if the file is not on a file system. This process sends its bytes to the helper.
+    is_shared : bool
+        Whether other ranks of this host may open the same file at the same time.
 
     Returns
     -------
@@ -60,8 +65,16 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
     if key not in _problems:
         while len(_problems) >= 16:
             del _problems[next(iter(_problems))]
-        _problems[key] = _ask(key[0], stream)
+        _problems[key] = _ask_once(key) if is_shared else _ask(key[0], stream)
     return _problems[key]
+
+
+def _ask_once(key):
+    """Return the problem that one rank of this host finds for all its ranks, or None."""
+    from mpidl.data.formats.shared_answer import shared_answer  # the helper must not import it
+
+    answer = shared_answer(key, lambda: f"problem: {_ask(key[0], None) or ''}", 2 * SECONDS)
+    return answer.removeprefix("problem: ") or None
 
 
 def _ask(path, stream):

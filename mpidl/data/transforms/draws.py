@@ -120,6 +120,8 @@ def boxes(
         top[take] = np.floor((rows - h + 1) * attempt[2]).astype(np.int64)[take]
         left[take] = np.floor((columns - w + 1) * attempt[3]).astype(np.int64)[take]
         fits |= take
+        if fits.all():
+            break
     return top, left, height, width, fits
 
 
