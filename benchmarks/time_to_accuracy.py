@@ -1,12 +1,12 @@
-"""`python -m benchmarks time_to_accuracy`: train to an accuracy, against PyTorch, in turns.
+"""`python -m benchmarks time_to_accuracy`: train to an accuracy, alternating with PyTorch.
 
-Both sides have the same recipe: the network and its initial weights, the learning rate of each
+Both sides use the same recipe: the network and its initial weights, the learning rate of each
 iteration, Nesterov momentum, label smoothing, the moving average of the weights, and the random
-changes of images. They draw different random numbers, so the accuracies differ slightly. PyTorch's
-variants first take a few steps, and the fastest one trains.
+changes of images. The sides draw different random numbers, so the accuracies differ slightly.
+PyTorch's variants first take a few steps, and the fastest variant trains.
 
-A training ends after the epoch with which the accuracy on the test images is reached. Its time is
-that of the training alone: reading the data, statistics, compiling, and the tests are not timed.
+A training ends after the epoch in which the accuracy on the test images is reached. The time covers
+only the training, and not reading the data, statistics, compiling, or tests.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 
-PATIENCE = 3600.0  # seconds to wait for a training
+PATIENCE = 3600.0  # maximum duration of a training in seconds
 QUIET: dict[str, Any] = {"plots": "none", "verbose": "off", "verbose_every": 0}
 TASK = ("network", "data", "epochs", "threads", "accuracy", "seed")
 
@@ -114,7 +114,7 @@ def open_images(path: str) -> tuple[Any, Any]:
 
 
 def recipe(job: argparse.Namespace, seed: int) -> TrainingOptions:
-    """Return the options of both sides; every mini-batch is full, so that PyTorch compiles once."""
+    """Return the options of both sides; mini-batches are full, so PyTorch compiles only once."""
     return TrainingOptions.from_recipe(
         job.network,
         epochs=job.epochs,
@@ -126,7 +126,7 @@ def recipe(job: argparse.Namespace, seed: int) -> TrainingOptions:
 
 
 class Clock:
-    """A hook that measures the time and, with the clock stopped, the accuracy of each epoch."""
+    """Hook that measures the time and the accuracy of each epoch; tests are not timed."""
 
     def __init__(self, test, accuracy: float) -> None:
         self.test, self.accuracy = test, accuracy
@@ -150,7 +150,7 @@ class Clock:
         self._start = time.perf_counter()
 
     def result(self) -> dict[str, Any]:
-        """Return the result of the training, as `describe` expects it."""
+        """Return the result of the training, in the form that `describe` takes."""
         is_reached = self.accuracies[-1] >= self.accuracy
         return {
             "seconds": self.seconds if is_reached else None,

@@ -1,8 +1,8 @@
-"""Train a network of the zoo by its recipe in PyTorch: `python -m benchmarks.torch_training TASK
-ADDRESS`, the other side of `python -m benchmarks time_to_accuracy`.
+"""Train a network of the zoo by its recipe in PyTorch.
 
-The images are in memory as one tensor, and each mini-batch is cut, mirrored and erased by a few
-tensor operations, which is faster than a DataLoader.
+`python -m benchmarks time_to_accuracy` starts this side of the comparison as `python -m
+benchmarks.torch_training TASK ADDRESS`. The images are one tensor in memory. A few tensor
+operations crop, mirror and erase each mini-batch, which is faster than a DataLoader.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from mpidl.nn import Network, zoo
 from mpidl.training.schedules import rate_of
 from mpidl.training.whitening import whiten
 
-ATTEMPTS = 10  # rectangles that are drawn per image; the first one that fits is erased
+ATTEMPTS = 10  # rectangles drawn per image; the first that fits is erased
 WARM_UP, TIMED = 3, 15  # steps of each variant
 TEST_BATCH = 1000
 
@@ -36,7 +36,7 @@ class Images:
     normalization : Normalization
         Normalization with one centre and divisor per channel.
     options : TrainingOptions
-        The recipe; the options `flip` (none or x), `flip_mode`, `translate`, `erase`, `erase_area`
+        Recipe whose options `flip` (none or x), `flip_mode`, `translate`, `erase`, `erase_area`
         and `erase_aspect` apply.
     """
 
@@ -57,7 +57,7 @@ class Images:
         self.first_flips = torch.rand(len(padded)) < 0.5
 
     def normalized(self, pixels):
-        """Return pixels as the network receives them."""
+        """Return pixels normalized for the network."""
         return (pixels.float() - self.centre) / self.divisor
 
     def order(self):
@@ -65,7 +65,7 @@ class Images:
         return self.torch.randperm(len(self.padded))
 
     def batch(self, indices, epoch: int):
-        """Return changed images and their labels."""
+        """Return augmented images and their labels."""
         torch, options, count = self.torch, self.options, len(indices)
         channels, height, width = self.shape
         top, left = torch.randint(0, 2 * options.translate + 1, (2, count, 1))
@@ -113,14 +113,14 @@ class Images:
 
 
 class Model:
-    """A network of the zoo in PyTorch, with the optimizer and the averages of a recipe.
+    """Network of the zoo in PyTorch, with the optimizer and the weight average of a recipe.
 
     Parameters
     ----------
     net : Network
-        The network, with its initial weights.
+        Network with its initial weights.
     options : TrainingOptions
-        The recipe.
+        Recipe.
     variant : str
         "eager", "channels_last" or "compile", or the last two joined by "+".
     """
@@ -157,7 +157,7 @@ class Model:
         self.model = torch.compile(self.module) if "compile" in words else self.module
 
     def step(self, images, labels, rate: float) -> None:
-        """Take a training step, and update the averages of the weights."""
+        """Take a training step, and update the average of the weights."""
         torch, options = self.torch, self.options
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -222,7 +222,7 @@ def main() -> None:
         return {"versions": {"torch": torch.__version__}, "arithmetic": arithmetic}
 
     def variants(names):
-        """Time some steps of each variant, and keep the fastest one for the trainings."""
+        """Time some steps of each variant, and keep the fastest variant for the trainings."""
         nonlocal fastest
         seconds, failed = {}, {}
         net, size = network(job.seed), options.batch_size
@@ -248,11 +248,11 @@ def main() -> None:
         return _train(model, images, test_images, test_labels, job, options)
 
     turns.serve(address, 0, describe, variants, training)
-    os._exit(0)  # some libraries have threads that do not end by themselves
+    os._exit(0)  # some libraries have threads that never end
 
 
 def _warm_up(model: Model, images: Images, options) -> None:
-    """Let PyTorch compile the model, and restore its state."""
+    """Let PyTorch compile the model, and restore the model's state."""
     state = copy.deepcopy(model.module.state_dict())
     model.step(*images.batch(images.order()[: options.batch_size], 1), 0.0)
     model.module.load_state_dict(state)
@@ -263,7 +263,7 @@ def _warm_up(model: Model, images: Images, options) -> None:
 def _train(
     model: Model, images: Images, test_images, test_labels, job: argparse.Namespace, options
 ) -> dict[str, Any]:
-    """Train until the accuracy is reached, and return the result as `Clock.result` does."""
+    """Train until the accuracy is reached, and return a result like `Clock.result`."""
     seconds, iteration, accuracies = 0.0, 0, []
     per_epoch = len(images.padded) // options.batch_size
     for epoch in range(1, options.epochs + 1):

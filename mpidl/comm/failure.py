@@ -42,7 +42,7 @@ def launched_ranks() -> tuple[str, int] | None:
 
 
 def launched_rank() -> int:
-    """Return the rank of this process from the launcher's environment variables, or 0 without any.
+    """Return this process's rank from environment variables of the launcher; 0 without a launcher.
 
     This function can be called before a `World` exists.
     """
@@ -187,7 +187,7 @@ def run(main: Callable[[], int]) -> None:
 
 
 def _exit_code(end):
-    """Return the exit code of a SystemExit; print its argument if it is a string, like Python."""
+    """Return the exit code of a SystemExit; print a string argument, as Python does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr, flush=True)

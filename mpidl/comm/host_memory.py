@@ -19,7 +19,7 @@ is done by kernels/cpu/sums.c, because the counts must be written and read in a 
 NumPy does not guarantee.
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
-host exchanges these nodes by messages, like `exchange` does among ranks, and distributes the root
+host exchanges these nodes by messages, as `exchange` does among ranks, and distributes the root
 through a second set of slots. Large sums are divided into segments, which the first few ranks of
 each host exchange in parallel. The roots are distributed in the order of the sums, although their
 messages may arrive in a different order.
@@ -347,7 +347,7 @@ class Completion:
         return self._sum.is_complete
 
     def wait(self) -> None:
-        """Wait for the sum, for at most `patience` seconds of the queue."""
+        """Wait for the sum, for at most the queue's `patience` in seconds."""
         self._queue.wait(self._sum)
 
 

@@ -1,4 +1,4 @@
-"""Send objects between ranks, sum values over ranks in the background, and message rank 0."""
+"""Send objects between ranks, and sum values over ranks while other work continues."""
 
 from __future__ import annotations
 

@@ -171,6 +171,6 @@ def ranks_by_host(ranks: Sequence[tuple[str, Cores]]) -> dict[str, list[int]]:
 
 
 def usable_cores(cores: Sequence[Cores]) -> int:
-    """Return the number of cores that the ranks of a host may use together at a time."""
+    """Return the number of cores that the ranks of a host may use at the same time."""
     quotas = [rank.quota for rank in cores if rank.quota is not None]
     return min([len({core for rank in cores for core in rank.allowed}), *quotas])

@@ -43,7 +43,7 @@ def refusal(mpi: Any, size: int) -> str | None:
     Returns
     -------
     str or None
-        The required launcher with the right command, and the actual launcher. None if the job can
+        Text that names the required launch command and the actual launcher. None if the job can
         survive the loss of ranks, or if it has only one rank.
     """
     if size == 1:

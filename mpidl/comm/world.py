@@ -421,6 +421,11 @@ class World(Messaging):
         ----------
         recorder : Recorder
             The recorder of the step's kernel calls, which also records the sums.
+
+        Returns
+        -------
+        RecordedWorld
+            A world with the ranks of this world.
         """
         return RecordedWorld(self, recorder)
 

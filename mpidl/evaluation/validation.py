@@ -155,7 +155,7 @@ class Validation:
         self.store, self.world, self.loss_function = options.validation, world, loss
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
-        self.prefetch = options.prefetch
+        self.prefetch, self.metrics = options.prefetch, options.metrics or ()
         self.bad_images = BadImages.of_options(options)
         self.keeps_best = options.output_network == "best-validation"
         self.last: Evaluation | None = None
@@ -206,6 +206,7 @@ class Validation:
             self.store,
             world=self.world,
             prefetch=self.prefetch,
+            metrics=self.metrics,
             bad_images=self.bad_images,
             signals=signals,
             loss=self.loss_function,

@@ -68,6 +68,7 @@ class Metrics:
         images_per_second: float | None,
         seconds: float,
         accuracy: float | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Append a record.
 
@@ -90,6 +91,8 @@ class Metrics:
             Time since the start of the run, in seconds.
         accuracy : float, optional
             Accuracy; None if the loss has no classes.
+        metrics : mapping, optional
+            Other metrics of a validation by name, such as {"f1": 0.9}.
 
         Raises
         ------
@@ -107,6 +110,8 @@ class Metrics:
         record["learning_rate"] = number(learning_rate)
         record["images_per_second"] = number(images_per_second)
         record["seconds"] = number(seconds)
+        if metrics is not None:
+            record["metrics"] = {name: number(value) for name, value in metrics.items()}
         self._append(record)
 
     def record_ranks(self, epoch: int, iteration: int, fields: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ class StepProgram:
         Provides images and labels for the recording, and uploads the images and labels of each
         mini-batch.
     counts : Counts
-        Receives the number of images in each mini-batch, which means over images divide by.
+        Receives the number of images in each mini-batch, by which kernels divide sums over images.
     graphs : bool
         Whether to capture the program as CUDA graphs.
     """

@@ -90,7 +90,7 @@ class Position:
 
     @property
     def rate_factor(self) -> float:
-        """Factor by which all learning rates are multiplied. Each rollback halves it."""
+        """Factor by which all learning rates are multiplied. Each rollback halves the factor."""
         return RATE_FACTOR**self.rollbacks
 
     @property

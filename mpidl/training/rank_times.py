@@ -67,7 +67,7 @@ class RankTimesHook:
             self._record(trainer, trainer.position.epoch)
 
     def _record(self, trainer, epoch):
-        """Write the record of the time since the last one. Collective."""
+        """Write a record of the time since the last record. Collective."""
         if trainer.writer.out is None:
             return
         self.recorded = trainer.position.iteration

@@ -13,7 +13,7 @@ from decimal import Decimal
 from mpidl.errors import UserError
 from mpidl.training.options.training_options import TrainingOptions
 
-SCALING_EPOCHS = 5  # of the warm-up of Goyal et al., "Accurate, large minibatch SGD", 2017
+SCALING_EPOCHS = 5  # length of the warm-up in Goyal et al., "Accurate, large minibatch SGD", 2017
 ENDING = ("cosine", "polynomial")  # schedules that depend on the number of epochs
 
 
@@ -56,7 +56,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
         for _ in range((epoch - 1) // options.learn_rate_drop_period):
             rate *= options.learn_rate_drop_factor
         return rate
-    # Of the iterations after the warm-up, the fraction that is complete; always below 1.
+    # Fraction of the iterations after the warm-up that are complete; always below 1.
     progress = (iteration - 1 - warm) / max(options.epochs * per_epoch - warm, iteration - warm)
     if schedule == "cosine":
         factor = (1 + cosine(progress)) / 2

@@ -65,7 +65,7 @@ def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:
-    """Return {"bad_images": {set name: {index: reason}}} for a checkpoint; {} without any."""
+    """Return {"bad_images": {set name: {index: reason}}}; {} if no image was skipped."""
     reasons = {name: bad.reasons for name, (_, bad) in sets_of(trainer).items() if len(bad)}
     return {"bad_images": reasons} if reasons else {}
 

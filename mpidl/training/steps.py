@@ -374,7 +374,7 @@ class RecordedStep:
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
-    """Apply an optimizer, and return the new parameters in the order of the old ones.
+    """Apply an optimizer, and return the new parameters in the order of the old parameters.
 
     Raises
     ------

@@ -407,7 +407,8 @@ class Trainer:
         rate, seconds = self.optimizer.learning_rate, position.seconds
         numbers = evaluation.loss, rate, None, seconds, evaluation.accuracy
         epoch = position.epoch if position.batch else position.epoch - 1
-        self.writer.record("validation", epoch, position.iteration, *numbers)
+        values = None if evaluation.metrics is None else evaluation.metrics.values
+        self.writer.record("validation", epoch, position.iteration, *numbers, metrics=values)
         if announce:
             self.console.validation(position.iteration, evaluation)
 

@@ -75,7 +75,7 @@ class WeightAverage:
         return 1 / count
 
     def _count(self, iteration, per_epoch):
-        """Return how many weights the average includes, and whether it gets this iteration's."""
+        """Return how many iterations the average includes, and whether it includes this one."""
         options, is_ema = self.options, self.options.average == "ema"
         first_epoch = options.average_start or (1 if is_ema else options.epochs * 3 // 4 + 1)
         interval = options.average_every or (1 if is_ema else per_epoch)

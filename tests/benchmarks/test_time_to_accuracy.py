@@ -1,4 +1,4 @@
-"""The time to an accuracy: results, and PyTorch's side of the recipe; times are not tested."""
+"""Test the time to an accuracy: results, and PyTorch's side of the recipe, but no times."""
 
 import argparse
 
@@ -45,7 +45,7 @@ def test_the_clock_ends_a_training(world):
 
 
 def changed(options, count=64, epoch=1):
-    """Return (images, changed images in float, normalized images), all of PyTorch's side."""
+    """Return (images, augmented float images, normalized images) of PyTorch's side."""
     from benchmarks.torch_training import Images
 
     torch.manual_seed(0)
@@ -99,9 +99,9 @@ def test_rectangles_are_erased():
 
 @pytest.mark.parametrize("variant", ["eager", "channels_last"])
 def test_a_step_is_that_of_the_recipe(variant):
-    """Weights, averages and a frozen whitening layer after three steps, next to `dl.train`.
+    """Compare weights, averages and a frozen whitening layer with `dl.train` after three steps.
 
-    The rate is constant, because PyTorch's momentum rescales earlier steps when it changes.
+    The rate is constant, because PyTorch's momentum rescales earlier steps if the rate changes.
     """
     from benchmarks.torch_training import Model
 

@@ -22,7 +22,7 @@ def rank():
 
 
 def guard(*words, timeout=0.2):
-    """Start the exit guard like a rank does, with "PID TICK NAME" of each process to watch."""
+    """Start the exit guard as a rank does, with "PID TICK NAME" of each process to watch."""
     command = [sys.executable, "-I", "-S", exit_guard.__file__, str(timeout), *words]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -36,7 +36,7 @@ def test_a_wait_that_polls(dog):
     dog.record.begin("gop max", 3.0)
     looks(dog, 20, before=dog.record.renew)
     assert dog.codes == []
-    looks(dog, 6)  # now a poll does not return
+    looks(dog, 6)  # a poll of MPI does not return
     assert dog.codes == [1]
 
 

@@ -296,3 +296,27 @@ def test_a_fraction_of_the_training_set_validates(world):
     assert "--validation-fraction 0.01: expected training and validation images" in text
     _, result = trained(world, store=pictures(90), validation_fraction=0.2, epochs=3)
     assert result.iterations == 6 and result.best_iteration == 6
+
+
+def test_validations_record_metrics(world, tmp_path):
+    """The values are those of an evaluation at that moment, and change nothing else."""
+    out, values = world.broadcast(str(tmp_path)), []
+
+    class Evaluated:
+        def step(self, trainer):
+            metrics = dl.evaluate(trainer.net, HELD_OUT, world=world, metrics="f1,recall").metrics
+            values.append([metrics["f1"], metrics["recall"]])
+
+    options = RUN | {"validation": HELD_OUT, "validation_frequency": 1}
+    net, plain = small(), small()
+    settings = dl.TrainingOptions(metrics="f1,recall", **options)
+    result = dl.train(net, pictures(100), settings, world=world, hooks=[Evaluated()], out=out)
+    dl.train(plain, pictures(100), dl.TrainingOptions(**options), world=world)
+    assert weights_sha256(net) == weights_sha256(plain)
+    series = [result.history.validation]
+    if world.rank == 0:
+        series.append(dl.history(out).validation)
+    for validations in series:
+        assert list(validations.metrics) == ["recall", "f1"]
+        columns = [validations.metrics["f1"], validations.metrics["recall"]]
+        assert np.array_equal(np.transpose(columns), values) and len(set(values[0])) == 2

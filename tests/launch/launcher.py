@@ -25,7 +25,7 @@ class Result(NamedTuple):
 
 
 def environment(extra=None):
-    """Return environment variables for a job: those of this process and `extra`.
+    """Return environment variables for a job: the variables of this process, and `extra`.
 
     Variables of launchers are removed. The checkout comes first on PYTHONPATH. The folder of this
     Python comes first on PATH, so that `mpirun` and `python` come from the same installation. Open

@@ -229,7 +229,7 @@ def test_pack_and_predict(store, photos, pictures, expected, tmp_path):
     launcher.mpirun(None, "-m", *words, env=env, check=0)
     launcher.mpirun(None, "-m", "mpidl.pack", pictures, tmp_path / "local.h5", check=0)
     for name in ("remote.h5", "local.h5"):
-        with h5py.File(tmp_path / name) as file:  # this checksum covers those of all images
+        with h5py.File(tmp_path / name) as file:  # this checksum covers the checksums of all images
             checksums.append(file.attrs["sha256"])
     assert checksums[0] == checksums[1]
     words = jobs.command("pack", photos, "s3://bucket/packed.h5", network=None)

@@ -186,7 +186,7 @@ def test_one_thread_and_two_give_the_same_weights(world, run):
             to_labels(2),
             with_labels,
             "binary-crossentropy",
-            r"outputs of shape \(3,\), as the targets'",
+            r"outputs of shape \(3,\), like the targets",
         ),
         (to_labels(), lambda: dl.ArrayDatastore(pixels_of(9)), "binary-crossentropy", "found none"),
         (

@@ -1,4 +1,4 @@
-"""Test that frozen layers have no backward pass and do not change; test rate factors."""
+"""Test frozen layers, which have no backward pass and do not change, and learning-rate factors."""
 
 import collections
 import json
@@ -52,7 +52,7 @@ def training_step(world, net, **batch_options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the calls of backward functions as {function: [flags of needed gradients]}."""
+    """Record the calls of backward functions: {function: [argument `needs` of each call]}."""
     calls = collections.defaultdict(list)
 
     def counted(name, function):
@@ -80,7 +80,7 @@ def test_backward_stops_above_frozen_layers(world, calls, fuse):
     net.freeze("conv1", "batchnorm1", "conv2", "batchnorm2")
     _, gradients, state = training_step(world, net)
     assert len(calls["conv2d_backward"]) == 1 and len(calls["dense_backward"]) == 1
-    assert calls["conv2d_backward"][0][:3] == (False, True, True)  # no gradient of its images
+    assert calls["conv2d_backward"][0][:3] == (False, True, True)  # no gradient of the images
     assert list(gradients) == list(net.parameters)[8:]
     for name, value in state.items():
         assert (value is net.state[name]) == (name.split(".")[0] != "batchnorm3")
@@ -97,7 +97,7 @@ def test_backward_stops_above_frozen_layers(world, calls, fuse):
 
 
 def test_freezing_keeps_the_gradients_above(world):
-    """Freezing a layer without batch normalization must change no forward value."""
+    """Freezing a layer without batch normalization does not change the other gradients."""
     stack = [dl.Conv2D(3, 6), dl.ReLU(), *conv_norm_relu(3, 6), dl.Dense(4)]
     net = dl.Network(stack, SHAPE, seed=1)
     expected_loss, expected, _ = training_step(world, net)
@@ -157,7 +157,7 @@ def test_a_frozen_normalization_uses_its_running_state(world):
 
 
 def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(world):
-    """MATLAB freezes a batch normalization in this way."""
+    """This is how MATLAB freezes a batch normalization."""
     norm = dl.BatchNorm(scale_learn_rate_factor=0.0, offset_learn_rate_factor=0.0)
     net, plain = (
         network([dl.Conv2D(3, 4), layer, dl.ReLU(), dl.Dense(4)])
@@ -175,7 +175,7 @@ def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(w
 def test_a_frozen_dropout_drops_nothing(world):
     net = dl.Network([dl.Dropout(0.5)], SHAPE)
     images, _ = batch_of(world)
-    dropped = all_images(world, net.bind({})(images))  # some ranks may have no images
+    dropped = all_images(world, net.bind({})(images))  # of all ranks: a rank may have no images
     assert (dropped == 0).mean() > 0.4
     net.freeze("dropout1")
     assert net.bind({})(images).local().tobytes() == images.local().tobytes()
@@ -219,7 +219,7 @@ def test_the_factors_of_layers_reach_the_optimizer():
 
 
 def test_training_keeps_frozen_layers_and_applies_factors(world):
-    """In `dl.train`, frozen layers must keep their bytes, and a factor must multiply the rate."""
+    """In `dl.train`, frozen layers keep their bytes, and a factor multiplies the learning rate."""
     images = (numbers("train", 48, *SHAPE, low=0) * 255).astype(np.uint8)
     store = dl.ArrayDatastore(images, np.arange(48) % 4)
     options = dl.TrainingOptions(epochs=1, batch_size=48, learning_rate=0.01, l2=0.0)
@@ -241,7 +241,7 @@ def test_training_keeps_frozen_layers_and_applies_factors(world):
 
 def test_a_resumed_run_may_not_freeze_other_layers():
     net = network()
-    specs = json.loads(json.dumps(net.spec()))  # like in a checkpoint
+    specs = json.loads(json.dumps(net.spec()))  # as in a checkpoint
     now = {"options": dl.TrainingOptions().as_dict(), "network": specs, "fingerprint": "f"}
     changed_on_resume(now, {**now, "network": network().spec()})
     frozen = {**now, "network": net.freeze("conv1").spec()}

@@ -1,4 +1,4 @@
-"""Test that fused layers give the bytes of separate layers for every reading op."""
+"""Check that fused layers give the bytes of separate layers, whatever op reads the activation."""
 
 import numpy as np
 import pytest
@@ -108,7 +108,10 @@ def test_which_layers_are_one_run():
 
 
 def branches(fused):
-    """Return a loss in which built-in ops and a custom op read one activation."""
+    """Return a loss in which built-in ops and a custom op read the same activation.
+
+    `fused` is whether one op computes convolution, batch normalization and ReLU.
+    """
 
     def loss(p, images, labels):
         arguments = images, p["w1"], p["b1"], p["gamma"], p["beta"]

@@ -1,4 +1,4 @@
-"""Test layers of every kind in one network, softmax, dropout, losses, and wrong arguments."""
+"""Test all layers in one network, softmax, dropout and losses, and errors for wrong arguments."""
 
 import re
 
@@ -55,7 +55,7 @@ def test_shapes_and_learnables():
 
 
 def test_arguments_may_be_numbers_of_numpy(tmp_path):
-    """Layers must convert them to Python numbers, so that files and messages do not change."""
+    """Layers convert NumPy numbers to Python numbers, so files and messages are the same."""
     two, half = np.int64(2), np.float32(0.5)
     layers = [
         dl.Conv2D((two, 3), np.int16(8), stride=[two, 1], padding=np.uint8(1), groups=two),
@@ -125,7 +125,7 @@ def test_layers_without_bias_compute_what_a_fixed_bias_of_0_does(world):
 
 
 def test_a_network_of_them_gives_the_same_bytes(world):
-    """All layers, fused or not, must give the same bytes on any ranks and from a file."""
+    """The bytes are the same on any number of ranks, fused or not, and from a model file."""
     batch = {"epoch": 2, "seed": 5}
     arguments = network(), mini_batch(SingleRank(), **batch), squared_error
     expected = step_bytes(SingleRank(), *arguments)
@@ -147,16 +147,16 @@ def test_prediction_drops_nothing(world):
 
 
 def test_gradients_of_a_network_of_them(world):
-    """Check gradients in float64, along one random direction of images and learnables."""
+    """Check the gradients in float64, along one random direction of images and learnables."""
     images, targets = mini_batch(world, np.float64)
     net = in_float64(network())
-    net.fuse = False  # images are differentiated too
+    net.fuse = False  # because the images are differentiated too
 
     def loss(x, *learnables):
         bound = net.bind(dict(zip(net.parameters, learnables, strict=True)))
         return dl.mean_squared_error(bound(x), targets)
 
-    # with a small step, no maximum or ReLU flips
+    # the step is small, so that no ReLU flips and no maximum moves
     args = images, *net.parameters.values()
     assert dl.check_vjp(loss, *args, step=1e-7, tolerance=1e-5) < 1e-5
 
@@ -172,7 +172,7 @@ def test_softmax_goes_over_the_channels_of_each_pixel(world):
 
 @pytest.mark.parametrize("op", [dl.softmax_cross_entropy, dl.mean_squared_error])
 def test_losses_read_an_activation_that_is_not_stored(world, op):
-    """A convolution, batch normalization and ReLU at the end may run as one op or three."""
+    """The network ends with convolution, batch normalization and ReLU, as one op or three ops."""
     images = blocked(world, numbers("images", 21, 2, 3, 5, dtype=np.float32))
     targets = np.arange(21 * 15).reshape(21, 3, 5) * 7 % 4
     if op is dl.mean_squared_error:

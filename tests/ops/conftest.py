@@ -1,4 +1,4 @@
-"""Let pytest rewrite the assertions in the shared checks of ops, like in test files."""
+"""Make pytest rewrite the assertions in the shared checks of ops, as it does in test files."""
 
 import pytest
 

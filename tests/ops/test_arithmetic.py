@@ -1,4 +1,4 @@
-"""Test sums, products, quotients, powers, elementwise functions, and ops on learnables."""
+"""Test arithmetic and elementwise functions, also of learnables without images."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import mpidl as dl
 
 
 class TestArithmetic(OpChecks):
-    """Checks of arithmetic ops; each case runs with the fixture `world`."""
+    """Each case runs with the fixture `world`."""
 
     cases = {
         "add": Case(dl.add, lambda a, b: a + b, [(3, 2), (3, 2)]),

@@ -13,7 +13,7 @@ WEIGHTS = [0.5, 1.0, 3.0]
 
 
 def binary_reference(weights=None, gamma=0.0, ignored=None):
-    """Return the formula of `backends.training_interface.BinaryRule` as a loop over targets."""
+    """Return a function that computes the formula of `BinaryRule` in a loop over targets."""
 
     def loss(x, targets):
         total = count = 0
@@ -30,7 +30,7 @@ def binary_reference(weights=None, gamma=0.0, ignored=None):
 
 
 def of_labels(shape, weights=None, gamma=0.0, ignored=None):
-    """Return a case whose labels 0..5 become 0, 1 and, in place of 2, the ignored label."""
+    """Return a case whose labels 0..5 are mapped to 0, 1 and, if given, the ignored label."""
 
     def targets(labels):
         return labels % 2 if ignored is None else np.where(labels % 3 == 2, ignored, labels % 3)
@@ -78,13 +78,13 @@ class TestBinaryLoss(OpChecks):
 
 
 class TestIgnoredTargets(OpChecks):
-    test_a_share_without_blocks = None  # the target count requires all ranks
-    test_errors_say_what_was_expected = None  # TestBinaryLoss has them
+    test_a_share_without_blocks = None  # the number of targets requires all ranks
+    test_errors_say_what_was_expected = None  # TestBinaryLoss tests the errors
     cases = {"sigmoid_cross_entropy, ignored": of_labels((3, 2), WEIGHTS, 0.0, -1)}
 
 
 def test_against_pytorch(world):
-    """Compare weighted and focal losses of integer and fractional targets in both float types."""
+    """Compare weighted and focal losses with integer and float targets, in float64 and float32."""
     torch, functional = torch_functions()
     x, fractions = numbers("scores", 21, 3, 4, low=-9, high=9), numbers("targets", 21, 3, 4)
     fractions = abs(fractions) % 1

@@ -1,4 +1,4 @@
-"""Test convolution: padding, strides, dilation and groups."""
+"""Test convolution with padding, strides, dilation and groups."""
 
 import numpy as np
 from op_references import Case, OpChecks
@@ -10,7 +10,7 @@ from mpidl.ops.check import as_pair
 
 
 def conv2d_reference(x, weight, bias, stride, pads, dilation, groups):
-    """Compute a convolution by definition, one output pixel at a time."""
+    """Compute a convolution by its definition, one output pixel after another."""
     (top, bottom), (left, right) = pads
     n, c, h, w = x.shape
     k, share, r, s = weight.shape
@@ -29,7 +29,7 @@ def conv2d_reference(x, weight, bias, stride, pads, dilation, groups):
 
 
 def same_pads(image, filters, stride, dilation):
-    """Return the padding for which an output has ceil(size / stride) pixels."""
+    """Return the padding for which the output has ceil(size / stride) pixels."""
     pads = []
     for n, taps, step, gap in zip(image, filters, stride, dilation, strict=True):
         missing = max(0, (-(-n // step) - 1) * step + (taps - 1) * gap + 1 - n)

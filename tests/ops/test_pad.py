@@ -1,4 +1,4 @@
-"""Compare padding and its gradient with float64 NumPy, and test wrong arguments."""
+"""Compare padding with NumPy in float64, and test its gradient and errors."""
 
 import numpy as np
 import pytest

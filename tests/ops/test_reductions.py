@@ -1,4 +1,4 @@
-"""Test sums and means over the images and other axes, and their gradients."""
+"""Test sums and means over the images and over other axes, and their gradients."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import mpidl as dl
 
 
 def along(op, **options):
-    """Return the op with bound options."""
+    """Return a function that calls the op with these options."""
     return lambda x: op(x, **options)
 
 
@@ -35,7 +35,7 @@ def case(op, axis, shape, **options):
 
 
 class TestReductions(OpChecks):
-    """Checks of sums and means; each case runs with the fixture `world`."""
+    """Each case runs with the fixture `world`."""
 
     cases = {
         "mean": Case(dl.mean, lambda x: x.sum(axis=0) / len(x), [(2, 3)]),
@@ -63,7 +63,7 @@ class TestReductions(OpChecks):
 
 
 def test_labels_can_be_counted(world):
-    """A sum of integers must be exact and have an integer type."""
+    """A sum of integers is exact and has an integer dtype."""
     labels = np.arange(60).reshape(20, 3)
     sums = dl.sum(blocked(world, labels), axis=1)
     assert sums.dtype.kind == "i"
@@ -71,7 +71,7 @@ def test_labels_can_be_counted(world):
 
 
 def test_a_normalization_of_ones_own(world):
-    """An expression of means must broadcast like in NumPy."""
+    """A custom normalization, written with means, broadcasts as in NumPy."""
 
     def normalized(x):
         centred = x - dl.mean(x, axis=(1, 2), keepdims=True)

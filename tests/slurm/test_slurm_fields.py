@@ -1,4 +1,4 @@
-"""Fields in the arguments of the job scripts, as run/slurm.sh fills them; no Slurm is needed."""
+"""Test how run/slurm.sh fills fields in the arguments of job scripts, without Slurm."""
 
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ JOB = {"SLURM_JOB_ID": "73", "SLURM_JOB_NODELIST": "n1", "PATH": "/usr/bin:/bin"
 
 
 def run(tmp_path, words, **variables):
-    """Source the script with arguments; return the exit code, the arguments then, and the log."""
+    """Source the script with arguments; return the exit code, new arguments and log."""
     (tmp_path / "mpidl-mpi").write_text("none\n")
     command = f'set -u; asked="" script=a venv={tmp_path}; . {SCRIPT}; printf "%s\\0" "$@" >&2'
     result = subprocess.run(

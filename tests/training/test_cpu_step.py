@@ -206,7 +206,7 @@ def decayed(step):
 @pytest.mark.parametrize("iteration", [1, 4, 6])
 @pytest.mark.parametrize("change", [halved, swapped, decayed])
 def test_a_change_on_one_rank_alone(change, iteration, world):
-    """A rank that recorded again on its own would wait for the others, and the job would hang."""
+    """If one rank recorded again without the others, it would wait for them, and hang the job."""
 
     def change_on_last_rank(step, number):
         if number == iteration and world.rank == world.size - 1:

@@ -272,7 +272,7 @@ def test_a_network_keeps_the_preprocessing_of_its_images(world):
 
 
 def test_population_statistics(world):
-    """The statistics equal those of the convolution's outputs for all images."""
+    """The statistics equal the statistics of the convolution's outputs for all images."""
     store = pictures(100)
     moving, _ = trained(world, batchnorm_statistics="moving")
     net, _ = trained(world)

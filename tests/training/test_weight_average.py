@@ -1,4 +1,4 @@
-"""Test averages of the weights: their values, and where they replace the weights."""
+"""Test averages of the weights: their values, and when they replace the weights."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Transposed convolution in NumPy: forward calls the gradient of conv2d, backward calls conv2d."""
+"""Compute transposed convolutions in NumPy by convolution, forward and backward exchanged."""
 
 import numpy as np
 

@@ -1,8 +1,8 @@
 """Predefined networks, each with a recipe (the options for training the network).
 
-`matlab` contains the networks of MATLAB's examples. `torchvision` contains networks of the package
+`matlab` contains networks from MATLAB's examples. `torchvision` contains networks from the package
 torchvision. `segmentation` contains networks whose outputs are images. `fast` contains networks
-that learn small images in few epochs.
+that learn to classify small images in few epochs.
 """
 
 from collections.abc import Callable

@@ -200,6 +200,16 @@ def _curves(runs, names):
             for run, name, colour in zip(runs, names, colours, strict=True)
         ]
         charts.append(svg_charts.chart(title, lines))
+    series = [run.history.validation for run in runs]
+    for metric in dict.fromkeys(name for validation in series for name in validation.metrics):
+        lines = [
+            svg_charts.Line(
+                "" if len(runs) == 1 else name, _metric_points(validation, metric), colour
+            )
+            for validation, name, colour in zip(series, names, colours, strict=True)
+            if metric in validation.metrics
+        ]
+        charts.append(svg_charts.chart(f"Validation: {metric}", lines))
     return element("div", *charts, class_="charts")
 
 
@@ -225,6 +235,12 @@ def _lines(run, field, prefix, colour):
 def _points(series, field, factor=1):
     values = getattr(series, field) * factor
     return list(zip(series.iteration.tolist(), values.tolist(), strict=True))
+
+
+def _metric_points(validation, metric):
+    return list(
+        zip(validation.iteration.tolist(), validation.metrics[metric].tolist(), strict=True)
+    )
 
 
 def _options(runs, names):

@@ -93,7 +93,8 @@ class Tracker:
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record under their names, such as {"train/loss": 0.5}."""
     group = GROUPS.get(record["kind"])
-    values = {} if group is None else {f"{group}/{name}": record.get(name) for name in NUMBERS}
+    numbers = {name: record.get(name) for name in NUMBERS} | dict(record.get("metrics") or {})
+    values = {} if group is None else {f"{group}/{name}": v for name, v in numbers.items()}
     if group == "validation":
         del values["validation/learning_rate"]
     return {name: float(value) for name, value in values.items() if value is not None}

@@ -109,7 +109,7 @@ class LockFile:
         return None
 
     def _chain(self, part, now):
-        """Return the entries of the holder and of all claims, and whether the last has ended.
+        """Return the entries of the holder and all claims, and whether the last process has ended.
 
         If the process of the last entry has ended, this process has claimed the lock. An empty list
         means that the lock changed in the meantime.

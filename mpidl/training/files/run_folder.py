@@ -281,17 +281,19 @@ class RunWriter:
 
         call_together(self.world, write if self.world.rank == 0 else lambda: None)
 
-    def record(self, *numbers: Any) -> None:
+    def record(self, *numbers: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Add a record to the history, call the listeners, and write a line to metrics.jsonl.
 
         The arguments are the same as for `Metrics.record`.
         """
         record = dict(zip(RECORD, numbers, strict=False))
+        if metrics is not None:
+            record["metrics"] = metrics
         self.recorder.add(record)
         for listener in self.listeners:
             listener(record)
         if self.metrics is not None:
-            self._try(self.metrics.record, *numbers)
+            self._try(functools.partial(self.metrics.record, metrics=metrics), *numbers)
 
     def record_ranks(self, *arguments: Any) -> None:
         """Call `Metrics.record_ranks`, which writes a line to metrics.jsonl."""

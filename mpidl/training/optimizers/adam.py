@@ -294,9 +294,14 @@ class AdamW(Solver):
             Clip(gradient_threshold, gradient_threshold_method),
             CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
             WeightDecay(self.value("l2", l2), l2_factors, decay_exclude),
+            *self._scalings(l2_factors, decay_exclude),
             Rate(),
             learning_rate_factors=learning_rate_factors,
         )
+
+    def _scalings(self, l2_factors, decay_exclude):
+        """Return transforms that scale the update with its decay."""
+        return ()
 
 
 def power(base: float, exponent: int) -> float:

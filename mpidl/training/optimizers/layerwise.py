@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpidl.training.optimizers.adam import Adam, CorrectedAdamMoments
+from mpidl.training.optimizers.adam import AdamW, CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, fuses
-from mpidl.training.optimizers.sgdm import NESTEROV, Momentum, NesterovMomentum
+from mpidl.training.optimizers.sgdm import momentum_of
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
     BIASES_AND_NORMS,
@@ -22,7 +22,6 @@ from mpidl.training.optimizers.transforms import (
     check,
     decay_factor,
 )
-from mpidl.training.options.option_types import check_value
 
 
 class LarsTrustRatio(Transform):
@@ -186,19 +185,18 @@ class LARS(Solver):
         nesterov: bool | Literal["on", "off"] = False,
         decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
-        is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
         super().__init__(
             learning_rate,
             Clip(gradient_threshold, gradient_threshold_method),
             WeightDecay(l2, l2_factors, decay_exclude),
             LarsTrustRatio(trust_coefficient, l2_factors, decay_exclude),
             Rate(),
-            (NesterovMomentum if is_nesterov else Momentum)(momentum),
+            momentum_of(momentum, nesterov),
             learning_rate_factors=learning_rate_factors,
         )
 
 
-class LAMB(Solver):
+class LAMB(AdamW):
     """Layerwise adaptive moments: AdamW with steps scaled by the norms of the weights.
 
         u = m_hat / (sqrt(v_hat) + epsilon) + l2 * w
@@ -237,30 +235,6 @@ class LAMB(Solver):
 
     solver = "lamb"
     title = "LAMB"
-    defaults = Adam.defaults | {"l2": 0.01}
-    decouples_decay = True
 
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        gradient_decay_factor: float = 0.9,
-        squared_gradient_decay_factor: float | None = None,
-        epsilon: float = 1e-8,
-        l2: float | None = None,
-        l2_factors: Factors = None,
-        learning_rate_factors: Factors = None,
-        *,
-        gradient_threshold: float = math.inf,
-        gradient_threshold_method: str = "l2norm",
-        decay_exclude: str = BIASES_AND_NORMS,
-    ) -> None:
-        square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
-        super().__init__(
-            learning_rate,
-            Clip(gradient_threshold, gradient_threshold_method),
-            CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
-            WeightDecay(self.value("l2", l2), l2_factors, decay_exclude),
-            LambTrustRatio(l2_factors, decay_exclude),
-            Rate(),
-            learning_rate_factors=learning_rate_factors,
-        )
+    def _scalings(self, l2_factors, decay_exclude):
+        return (LambTrustRatio(l2_factors, decay_exclude),)

@@ -67,6 +67,12 @@ class NesterovMomentum(Momentum):
     formula = "nesterov"
 
 
+def momentum_of(momentum: float, nesterov: bool | Literal["on", "off"]) -> Momentum:
+    """Return the transform of one of the two kinds of momentum."""
+    is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
+    return NesterovMomentum(momentum) if is_nesterov else Momentum(momentum)
+
+
 @fuses(Rate, Momentum)
 @fuses(Rate, NesterovMomentum)
 class _RateMomentum(FusedTail):
@@ -137,13 +143,12 @@ class SGDM(Solver):
         nesterov: bool | Literal["on", "off"] = False,
         decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
-        is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
         super().__init__(
             learning_rate,
             WeightDecay(l2, l2_factors, decay_exclude),
             Clip(gradient_threshold, gradient_threshold_method),
             Rate(),
-            (NesterovMomentum if is_nesterov else Momentum)(momentum),
+            momentum_of(momentum, nesterov),
             learning_rate_factors=learning_rate_factors,
         )
 

@@ -3,7 +3,7 @@
 A transform changes the updates of one training step in place. `WeightDecay` and `Clip` change
 gradients, and `Rate` turns directions into weight changes. Other transforms turn gradients into
 directions and are defined in the modules of the solvers: `Momentum` (sgdm), `AdamMoments` (adam)
-and `RMSPropMoment` (rmsprop). Each transform can also be called on its own:
+and `RMSPropMoment` (rmsprop). Each transform can also be called separately:
 `Clip(1.0)(parameters, gradients)` returns the clipped gradients.
 """
 

@@ -142,8 +142,8 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
             metavar="NAME,NAME,...",
             optional=True,
         ),
-        "Per-class or per-label metrics to print and write at the end, or all for every metric "
-        "that applies to the loss",
+        "Per-class or per-label metrics to record at each validation, and to print and write at "
+        "the end, or all for every metric that applies to the loss",
         default=None,
     )
     batchnorm: Literal["global", "local"] = choice(

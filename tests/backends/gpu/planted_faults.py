@@ -1,4 +1,4 @@
-"""Define `Fault`, which test_gpu_faults.py plants in kernels, and faults in convolutions."""
+"""The faults in convolution kernels that test_gpu_faults.py plants, and the class Fault."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ BARRIER = "__syncthreads();"
 
 
 class Fault(NamedTuple):
-    """Edit of a kernel, `old` to `new`, with which check(device, *arguments) must fail."""
+    """A fault: if `old` is replaced by `new` in a kernel file, check(device, *arguments) fails."""
 
     family: str
     description: str
@@ -19,7 +19,7 @@ class Fault(NamedTuple):
 
 
 def faults(family, check, *arguments, edits):
-    """Convert {description: (old, new)} to the faults that one check must detect."""
+    """Convert {description: (old, new)} to a list of faults that one check must detect."""
     return [Fault(family, name, *edit, check, arguments) for name, edit in edits.items()]
 
 

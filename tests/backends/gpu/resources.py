@@ -1,7 +1,7 @@
-"""Read the registers, stack and shared memory of every kernel from NVRTC's log.
+"""Read the registers, stack and shared memory of every CUDA kernel from NVRTC's log.
 
-Running `PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes them to resources.json in
-this folder. test_gpu_kernels.py compares the kernels with this file.
+`PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes these numbers to resources.json
+in this folder. test_gpu_kernels.py compares the numbers of the current kernels with the file.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ ENTRY = re.compile(
 
 
 def label(unit):
-    """Return a unit as text: "pool POOL_WIDTH=4"."""
+    """Return a unit as text, such as "pool POOL_WIDTH=4"."""
     return " ".join([unit.family, *(f"{name}={value}" for name, value in unit.defines)])
 
 

@@ -1,4 +1,4 @@
-"""Test that the emulated GPU computes like a GPU and reports faults of kernels."""
+"""Check that the emulated GPU computes like a GPU and detects faults in kernels."""
 
 import numpy as np
 import pytest
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(32)
 
 
 def tf32(x):
-    """Drop the 13 bits that a tensor core does not read."""
+    """Clear the 13 bits that a tensor core does not read, and convert to float64."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 

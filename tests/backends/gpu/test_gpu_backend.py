@@ -1,4 +1,4 @@
-"""Test that device arrays select the GPU backend, which refuses ops without a kernel."""
+"""Check that device arrays select the GPU backend, and that ops without a kernel raise errors."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""Test that the kernels' tests fail if a fault is planted in a kernel.
+"""Check that the tests of GPU kernels fail if a fault is planted in a kernel.
 
-Each fault is one edit of a kernel's text, listed with a check. With the fault, the check must fail
-in at least one schedule of the emulated GPU; without the fault, the check must pass.
+Each fault is an edit of a kernel's source. The check that is listed with the fault must fail with
+the fault in at least one schedule of the emulated GPU, and pass without the fault.
 """
 
 import functools
@@ -295,7 +295,7 @@ FAULTS = [
 
 
 def passes(check, arguments, order):
-    """Return whether a check passes on the emulated GPU in a schedule."""
+    """Return whether a check passes on the emulated GPU with the given schedule."""
     with opened(order) as device, pytest.MonkeyPatch.context() as monkeypatch:
         names = check.__code__.co_varnames[: check.__code__.co_argcount]
         fixtures = [monkeypatch] if "monkeypatch" in names else []
@@ -312,7 +312,7 @@ def passes_without_faults(check, arguments):
 
 
 def cases():
-    """Test the first fault of each family in every run, the others in the slow part."""
+    """Yield all faults. All except the first fault of each family are slow."""
     families = set()
     for fault in FAULTS:
         marks = [pytest.mark.slow("faults")] if fault.family in families else []
@@ -329,7 +329,7 @@ def test_a_planted_fault_is_detected(device, monkeypatch, fault):
         text = source(name)
         if name != f"{fault.family}.cu":
             return text
-        assert fault.old in text, "the kernel has changed: update the fault"
+        assert fault.old in text, "the kernel has changed: adapt the fault to it"
         return text.replace(fault.old, fault.new)
 
     monkeypatch.setattr(kernels, "source", source_with_fault)

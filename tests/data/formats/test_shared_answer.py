@@ -1,4 +1,4 @@
-"""Answers that processes of a host share. Threads stand for them: locks belong to open files."""
+"""Test answers that processes of a host share; threads can stand for the processes."""
 
 import os
 import tempfile
@@ -17,7 +17,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def ask(count, compute, patience=60):
-    """Ask from several threads at once; return the answers."""
+    """Ask from several threads at once, and return the answers."""
     answers = [None] * count
 
     def work(i):
@@ -40,7 +40,7 @@ def test_one_process_computes_for_all_that_wait(folder, monkeypatch):
         return file
 
     def compute(i):
-        for _ in range(4):  # until all others wait
+        for _ in range(4):  # until all other threads wait
             assert opened.acquire(timeout=60)
         computed.append(i)
         return "a problem \udcff\nof two lines"
@@ -77,7 +77,7 @@ def test_files_that_cannot_be_trusted_or_locked(folder, monkeypatch, kind):
         path.symlink_to(folder / "target")
     file = shared_answer.os.open(path, os.O_RDONLY) if kind == "locked" else None
     if file is not None:
-        shared_answer.fcntl.flock(file, shared_answer.fcntl.LOCK_EX)  # a process that is suspended
+        shared_answer.fcntl.flock(file, shared_answer.fcntl.LOCK_EX)  # held by a suspended process
     assert shared_answer.shared_answer("q", lambda: "own", 0.02) == "own"
     assert kind == "missing folder" or path.read_text() == "planted"
     if file is not None:

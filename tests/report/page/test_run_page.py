@@ -21,8 +21,9 @@ def write_run(folder, learning_rate=0.01, finished=True, classes=3, ranks=()):
         for i in range(1, 9):
             numbers = 2.0 / i, learning_rate, 100.0, 0.5 * i, i / 10
             records.record("iteration", 1 + (i - 1) // 4, i, *numbers)
-            for kind in ["epoch", "validation"] if i % 4 == 0 else []:
-                records.record(kind, i // 4, i, *numbers)
+            if i % 4 == 0:
+                records.record("epoch", i // 4, i, *numbers)
+                records.record("validation", i // 4, i, *numbers, metrics={"f1": i / 10})
     with open(folder / "metrics.jsonl", "a") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in ranks)
     options = (
@@ -83,7 +84,8 @@ def test_a_page_about_one_run(tmp_path, capsys):
     assert page.row("seed") == ["7", "default"] and page.row("data")[0] == "<b>&amp;"
     assert page.row(EVIL) == ["0", "1", "2"] and page.row("class 2") == ["6", "7", "8"]
     assert page.row("2") == ["cpu", "1"] and page.row("numpy") == ["2.0"]
-    assert page.tags.count("svg") == 4 and page.tags.count("circle") == 2 * 2 + 2 * 2 + 8 + 2
+    assert page.tags.count("svg") == 5 and page.tags.count("circle") == 2 * 2 + 2 * 2 + 8 + 2 + 2
+    assert "Validation: f1" in page.texts
     assert "0.7500" in capsys.readouterr().out
 
 
