@@ -41,7 +41,7 @@ BENCHMARKS = {
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
-FASHION = "/usr/share/datasets/fashion-mnist"  # of Debian's package dataset-fashion-mnist
+FASHION = "/usr/share/datasets/fashion-mnist"  # Debian: dataset-fashion-mnist
 SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
 
 

@@ -207,11 +207,12 @@ def render(record: dict, yardsticks: str, sections: Sequence[Any]) -> bytes:
     machine_text = f"{record['cpu']}, {record['arithmetic']}, {record['threads']} thread(s)"
     texts = (
         f"{machine_text}; {yardsticks}. Measured by python -m benchmarks roofline.",
-        "The floor of a pass is a lower bound of its time, the larger of two times. One is the time "
-        "of the products at the peak, counted after Winograd's transforms. The other is the time "
-        "of reading or writing each array once at the speed of the copy. Passes on arrays that fit "
-        'into a cache can be faster than the floor. Passes are timed one by one. The column "in a '
-        'step" counts the layers of this shape for which the step runs the pass in this form.',
+        "The floor of a pass is a lower bound of its time, the larger of two times. One is the "
+        "time of the products at the peak, counted after Winograd's transforms. The other is the "
+        "time of reading or writing each array once at the speed of the copy. Passes on arrays "
+        "that fit into a cache can be faster than the floor. Passes are timed one by one. The "
+        'column "in a step" counts the layers of this shape for which the step runs the pass in '
+        "this form.",
     )
     paragraphs = (element("p", text) for text in texts)
     return page(title, STYLE, element("h1", title), *paragraphs, *sections)

@@ -24,8 +24,8 @@ enum { MOST_SLOTS = 8 };
 struct counts {
     _Atomic int64_t of[STAGES];
     char pad[128 - STAGES * 8];   /* processors fetch lines of 64 bytes in pairs */
-    int64_t identity[MOST_SLOTS]; /* the plan of the chunk in each slot */
-    int64_t width[MOST_SLOTS];    /* its values, times 4, plus their kind */
+    int64_t identity[MOST_SLOTS]; /* of the plan of the chunk in each slot */
+    int64_t width[MOST_SLOTS];    /* 4 times the width of the chunk's sum, plus its kind */
 };
 
 /* The description of a sum. `table` holds the rank and the row of each node, the left and the right
@@ -254,7 +254,7 @@ static void fold_segment(const struct queue *q, const struct sum *sum, struct pa
     }
 }
 
-/* Return whether all ranks have placed a chunk of this sum. Otherwise the queue stops here. */
+/* Return whether all ranks have placed a chunk of this sum. Otherwise, stop the queue. */
 static int is_same(struct queue *q, const struct sum *sum) {
     int64_t slot = q->chunks[FOLDED] % q->slots;
     for (int64_t r = 0; r < q->ranks && !q->differs; r++)

@@ -94,7 +94,7 @@ def _check_outputs(parsed):
 
 
 def _loss_of(net, images):
-    """Return the loss of the network's training, or one that fits the outputs if it is unknown."""
+    """Return the loss of the network's training; if unknown, a loss that fits the outputs."""
     loss = losses.loss_of(net)
     if loss is not None:
         return loss

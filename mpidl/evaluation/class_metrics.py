@@ -280,7 +280,7 @@ class Tally:
 
 
 def predicted_classes(scores: np.ndarray) -> np.ndarray:
-    """Return the classes that scores before softmax or sigmoid predict.
+    """Return the predicted classes of scores before softmax or sigmoid.
 
     Parameters
     ----------
@@ -290,7 +290,7 @@ def predicted_classes(scores: np.ndarray) -> np.ndarray:
     Returns
     -------
     ndarray of int64, shape (n, ...)
-        The class with the largest score, the lowest among equal ones.
+        The class with the largest score; among equal scores, the lowest class.
     """
     if scores.shape[1] == 1:
         return (scores[:, 0] > 0).astype(np.int64)

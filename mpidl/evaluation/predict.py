@@ -81,7 +81,7 @@ def predict(
         or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
         network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
         have no targets, and the network was not trained to predict numbers or several labels per
-        image; and False otherwise. If the training is unknown, a last `Sigmoid` means labels.
+        image. Otherwise it is False. If the training is unknown, a last `Sigmoid` implies labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool

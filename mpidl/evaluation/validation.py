@@ -20,7 +20,7 @@ BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
 class HeldOut(Subset):
-    """The validation images that `held_out` has split off a training set."""
+    """Validation images that `held_out` has split from a training set."""
 
 
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
@@ -74,14 +74,14 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
 
 
 def refuse_second_validation(options, source: str) -> None:
-    """Raise a UserError if an option splits off a validation set in addition to that of `source`.
+    """Raise a UserError if an option would split off a second validation set.
 
     Parameters
     ----------
     options : TrainingOptions
         Options of the run.
     source : str
-        The option that gives a validation set, for the message.
+        Option that provides the first validation set, for the message.
     """
     for name in ("validation_fraction", "fold"):
         if value := getattr(options, name):

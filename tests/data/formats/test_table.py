@@ -133,7 +133,7 @@ def test_a_table_without_splits(write):
     assert len(open_test_data(path, option="--validation-data")) == COUNT
     path = str(write({"label": column("a", "b"), "split": column("train")}))
     expected = f"{path}: expected rows with test in the column split, found train; a table without"
-    for option in ("--data", "--test-data"):  # the rows of the training are never scored unasked
+    for option in ("--data", "--test-data"):  # training rows are never test data
         assert refusal(open_test_data, path, option=option).startswith(expected)
 
 

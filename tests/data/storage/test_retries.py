@@ -68,7 +68,7 @@ class Handler(QuietHandler):
 UNFINISHED = """
 import asyncio, atexit, sys, time
 
-atexit.register(lambda: print(len(asyncio.all_tasks(store.fs.loop))))  # it runs last
+atexit.register(lambda: print(len(asyncio.all_tasks(store.fs.loop))))  # runs last
 
 from mpidl.data.storage import objects
 from mpidl.files import Stamp
@@ -106,7 +106,7 @@ def test_requests_are_repeated(server):
 
 
 def test_requests_are_cancelled_when_the_process_ends(server):
-    """Else asyncio may write "Task was destroyed but it is pending!" for each of them."""
+    """Otherwise, asyncio may write "Task was destroyed but it is pending!" for each request."""
     server.faults = [503] * 1000  # the request is repeated until the process ends
     command = [sys.executable, "-c", UNFINISHED, server.url]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
