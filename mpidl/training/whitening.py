@@ -1,10 +1,10 @@
 """Compute the filters of a whitening convolution from patches of the training images.
 
-The filters are the principal axes of the patches, divided by the standard deviations along them.
-The outputs of such a layer are uncorrelated, and have mean 0 and variance 1.
+Each filter is a principal axis of the patches, divided by the standard deviation along this axis.
+The outputs of the layer are uncorrelated, and have mean 0 and variance 1.
 
-Every number here is the same on all machines and any number of ranks. Pixels are rounded to
-integers of 12 bits, so the sums of their products are exact in any order. `eigen` uses only the
+The filters have the same bytes on all machines and on any number of ranks. Pixels are rounded to
+integers of 12 bits, so sums of products of pixels are exact in any order. `eigen` uses only the
 basic operations of IEEE 754, because the rounding of LAPACK depends on the processor.
 """
 
@@ -27,11 +27,11 @@ from mpidl.nn import Conv2D, Network, construction, graph
 from mpidl.ops import check
 
 IMAGES = 4096  # number of training images whose patches are used
-CHUNK = 256  # images that the ranks read at a time
-BITS = 11  # of the magnitude of a rounded pixel
+CHUNK = 256  # number of images that the ranks read together at a time
+BITS = 11  # number of bits of the absolute value of a rounded pixel
 POSITIONS = 1 << 14  # largest number of patches in a matrix product, unless one image has more
-EPSILON = 5e-4  # part of the mean variance of pixels that is added to the variance along each axis
-SWEEPS = 60  # largest number of sweeps of `eigen`; 27 x 27 matrices need 8
+EPSILON = 5e-4  # this fraction of the pixels' mean variance is added to the variance of each axis
+SWEEPS = 60  # largest number of sweeps in `eigen`; 27 x 27 matrices need 8 sweeps
 
 
 def layers_to_whiten(net: Network) -> list[Conv2D]:
@@ -50,7 +50,7 @@ def layers_to_whiten(net: Network) -> list[Conv2D]:
     Raises
     ------
     UserError
-        If such a layer does not read the images, or if its filters are larger than they are.
+        If such a layer does not read the images, or if its filters are larger than the images.
     """
     layers = []
     for layer, reads in zip(net.layers, net.reads, strict=True):
@@ -77,33 +77,34 @@ def layers_to_whiten(net: Network) -> list[Conv2D]:
 def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
     """Set the initial weights of the layers with `weight_initializer="whitening"`. Collective.
 
-    A filter is a principal axis of the patches of the layer's size in the normalized images,
-    divided by the standard deviation along it; axes with large deviations come first. Filters
-    beyond the number of axes are the negatives of the first ones, for a ReLU that follows. The
-    bias, if the layer has one, subtracts the mean patch.
+    The patches are parts of the normalized images, with the size of the layer's filters. Each
+    filter is a principal axis of the patches, divided by the standard deviation along this axis.
+    Axes with large deviations come first. If there are more filters than axes, the remaining
+    filters are the negatives of the first filters, for a ReLU that follows the layer. If the layer
+    has a bias, the bias subtracts the mean patch.
 
-    `dl.train` calls this function after it has computed the normalization. A layer keeps its
-    weights if they are not its initial ones any more, for example if they were loaded from a file.
+    `dl.train` calls this function after it has computed the normalization. A layer whose weights
+    have changed since it was created, such as weights loaded from a file, keeps its weights.
 
     Parameters
     ----------
     net : Network
         The network, in host memory, with its normalization and crop.
     datastore : Datastore
-        The training images. The patches are those of 4,096 images, which are drawn by the network's
-        seed, or of all images if there are fewer.
+        The training images. The patches come from 4,096 random images, which the seed of the
+        network determines. If there are fewer images, the patches come from all images.
     world : World, optional
-        The ranks that share the images. The default is this rank alone.
+        The ranks that share the work. By default only this rank.
 
     Raises
     ------
     UserError
-        If a layer does not read the images, or if an image cannot be read; on all ranks.
+        On all ranks, if a layer does not read the images, or if an image cannot be read.
 
     Notes
     -----
-    A frozen whitening layer speeds up the first epochs: Page, "How to train your ResNet", 2019;
-    Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, section 3.2.
+    A frozen whitening layer speeds up the first epochs. See Page, "How to train your ResNet", 2019,
+    and Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, section 3.2.
     """
     for layer in layers_to_whiten(net):
         key = f"{layer.name}.weight"
@@ -117,7 +118,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
 def whitening_filters(
     mean: np.ndarray, covariance: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the filters and biases that whiten patches with these moments.
+    """Return the filters and biases that whiten patches with the given mean and covariance.
 
     Parameters
     ----------
@@ -157,11 +158,12 @@ def eigen(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     values : ndarray
         Eigenvalues (D,), the largest first.
     vectors : ndarray
-        Eigenvectors of length 1, one per row, (D, D). The largest component of each is positive.
+        Eigenvectors of length 1, one per row, (D, D). In each eigenvector, the component with the
+        largest absolute value is positive.
 
     Notes
     -----
-    Golub and Van Loan, "Matrix computations", 2013, section 8.5.
+    See Golub and Van Loan, "Matrix computations", 2013, section 8.5.
     """
     a, vectors = np.array(matrix, np.float64), np.eye(len(matrix))
     scale = float(abs(a).max(initial=0))
@@ -183,7 +185,7 @@ def eigen(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rotate(a, vectors, p, q):
-    """Make a[p, q] zero by a rotation of axes p and q, in place."""
+    """Rotate axes p and q in place, so that a[p, q] becomes zero."""
     tau = float(a[q, q] - a[p, p]) / (2 * float(a[p, q]))
     t = math.copysign(1.0, tau) / (abs(tau) + math.sqrt(1 + tau * tau))
     c = 1 / math.sqrt(1 + t * t)
@@ -195,7 +197,7 @@ def _rotate(a, vectors, p, q):
 
 
 def _patch_moments(net, layer, datastore, world):
-    """Return the mean (D,) and the covariance (D, D) of patches of a layer's size."""
+    """Return the mean (D,) and the covariance (D, D) of the patches for a layer."""
     world = OneRank() if world is None else world
     n = len(datastore)
     indices = np.sort(keyed.permutation(n, net.seed, "whitening")[:IMAGES])
@@ -209,13 +211,13 @@ def _patch_moments(net, layer, datastore, world):
             images = call_together(world, lambda share=share: _normalized(net, datastore, share))
         peak = float(abs(images).max(initial=0))
         peak = peak if world.size == 1 else world.gop("max", peak)
-        scale = math.ldexp(1.0, BITS - math.frexp(peak)[1])  # a power of two, so exact
+        scale = math.ldexp(1.0, BITS - math.frexp(peak)[1])  # a power of two, so scaling is exact
         products = np.zeros(total.shape, np.int64)
         for patches in _patches(np.rint(images * scale), layer, size):
             products += (patches @ patches.T).astype(np.int64)
         products = products if world.size == 1 else world.gop("sum", products)
         units = np.full(len(total), 1 / scale)
-        units[-1] = 1  # of the row of ones
+        units[-1] = 1  # the last row of the patches consists of ones
         total += products * units[:, None] * units
     count = total[-1, -1]
     mean = total[:-1, -1] / count
@@ -241,7 +243,7 @@ def _normalized(net, datastore, indices):
 
 
 def _patches(images: np.ndarray, layer: Conv2D, size: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Yield matrices (D + 1, patches) of the patches of images and a row of ones."""
+    """Yield matrices (D + 1, patches): each column contains a patch of an image, and a 1."""
     _, channels, rows, columns = size
     down, across = check.pair(str(layer.name), "dilation", layer.dilation, 1)
     height, width = _positions(layer, images.shape[1:])

@@ -275,7 +275,7 @@ def batch_normalization(shape):
         ),
     )
     yield Case("relu", label, {"x": x}, 0)
-    # All numbers are equal, but zeros may differ in sign.
+    # All numbers are equal, but the signs of zeros may differ.
     yield Case("relu_dx", label, {"dy": dy, "y": x}, 1e-9, elementwise=True)
 
 
@@ -334,7 +334,7 @@ def activations(name, options, gradient_options):
 
 
 def activations_of_inputs(shape):
-    """Yield the cases of activations whose gradient reads x. Large x cover all pieces."""
+    """Yield the cases of activations whose gradient reads x. Large x cover all branches."""
     label, large = str(shape), lanes(*shape, low=-5, high=5)
     for name in ("swish", "hard_swish"):
         yield Case(name, label, {"x": large})

@@ -1,4 +1,4 @@
-"""Test that the fast networks train to the same bytes on any ranks, even if resumed."""
+"""Test that the fast networks give the same bytes on any number of ranks, and if resumed."""
 
 import jobs
 import pytest
@@ -9,7 +9,7 @@ import mpidl as dl
 @pytest.mark.slow("jobs")  # tests/nn/zoo/test_fast.py trains and resumes without the command
 @pytest.mark.parametrize("network", ["cifar-fast", "fashion"])
 def test_the_recipe_gives_the_same_bytes(pictures, tmp_path, network):
-    """A run stops on 3 ranks in the second epoch, and resumes on another number of ranks."""
+    """A run stopped on 3 ranks in epoch 2, and resumed on 2 ranks, has the bytes of one rank."""
     words, halted = ["--epochs", 2, "--warmup-epochs", 1, "--threads", 1], tmp_path / "3"
     jobs.train(1, pictures, tmp_path / "1", *words, network=network)
     jobs.train(3, pictures, halted, *words, "--max-iterations", 5, network=network)

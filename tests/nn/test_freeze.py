@@ -157,7 +157,7 @@ def test_a_frozen_normalization_uses_its_running_state(world):
 
 
 def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(world):
-    """This is how MATLAB freezes a batch normalization."""
+    """MATLAB freezes a batch normalization with factors of 0."""
     norm = dl.BatchNorm(scale_learn_rate_factor=0.0, offset_learn_rate_factor=0.0)
     net, plain = (
         network([dl.Conv2D(3, 4), layer, dl.ReLU(), dl.Dense(4)])
@@ -175,7 +175,7 @@ def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(w
 def test_a_frozen_dropout_drops_nothing(world):
     net = dl.Network([dl.Dropout(0.5)], SHAPE)
     images, _ = batch_of(world)
-    dropped = all_images(world, net.bind({})(images))  # of all ranks: a rank may have no images
+    dropped = all_images(world, net.bind({})(images))  # a rank may have no images
     assert (dropped == 0).mean() > 0.4
     net.freeze("dropout1")
     assert net.bind({})(images).local().tobytes() == images.local().tobytes()

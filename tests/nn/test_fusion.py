@@ -1,4 +1,4 @@
-"""Check that fused layers give the bytes of separate layers, whatever op reads the activation."""
+"""Check that fused and separate layers give the same bytes, whichever op reads the activation."""
 
 import numpy as np
 import pytest

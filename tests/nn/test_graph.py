@@ -94,7 +94,7 @@ def test_a_residual_network_against_numpy(elements):
     differences = finite_differences(
         lambda p: loss_by_hand(p, *arrays), net.parameters, step=1e-6, max_elements=elements
     )
-    # biases before a batch normalization have gradient 0; `assert_slopes` compares it with 1e-3
+    # biases before a batch normalization have gradient 0, which `assert_slopes` compares with 1e-3
     assert_slopes(gradients, differences, tolerance=2e-6)
 
 
@@ -213,7 +213,7 @@ def test_outputs_live_until_their_last_reader(world):
     alive_counts, references = [], []
 
     class Watch(dl.Layer):
-        """Layer that counts the outputs of earlier layers that are still in memory."""
+        """A layer that counts the outputs of earlier layers that are still in memory."""
 
         def forward(self, x, context):
             alive_counts.append(sum(ref() is not None for ref in references))
@@ -233,7 +233,7 @@ def test_outputs_live_until_their_last_reader(world):
         layer.name = name
     images, _ = batch_of(world)
     dl.Network(layers, SHAPE)(images)
-    # two outputs are in memory while c is computed (a and b) and d (a and c), then one at a time
+    # a and b are in memory while c is computed, a and c for d, and later only one output
     assert alive_counts == [0, 1, 2, 2, 1, 1, 1]
 
 

@@ -125,7 +125,7 @@ def test_layers_without_bias_compute_what_a_fixed_bias_of_0_does(world):
 
 
 def test_a_network_of_them_gives_the_same_bytes(world):
-    """The bytes are the same on any number of ranks, fused or not, and from a model file."""
+    """Outputs have the same bytes on any number of ranks, fused or not, and from a model file."""
     batch = {"epoch": 2, "seed": 5}
     arguments = network(), mini_batch(SingleRank(), **batch), squared_error
     expected = step_bytes(SingleRank(), *arguments)

@@ -125,7 +125,7 @@ def test_tables_take_only_what_fits(world):
 
 @dataclass
 class Double(dl.Layer):
-    """Custom layer that doubles its input."""
+    """A custom layer that doubles its input."""
 
     name: str | None = None
 

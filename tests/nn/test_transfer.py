@@ -187,7 +187,7 @@ def test_frozen_layers_keep_their_bytes_in_training(world):
 
 
 def test_the_weights_keep_their_normalization(world):
-    """The normalization does not use the new images, unless the old normalization is removed."""
+    """Images are normalized with the old statistics, unless the old normalization is removed."""
     net = trained(world, dl.transfer(network(), NAMES), pictures())
     assert net.normalization.centre.tolist() == [90, 100]
     assert net.normalization.divisor.tolist() == [40, 50]

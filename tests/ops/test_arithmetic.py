@@ -1,4 +1,4 @@
-"""Test arithmetic and elementwise functions, also of learnables without images."""
+"""Test arithmetic and elementwise ops on images and on learnables."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import mpidl as dl
 
 
 class TestArithmetic(OpChecks):
-    """Each case runs with the fixture `world`."""
+    """Checks of arithmetic ops. Each case runs with the fixture `world`."""
 
     cases = {
         "add": Case(dl.add, lambda a, b: a + b, [(3, 2), (3, 2)]),

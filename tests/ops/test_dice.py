@@ -109,7 +109,7 @@ def test_against_pytorch(world):
 
 
 def test_images_without_labels_give_0(world):
-    """The loss is 0 if all labels are ignored, and without smoothing 1 for an absent class."""
+    """The loss is 0 if all labels are ignored, and 1 for an absent class without smoothing."""
     x = np.zeros((20, 2, 3, 3), "f4")
     scores, labels = blocked(world, x, np.full((20, 3, 3), 255))
     for options in ({"smooth": 0.0}, {"generalized": True, "smooth": 0.0}, {}):

@@ -169,7 +169,7 @@ def test_correct_count(world):
     x = np.array([[1, 2, 0], [3, 1, 3], [0, 0, 0], [0, 0, 5]] * 5, "f4")
     labels = np.array([1, 2, 0, 2] * 5)  # correct, wrong (classes 0 and 2 tie), correct, correct
     assert world.gplus(dl.correct_count(*blocked(world, x, labels))) == 15
-    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # labels of 5 images of 2 x 2
+    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # labels of 5 images of 2x2 pixels
     count = dl.correct_count(*blocked(world, pixels, labels.reshape(5, 2, 2)))
     assert world.gplus(count) == 15
     targets = np.eye(3, dtype="f4")[labels]

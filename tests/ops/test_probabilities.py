@@ -44,7 +44,7 @@ def smoothed_reference(x, targets):
 
 
 class TestCrossEntropy(OpChecks):
-    """Each case runs with the fixture `world`."""
+    """Checks of `cross_entropy`. Each case runs with the fixture `world`."""
 
     cases = {
         "targets": Case(of_scores, soft_reference, [(5,), (5,)]),
@@ -107,7 +107,7 @@ def test_one_hot(world):
 
 
 def test_a_step_with_one_hot_targets_is_that_of_labels(world):
-    """The losses and the gradients agree up to rounding."""
+    """Losses and gradients for one-hot targets and for labels agree up to rounding."""
     net = dl.Network([dl.Dense(3)], (1, 2, 2), seed=0)
     images, labels = blocked(
         world, numbers("images", 37, 1, 2, 2, dtype=np.float32), np.arange(37) % 3

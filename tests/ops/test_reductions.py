@@ -35,7 +35,7 @@ def case(op, axis, shape, **options):
 
 
 class TestReductions(OpChecks):
-    """Each case runs with the fixture `world`."""
+    """Checks of sums and means. Each case runs with the fixture `world`."""
 
     cases = {
         "mean": Case(dl.mean, lambda x: x.sum(axis=0) / len(x), [(2, 3)]),

@@ -216,7 +216,7 @@ def test_trained_alone_and_with_an_average(world):
 
 
 def test_a_second_training_starts_its_average_anew(world):
-    """An optimizer that has kept an average, even of NaN, gives the bytes of one that has not."""
+    """A second training with the same optimizer starts a new average, even if the old is NaN."""
     used, fresh = dl.SGDM(0.05, momentum=0), dl.SGDM(0.05, momentum=0)
     for kind in ("ema", "swa"):
         train(world, optimizer=used, average=kind)

@@ -1,4 +1,4 @@
-"""Whitening filters: oracles in NumPy's float64, any number of ranks, and what keeps them."""
+"""Test whitening filters: comparison with NumPy, any number of ranks, and filters that are kept."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_outputs_are_uncorrelated(shape, size, dilation, dtype, normalization):
 
 
 def test_crops_few_images_and_constant_images(world):
-    """The patches are those of the central window; constant images give finite filters."""
+    """Only patches of the central window are used, and constant images give finite filters."""
     store = store_of(5, 1, 9, 9)
     net, window = network((1, 6, 6), 4), store.read(np.arange(5))[:, :, 1:7, 1:7]
     net.normalization = dl.data.normalization("none", store)
@@ -98,7 +98,7 @@ def test_crops_few_images_and_constant_images(world):
 
 
 class Unshared:
-    """Ranks that add up nothing."""
+    """A faulty world, in which each rank gets its own value instead of the sum over ranks."""
 
     def __init__(self, world):
         self.rank, self.size, self.raise_if_any = world.rank, world.size, world.raise_if_any
@@ -109,9 +109,9 @@ class Unshared:
 
 @pytest.mark.parametrize("count", [1, 37])
 def test_one_result_on_any_number_of_ranks(world, count, monkeypatch):
-    """Chunks of 16 images leave ranks without images; each chunk has its own scale.
+    """The filters have the same bytes, even if ranks have no images and chunks differ in scale.
 
-    The ranks that add up nothing are the negative control.
+    A chunk has 16 images. The negative control uses ranks that do not add up their sums.
     """
     monkeypatch.setattr(whitening, "CHUNK", 16)
     monkeypatch.setattr(whitening, "POSITIONS", 100)
@@ -129,7 +129,7 @@ def test_one_result_on_any_number_of_ranks(world, count, monkeypatch):
 
 
 def test_only_the_layer_of_a_training_has_new_filters(world):
-    """Training sets the filters before its first step, and keeps them."""
+    """Training sets the filters before its first step, and a second training keeps the filters."""
     net, initial = network(filters=8), network(filters=8).parameters["whiten.weight"]
     reference = network(filters=8)
     reference.normalization = dl.data.normalization("zscore", pictures(100))

@@ -32,8 +32,8 @@ class Conv2D(Weighted):
         As in `ops.conv2d`.
     weight_initializer
         Initial weights: "glorot", or "whitening" for filters that `dl.train` computes from training
-        images before its first step (see `whiten`). The layer then reads the images, and has at
-        most two filters per pixel of a filter.
+        images before the first step (see `whiten`). A whitening layer must read the images, and may
+        have at most two filters per weight of a filter.
 
     Notes
     -----

@@ -1,7 +1,7 @@
-"""Networks that learn small images in few epochs, with the recipes of speed records.
+"""Networks that learn to classify small images in few epochs, with recipes from speed records.
 
-The recipes have a one-cycle learning rate, Nesterov momentum, label smoothing, a moving average of
-the weights, and scores that are averaged over mirror images in the test.
+The recipes use a one-cycle learning rate, Nesterov momentum, label smoothing and a moving average
+of the weights. In tests, scores are averaged over each image and its mirror image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpidl.nn.network import Network
 
 
 def _block(prefix: str, filters: int) -> list[Layer]:
-    """Return a 3x3 convolution, batch normalization and ReLU, which run as one op."""
+    """Return a 3x3 convolution, batch normalization and ReLU, which are computed by one op."""
     return [
         Conv2D(3, filters, padding=1, bias=False, name=f"{prefix}_conv"),
         BatchNorm(name=f"{prefix}_norm"),
@@ -34,10 +34,10 @@ def _block(prefix: str, filters: int) -> list[Layer]:
 def fashion(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
     """Return a small network with six convolutions, for images such as Fashion-MNIST.
 
-    The network has three stages of one, two and three 3x3 convolutions with 32, 64 and 128 filters.
-    Batch normalization and ReLU follow each convolution. Max pooling by 2 follows the first two
-    stages, and global average pooling the last one. A fully connected layer ends the network. There
-    are 426,602 learnables for gray images of 10 classes.
+    The three stages of the network have one, two and three 3x3 convolutions with 32, 64 and 128
+    filters, respectively. Each convolution is followed by batch normalization and ReLU. The first
+    two stages end with 2x2 max pooling, and the last stage with global average pooling. The last
+    layer is fully connected. For gray images of 10 classes, there are 426,602 learnables.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def fashion(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: i
 
     Notes
     -----
-    In training, images are mirrored at random, shifted by up to 2 pixels, and partly erased.
+    The recipe randomly mirrors images, shifts them by up to 2 pixels, and erases parts of them.
     """
     layers: list[Layer] = []
     for stage in range(3):
@@ -76,12 +76,12 @@ def cifar_fast(
 ) -> Network:
     """Return a small residual network that learns images such as CIFAR-10 in few epochs.
 
-    The first convolution is frozen: it whitens patches of the images, and is computed from the
-    training images (see `whiten`). Its filters are 2x2 for colour images and 3x3 for gray ones.
-    Three stages follow. A stage has a 3x3 convolution with batch normalization and ReLU, max
-    pooling by 2, and a residual block of two such convolutions. Each stage doubles the number of
-    filters. Global max pooling and a fully connected layer end the network. There are 1,092,898
-    learnables for 32x32 colour images of 10 classes, of which 312 are frozen.
+    The first convolution whitens patches of the images. It is frozen, and its filters are computed
+    from the training images (see `whiten`). The filters are 2x2 for colour images and 3x3 for gray
+    images. Three stages follow. A stage consists of a 3x3 convolution with batch normalization and
+    ReLU, 2x2 max pooling, and a residual block of two such convolutions. The number of filters
+    doubles from stage to stage. The last layers are global max pooling and a fully connected layer.
+    For 32x32 colour images of 10 classes, there are 1,092,898 learnables, of which 312 are frozen.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def cifar_fast(
     seed : int
         Seed of the initial weights.
     filters : int
-        Filters of the first stage.
+        Number of filters of each convolution in the first stage.
 
     Returns
     -------
@@ -101,8 +101,8 @@ def cifar_fast(
 
     Notes
     -----
-    The network is similar to the ResNet-9 of Page, "How to train your ResNet", 2019. Its recipe
-    has alternating flips, as in Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024.
+    The network is similar to ResNet-9 in Page, "How to train your ResNet", 2019. Its recipe uses
+    alternating flips, as in Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024.
     """
     channels, *size = input_shape
     side = 2 if channels > 1 else 3
@@ -134,7 +134,7 @@ def cifar_fast(
 
 NETWORKS: dict[str, Callable[..., Any]] = {"fashion": fashion, "cifar-fast": cifar_fast}
 
-# SGD with Nesterov momentum; the rate rises for some epochs, then falls to 0 (one cycle).
+# SGD with Nesterov momentum. The learning rate first rises, and then falls to 0 (one cycle).
 _ONE_CYCLE: dict[str, Any] = {
     "batch_size": 128,
     "learning_rate": 0.1,

@@ -100,8 +100,8 @@ class Optimizer:
     def keep_average(self, is_kept: bool = True) -> None:
         """Start a new average of the parameters, or discard the average.
 
-        An earlier average is discarded. The new one starts as zeros, and `average_share` starts as
-        0. The caller must set `average_share` to 1 in the first step that the average includes.
+        An earlier average is discarded. The new average starts as zeros, and `average_share` starts
+        as 0. The caller must set `average_share` to 1 in the first step that the average includes.
 
         Parameters
         ----------

@@ -322,7 +322,7 @@ def changed_on_resume(
     if is_swa and now["options"]["average_start"] is None and new > old:
         refused.append(
             f"--epochs was {old}, is {new}; it cannot increase with --average swa without "
-            "--average-start, which starts after three quarters of the epochs"
+            "--average-start: the average starts after three quarters of the epochs"
         )
     network = json.loads(json.dumps(now["network"]))  # tuples become lists, as in the checkpoint
     if saved["network"] != network:

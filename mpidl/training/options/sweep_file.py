@@ -112,7 +112,7 @@ def read(path: str | os.PathLike[str]) -> Sweep:
         trials = make(path, tables[kinds[0]])
     if folds:
         if any("fold" in options for options in (train, *trials)):
-            raise UserError(f"{path}: {FOLDS} = {folds} sets the option fold: expected no other")
+            raise UserError(f"{path}: {FOLDS} = {folds} sets the option fold, found another value")
         trials = [t | {"fold": f"{i + 1}/{folds}"} for t in trials for i in range(folds)]
     for options in (train, *trials):  # check URLs before they are written to files of a trial
         for name, value in options.items():

@@ -23,7 +23,7 @@ class Failure(RuntimeError):
 
 
 class StandIn:
-    """A replacement for CUDA's runtime and driver on host memory, whose streams run immediately.
+    """A replacement for CUDA on host memory, in which operations of streams run immediately.
 
     `free_bytes` is the number of bytes that malloc can still allocate. `calls` lists the names of
     the called functions.

@@ -10,7 +10,7 @@ ORDERS = pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 
 
 class Text:
-    """Unit whose source is given as a string instead of a file."""
+    """A unit whose source is given as a string instead of a file."""
 
     family = "test"
 

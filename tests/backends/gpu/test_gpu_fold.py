@@ -16,7 +16,7 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def leaves_of(kind, count, width):
-    """Draw leaves of many magnitudes, which reveal any other order. Some moments have count 0."""
+    """Draw leaves of many magnitudes, so bytes depend on the order. Some moments have count 0."""
     rng = np.random.default_rng(count * 1000 + width)
     if kind != "moments":
         values = rng.standard_normal((count, width)) * 10 ** rng.uniform(-3, 3, (count, width))

@@ -1,4 +1,4 @@
-"""Compare images and targets that a GPU selects and moves with NumPy."""
+"""Compare the selection and movement of images and targets on a GPU with NumPy."""
 
 import numpy as np
 import pytest

@@ -47,7 +47,7 @@ def trained(world, store=None, net=None, **options):
 
 @pytest.mark.slow("gpu")
 def test_a_step_of_digits_agrees_with_the_cpu(world):
-    """Compare the change of the weights by one step, in a smaller mini-batch than recorded.
+    """Compare how one step changes the weights, for a smaller mini-batch than was recorded.
 
     Later steps are not compared, because a ReLU that flips would amplify the difference.
     """
@@ -243,7 +243,7 @@ def trained_parameters(world, **options):
 
 
 def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):
-    """Every step drops the same elements as on the CPU, but another seed gives other weights."""
+    """Every step drops the same elements as on the CPU. Another seed gives different weights."""
     launched, replayed = trained_parameters(world, graphs="off"), trained_parameters(world)
     host = dl.World(threads=1)
     expected, reseeded = trained_parameters(host), trained_parameters(host, seed=2)

@@ -121,7 +121,7 @@ def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("shape, kind", KINDS)
 def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch):
-    """Test more than ROWS mini-batches, smaller last ones, and a dataset uploaded in parts."""
+    """Test more than ROWS mini-batches, a smaller last mini-batch, and a dataset in parts."""
     monkeypatch.setattr(device_queue, "UPLOADED", 10_000)
     store = paired(70, shape, kind)
     queue = assert_same_batches(store, world, monkeypatch, resident, epochs=4)
@@ -131,7 +131,7 @@ def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("rank, size", [(0, 3), (1, 3), (2, 3)])
 def test_each_rank_reads_its_share(world, rank, size, resident, monkeypatch):
-    """The third rank has no images in mini-batches of 24, nor in the smaller last one of 40."""
+    """The third rank has no images in mini-batches of 24, or in the last one if the size is 40."""
     share = SimpleNamespace(rank=rank, size=size, device=world.device, counts=world.counts)
     for count in (24, 40):
         store = paired(100, (1, 10, 11))
@@ -149,7 +149,7 @@ def test_images_with_neither_labels_nor_targets(world, monkeypatch):
 def test_images_and_labels_of_a_function_are_staged(world, function, ranges, monkeypatch):
     options = queue_options(ranges, "none" if ranges else "zscore", paired(40))
     if function is add_noise:
-        options.pop("normalization")  # it has the number of channels of the original images
+        options.pop("normalization")  # it is for the channels of the original images
     assert_same_batches(paired(60), world, monkeypatch, function=function, **options)
 
 

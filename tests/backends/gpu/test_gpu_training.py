@@ -103,7 +103,7 @@ def test_recorded_and_eager_steps_give_the_same_bytes(world, solver):
     ],
 )
 def test_averages_of_recorded_steps(world, tmp_path, average):
-    """The average is close to the CPU's, and a resumed run has the bytes of a run without stop."""
+    """The average is close to the CPU's, and an interrupted and a full run have the same bytes."""
     options = average | {"learning_rate": 0.05, "validation": pictures(20, "others")}
     averaged, result = trained(world, **options)
     host, expected = trained(dl.World(threads=1), **options)
@@ -190,7 +190,7 @@ def test_a_rollback_records_the_step_again(world, monkeypatch):
 
 
 def test_images_that_cannot_be_read_are_skipped(world):
-    """The mini-batch is smaller, like the last mini-batch of an epoch."""
+    """Skipping an image makes its mini-batch smaller, like the last mini-batch of an epoch."""
 
     class Damaged(Derived):
         def read(self, indices):

@@ -1,4 +1,4 @@
-"""Test the zoo's fast networks: tables, recipes, and bytes on any ranks."""
+"""Test the fast networks of the zoo: tables, recipes, and bytes on any number of ranks."""
 
 import pytest
 from short_training import pictures
@@ -66,7 +66,7 @@ def test_the_recipes_have_one_cycle_of_the_rate():
 
 
 def fast_training(world, name, keywords, out=None, resume=None, **options):
-    """Train for two epochs of three mini-batches by the recipe, and return the network."""
+    """Train for two epochs of three mini-batches with the recipe, and return the network."""
     short = {"epochs": 2, "warmup_epochs": 1, "batch_size": 40, "verbose": "off"}
     recipe = dl.TrainingOptions.from_recipe(name, **short, **options)
     net = zoo.NETWORKS[name]((1, 6, 6), 3, seed=1, **keywords)

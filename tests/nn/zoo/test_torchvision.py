@@ -39,7 +39,7 @@ def undrawn(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_learnables_and_shapes(name, undrawn):
-    """Build for small images, and count learnables for 224x224 images from the shapes alone."""
+    """Build networks for small images. For 224x224 images, count the learnables from the shapes."""
     net, shapes, learnables = zoo.NETWORKS[name]((3, 64, 64)), {"images": (3, 224, 224)}, 0
     for layer, reads in zip(net.layers, net.reads, strict=True):
         inputs = tuple(shapes[read] for read in reads)

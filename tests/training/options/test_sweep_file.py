@@ -150,7 +150,7 @@ def test_folds(read):
     for text, message in (
         ("folds = 1\n", "folds must be at least 2, found 1"),
         ("folds = 1.5\n", "folds must be a whole number, at least 2, found 1.5"),
-        ('folds = 2\n[train]\nfold = "1/2"\n', "folds = 2 sets the option fold: expected no other"),
+        ('folds = 2\n[train]\nfold = "1/2"\n', "folds = 2 sets the option fold, found another"),
         ("folds = 2\n[grid]\n", "[grid] must have lists of values"),
     ):
         assert refusal(read, text).endswith(message) or message in refusal(read, text)
