@@ -194,7 +194,7 @@ class Model:
 
 def main() -> None:
     """Answer questions until the other end closes the connection."""
-    job, address = subject.join(None)
+    job, address = subject.join(None, 0)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(job.threads)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no compiler processes outside the turns

@@ -40,7 +40,6 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     )
     return (
         options.graphs != "off"
-        and options.accumulate == 1
         and options.worker_load != "measured"
         and options.batchnorm == "global"
         and not (options.mixup or options.cutmix)
@@ -129,6 +128,19 @@ class StepProgram:
             self._program = recorder.finish()
         return recorder.problem
 
+    def finish(self) -> str | None:
+        """End the recording without an update; return a reason if it cannot be replayed."""
+        self._program = self._recorder.finish()
+        return self._recorder.problem
+
+    def set_state(self, values: Mapping[str, np.ndarray]) -> None:
+        """Copy values into the state arrays of the program, which become those of the network."""
+        arrays = self._tables[1]
+        for name, array in arrays.items():
+            if values[name] is not array:
+                np.copyto(array, values[name])
+        self._net.state = dict(arrays)
+
     def is_current(self) -> bool:
         """Return whether the program matches the current network and optimizer.
 
@@ -153,9 +165,12 @@ class StepProgram:
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
         """Return whether the program can be replayed for this mini-batch."""
-        batch, recorded = images.batch, self.batch
+        facts, recorded = (
+            (batch.count, batch.total, batch.tree, batch.seed)
+            for batch in (images.batch, self.batch)
+        )
         return (
-            (batch.count, batch.tree, batch.seed) == (recorded.count, recorded.tree, recorded.seed)
+            facts == recorded
             and (_format(images), _format(targets)) == self._formats
             and images.lanes.flags.c_contiguous
             and targets.lanes.flags.c_contiguous
@@ -191,8 +206,8 @@ class StepProgram:
         return recording.scalar("epoch", batch.epoch), self._samples
 
     def per_image(self, batch: Batch) -> float:
-        """Return the reciprocal of the number of images."""
-        return 1.0 / self.batch.count
+        """Return the reciprocal of the number of images in the whole mini-batch."""
+        return 1.0 / (self.batch.total or self.batch.count)
 
     def _set_samples(self, batch):
         self._samples[: len(batch.indices)] = batch.indices

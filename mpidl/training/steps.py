@@ -110,7 +110,8 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     accumulation.check(options, loss, world.device)
     if world.device is None:
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
-        step_class = ReplayedStep if is_recordable else EagerStep
+        replayed = ReplayedStep if options.accumulate == 1 else ReplayedParts
+        step_class = replayed if is_recordable else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
         queue.parts = options.accumulate
         return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
@@ -244,7 +245,7 @@ class ReplayedStep(EagerStep):
         if self.program is not None and images.batch.epoch != self._epoch:
             self._agree()
         self._epoch = images.batch.epoch
-        if self.program is None or images.batch.count > self.program.batch.count:
+        if self.program is None or _size(images.batch) > _size(self.program.batch):
             with phases.span("recording"):
                 return self._record(images, targets)
         fits = self.program.fits(images, targets)
@@ -282,7 +283,9 @@ class ReplayedStep(EagerStep):
         return self._recording.record_gradient(self.objective, images, targets)
 
     def _record_update(self, gradients, state):
-        problem = self._recording.record_update(gradients, state)
+        self._end_recording(self._recording.record_update(gradients, state))
+
+    def _end_recording(self, problem):
         self._is_off = not self.world.gop("and", problem is None)
         self.program, self._recording = None if self._is_off else self._recording, None
 
@@ -313,6 +316,54 @@ class ReplayedStep(EagerStep):
 
     def _replay_update(self, gradients, state):
         self.program.update()
+
+
+class ReplayedParts(ReplayedStep):
+    """A training step on the host that replays the gradients of the parts of mini-batches.
+
+    The program has the gradient of a part only. The gradients of the parts are added up, and the
+    update runs, eagerly. The constructor takes the same arguments as `EagerStep`.
+    """
+
+    def _gradient(self, images, targets):
+        if not isinstance(images.batch, PartedBatch):
+            return super()._gradient(images, targets)
+        state = {name: np.array(array) for name, array in self.net.state.items()}
+        results = accumulation.accumulated(self._part, self.net, images, targets)
+        self._set_state(state)  # until the update
+        return results
+
+    def _part(self, net, images, targets):
+        """Return the results for a part, in memory that later replays do not use."""
+        self._set_state(net.state)
+        value, gradients, state = super()._gradient(images, targets)
+        copies = [
+            {name: np.array(array) for name, array in table.items()} for table in (gradients, state)
+        ]
+        result = tuple(map(np.array, value)), *copies
+        if self._recording is not None:
+            self._end_recording(self._recording.finish())
+        return result
+
+    def _set_state(self, state):
+        if self.program is None:
+            self.net.state = dict(state)
+        else:
+            self.program.set_state(state)
+
+    def _record_update(self, gradients, state):
+        self._replay_update(gradients, state)
+
+    def _replay_update(self, gradients, state):
+        if self.program is None:
+            EagerStep._update(self, gradients, state)
+        else:
+            self._update_in_place(gradients, state)
+
+
+def _size(batch):
+    """Return the images of a batch, and those of the mini-batch that it is a part of."""
+    return batch.count, batch.total or 0
 
 
 class RecordedStep:

@@ -236,6 +236,20 @@ def test_large_batch(bench):
 
 
 @needs_torch
+@pytest.mark.slow("jobs")
+def test_time_to_accuracy(bench, pictures):
+    """Both sides train an epoch of a mini-batch, after which each accuracy is high enough."""
+    words = ["--data", pictures, "--accuracy", 0, "--epochs", 1, "--rounds", 1, "--threads", 1]
+    stdout, record = bench("time_to_accuracy", *words, "--variants", "eager,channels_last")
+    assert set(record["torch_variants"]["seconds"]) == {"eager", "channels_last"}
+    for side in ("ours", "torch"):
+        (result,) = record["results"][side]
+        assert result["seconds"] > 0 and len(result["accuracies"]) == 1
+        assert result["images_per_second"] == pytest.approx(128 / result["seconds"])
+    assert f"ratio {record['ratio']:.2f} of the times" in stdout and "torch" in record["versions"]
+
+
+@needs_torch
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow("jobs")
 def test_compare(bench, tmp_path, ranks):

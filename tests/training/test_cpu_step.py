@@ -16,7 +16,7 @@ from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import Clip, Optimizer, Rate
-from mpidl.training.steps import EagerStep, ReplayedStep, StepInfo
+from mpidl.training.steps import EagerStep, ReplayedParts, ReplayedStep, StepInfo
 
 pytestmark = needs_kernels
 
@@ -66,12 +66,14 @@ def run(
     store=None,
     batch=40,
     epochs=3,
+    parts=1,
 ):
     """Train, and return the step and the losses.
 
     By default, an epoch has two full mini-batches and a mini-batch of 20 images.
     """
     queue = MinibatchQueue(pictures(100) if store is None else store, batch, 0, world)
+    queue.parts = parts
     step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
     losses = []
     for epoch in range(1, epochs + 1):
@@ -93,7 +95,8 @@ def assert_equal(net, solver, world, **arguments):
     nets = net(), net()
     optimizers = [solver(**net.factors) for net in nets]
     _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
-    step, losses = run(world, ReplayedStep, nets[1], optimizers[1], **arguments)
+    replayed = ReplayedParts if arguments.get("parts", 1) > 1 else ReplayedStep
+    step, losses = run(world, replayed, nets[1], optimizers[1], **arguments)
     assert losses == expected
     arrays = [results(*pair) for pair in zip(nets, optimizers, strict=True)]
     assert {k: v.tobytes() for k, v in arrays[0].items()} == {
@@ -125,6 +128,45 @@ def test_separate_transforms_on_ranks_without_images(transforms, world):
     )
     net = functools.partial(zoo.digits, (1, 12, 12), 3)
     assert assert_equal(net, solver, world, store=store, batch=24, epochs=3).program is not None
+
+
+@pytest.mark.parametrize("net", NETWORKS)
+@pytest.mark.parametrize("batch, parts", [(96, 3), (80, 5), (24, 2)])
+def test_replayed_parts_have_the_bytes_of_eager_parts(net, batch, parts, world):
+    """Parts of several sizes: a smaller last part, a smaller mini-batch with parts of full size."""
+    arguments = {"store": pictures(144), "batch": batch, "parts": parts}
+    step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, **arguments)
+    assert step.program is not None and not step._is_off
+
+
+def test_trainings_replay_parts(world, monkeypatch):
+    counts, gradient = [], cpu_step.StepProgram.gradient
+
+    def count(self, *batch):
+        counts.append(1)
+        return gradient(self, *batch)
+
+    monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
+    options = {"batch_size": 48, "accumulate": 3, "partial_minibatch": "discard"}
+    replayed, _ = trained(world, **options)
+    assert len(counts) == 2 * 2 * 3  # one of 12 parts is recorded, and one is checked before
+    eager, _ = trained(world, graphs="off", **options)
+    assert len(counts) == 2 * 2 * 3
+    assert weights_sha256(replayed) == weights_sha256(eager)
+
+
+def test_changes_between_accumulated_steps(world):
+    """A hook replaces arrays of the network, and a setting of the optimizer."""
+
+    def change(step, iteration):
+        if iteration == 3:
+            weights = step.net.parameters["dense1.weight"]
+            step.net.parameters = {**step.net.parameters, "dense1.weight": weights * 0.5}
+            step.net.state = {name: a + 0.25 for name, a in step.net.state.items()}
+        if iteration == 5:
+            step.optimizer.transforms[-1].momentum = 0.5
+
+    assert_equal(small, SOLVERS["sgdm"], world, change=change, batch=48, parts=3)
 
 
 @pytest.mark.parametrize("net", ["alexnet", "mobilenet_v2", "resnet18", "squeezenet1_1"])
@@ -162,11 +204,12 @@ def test_without_the_check_a_faulty_program_is_used(world, stale_samples, monkey
         assert_equal(residual, SOLVERS["sgdm"], world)
 
 
-def test_ranks_that_replay_work_with_ranks_that_do_not(world):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_ranks_that_replay_work_with_ranks_that_do_not(parts, world):
     if world.rank == 0:
         phases.store_spans(10_000)  # steps whose spans are stored run eagerly
     try:
-        assert assert_equal(small, SOLVERS["sgdm"], world).program is not None
+        assert assert_equal(small, SOLVERS["sgdm"], world, parts=parts).program is not None
     finally:
         phases.take_spans()
 
@@ -256,7 +299,8 @@ def test_trainings_replay_steps(world, monkeypatch):
     assert weights_sha256(recorded) == weights_sha256(eager)
 
 
-def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_loss_that_is_not_finite_leaves_the_arrays(parts, world):
     net, error = small(), None
 
     def explode(step, iteration):
@@ -267,7 +311,8 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
 
     try:
         with np.errstate(all="ignore"):
-            run(world, ReplayedStep, net, dl.SGDM(0.1), explode)
+            step_class = ReplayedStep if parts == 1 else ReplayedParts
+            run(world, step_class, net, dl.SGDM(0.1), explode, parts=parts)
     except dl.errors.NotFinite as fault:
         error = fault
     assert "iteration 6" in error.description
