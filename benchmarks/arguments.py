@@ -114,8 +114,8 @@ def _add_subject(parser, command):
         _add_settings(parser, "digits:128,cifar:64,resnet:64,alexnet:32")
         parser.text("--page", "FILE", "also write the tables, with charts, as an HTML page to FILE")
     else:
-        text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another one of the "
-        text += "zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
+        text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another network of "
+        text += "the zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
         parser.text("--network", "NAME", text, default="digits")
     text = "shape of an image (the network's, else 1x28x28)"
     parser.text("--image", "CxHxW", text, type=_image)
@@ -171,8 +171,8 @@ def _add_s3(parser, command):
 
 
 def _add_input(parser, command):
-    text = "network to train during the measurement: one of the zoo, FILE.py:FUNCTION, or light, "
-    text += "one convolution, about as fast as JPEG files are read (alexnet)"
+    text = "network to train during the measurement: from the zoo, FILE.py:FUNCTION, or light, "
+    text += "a convolution about as fast as reading JPEG files (alexnet)"
     parser.text("--network", "NAME", text, default="alexnet")
     _add_counts(
         parser,
@@ -186,10 +186,8 @@ def _add_input(parser, command):
     )
     text = "threads that read and decode (1)"
     parser.text("--workers", "N,N,...", text, default=[1], type=_counts("--workers"))
-    text = (
-        "instead measure the peak memory of training on a large packed set, in excess of that of "
-    )
-    text += "training on one mini-batch of it, with the network light"
+    text = "instead measure the peak memory of training on a large packed set, minus the peak of "
+    text += "training on one mini-batch of the set, with the network light"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "instead compare packs of JPEG files with the folder of these files: images/s and size"
     parser.add_argument("--packs", action="store_true", help=text)
@@ -294,7 +292,7 @@ def _add_time_to_accuracy(parser, command):
         parser,
         ("epochs", 5, "epochs of the schedule"),
         ("threads", 2, "threads of each side"),
-        ("rounds", 2, "trainings of each side, in turns; the ratio is that of the medians"),
+        ("rounds", 2, "trainings of each side, alternating; the ratio is of medians"),
     )
 
 
@@ -312,9 +310,9 @@ def _add_interchange(parser, command):
 
 
 def _add_transfer(parser, command):
-    text = "a labelled data set, half of whose classes are for the pretraining (digits)"
+    text = "a labelled data set; half of its classes are for the pretraining (digits)"
     parser.text("--data", "DATA", text, default="digits")
-    text = "numbers of images per class to learn the other classes from (10,50)"
+    text = "numbers of images per class for learning the other classes (10,50)"
     parser.text("--per-class", "N,N,...", text, default=[10, 50], type=_counts("--per-class"))
     text = "accuracies to reach, in percent (80,90)"
     percents = _counts("--accuracies")
@@ -345,10 +343,10 @@ def _add_compare(parser):
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
-    text = "versions of PyTorch, such as 2.13.0, and paths of Python interpreters that have one; "
-    text += "other versions than the installed one get environments in build/ (the installed one)"
+    text = "versions of PyTorch, such as 2.13.0, or paths of Python interpreters with PyTorch; "
+    text += "missing versions are installed in build/ (the installed version)"
     parser.text("--torch", "VERSION|PYTHON,...", text, default=[], type=_torch_versions)
-    text = "limit both sides to these instructions"
+    text = "limit both sides to these CPU instructions"
     parser.text(
         "--held-to",
         "avx2",

@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> dict:
     if options.predict:
         options.libraries = [*options.libraries, "onnxruntime"]
     if options.predict and (ranks > 1 or options.memory):
-        raise UserError("--predict: expected one rank, and times: leave out --ranks and --memory")
+        raise UserError("--predict: expected one rank, without --ranks and --memory")
     if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that all "

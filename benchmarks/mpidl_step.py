@@ -17,6 +17,7 @@ from mpidl.data import ArrayDatastore
 from mpidl.nn import Network
 from mpidl.training import steps
 from mpidl.training.optimizers import SGDM
+from mpidl.training.replayed_step import ReplayedStep
 
 
 def mean_loss(net, images, labels):
@@ -139,7 +140,7 @@ class TrainStep(EagerStep):
     def reset(self, batchnorm: str = "global") -> None:
         """Restore the initial weights, and record the step again."""
         super().reset(batchnorm)
-        step_class = steps.EagerStep if builds.kernels() is None else steps.ReplayedStep
+        step_class = steps.EagerStep if builds.kernels() is None else ReplayedStep
         loss_of_labels = "crossentropy", self.world, 1
         self.step = step_class(self.net, self.sgdm, *loss_of_labels, None, lambda rate: "")
 

@@ -51,7 +51,7 @@ def refuse_reference(side: str, counts: Mapping[str, int]) -> None:
     if names:
         raise Fault(
             f"{side}: oneDNN fell back to its reference code ({', '.join(sorted(names))}), so a "
-            "ratio to this PyTorch would say nothing; expected code for this processor's "
+            "ratio to this PyTorch would be meaningless; expected code for this processor's "
             "instructions"
         )
 

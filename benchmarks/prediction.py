@@ -31,7 +31,7 @@ def serve(
     labels: np.ndarray,
     *actions: Callable,
 ) -> None:
-    """Answer the questions of a Side whose step is a prediction, also by `actions`; see `serve`."""
+    """Answer a Side's questions with predictions as steps, or with `actions`; see `turns.serve`."""
 
     def losses(count):
         return [mean_loss(scores(), labels)]

@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> dict | None:
     left_out = [f"{side} ({NEEDS[side]} is missing)" for side in NEEDS if side not in sides]
     print(f"an epoch of digits, {world.size} rank(s), {options.rounds} rounds, the same weights")
     if left_out:
-        print(f"left out: {', '.join(left_out)}")
+        print(f"not measured: {', '.join(left_out)}")
     ratios = {side: np.divide(times[side], times[SILENT]) for side in sides[1:]}
     rows = [["", "s per epoch", f"/ {SILENT}"]]
     for side in sides:

@@ -1,9 +1,10 @@
 """`python -m benchmarks saves`: measure the cost of checkpoints and plots in a training.
 
-One training consists of turns of steps. In every second turn, a checkpoint and progress.png are
-written, as at the end of an epoch. A turn ends when its files are written, so it contains the whole
-cost of the files: the time that the ranks wait, and the processor time of the writing process. The
-cost is the difference between neighbouring turns. Under mpirun, the launched ranks train together.
+One training consists of turns, which are runs of consecutive steps. In every second turn, a
+checkpoint and progress.png are written, as at the end of an epoch. A turn ends when its files are
+written, so it contains the whole cost of the files: the time that the ranks wait, and the processor
+time of the writing process. The cost is the difference between neighbouring turns. Under mpirun,
+the launched ranks train together.
 """
 
 import argparse

@@ -64,7 +64,7 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
         title = "  part spent waiting" if name == "wait" else name
         rows.append([title, *(f"{part[key]:.3f}" for key in ("median", "min", "max"))])
     report.print_table(rows)
-    print(f"{images:.0f} images/s; peak memory {peak_mib:.1f} MiB per rank, on top of that before")
+    print(f"{images:.0f} images/s; a step adds up to {peak_mib:.1f} MiB of memory per rank")
     share = None
     if kernels is not None:
         kernel_ms = sum(kernel["ms"] for kernel in kernels.values())

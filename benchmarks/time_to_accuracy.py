@@ -5,8 +5,8 @@ iteration, Nesterov momentum, label smoothing, the moving average of the weights
 changes of images. The sides draw different random numbers, so the accuracies differ slightly.
 PyTorch's variants first take a few steps, and the fastest variant trains.
 
-A training ends after the epoch in which the accuracy on the test images is reached. The time covers
-only the training, and not reading the data, statistics, compiling, or tests.
+A training ends after the epoch in which the accuracy on the test images is reached. The time
+excludes reading the data, statistics, compilation and tests.
 """
 
 import argparse

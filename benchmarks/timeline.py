@@ -1,7 +1,8 @@
 """`python -m benchmarks timeline`: measure the cost of a timeline, and the coverage of its spans.
 
-One training run records spans in every second turn of steps. Turns of a third kind record nothing,
-like the first kind, to show the noise. Under mpirun, all ranks train together.
+One training run consists of turns, which are runs of consecutive steps. Turns of the kind "on"
+record spans; turns of the kinds "off" and "again" record none, and their difference is the noise.
+Under mpirun, all ranks train together.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 from mpidl.training.trainer import Trainer
 
-KINDS = ("off", "on", "again")  # in "again", the timeline is off, as in "off"
+KINDS = ("off", "on", "again")  # only "on" records spans
 BATCHES = 4  # mini-batches per epoch
 CAPACITY = 1 << 20  # largest number of spans per turn
 OPTIONS = ("network", "batch_size", "threads", "rounds", "iterations")

@@ -81,7 +81,7 @@ def _version_in(python, word):
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise UserError(f"--torch {word}: expected a Python, found: {error.strerror}") from None
+        raise UserError(f"--torch {word}: expected a Python program: {error.strerror}") from None
     if result.returncode:
         message = turns.last_message(result.stderr)
         raise UserError(f"--torch {word}: this Python cannot import PyTorch: {message}")

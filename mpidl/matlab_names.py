@@ -197,7 +197,7 @@ REMARKS = {
 
 
 def missing_name(name: str) -> NoReturn:
-    """Raise AttributeError for a name that `mpidl` does not define, as `mpidl.__getattr__`.
+    """Raise AttributeError for a name that `mpidl` does not define. This is `mpidl.__getattr__`.
 
     The message contains the equivalent of a MATLAB name, or else the most similar name.
     """

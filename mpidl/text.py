@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-NAMES_IN_A_LINE = 10  # maximum number of names that `name_list` writes; it counts the rest
+NAMES_IN_A_LINE = 10  # maximum number of names that `name_list` writes; the rest are only counted
 
 
 def printable(path: str | bytes | os.PathLike) -> str:

@@ -138,6 +138,6 @@ def other_rank_counts(report):
         if importlib.util.find_spec("mpi4py") is None:
             raise UserError("mpi4py is not installed")
     except UserError as error:
-        report.note(f"one rank alone: {error}")
+        report.note(f"only one rank was tested: {error}")
         return ()
     return (2, 4)

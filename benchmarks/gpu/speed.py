@@ -254,7 +254,7 @@ def compare_losses(report, result):
             report.check(
                 f"{result.name}: first loss of {kind} {variant} {precision}",
                 False,
-                f"{losses[0]:.8f}, that of ours {ours[0]:.8f}",
+                f"{losses[0]:.8f}, ours {ours[0]:.8f}",
             )
 
 

@@ -31,8 +31,7 @@ INLINE vec power(vec d, double beta, vec *ratio) {
     return result;
 }
 
-/* Return k + a * (sum of squares over `count` channels). x points to the first of these channels.
- * */
+/* Return k + a * (sum of squares over `count` channels). x points to the first channel. */
 INLINE vec denominator(const struct job *job, const float *x, int64_t count, int64_t stride) {
     vec sum = zero();
     FEW for (int64_t c = 0; c < count; c++) {

@@ -1,5 +1,5 @@
-/* Sums over the ranks of a host in shared memory. mpidl/comm/host_memory.py explains the memory and
- * creates a plan of each sum.
+/* Sums over the ranks of a host in shared memory. mpidl/comm/host_memory.py explains the memory, and
+ * sum_plans.py creates a plan of each sum.
  *
  * A sum is divided into chunks, and all ranks number the chunks of all sums in the same way. A
  * chunk goes through three stages on each rank. `place` copies this rank's nodes into its slot.

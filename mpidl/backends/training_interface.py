@@ -28,7 +28,7 @@ class LabelRule(NamedTuple):
     Attributes
     ----------
     class_weights : Vector or None
-        Weights of the classes, (K,) float64; None if all are 1.
+        Weights of the classes, (K,) float64; None if all weights are 1.
     smoothing : float
         Label smoothing, at least 0 and below 1; 0 if gamma is not 0.
     gamma : float
@@ -56,7 +56,7 @@ class BinaryRule(NamedTuple):
     Attributes
     ----------
     positive_weights : Vector or None
-        Weights of the positive targets of each class, (K,) float64; None if all are 1.
+        Weights of the positive targets of each class, (K,) float64; None if all weights are 1.
     gamma : float
         Exponent of the focal loss, at least 0; 0 gives the binary cross-entropy.
     """
@@ -87,7 +87,7 @@ class DiceRule(NamedTuple):
     Attributes
     ----------
     class_weights : Vector or None
-        Weights of the classes, (K,) float64; None if all are 1.
+        Weights of the classes, (K,) float64; None if all weights are 1.
     smooth : float
         The smoothing s, in pixels, at least 0.
     generalized : bool
@@ -277,7 +277,7 @@ class TrainingFunctions(Protocol):
         -----
         On the host, norms are computed in float64 in a fixed order. Each chunk of 16384 elements
         has 16 partial sums, which are combined in a tree. The sums of the chunks are added one by
-        one. A GPU also adds in a fixed order, but in another one.
+        one. A GPU also adds in a fixed order, which is different.
         """
 
     def trust(

@@ -168,7 +168,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     )
     parser.text("--model", "FILE", MODEL_HELP, required=True)
     parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
-    text = f"{DATA_HELP}. Of data with a training and a test part, the test part is used"
+    text = f"{DATA_HELP}. If the data have a training and a test part, the test part is used"
     parser.text("--data", "DATA", text, EMBEDDED, required=True)
     parser.text(
         "--out",

@@ -147,12 +147,12 @@ def _shared_memory(report, by_host):
         elif memory.speed is not None and memory.speed < SLOW_BYTES:
             problem = (
                 f"/dev/shm on {{}} writes less than {SLOW_BYTES / 1e6:.0f} MB/s, and messages of "
-                "MPI go through it: see with free and top whether the host swaps or is busy"
+                "MPI go through it: check with free and top whether the host swaps or is busy"
             )
         elif memory.free < cache_bytes:
             advice = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
             if memory.total > 2 * cache_bytes:
-                advice = "remove the files that ended programs have left there"
+                advice = "remove the remaining files of ended programs"
             problem = (
                 f"/dev/shm on {{}} has less than the {TrainingOptions.cache_mb} MB free that the "
                 f"images of --cache-mb need: {advice}"

@@ -27,20 +27,25 @@ messages may arrive in a different order.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl import fold
-from mpidl.backends.cpu import builds
 from mpidl.comm import exchange, watchdog
 from mpidl.comm.reducer import Piece
+from mpidl.comm.sum_plans import KINDS, LINE, SLOT_BYTES, broadcast_plan, count_nodes, plan_of
+from mpidl.comm.sum_queue import (
+    PATIENCE,
+    Completion,
+    HostSum,
+    SumQueue,
+    address_of,
+    queue_bytes,
+)
 from mpidl.comm.transport import free_shared_bytes
-from mpidl.errors import Fault
 from mpidl.fold import Tree
 
 if TYPE_CHECKING:
@@ -49,259 +54,10 @@ if TYPE_CHECKING:
     from mpidl.comm.exchange import Combine, Steps
     from mpidl.comm.transport import Transport
 
-SLOTS, SLOT_BYTES = 8, 1 << 16  # number of slots per rank in each set, and size of a slot
-COUNTS_BYTES, LINE = 256, 64  # sizes of a rank's counts and of a cache line
-PATIENCE = 0.002  # longest wait for other ranks inside a kernel call, in seconds
-
-# {(operation, type): kind of the sum in sums.c}
-FLOATS, DOUBLES, MOMENTS = range(3)
-NOUNS = ("float32 values", "float64 values", "float64 values of moments")
-KINDS: dict[tuple[Any, np.dtype], int] = {
-    (fold.add, np.dtype("f4")): FLOATS,
-    (fold.add, np.dtype("f8")): DOUBLES,
-    (fold.merge_moments, np.dtype("f8")): MOMENTS,
-}
 MOST_NODES = 1024  # largest number of nodes in a sum; all nodes of a chunk must fit into the slots
-QUEUE_WORDS, SUM_WORDS = 19, 7  # sizes of the structs `queue` and `sum` in sums.c
-PATIENCE_WORD, WAITED_WORD, FOLDED_WORD = 5, 6, 8  # indices in the struct `queue`
-LAST_WORD, DIFFERS_WORD = 16, 17  # indices in the struct `queue`
-IDENTITIES = slice(16, 16 + SLOTS)  # in a rank's counts: the hash of the plan in each slot
-WIDTHS = slice(24, 24 + SLOTS)  # in a rank's counts: for each slot, 4 * width + kind of the sum
-TAKEN_WORD = 6  # index in the struct `sum`
-IDENTITY_WORD = 10  # index in a plan
 
-
-# Objects that kernels may still use: queues with incomplete sums, and the owners of the memory of
-# sums that an exception has left incomplete.
-_busy: list[SumQueue] = []
+# Owners of memory that incomplete sums, which an exception has left, may still use.
 _abandoned: list[Any] = []
-
-
-def address_of(array: np.ndarray) -> int:
-    """Return the address of an array's first element."""
-    return array.__array_interface__["data"][0]
-
-
-@lru_cache(maxsize=256)
-def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int) -> np.ndarray:
-    """Return the description of a sum for sums.c, as its struct `plan`.
-
-    Parameters
-    ----------
-    tree : Tree
-        The reduction tree over the blocks.
-    ranks : (int, int)
-        First rank of the host, and one past the last.
-    rank : int
-        This rank, counted from the first rank of the host.
-    width : int
-        Number of values in a node.
-    kind : int
-        Kind of the sum: `FLOATS`, `DOUBLES` or `MOMENTS`.
-
-    Returns
-    -------
-    ndarray of int64
-        The plan. Its results are the largest nodes whose blocks all belong to this host.
-    """
-    places, ranges = [], []
-    for member in range(ranks[1] - ranks[0]):
-        nodes = tree.nodes[ranks[0] + member]
-        places += [(member, row) for row in range(len(nodes))]
-        ranges += nodes
-    joins, results = _joins_of(tree, ranges)
-    return _plan(places, joins, results, rank, width, kind)
-
-
-@lru_cache(maxsize=256)
-def broadcast_plan(root: int, rank: int, width: int, kind: int) -> np.ndarray:
-    """Return the plan of a sum with a single node, on rank `root` of the host; see `plan_of`."""
-    return _plan([(root, 0)], [], [0], rank, width, kind)
-
-
-@lru_cache(maxsize=256)
-def _count_nodes(tree):
-    return sum(map(len, tree.nodes))
-
-
-def _joins_of(tree, ranges):
-    """Return the pairs (left, right) of nodes to combine, and the nodes that hold the results."""
-    stack, joins = [], []
-    for node, (start, stop) in enumerate(ranges):
-        stack.append((node, start))
-        while len(stack) > 1 and tree.joins(stack[-2][1], stop):
-            right, _ = stack.pop()
-            joins.append((stack[-1][0], right))
-    return joins, [node for node, _ in stack]
-
-
-def _plan(places, joins, results, rank, width, kind):
-    item, size, fixed_bytes = (4 if kind == FLOATS else 8), width, 0
-    if kind == MOMENTS:  # a chunk of moments has the count, and mean and M2 of some channels
-        item, size, fixed_bytes = 16, width // 2, 8
-    rows = max((row + 1 for _, row in places), default=1)
-    # Use a multiple of the cache line, so that the nodes in a slot are aligned.
-    limit = SLOT_BYTES // rows
-    if kind == MOMENTS:
-        limit = min(limit, 2 * SLOT_BYTES // max(len(places), 1))
-    limit -= limit % LINE
-    chunk = max(1, min(size, (limit - fixed_bytes) // item))
-    stride = -(-(fixed_bytes + chunk * item) // LINE) * LINE
-    chunks = max(1, -(-size // chunk))
-    is_direct = kind == MOMENTS or len(places) * stride <= 2 * SLOT_BYTES
-    own_nodes = sum(member == rank for member, _ in places)
-    head = [kind, width, chunk, chunks, stride, is_direct, own_nodes]
-    head += [len(places), len(joins), len(results)]
-    table = [*np.ravel(places), *np.ravel(joins), *results]
-    shared = [*head[:6], *head[7:], *table]  # the words that must be equal on all ranks
-    digest = hashlib.blake2b(np.array(shared, np.int64).tobytes(), digest_size=8).digest()
-    return np.array([*head, int.from_bytes(digest, "little", signed=True), *table], np.int64)
-
-
-class HostSum:
-    """A sum that a `SumQueue` computes, as the struct `sum` of sums.c.
-
-    Parameters
-    ----------
-    plan : ndarray
-        The result of `plan_of` or `broadcast_plan`.
-    pieces : sequence of Piece
-        This rank's nodes of one or more values, which are summed together as one vector. The nodes
-        stay allocated until the sum is complete.
-    out : ndarray or None
-        Contiguous memory for the results; None if this rank does not need the results.
-
-    Attributes
-    ----------
-    words : ndarray
-        The content of the struct.
-    """
-
-    __slots__ = ("words", "_chunks", "_owners")
-
-    def __init__(self, plan: np.ndarray, pieces: Sequence[Piece], out: np.ndarray | None) -> None:
-        table, flat = [len(pieces)], []
-        for size, nodes in pieces:
-            flat.append([np.ascontiguousarray(node) for node in nodes])
-            table += [size, *map(address_of, flat[-1])]
-        addresses = np.array(table, np.int64)
-        self.words = np.zeros(SUM_WORDS, np.int64)
-        self.words[:2] = address_of(plan), address_of(addresses)
-        self.words[2] = 0 if out is None else address_of(out)
-        self._chunks, self._owners = int(plan[3]), (plan, flat, addresses, out)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether this rank has the results, and other ranks no longer need its nodes."""
-        return bool(self.words[TAKEN_WORD] == self._chunks)
-
-
-class SumQueue:
-    """A queue of the incomplete sums of one rank, with the slots through which they are computed.
-
-    Parameters
-    ----------
-    memory : ndarray of uint8, shape (queue_bytes(ranks),)
-        The slots of all ranks, initially zero, and aligned to 64 bytes.
-    rank, ranks : int
-        Number of this rank among the ranks that share the memory, and number of these ranks.
-    patience : float
-        Longest wait inside a call of the kernel library, in seconds.
-    first : int
-        Number in the world of the first rank that shares the memory, for error messages.
-
-    Raises
-    ------
-    Fault
-        If the ranks have started different sums. The constructor does not raise this error, but
-        `start`, `advance` and `wait` do.
-
-    Attributes
-    ----------
-    words : ndarray
-        The content of the struct `queue` of sums.c.
-    """
-
-    def __init__(
-        self,
-        memory: np.ndarray,
-        rank: int,
-        ranks: int,
-        patience: float = PATIENCE,
-        first: int = 0,
-    ) -> None:
-        self.rank, self.ranks, self.first = rank, ranks, first
-        self._library = builds.kernels()
-        self._scratch = np.empty(2 * SLOT_BYTES, np.uint8)
-        self._memory = memory
-        self._sums: list[HostSum] = []  # incomplete sums, and possibly some complete sums
-        self.words = np.zeros(QUEUE_WORDS, np.int64)
-        self.words[:5] = address_of(memory), rank, ranks, SLOTS, SLOT_BYTES
-        self.words[PATIENCE_WORD] = int(patience * 1e9)
-        self.words[-1] = address_of(self._scratch)
-
-    def start(self, host_sum: HostSum) -> None:
-        """Start a sum. All ranks must start the same sums in the same order."""
-        self.release()
-        self._sums.append(host_sum)
-        _busy[:] = [queue for queue in _busy if queue.is_busy and queue is not self]
-        _busy.append(self)
-        self._library.sums_start(self.words, host_sum.words)
-        self._check()
-
-    def advance(self) -> None:
-        """Advance all sums without waiting."""
-        self._library.sums_advance(self.words)
-        self._check()
-        self.release()
-
-    def _check(self):
-        """Raise a Fault if the ranks have started different sums, which will never complete."""
-        if not self.words[DIFFERS_WORD]:
-            return
-        counts = self._memory[: self.ranks * COUNTS_BYTES].view(np.int64)
-        counts = counts.reshape(self.ranks, -1)
-        slot = int(self.words[FOLDED_WORD]) % SLOTS
-        identities, widths = counts[:, IDENTITIES][:, slot], counts[:, WIDTHS][:, slot]
-        sums: dict[tuple[int, int], list[str]] = {}
-        for rank, sum_of_rank in enumerate(zip(identities.tolist(), widths.tolist(), strict=True)):
-            sums.setdefault(sum_of_rank, []).append(str(self.first + rank))
-        texts = [
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} {width // 4} "
-            f"{NOUNS[width % 4]}"
-            for (_, width), ranks in sums.items()
-        ]
-        raise Fault(
-            f"the ranks sum different values at the same time: {'; '.join(texts)}: all ranks must "
-            "call the same functions in the same order, with values of the same shapes"
-        )
-
-    def release(self) -> None:
-        """Drop the references to sums that are complete."""
-        if self._sums:
-            self._sums = [host_sum for host_sum in self._sums if not host_sum.is_complete]
-
-    def wait(self, host_sum: HostSum) -> None:
-        """Wait for a sum inside the kernel library, for at most `patience` seconds."""
-        waited = self.words[WAITED_WORD]
-        self._library.sums_wait(self.words, host_sum.words)
-        self.words[WAITED_WORD] = waited  # do not add this wait, because the caller counts it
-        self._check()
-        self.release()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there are incomplete sums."""
-        return bool(self.words[LAST_WORD])
-
-    def take_waited(self) -> int:
-        """Return how long replayed steps have waited since the last call, in nanoseconds."""
-        waited, self.words[WAITED_WORD] = int(self.words[WAITED_WORD]), 0
-        return waited
-
-    def close(self) -> None:
-        """Stop kernels from advancing the sums."""
-        self._library.sums_leave(self.words)
 
 
 def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combine) -> int:
@@ -319,36 +75,6 @@ def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combi
     if combine is not fold.add:
         return 1
     return max(1, min(nbytes // SLOT_BYTES, *(stop - first for first, stop in hosts)))
-
-
-def queue_bytes(ranks: int) -> int:
-    """Return the size in bytes of the memory of a `SumQueue` for a number of ranks."""
-    return ranks * (COUNTS_BYTES + SLOTS * SLOT_BYTES)
-
-
-class Completion:
-    """A function that returns whether a sum in shared memory is complete.
-
-    The generator of an exchange yields this object instead of MPI requests.
-
-    Parameters
-    ----------
-    queue : SumQueue
-        The queue that computes the sum.
-    host_sum : HostSum
-        The sum.
-    """
-
-    def __init__(self, queue: SumQueue, host_sum: HostSum) -> None:
-        self._queue, self._sum = queue, host_sum
-
-    def __call__(self) -> bool:
-        self._queue.advance()
-        return self._sum.is_complete
-
-    def wait(self) -> None:
-        """Wait for the sum, for at most the queue's `patience` in seconds."""
-        self._queue.wait(self._sum)
 
 
 class HostMemory:
@@ -422,7 +148,7 @@ class HostMemory:
     @staticmethod
     def supports(tree: Tree, combine: Combine, dtype: np.dtype) -> bool:
         """Return whether a sum of this kind can be computed in shared memory."""
-        return not tree.plain and (combine, dtype) in KINDS and _count_nodes(tree) <= MOST_NODES
+        return not tree.plain and (combine, dtype) in KINDS and count_nodes(tree) <= MOST_NODES
 
     def sum_over_all(
         self,

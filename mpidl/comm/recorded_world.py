@@ -13,8 +13,8 @@ from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.recording import Recorder, address_of, fixed
 from mpidl.blocks import OneRank
-from mpidl.comm.host_memory import HostSum
 from mpidl.comm.reducer import BUCKET_BYTES, PendingExchange, Piece, Reducer
+from mpidl.comm.sum_queue import HostSum
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from mpidl.performance.trace import AGREE, FINISH, Event
 if TYPE_CHECKING:
     from mpidl.comm import World
 
-SIZES = (8, 1024, 16384, 131072, 1048576)  # bytes of a message
+SIZES = (8, 1024, 16384, 131072, 1048576)  # sizes of messages in bytes
 BURST = 16  # number of messages in each direction in a burst
 PARTS = 9  # number of parts of a measurement, whose median is the result
 SLICE_SECONDS = 5e-4  # duration of the work between two attempts to advance an exchange

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import fold
-from mpidl.comm import exchange, host_memory
+from mpidl.comm import exchange, host_memory, sum_plans
 
 SEGMENT = 64  # maximum number of simulated elements per rank; each may represent several elements
 
@@ -343,7 +343,7 @@ class _SharedMemory:
         host_tree = fold.Tree(tree.leaves, runs, self.node)
         count = sum(len(nodes) for nodes in tree.nodes[first:stop])
         rows, rank = len(host_tree.nodes[self.node]), transport.rank - first
-        is_direct = combine is not fold.add or count * nbytes <= 2 * host_memory.SLOT_BYTES
+        is_direct = combine is not fold.add or count * nbytes <= 2 * sum_plans.SLOT_BYTES
         transport.spend(len(matrix) * copy_seconds)
         yield [self.placed.arrive(transport)]
         folded_bytes = (count - rows) * nbytes

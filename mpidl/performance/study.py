@@ -238,7 +238,7 @@ class Study:
             raise
 
     def _wait(self, process, name, log):
-        """Wait for a process and return its exit code; pass on a request to stop, show its log."""
+        """Wait for a process, show its log, pass on a request to stop, and return the exit code."""
         start = shown_time = time.monotonic()
         is_asked, previous = False, last_line(log)
         while True:

@@ -106,7 +106,7 @@ class TracingWorld(World):
 
 
 class _RecordedTrace(RecordedWorld):
-    """Lets each replay of a step record its exchanges at the same points as the step itself."""
+    """A recorded world whose replays record exchanges at the same points as the step itself."""
 
     def __init__(self, world: TracingWorld, recorder: Recorder) -> None:
         super().__init__(world, recorder)
@@ -144,7 +144,7 @@ class _TracingReducer(Reducer):
 
 
 class _Buckets:
-    """Records buckets, by the same rule by which `comm.reducer.Reducer` packs terms."""
+    """Records buckets, into which terms are packed as in `comm.reducer.Reducer`."""
 
     def __init__(self, note):
         self.note, self.key, self.width = note, None, 0
@@ -228,7 +228,7 @@ class StepClock:
         The world of the training, whose events are recorded with the times. By default, only times
         are recorded, because several ranks train together.
     skip : int
-        Number of steps before the measurement: by default those that are recorded and checked.
+        Number of steps before the measurement. By default, the steps that are recorded and checked.
     at_least : int
         Minimum number of measured steps.
     """
@@ -255,7 +255,7 @@ class StepClock:
         self.images = result.info.images
 
     def step(self, trainer: Trainer) -> None:
-        """Store the times of the step that has ended, and stop the training if it was the last."""
+        """Store the times of the step that has ended. Stop the training after the last step."""
         now, input_total = time.perf_counter(), phases.seconds().input
         events = [] if self.world is None else self.world.take_events()
         if self.steps_to_skip:

@@ -68,7 +68,7 @@ class RunFiles:
     confusion : ConfusionTable or None
         The confusion matrix of the test set.
     metrics : list of list of str
-        The metrics of the test set as a table, whose first row has the headings; or [].
+        The metrics of the test set as a table with headings in the first row; [] without metrics.
     ranks : list of dict
         A dict per rank with its device, its memory in bytes and its seconds per phase; empty if the
         run did not measure the phases.

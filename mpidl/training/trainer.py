@@ -42,7 +42,8 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
 from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
-from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
+from mpidl.training.step_selection import make_step
+from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult
 from mpidl.training.weight_average import WeightAverage
 
 

@@ -347,14 +347,14 @@ def test_a_report_as_markdown_and_in_its_file(tmp_path):
     report.fact("GPU", "Some | GPU")
     report.check("this", True, "fine")
     report.check("that", False, "1 of 2")
-    report.note("left out: more")
+    report.note("skipped: more")
     report.table("Times", ["a", "b"], [["1", "2"]])
     report.table("Times", ["a", "b"], [["3", "4"]])
     record = load(str(tmp_path), "timing")
     assert record == report.record and not record["finished"] and report.failed == ["that"]
     text = markdown([record])
     assert "### timing, 0 s (not finished)" in text and "| GPU | Some \\| GPU |" in text
-    assert "| that | 1 of 2 | **failed** |" in text and "- left out: more" in text
+    assert "| that | 1 of 2 | **failed** |" in text and "- skipped: more" in text
     assert "Times:\n\n| a | b |\n| --- | --- |\n| 3 | 4 |" in text and "| 1 | 2 |" not in text
     assert load(str(tmp_path), "nothing") is None
 

@@ -156,7 +156,7 @@ def test_versions_that_cannot_be_had(tmp_path):
     python.chmod(0o755)
     for words, message in (
         ([str(python)], "this Python cannot import PyTorch: ModuleNotFoundError: no torch"),
-        ([str(tmp_path / "missing")], "expected a Python, found: No such file"),
+        ([str(tmp_path / "missing")], "expected a Python program: No such file"),
     ):
         with pytest.raises(UserError, match=message):
             torch_versions.find(words)

@@ -15,9 +15,11 @@ import mpidl as dl
 from mpidl import fold
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES, share
-from mpidl.comm import World, exchange, host_memory, messaging
-from mpidl.comm.host_memory import KINDS, HostMemory, HostSum, SumQueue
+from mpidl.comm import World, exchange, host_memory, messaging, sum_plans, sum_queue
+from mpidl.comm.host_memory import HostMemory
 from mpidl.comm.reducer import Reducer
+from mpidl.comm.sum_plans import KINDS
+from mpidl.comm.sum_queue import HostSum, SumQueue
 from mpidl.fold import Counter
 
 pytestmark = needs_kernels
@@ -27,9 +29,9 @@ SUM, MOMENTS = (fold.add, np.add), (fold.merge_moments, fold.merge_moments)
 
 def queues_of(ranks):
     """Return the queues of several simulated ranks that share memory in this process."""
-    nbytes = host_memory.queue_bytes(ranks)
-    memory = np.zeros(nbytes + host_memory.LINE, np.uint8)
-    start = -host_memory.address_of(memory) % host_memory.LINE
+    nbytes = sum_queue.queue_bytes(ranks)
+    memory = np.zeros(nbytes + sum_plans.LINE, np.uint8)
+    start = -sum_queue.address_of(memory) % sum_plans.LINE
     memory = memory[start : start + nbytes]
     return [SumQueue(memory, rank, ranks, patience=0) for rank in range(ranks)]
 
@@ -63,7 +65,7 @@ class Job:
         """Return the HostSum of a rank, for ranks that all share memory, and its root array."""
         pieces, root = self.pieces(tree)
         kind = KINDS[self.combine, root.dtype]
-        plan = host_memory.plan_of(tree, (0, len(tree.runs)), tree.rank, len(root), kind)
+        plan = sum_plans.plan_of(tree, (0, len(tree.runs)), tree.rank, len(root), kind)
         return HostSum(plan, pieces, root), root
 
 
@@ -116,25 +118,25 @@ def test_all_ranks_get_the_sum_that_the_tree_defines(ranks):
 
 def test_small_sums_are_folded_by_every_rank_and_large_ones_in_segments():
     plans = [
-        host_memory.plan_of(trees_of(8, 4, "equal")[1], (0, 4), 1, width, host_memory.FLOATS)
+        sum_plans.plan_of(trees_of(8, 4, "equal")[1], (0, 4), 1, width, sum_plans.FLOATS)
         for width in (82, 8192, 8193, 10**6)
     ]
     assert [int(plan[5]) for plan in plans] == [1, 1, 0, 0]
-    assert int(plans[3][3]) * host_memory.SLOT_BYTES >= 4 * 10**6  # each chunk fits into a slot
+    assert int(plans[3][3]) * sum_plans.SLOT_BYTES >= 4 * 10**6  # each chunk fits into a slot
 
 
 def test_another_order_of_additions_gives_other_bytes():
     """Negative control: a sum from left to right has other bytes than the sum of the tree."""
     job, trees = Job(wide(1, 13, 1000)), trees_of(13, 3, "equal")
     plain = fold.Tree(13, trees[0].runs, 0, plain=True)
-    joins_of = host_memory._joins_of
-    host_memory.plan_of.cache_clear()
+    joins_of = sum_plans._joins_of
+    sum_plans.plan_of.cache_clear()
     try:
-        host_memory._joins_of = lambda tree, ranges: joins_of(plain, ranges)
+        sum_plans._joins_of = lambda tree, ranges: joins_of(plain, ranges)
         (root,), *_ = run([job], trees, queues_of(3), seed=1)
     finally:
-        host_memory._joins_of = joins_of
-        host_memory.plan_of.cache_clear()
+        sum_plans._joins_of = joins_of
+        sum_plans.plan_of.cache_clear()
     np.testing.assert_allclose(root, np.sum(job.values, 0, "f8"), rtol=1e-3, atol=1e-2)
     assert root.tobytes() != job.expected
 
@@ -142,13 +144,13 @@ def test_another_order_of_additions_gives_other_bytes():
 def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
     """Rank 0 can be ahead of rank 1 by the number of slots, but not further."""
     trees, queues = trees_of(2, 2, "equal"), queues_of(2)
-    jobs = [Job(wide(n, 2, 6)) for n in range(host_memory.SLOTS + 3)]
+    jobs = [Job(wide(n, 2, 6)) for n in range(sum_queue.SLOTS + 3)]
     first_sums = [job.of_rank(trees[0]) for job in jobs]
     for host_sum, _ in first_sums:
         queues[0].start(host_sum)
         queues[0].advance()
     placed = queues[0].words[7]
-    assert placed == host_memory.SLOTS and not any(s.is_complete for s, _ in first_sums)
+    assert placed == sum_queue.SLOTS and not any(s.is_complete for s, _ in first_sums)
     second_sums = [job.of_rank(trees[1]) for job in jobs]
     for host_sum, _ in second_sums:
         queues[1].start(host_sum)
@@ -182,17 +184,17 @@ def test_ranks_that_start_different_sums_raise_an_error(monkeypatch):
     with pytest.raises(dl.Fault) as error:
         run_different_sums()
     assert str(error.value) == DIFFERENT
-    plan = host_memory._plan
+    plan = sum_plans._plan
 
     def without_identity(*arguments):
         words = plan(*arguments)
-        words[host_memory.IDENTITY_WORD] = 0
+        words[sum_plans.IDENTITY_WORD] = 0
         return words
 
-    host_memory.plan_of.cache_clear()
-    monkeypatch.setattr(host_memory, "_plan", without_identity)
+    sum_plans.plan_of.cache_clear()
+    monkeypatch.setattr(sum_plans, "_plan", without_identity)
     job, roots = run_different_sums()  # negative control: wrong sums without an error
-    host_memory.plan_of.cache_clear()
+    sum_plans.plan_of.cache_clear()
     assert not np.isnan(roots[0]).any() and roots[2][:1000].tobytes() != job.expected
 
 

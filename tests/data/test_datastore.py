@@ -153,7 +153,7 @@ def test_transforms_are_checked():
     text = refusal(store.transform, lambda image: 3)
     assert "expected transform to return uint8 or floats (C, H, W)" in text
     empty = ArrayDatastore(np.zeros((0, 2, 2), np.uint8))
-    assert "expected images, whose transformed shape is needed" in refusal(
+    assert "expected an image to determine the transformed shape" in refusal(
         empty.transform, lambda image: image
     )
     assert len(empty.transform(np.copy, image_shape=(1, 2, 2), dtype=np.uint8)) == 0

@@ -16,7 +16,8 @@ from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import Clip, Optimizer, Rate
-from mpidl.training.steps import EagerStep, ReplayedParts, ReplayedStep, StepInfo
+from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+from mpidl.training.steps import EagerStep, StepInfo
 
 pytestmark = needs_kernels
 

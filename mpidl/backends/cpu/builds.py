@@ -311,7 +311,7 @@ def runs_here(build):
 
 
 def offered():
-    """Return the builds that exist and run on this CPU, best first. The last one is "numpy".
+    """Return the builds that exist and run on this CPU, best first. The last build is "numpy".
 
     If MPIDL_CPU is set, the list starts with the build that it names.
 
@@ -349,7 +349,7 @@ def _load(path, build):
 
 
 def choose():
-    """Return the builds that this process could run, best first. The first one can be loaded.
+    """Return the builds that this process could run, best first. The first build can be loaded.
 
     Better builds that cannot be loaded, for example because they need a newer libc, are skipped.
     Raise UserError if MPIDL_CPU names such a build.
@@ -405,7 +405,7 @@ def common(offers):
 def settle(world):
     """Make all ranks of a world run the best build that every rank supports. Collective.
 
-    A rank that already runs a build does not change to a better one, because ranks of another
+    A rank that already runs a build does not change to a better build, because ranks of another
     world may run the same build. If MPIDL_CPU is unusable on any rank, all ranks raise UserError.
     """
     error, names = None, []

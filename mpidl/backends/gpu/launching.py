@@ -2,7 +2,7 @@
 
 The functions of the GPU backend use the device only through this module: `empty`, `launch`,
 `scalar`, `constant` and `table`. A process opens one device. The default launch sink, Eager, runs
-kernels at once. `through` replaces it by another one, such as a Recorder (see `recorder`).
+kernels at once. `through` replaces Eager by another sink, such as a Recorder (see `recorder`).
 """
 
 import contextlib
@@ -192,8 +192,8 @@ class Table:
 class Eager:
     """The launch sink that runs kernels at once, in the device's compute stream.
 
-    Memory comes from an arena. The arena can reuse memory as soon as the last reference to it is
-    deleted, because the stream runs the launches in order.
+    Memory comes from an arena. The arena can reuse the memory of an Array as soon as the last
+    reference to the Array is deleted, because the stream runs the launches in order.
     """
 
     def __init__(self, device):

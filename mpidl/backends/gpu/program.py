@@ -16,7 +16,7 @@ class Operation:
 
 
 class Copy(Operation):
-    """An operation that copies one Array to another one of the same size."""
+    """An operation that copies one Array to another Array of the same size."""
 
     captured = True
 

@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, device):
         self.device = device
         self.steps, self.planned, self.tables, self.carried = [], [], [], []
-        self.controls = Planned(0)  # `finish` allocates it, when the size is known
+        self.controls = Planned(0)  # `finish` allocates `controls`, when the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
         self.touched = {}  # {id(buffer): (first, last operation)} of buffers outside the slab
 
@@ -212,7 +212,7 @@ def _place(array):
 
 
 def _as_device_array(pinned, dtype):
-    """Return pinned host memory as an Array. Kernels access it at the host's address."""
+    """Return pinned host memory as an Array. Kernels use the host's address."""
     holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
     return Array(holder, dtype, pinned.shape)
 
@@ -220,8 +220,8 @@ def _as_device_array(pinned, dtype):
 def _segments(steps):
     """Split operations into segments.
 
-    A segment is a sequence of operations that a CUDA graph can capture, or one operation that it
-    cannot capture.
+    A segment is a sequence of operations that a CUDA graph can capture, or one operation that
+    cannot be captured.
     """
     segments = []
     for step in steps:

@@ -17,7 +17,7 @@ def philox(counter, key):
 
     Notes
     -----
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    See Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     a, b, c, d = (np.asarray(v, np.uint64) for v in counter)
     low, high = (np.uint64(v) for v in key)

@@ -1,4 +1,4 @@
-"""Compute transposed convolutions in NumPy by convolution, forward and backward exchanged."""
+"""Compute transposed convolutions in NumPy: the forward pass is a convolution's backward pass."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
-"""Answer a question once for the processes of a user on this host that ask it at the same time.
+"""Compute an answer once for all processes of a user on this host that request it simultaneously.
 
-The first process to ask locks a file in the folder for temporary files, computes the answer, writes
-it to the file and removes the file. The others have opened the same file and wait for the lock. The
-processes need not know of each other: a process that asks alone, or too late, computes the answer.
-A process that dies releases its lock.
+The first process locks a file in the folder for temporary files, computes the answer, writes the
+answer to the file and removes the file. The other processes have opened the same file and wait for
+the lock. The processes need no other communication: a process that makes its request alone or too
+late computes the answer itself. If a process dies, the operating system releases its lock.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ POLL_SECONDS = 0.005
 
 
 def shared_answer(question: object, compute: Callable[[], str], patience: float) -> str:
-    """Return the answer that one of the processes has computed.
+    """Return an answer that only one of several processes computes.
 
     Parameters
     ----------
     question : object
-        The question; its representation is the same in all processes.
+        The question. Its `repr` must be the same in all processes.
     compute : callable
-        Function that returns the answer, which is not empty.
+        Function that returns the answer, a string that must not be empty.
     patience : float
-        Seconds to wait for another process, such as one that is suspended.
+        Longest time in seconds to wait for another process, which may be suspended.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def shared_answer(question: object, compute: Callable[[], str], patience: float)
     path = os.path.join(tempfile.gettempdir(), f"mpidl-{os.getuid()}-{digest}")
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # no room, or the file of another user
+    except OSError:  # no space, or the file belongs to another user
         return compute()
     try:
         status = os.fstat(file)
@@ -57,14 +57,14 @@ def shared_answer(question: object, compute: Callable[[], str], patience: float)
                 os.pwrite(file, answer.encode("utf-8", "surrogateescape"), 0)
             return answer
         finally:
-            with contextlib.suppress(OSError):  # another process has removed it
+            with contextlib.suppress(OSError):  # another process has removed the file
                 os.unlink(path)
     finally:
         os.close(file)
 
 
 def _lock(file, patience):
-    """Lock an open file; return whether that succeeded in time."""
+    """Lock an open file, and return whether locking succeeded within `patience` seconds."""
     end = time.monotonic() + patience
     while True:
         try:
@@ -73,6 +73,6 @@ def _lock(file, patience):
         except BlockingIOError:
             if time.monotonic() > end:
                 return False
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             return False
         time.sleep(POLL_SECONDS)

@@ -19,8 +19,8 @@ __all__ = ["BatchNorm", "CrossChannelNorm"]
 class BatchNorm(Layer):
     """Batch normalization; see `ops.batchnorm`.
 
-    Each channel is normalized by a mean and a variance: those of the mini-batch in training, and
-    the running ones in prediction.
+    In training, each channel is normalized by the mean and variance of the mini-batch. In
+    prediction, each channel is normalized by the running mean and variance.
 
     Parameters
     ----------

@@ -24,8 +24,8 @@ from mpidl.nn.network import Network
 def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
     """Return a small network with three convolutions, for images of digits.
 
-    Batch normalization and ReLU follow each convolution, and a fully connected layer ends the
-    network. The network has 123,090 learnables for 28x28 gray images of 10 classes.
+    Each convolution is followed by batch normalization and ReLU. The last layer is fully connected.
+    The network has 123,090 learnables for 28x28 gray images of 10 classes.
 
     Parameters
     ----------
@@ -56,8 +56,8 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
 
     The network has three stages and a fully connected layer. Each stage repeats 3x3 convolution,
     batch normalization and ReLU four times and ends with pooling. The stages have 32, 64 and 128
-    filters. The first two stages end with max pooling by 2, and the last stage ends with average
-    pooling by 8. The network has 677,610 learnables for 32x32 colour images of 10 classes.
+    filters. The first two stages end with 2x2 max pooling, and the last stage ends with 8x8 average
+    pooling. The network has 677,610 learnables for 32x32 colour images of 10 classes.
 
     Parameters
     ----------
@@ -159,8 +159,8 @@ def alexnet(
 
     AlexNet has five convolutions. The second, fourth and fifth convolutions have two groups.
     Cross-channel normalization follows the first two convolutions. Overlapping max pooling follows
-    the first two convolutions and the last one. The network ends with three fully connected layers,
-    with dropout between them. Initial weights are Glorot uniform, and biases are zero.
+    the first two convolutions and the last convolution. The network ends with three fully connected
+    layers, with dropout between them. Initial weights are Glorot uniform, and biases are zero.
 
     Parameters
     ----------

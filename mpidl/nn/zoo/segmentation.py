@@ -20,10 +20,10 @@ def unet(
     """Return a U-Net, with 483,170 learnables for gray images with two classes of pixels.
 
     The encoder has `depth` stages. Each stage has two 3x3 convolutions with batch normalization and
-    ReLU, and ends with max pooling by 2. Two more such convolutions follow. The decoder also has
+    ReLU, and ends with 2x2 max pooling. Two more such convolutions follow. The decoder also has
     `depth` stages. Each stage doubles the rows and columns by a transposed convolution, appends the
-    channels of the encoder stage of the same size (before pooling), and has two convolutions. A 1x1
-    convolution ends the network. Convolutions are padded, so outputs have the size of the images.
+    channels of the encoder stage of the same size (before pooling), and has two convolutions. The
+    last layer is a 1x1 convolution. Convolutions are padded, so outputs have the images' size.
 
     Parameters
     ----------

@@ -81,7 +81,7 @@ def test_a_mini_batch_without_any_image(world):
     assert text.startswith(
         "ReadArrays: 100 images of 1x4x5 in 3 classes: expected a mini-batch with "
     )
-    assert "with images, but none of its 40 images can be read; the first: image " in text
+    assert "with images, but none of the 40 images can be read; the first: image " in text
 
 
 def test_a_store_that_does_not_answer_is_no_bad_image(world):
