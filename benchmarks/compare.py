@@ -24,7 +24,7 @@ from benchmarks import (
 )
 from mpidl.errors import Fault, UserError
 
-# Environment variables that limit our side and the other side to AVX2.
+# Environment variables that limit mpidl's side and the other side to AVX2.
 HELD_TO = {
     None: ({}, {}),
     "avx2": (
@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> dict:
     if options.predict:
         options.libraries = [*options.libraries, "onnxruntime"]
     if options.predict and (ranks > 1 or options.memory):
-        raise UserError("--predict: expected one rank, and times: leave out --ranks and --memory")
+        raise UserError("--predict: expected one rank, without --ranks and --memory")
     if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that all "
@@ -182,8 +182,8 @@ def take_turns(our, sides, rounds):
     Returns
     -------
     dict of str to list of tuple
-        For each side and round, our seconds per step and its seconds per step. Both are means over
-        a turn.
+        For each side and round: our seconds per step, and the side's seconds per step. Both are
+        means over a turn.
     """
     both = {"ours": our, **sides}
     counts = {name: turns.steps_for(side.mean_step(2)) for name, side in both.items()}

@@ -1,8 +1,8 @@
 """Measure the cost of decoding, cropping and mirroring, relative to Pillow's decoding.
 
-`input` calls this module. The memory addresses of libjpeg's buffers change the times by up to a
-half, and they stay the same while a process runs. Each round therefore runs in a new process, whose
-heap has different holes.
+`input` calls this module. The memory addresses of libjpeg's buffers change the times by up to 50 %,
+and the addresses stay the same while a process runs. Each round therefore runs in a new process,
+whose heap has different holes.
 """
 
 import argparse
@@ -42,8 +42,8 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     -------
     dict
         Summaries of the microseconds of processor time per image, by operation. "ratio" is the cost
-        of decoding, cropping and mirroring divided by the cost of Pillow's decoding. For
-        "ratio_kept", Pillow keeps its memory between images, as in our reader.
+        of decoding, cropping and mirroring divided by the cost of Pillow's decoding. In
+        "ratio_kept", Pillow keeps its memory between images, as mpidl's reader does.
 
     Raises
     ------

@@ -1,22 +1,22 @@
-"""Compute the shortest time of some work from the peak rates of the hardware: its roofline.
+"""Compute the shortest possible time of work from peak rates of the hardware (roofline).
 
 See Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for
-multicore architectures", 2009. Data that stays in a cache is not modelled, so work can be faster
-than the bound of its bytes.
+multicore architectures", 2009. The model ignores caches, so work on cached data can be faster than
+the bound of its bytes.
 """
 
 from typing import NamedTuple
 
 
 class Floor(NamedTuple):
-    """The shortest time of some work, in seconds.
+    """Shortest possible time of some work, in seconds.
 
     Attributes
     ----------
     products : float
-        Time of its floating-point operations at the peak rate.
+        Time of the floating-point operations at the peak rate.
     bytes : float
-        Time of its reads and writes at the bandwidth of the memory.
+        Time of the reads and writes at the memory bandwidth.
     """
 
     products: float
@@ -24,7 +24,7 @@ class Floor(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The larger of the two times, because they can overlap."""
+        """The larger of the two times, because operations and transfers can overlap."""
         return max(self.products, self.bytes)
 
 

@@ -1,11 +1,11 @@
 """`python -m benchmarks kernels`: compare each pass of each layer with the limits of the core.
 
-GFLOP/s are effective: the number of operations of the direct algorithm, two per product, divided by
-the time. Winograd kernels can therefore exceed the peak. Passes that mostly move memory are given
-in GB/s and compared with the speed of a copy. Their bytes count each array that they must read or
-write once. Large fully connected layers are also compared with one BLAS sgemm of the whole
-mini-batch, called through NumPy. On one thread, times are processor time, so that other programs
-disturb them less.
+GFLOP/s are effective: the number of operations of the direct algorithm (two per multiply-add)
+divided by the time. Winograd kernels can therefore exceed the peak. Passes that mostly move memory
+are reported in GB/s and compared with the speed of a copy. Their bytes count once each array that
+must be read or written. Large fully connected layers are also compared with one BLAS sgemm of the
+whole mini-batch, called through NumPy. On one thread, times are processor time, so that other
+programs disturb them less.
 """
 
 import argparse
@@ -60,8 +60,8 @@ def main(options: argparse.Namespace) -> dict:
 def measure(case, yardsticks, rounds):
     """Measure a case in turns with its yardstick; return {unit: median over the rounds}.
 
-    If the case has an sgemm, `sgemm_ratio` is our time divided by its time. Our pass is faster if
-    the ratio is below 1.
+    If the case has an sgemm, `sgemm_ratio` is our time divided by the sgemm's time. Our pass is
+    faster if the ratio is below 1.
     """
     times, sgemm_times, rates = [], [], []
     our_seconds = _repeated(case.run, yardsticks.clock)
@@ -84,7 +84,7 @@ def measure(case, yardsticks, rounds):
 
 
 def _repeated(run, clock):
-    """Return a function that calls `run` for ENOUGH seconds and returns the mean seconds a call."""
+    """Return a function that repeats `run` for ENOUGH seconds and returns mean seconds per call."""
     run()
     count = max(1, min(1000, round(ENOUGH / max(turns.seconds(run, clock), 1e-9))))
 
@@ -105,7 +105,7 @@ def table_row(case, figures):
 
 
 class Yardsticks:
-    """Peak rates of the core for products and for copies, measured again next to each case.
+    """Peak rates of the core for products and for copies. They are measured next to each case.
 
     `clock` measures processor time for one thread, else the time of day.
     """
@@ -115,7 +115,7 @@ class Yardsticks:
         self.clock = time.thread_time if threads == 1 else time.perf_counter
         self.flops, self.copies = [], []
         self.factors = np.repeat(np.array([0.999, 0.001], np.float32), LANES)
-        self.array = np.ones(16 << 20, np.float32)  # 64 MiB; the copy needs as much again
+        self.array = np.ones(16 << 20, np.float32)  # 64 MiB; its copy needs another 64 MiB
         self.target = np.ones_like(self.array)
 
     def products(self):
@@ -129,7 +129,7 @@ class Yardsticks:
         return self.flops[-1]
 
     def copy(self):
-        """Return the measured bytes/s of a copy by one core; all cores share the memory."""
+        """Return the measured bytes/s of a copy by one core, because all cores share the memory."""
         start = self.clock()
         if self.kernels is None:
             np.copyto(self.target, self.array)
@@ -151,7 +151,7 @@ class Yardsticks:
         return 2 * self.array.nbytes / report.median(times)
 
     def medians(self):
-        """Return the medians (GFLOP/s, GB/s); a rate that was not measured is None."""
+        """Return the medians (GFLOP/s, GB/s). A rate that was not measured is None."""
         return tuple(np.median(x) / 1e9 if x else None for x in (self.flops, self.copies))
 
     def __str__(self):

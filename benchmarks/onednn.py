@@ -1,4 +1,4 @@
-"""Find out which of oneDNN's implementations compute PyTorch's convolutions and products.
+"""Find which oneDNN implementations compute PyTorch's convolutions and matrix products.
 
 oneDNN has fast implementations for the processors and types that it knows, and plain reference code
 for all others. The reference code is many times slower, so a comparison with it says nothing about
@@ -24,13 +24,13 @@ def implementations(output: str) -> dict[str, int]:
     Parameters
     ----------
     output : str
-        Lines of oneDNN, among others. A line is "onednn_verbose,...,exec,cpu,convolution,
+        Output with lines of oneDNN. Such a line is "onednn_verbose,...,exec,cpu,convolution,
         brgconv:avx512_core,forward_training,...". The fields before "exec" depend on the version.
 
     Returns
     -------
     dict of str to int
-        Executions by kind of primitive and implementation, such as "convolution ref:any".
+        Number of executions of each primitive and implementation, such as "convolution ref:any".
     """
     counts: collections.Counter[str] = collections.Counter()
     for line in output.splitlines():
@@ -44,9 +44,9 @@ def implementations(output: str) -> dict[str, int]:
 
 
 def refuse_reference(side: str, counts: Mapping[str, int]) -> None:
-    """Raise Fault if a result of `implementations` has reference code.
+    """Raise Fault if the result `counts` of `implementations` has reference code.
 
-    `side` is the name of the side that executed it.
+    `side` is the name of the side that executed the primitives.
     """
     names = [
         name
@@ -56,13 +56,13 @@ def refuse_reference(side: str, counts: Mapping[str, int]) -> None:
     if names:
         raise Fault(
             f"{side}: oneDNN fell back to its reference code ({', '.join(sorted(names))}), so a "
-            "ratio to this PyTorch would say nothing; expected code for this processor's "
+            "ratio to this PyTorch would be meaningless; expected code for this processor's "
             "instructions"
         )
 
 
 def verbose_output(function: Callable[[], object]) -> str:
-    """Call a function and return what oneDNN, in PyTorch, prints about its work."""
+    """Call a function that uses PyTorch, and return the output of oneDNN."""
     import torch
 
     library = ctypes.CDLL(None)  # oneDNN prints through the C library

@@ -1,8 +1,8 @@
 """Run another library as one side of a comparison: `python -m benchmarks.others TASK ADDRESS`.
 
 JAX and MyGrad train, and onnxruntime predicts. The library runs in one process, with the same
-layers, initial weights and images as mpidl. It may be installed for another Python interpreter
-(`compare --with jax --with-python PATH`), which must be able to import mpidl.
+layers, initial weights and images as mpidl. The library may be installed for another Python
+interpreter (`compare --with jax --with-python PATH`), which must be able to import mpidl.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def jax_step(net, images, labels, threads):
 def mygrad_step(net, images, labels, threads):
     """Return a function that creates MyGrad's step, and MyGrad's version.
 
-    MyGrad computes by NumPy and differentiates automatically.
+    MyGrad computes with NumPy and differentiates automatically.
     """
     import mygrad
     from mygrad.nnet import layers as mg

@@ -1,6 +1,6 @@
-"""List the passes of layers: how to run each alone, and its operations and bytes at least.
+"""List the passes of layers, with the minimum numbers of operations and bytes.
 
-`kernels` compares the time of each pass with the peak of the core, and `roofline` with its floor.
+`kernels` compares the time of each pass with the peak of the core, `roofline` with a lower bound.
 """
 
 import argparse
@@ -42,10 +42,10 @@ class Case(NamedTuple):
     bytes : int
         Bytes of the arrays that the pass must read or write, each counted once.
     products : int
-        Number of operations of the algorithm in use. Winograd's convolutions have fewer than the
-        direct algorithm; their transforms do not count.
+        Number of operations of the algorithm in use. Winograd's convolutions need fewer than the
+        direct algorithm; their transforms are not counted.
     sgemm : callable or None
-        Computes the same product by BLAS, for comparison.
+        Computes the same product with BLAS, for comparison.
     """
 
     layer: str
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A Case without the layer; `products` is `flops` by default."""
+    """Case without the layer; `products` is `flops` by default."""
 
     name: str
     run: Callable[[], object]
@@ -69,7 +69,7 @@ class Pass(NamedTuple):
 
 
 def cases(network: str, options: argparse.Namespace) -> Iterator[Case]:
-    """Yield the Cases of a network's layers; "shapes" stands for SHAPES, "dense" for DENSE."""
+    """Yield the Cases of a network's layers, of SHAPES ("shapes") or of DENSE ("dense")."""
     if network == "dense":
         yield from _large_dense(options.threads)
         return
@@ -85,12 +85,12 @@ def cases(network: str, options: argparse.Namespace) -> Iterator[Case]:
 
 
 def reads_images(net: Network, layer: Layer) -> bool:
-    """Return whether a layer reads the images, whose gradient no step computes."""
+    """Return whether a layer reads the images; no step computes the images' gradient."""
     return graph.IMAGES in net.reads[net.layers.index(layer)]
 
 
 def layer_cases(net: Network, layer: Layer, name: str, batch_size: int) -> Iterator[Case]:
-    """Yield the Cases of a layer under a name; a layer that reads the images has no dx pass."""
+    """Yield the Cases of a layer, called `name`; a layer that reads the images has no dx pass."""
     for case in _cases(name, net, layer, batch_size):
         if not (case.name == "dx" and reads_images(net, layer)):
             yield case
@@ -161,7 +161,7 @@ def _conv(backend, layer, x, dy, weights, batch):
     below, above = source(x), source(dy.copy())
     after = (above, *(np.ones(dy.shape[1], np.float32),) * 3)
 
-    # fused as in the training step: normalization and ReLU, and the moments for the next layer
+    # fused like in training: normalization and ReLU, and the moments for the next layer
     def fused_forward():
         return backend.conv2d_moments(below, weight, bias, *args, counts, tree)
 
@@ -180,27 +180,27 @@ def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, args: tup
     Parameters
     ----------
     backend : Backend
-        The backend that computes them.
+        Backend that computes the passes.
     x : ndarray, shape (blocks, C, H, W, 16)
-        The images.
+        Images.
     weight : ndarray, shape (K, C / groups, R, S)
-        The filters.
+        Filters.
     args : tuple
         Stride, padding, dilation and groups.
 
     Returns
     -------
     list of int or None
-        Two operations per product of transformed pixels, or None for direct sums.
+        Two operations per product of transformed pixels, or None for the direct algorithm.
     """
     if not backend.fuses_convolutions:
         return [None] * 3
     _, (filters, *output), tiles = conv.plan(x, weight, *args)
     (stride, _), *_, groups = args
-    side = -(-weight.shape[2] // stride)  # of the filter at stride 1
+    side = -(-weight.shape[2] // stride)  # side of the filter at stride 1
     pairs = groups * (filters // groups) * weight.shape[1]
     images = len(x) * LANES
-    # a strided filter has stride 1 on stride^2 times as many channels; dx has no such form
+    # a strided filter is a filter of stride 1 on stride^2 times as many channels, except for dx
     sizes = (output, pairs * stride**2), (x.shape[2:4], pairs), (output, pairs * stride**2)
     counts = []
     for m, (pixels, channel_pairs) in zip(tiles, sizes, strict=True):
@@ -225,7 +225,7 @@ def _relu(backend, layer, x, dy, weights, batch):
 
 
 def _add(backend, layer, x, dy, weights, batch):
-    other = x.copy()  # its dx passes the gradient on
+    other = x.copy()  # its dx pass returns the gradient unchanged
     yield Pass("forward", lambda: backend.add(x, other), 0, 3 * x.nbytes)
 
 
@@ -273,7 +273,7 @@ def _dense(backend, layer, x, dy, weights, batch):
 
 
 def _large_dense(threads):
-    """Yield the passes of DENSE; on one thread, each has an sgemm of all images."""
+    """Yield the passes of DENSE. On one thread, each pass has an sgemm of all images."""
     features, outputs, images = DENSE
     batch = share(images, OneRank())
     numbers = np.random.default_rng(0)

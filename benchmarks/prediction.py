@@ -1,7 +1,7 @@
-"""One pass of each library over a mini-batch in memory, in prediction mode.
+"""Define one prediction pass of each library over a mini-batch in memory.
 
-The images are an array (N, C, H, W), and the result is an array of scores (N, K) before softmax, so
-that a library that keeps images in another layout also converts them.
+The images are an array (N, C, H, W), and the result is an array of scores (N, K) before softmax. A
+library that keeps images in another layout therefore also converts them.
 """
 
 import tempfile
@@ -31,7 +31,7 @@ def serve(
     labels: np.ndarray,
     *actions: Callable,
 ) -> None:
-    """Answer the questions of a Side whose step is a pass, by `actions` too; see `turns.serve`."""
+    """Answer a Side's questions with predictions as steps, or with `actions`; see `turns.serve`."""
 
     def losses(count):
         return [mean_loss(scores(), labels)]
@@ -58,7 +58,7 @@ def our_pass(net: Network, images: np.ndarray, world: World) -> Callable[[], np.
 def torch_pass(net: Network, images: np.ndarray, variant: str) -> Callable[[], np.ndarray]:
     """Return a function that computes the scores with PyTorch.
 
-    The variant is as in `torch_step.TorchStep`. A compiled model is frozen: the compiler folds
+    For `variant`, see `torch_step.TorchStep`. A compiled model is frozen: the compiler folds
     batch normalization into the weights and lays out the weights for its kernels.
     """
     import torch

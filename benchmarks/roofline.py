@@ -1,11 +1,11 @@
-"""`python -m benchmarks roofline`: compare each pass of a training step with its floor.
+"""`python -m benchmarks roofline`: compare passes of a training step with their floors.
 
-The floor of a pass is the larger of two times: that of its products at the measured peak of the
-core's multiply-adds, after Winograd's transforms have made them fewer, and that of its arrays, each
-read or written once, at the measured speed of an update of a large array in place. `kernels` and
-this command time the passes alone, in the same way. The replayed step of `dl.train` is timed as a
-whole. Work that the step fuses into a convolution, such as batch normalization, adds nothing to the
-floor of the step.
+The floor of a pass is a lower bound of its time, the larger of two times. One is the time of the
+products at the measured peak of the core's multiply-adds, counted after Winograd's transforms. The
+other is the time of reading or writing each array once, at the measured speed of updates in place.
+`kernels` and this command time single passes in the same way. The replayed step of `dl.train` is
+timed as a whole. Work that the step fuses into a convolution, such as batch normalization, does not
+increase the floor of the step.
 """
 
 import argparse
@@ -44,17 +44,17 @@ class Row(NamedTuple):
     Attributes
     ----------
     number : int
-        Place of the layer in the network, from 1. The optimizer comes after the last layer.
+        Number of the layer in the network, from 1. The optimizer follows the last layer.
     layer, name : str
         Names of the layer and of the pass.
     group : str
         Group of the pass in the sums.
     count : int
-        How many layers of this shape run this pass in a training step.
+        Number of layers of this shape that run this pass in a training step.
     seconds : float
-        Time of the pass alone.
+        Time of the single pass.
     floor : Floor
-        The shortest time.
+        Shortest possible time.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The shortest time divided by the time."""
+        """The shortest possible time divided by the measured time."""
         return self.floor.seconds / self.seconds
 
 
@@ -157,7 +157,7 @@ def _timed_step(net, options, clock):
     arrays = subject.mini_batch(net.input_shape, options.batch_size, options.seed)
     step = mpidl_step.TrainStep(net, arrays, World(timeout=options.timeout))
     for _ in range(3):
-        step()  # the first two are recorded and checked
+        step()  # the first two steps are recorded and checked
     count = turns.steps_for(turns.seconds(step))
     times = [turns.timed_steps(step, count, clock=clock) for _ in range(options.rounds)]
     return step, report.median([sum(seconds) / count for seconds in times])
@@ -199,7 +199,7 @@ def cells(row: Row) -> list[str]:
 
 
 def sums_of(rows: Sequence[Row], step_seconds: float) -> list[list[str]]:
-    """Return the rows under SUM_HEAD: each group, all groups, and the training step."""
+    """Return the rows under SUM_HEAD: one per group, their sum, and the training step."""
     groups = dict.fromkeys(row.group for row in rows if row.count)
     sums = {}
     for group in groups:
@@ -226,11 +226,12 @@ def render(record: dict, peaks: str, sections: Sequence[Any]) -> bytes:
     texts = (
         f"{machine_text}; {peaks}. Measured by python -m benchmarks roofline. On one thread, "
         "times are processor time.",
-        "The floor of a pass is the larger of two times: that of its products at the peak, after "
-        "Winograd's transforms have made them fewer, and that of its arrays, each read or written "
-        "once, at the speed of the update. Passes over arrays that fit into a cache can be faster. "
-        'Each pass is timed alone. The column "in a step" counts the layers of this shape for '
-        "which the step runs the pass in this form.",
+        "The floor of a pass is a lower bound of its time, the larger of two times. One is the "
+        "time of the products at the peak, counted after Winograd's transforms. The other is the "
+        "time of reading or writing each array once at the speed of the update. Passes on arrays "
+        "that fit into a cache can be faster than the floor. Passes are timed one by one. The "
+        'column "in a step" counts the layers of this shape for which the step runs the pass in '
+        "this form.",
     )
     paragraphs = (element("p", text) for text in texts)
     return page(title, STYLE, element("h1", title), *paragraphs, *sections)

@@ -52,7 +52,7 @@ def main(argv=None):
         """Return the peak memory of some steps in bytes, above the memory held without gradients.
 
         Earlier steps have already compiled the model. The peak therefore excludes memory for
-        compiling and memory that the library has kept since.
+        compiling, and memory that the library has kept from earlier steps.
         """
         step.reset()
         step.optimizer.zero_grad(set_to_none=True)

@@ -1,8 +1,8 @@
-"""Find the versions of PyTorch to compare with, each installed for a Python of its own.
+"""Find the versions of PyTorch to compare with, each installed for a separate Python.
 
-A process imports one version only. Other versions than the installed one are therefore in virtual
-environments: the user's own, or those that `find` makes in build/torch-VERSION. These take all
-other packages from this environment.
+A process can import only one version. Versions other than the installed version are therefore in
+virtual environments: the user's environments, or environments that `find` creates in
+build/torch-VERSION. The latter use all other packages of this environment.
 """
 
 import os
@@ -19,11 +19,11 @@ from mpidl.errors import UserError
 from mpidl.training.options import configuration
 
 FOLDER = Path(__file__).resolve().parents[1] / "build"
-COMPLETE = "complete"  # name of a file in a complete environment
+COMPLETE = "complete"  # name of a file that marks a complete environment
 
 
 class TorchPython(NamedTuple):
-    """A version of PyTorch, and the Python interpreter that imports it."""
+    """Version of PyTorch, and the Python interpreter that imports it."""
 
     version: str
     python: str
@@ -35,8 +35,8 @@ def find(words: Sequence[str], folder: Path = FOLDER) -> list[TorchPython]:
     Parameters
     ----------
     words : sequence of str
-        Versions such as "2.13.0", and paths of Python interpreters. Without words, the result is
-        the installed version, if there is one.
+        Versions such as "2.13.0", and paths of Python interpreters. If empty, the result is the
+        installed version, if there is one.
     folder : Path
         Folder for the environments of versions that are not installed.
 
@@ -71,17 +71,17 @@ def _installed_version():
 
 
 def _public(version):
-    """Return a version without the name of its build: "2.13.0+cpu" gives "2.13.0"."""
+    """Return a version without the build name: "2.13.0+cpu" gives "2.13.0"."""
     return version.partition("+")[0]
 
 
 def _version_in(python, word):
-    """Return the version that a Python imports."""
+    """Return the version of PyTorch that a Python imports."""
     command = [python, "-c", "import torch; print(torch.__version__)"]
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise UserError(f"--torch {word}: expected a Python, found: {error.strerror}") from None
+        raise UserError(f"--torch {word}: expected a Python program: {error.strerror}") from None
     if result.returncode:
         message = turns.last_message(result.stderr)
         raise UserError(f"--torch {word}: this Python cannot import PyTorch: {message}")
@@ -89,7 +89,7 @@ def _version_in(python, word):
 
 
 def _environment(version, folder):
-    """Return the Python of the environment with a version, which is made if it is missing."""
+    """Return the Python of the environment with a version; create a missing environment."""
     place = folder / f"torch-{version}"
     python = place / "bin" / "python"
     if (place / COMPLETE).exists():

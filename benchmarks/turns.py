@@ -1,8 +1,8 @@
-"""Run groups of processes in turns: one side works while all others sleep.
+"""Run groups of processes in turns: one side of a comparison works while all others sleep.
 
 Sides can be compared only if they run within the same minutes on the same cores, and if waiting
-sides do not disturb the one that runs. Each side is therefore a group of processes that sleep in a
-read from a socket until they get a question. During this read neither MPI nor OpenMP threads spin.
+sides do not disturb the running side. Each side is therefore a group of processes that sleep in a
+read from a socket until they get a question. During this read, neither MPI nor OpenMP threads spin.
 Messages are lines of JSON.
 """
 
@@ -37,7 +37,7 @@ class Side:
     commands : sequence of list of str
         Command lines to start. The address of the socket is appended to each.
     ranks : int
-        Number of processes that will connect, which a launcher may start.
+        Number of processes that will connect. A launcher may start several processes.
     environment : mapping
         Environment of the processes.
     folder : str
@@ -135,7 +135,7 @@ class Side:
         return last_message(self.log.read())
 
     def close(self) -> None:
-        """Close the connections, which ends the processes, and terminate any that remain."""
+        """Close the connections, which ends the processes, and terminate remaining processes."""
         for link in self.links.values():
             with contextlib.suppress(OSError):
                 link.close()
@@ -166,7 +166,7 @@ def environment_of_checkout() -> dict[str, str]:
 
 
 def last_message(output: str) -> str:
-    """Return the first mpidl error message in a process's output, or else the last line."""
+    """Return the first error message of mpidl in a process's output, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "no message"
     return next((line for line in lines if line.startswith("mpidl: ")), last)[:300]
@@ -175,7 +175,7 @@ def last_message(output: str) -> str:
 def serve(address: str, rank: int, *actions: Callable) -> None:
     """Answer the questions of a Side until it closes the connection.
 
-    A process of the Side calls this. Each question names one of the functions `actions`.
+    A process of the Side calls this function. Each question names one of `actions`.
     """
     functions = {action.__name__: action for action in actions}
     with socket.socket(socket.AF_UNIX) as connection:
@@ -208,7 +208,7 @@ def alternate(names: Iterable, rounds: int) -> Iterator[tuple]:
 def alternate_steps(
     sides: Mapping[object, Side], counts: Mapping[object, int], rounds: int
 ) -> dict[object, list[float]]:
-    """Run sides in turns of `counts` steps; return the seconds per step of each round by side."""
+    """Run sides in turns of `counts` steps. Return {side: seconds per step of each round}."""
     times: dict[object, list[float]] = {name: [] for name in sides}
     for _, name in alternate(sides, rounds):
         times[name].append(sides[name].mean_step(counts[name]))
@@ -216,7 +216,7 @@ def alternate_steps(
 
 
 def steps_for(seconds: float, turn: float = 0.25, limit: int = 50) -> int:
-    """Return how many steps fill a turn of `turn` seconds, from 1 to `limit`.
+    """Return the number of steps that fill a turn of `turn` seconds, from 1 to `limit`.
 
     `seconds` is the duration of one step.
     """
@@ -242,7 +242,7 @@ def timed_steps(
 def seconds(
     function: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return how many seconds a call of a function takes, by a clock."""
+    """Return the duration of a call of a function, in seconds of a clock."""
     start = clock()
     function()
     return clock() - start

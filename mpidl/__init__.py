@@ -3,7 +3,7 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
-# First of all: a signal may arrive during the imports below.
+# This import must come first, because a signal may arrive during the imports below.
 from mpidl import startup
 
 startup.begin()
@@ -108,8 +108,9 @@ from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
 from mpidl.training.tracking_hooks import WandbHook as WandbHook
 from mpidl.training.train import train as train
+from mpidl.training.whitening import whiten as whiten
 
-if not TYPE_CHECKING:  # for a type checker, an unknown name is an error
+if not TYPE_CHECKING:  # type checkers must report unknown names
     from mpidl import matlab_names
 
     __getattr__ = matlab_names.missing_name

@@ -1,7 +1,7 @@
-"""Activations that are not stored, and the sums that belong to their gradients.
+"""Deferred activations, which are computed when they are read, and their gradients.
 
-The ReLU of a batch normalization is kept as the normalization's input. Backends compute the
-activation while they read it, which saves a pass over memory (see `mpidl.nn.fusion`).
+If a ReLU follows a batch normalization, only the normalization's input is stored. Backends compute
+the activation while they read this input, which saves a pass over memory (see `mpidl.nn.fusion`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mpidl.blocks import Batch, Blocked
 
 
 class DeferredInput(NamedTuple):
-    """The operand from which a backend computes max(0, (x - mean) * scale + beta) per channel.
+    """The stored input of an activation max(0, (x - mean) * scale + beta), computed per channel.
 
     Attributes
     ----------
     x
-        Lanes of the normalization's input, (blocks, C, ..., 16).
+        Input of the normalization, (blocks, C, ..., 16).
     mean, scale, beta
         One number per channel, (C,), in the dtype of x.
     """
@@ -33,10 +33,10 @@ class DeferredInput(NamedTuple):
 
 
 class DeferredActivation(Blocked):
-    """The ReLU of a batch normalization, stored as the normalization's input.
+    """The result of batch normalization and ReLU, which stores the input instead of the result.
 
-    Backends normalize while they read `source`. The property `lanes` computes the activation on
-    each access and does not keep it.
+    Backends compute the result while they read `source`. The property `lanes` computes the result
+    again on each access.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ class DeferredActivation(Blocked):
     batch
         The mini-batch that the images belong to.
     compute
-        The backend's function that computes lanes from a DeferredInput.
+        The backend's function that computes the lanes of the result from a DeferredInput.
     image_shape
-        Shape of one image's entry; by default, as in `source.x`.
+        Shape of the entry of one image; by default, as in `source.x`.
     """
 
     __slots__ = ("deferred", "compute", "shape_of_image")
@@ -83,15 +83,15 @@ class DeferredActivation(Blocked):
         return self.like(self.lanes)
 
     def reshape(self, image_shape: tuple[int, ...]) -> DeferredActivation:
-        """Return the same values with another image shape, still deferred."""
+        """Return a DeferredActivation with the same values and another image shape."""
         return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
 
 
 def readable(value: Blocked) -> np.ndarray | DeferredInput:
-    """Return the operand that a backend reads in the value's image shape.
+    """Return the operand for a backend function that needs the value's image shape.
 
-    For a DeferredActivation whose image shape is unchanged, the operand is the DeferredInput.
-    Otherwise, the operand is the array of lanes.
+    The operand is a DeferredInput for a DeferredActivation that has the image shape of its input.
+    In all other cases, the operand is the array of lanes.
     """
     if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
         return value.lanes
@@ -99,13 +99,13 @@ def readable(value: Blocked) -> np.ndarray | DeferredInput:
 
 
 class GradientWithSums(Blocked):
-    """The cotangent of a DeferredActivation with the sums that its batch normalization needs.
+    """The cotangent of a DeferredActivation, with the sums for its batch normalization's gradient.
 
     Parameters
     ----------
     sums
-        A Partial of shape (2C,) and type float64: the sums of dz per channel, followed by the sums
-        of dz * (x - mean). dz is the cotangent where the activation is > 0, and 0 elsewhere.
+        A Partial (2C,) in float64: for each channel the sum of dz, followed by the sums of
+        dz * (x - mean). dz is the cotangent where the activation is > 0, and 0 elsewhere.
     """
 
     __slots__ = ("sums",)

@@ -1,12 +1,13 @@
 """Compute a lower bound on the time of a training step from the GPU's peak rates.
 
 The compute bound is the number of floating-point operations of the multiply-adds divided by the
-GPU's peak FLOP/s. It counts forward, backward-data (of all layers but the first) and
+GPU's peak FLOP/s. The number includes forward, backward-data (of all layers but the first) and
 backward-weights, with two operations per multiply-add. The memory bound is the number of bytes
-moved divided by the memory bandwidth. The bytes are the size of the convolutions' outputs times the
-number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU as they
-load, and accumulate the batch statistics as they store; 13 if these are separate kernels. Data that
-stays in the L2 cache is not modelled, so the memory bound can exceed the actual time.
+moved divided by the memory bandwidth. This number is the size of the convolutions' outputs times
+the number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU
+while loading, and accumulate batch statistics while storing. There are 13 if separate kernels do
+this work. The model ignores that data may stay in the L2 cache, so the memory bound can exceed the
+actual time.
 """
 
 import math
@@ -41,8 +42,8 @@ GPU_RATES = {
 class Work(NamedTuple):
     """Work of a step per image, and the number of learnables.
 
-    `products` is the number of multiply-adds in the forward pass, and `first` is the number of
-    those in the first layer. `outputs` is the number of values that the convolutions compute.
+    `products` is the number of multiply-adds in the forward pass, and `first` is the part of
+    `products` in the first layer. `outputs` is the number of values that the convolutions compute.
     """
 
     products: int

@@ -66,7 +66,7 @@ def gpu_world():
 def cpu_world():
     """Return a second world that computes on the CPU."""
     world = World()
-    world.device_request = "cpu", None  # does not close the device, which the other world uses
+    world.device_request = "cpu", None  # this does not close the device, which the other world uses
     return world
 
 

@@ -1,6 +1,6 @@
 /* Compute random words for a key with Philox4x64-10 (Salmon et al., "Parallel random numbers: as
  * easy as 1, 2, 3", SC 2011). The counters are those of NumPy's generator: (element, sample, epoch,
- * 0), where the element starts at 1. */
+ * 0), where elements are counted from 1. */
 #include <string.h>
 
 #include "mpidl.h"

@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             parsed.data, world, classes=losses.label_names(net), labelled=False, option="--data"
         )
     preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
-    reason = getattr(images, "unlabelled", None)  # the preprocessed set lacks this attribute
+    reason = getattr(images, "unlabelled", None)  # `preprocessed` drops this attribute
     images = data.preprocessed(images, preprocess)
     loss, classes = _loss_of(net, images), net.classes
     if classes is None and images.labels is not None and net.output_shape == (len(images.classes),):
-        classes = images.classes  # the model has no class names, such as a file of another library
+        classes = images.classes  # for example, a file of another library has no class names
     if not net.takes(images.image_shape):
         raise UserError(
             f"--data {parsed.data}: expected images of shape {net.input_shape}, as in training, "
@@ -94,7 +94,7 @@ def _check_outputs(parsed):
 
 
 def _loss_of(net, images):
-    """Return the loss of the network's training, or one that fits the outputs if it is unknown."""
+    """Return the loss of the network's training; if unknown, a loss that fits the outputs."""
     loss = losses.loss_of(net)
     if loss is not None:
         return loss
@@ -173,7 +173,7 @@ def _outputs(parsed, world, net, images, loss):
 
 
 def _table(evaluation):
-    """Return the table of the requested metrics on lines of its own, or an empty string."""
+    """Return the table of the requested metrics on separate lines, or an empty string."""
     return "" if evaluation.metrics is None else f"\n{evaluation.metrics}"
 
 

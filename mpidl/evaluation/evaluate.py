@@ -26,7 +26,7 @@ from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
-_STOPS, _REPEATS, _FAILS = 1, 2, 3  # proposals of a rank; the largest number wins
+_STOPS, _REPEATS, _FAILS = 1, 2, 3  # what a rank proposes to do next; the largest number wins
 
 
 class Evaluation(NamedTuple):
@@ -100,7 +100,7 @@ def agreed(
     """Yield each mini-batch after all ranks have read their parts of the mini-batch.
 
     Before each mini-batch, the ranks agree whether to continue, so all ranks stop at the same
-    mini-batch. If the queue has `bad_images`, the ranks also agree on the images to leave out.
+    mini-batch. If the queue has `bad_images`, the ranks also agree on the images to skip.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def evaluate(
             terms = named_loss.of_scores(scores, labels)
         else:
             terms = function(net, images, labels)
-        # A term that is not a sum over images is the same on all ranks and is added only once.
+        # A term that is not a sum over images is equal on all ranks and is added only once.
         addends = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(terms)}
         sums = [float(value) for value in world.gplus(addends).values()]
         totals.add(sums, images.batch.count)
@@ -284,7 +284,7 @@ def evaluate(
 
 
 class _Totals:
-    """The sums of all mini-batches of an evaluation."""
+    """Sums over the mini-batches of an evaluation."""
 
     def __init__(self, labels_per_image):
         self.labels_per_image = labels_per_image
@@ -309,7 +309,7 @@ class _Totals:
 
 
 def _counted(scores, labels, classes, ignore_label):
-    """Leave out ignored labels; if there are any, return scores (n, K) and labels (n,)."""
+    """Drop ignored labels. If there are any, return scores (n, K) and labels (n,)."""
     if ignore_label is None or not (labels == ignore_label).any():
         return scores, labels
     is_counted = labels.reshape(len(labels), *scores.shape[2:]) != ignore_label

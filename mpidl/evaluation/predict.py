@@ -1,10 +1,11 @@
 """Compute the outputs of a trained network: scores, classes and activations of layers.
 
 Results have the same bytes on any number of ranks. Each image is computed exactly once, in a block
-of 16 images. No image is repeated to give all ranks equally many images.
+of 16 images, and no image is repeated to balance the ranks.
 
 Predictions take less time than the forward pass of training: batch normalizations are folded into
-the weights, and 3x3 convolutions use F(4x4). The outputs differ from it by rounding.
+the weights, and 3x3 convolutions use Winograd's F(4x4). The outputs differ from those of the
+training pass only by rounding.
 """
 
 from collections.abc import Callable, Generator
@@ -80,7 +81,7 @@ def predict(
         or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
         network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
         have no targets, and the network was not trained to predict numbers or several labels per
-        image; and False otherwise. If the training is unknown, a last `Sigmoid` means labels.
+        image. Otherwise it is False. If the training is unknown, a last `Sigmoid` implies labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
@@ -160,8 +161,8 @@ def classify(
 
     Raises
     ------
-    UserError
-        If the network expects images of another shape, was trained for regression, or knows no
+    If the network expects images of another shape or was trained for regression, or if `names`
+    is True and the network has no class names.
         class names although `names` is True.
     """
     losses.need_network(net)
@@ -271,8 +272,8 @@ def labels(net: Network, images: Blocked) -> np.ndarray:
 def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the class scores of this rank's images, the outputs before softmax, and the classes.
 
-    To rank the classes, sort the outputs before softmax: softmax may round different outputs to
-    equal scores.
+    To rank the classes, sort the outputs before softmax, because softmax may round different
+    outputs to equal scores.
     """
     logits = net.logits(images)
     ranked = logits.local()
@@ -307,7 +308,7 @@ def by_batch(
     batch_size : int
         Number of images per mini-batch, over all ranks.
     bad_images : BadImages, optional
-        Receives the images that cannot be read, which are left out. By default, such an image
+        Receives the images that cannot be read. These images are skipped. By default, such an image
         raises an error.
     test_flips : {"none", "x", "y", "xy"}
         As for `predict`.

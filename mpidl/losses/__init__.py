@@ -1,4 +1,4 @@
-"""Losses of training and evaluation: functions of a network, images and targets."""
+"""Losses for training and evaluation: functions of a network, images and targets."""
 
 from mpidl.losses.base import LabelLoss as LabelLoss
 from mpidl.losses.binary_cross_entropy_loss import BinaryCrossEntropy as BinaryCrossEntropy

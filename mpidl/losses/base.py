@@ -1,4 +1,4 @@
-"""The base class of losses of labels."""
+"""The base class of losses that compare scores with labels."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from mpidl.fold import Partial
 from mpidl.nn import Network
 from mpidl.nn.layers import Sigmoid, Softmax
 
-# (loss,), (loss, number of correct labels), or also the number of labels that count and the weight
-# of the mini-batch in a mean over mini-batches.
+# The result of a loss function: (loss,), (loss, correct), (loss, correct, count) or (loss, correct,
+# count, weight). `correct` is the number of correct labels, `count` the number of labels that are
+# not ignored, and `weight` the weight of the mini-batch in a mean over mini-batches.
 Sums: TypeAlias = tuple[Partial | Var, ...]
 
 
 class LabelLoss:
-    """A loss of labels and scores, for the argument `loss` of training and evaluation.
+    """A loss that compares scores with labels, for the argument `loss` of training and evaluation.
 
-    A subclass defines the other methods, and the attribute `ignore_label`.
+    Subclasses define the attribute `ignore_label` and the methods that raise NotImplementedError.
     """
 
     ignore_label: int | None
 
     @property
     def name(self) -> str:
-        """The loss's name, such as "crossentropy"."""
+        """The name of the loss, such as "crossentropy"."""
         raise NotImplementedError
 
     def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
@@ -48,7 +49,7 @@ class LabelLoss:
         return self.of_scores(self.scores(net, images), labels)
 
     def scores(self, net: Network, images: Blocked) -> Blocked:
-        """Return the scores of a network before its last softmax or sigmoid, if it ends in one.
+        """Return the scores of a network before its final softmax or sigmoid, if it has one.
 
         Parameters
         ----------
@@ -80,13 +81,13 @@ class LabelLoss:
         Returns
         -------
         tuple of Partial
-            The loss and the number of correct labels, perhaps also the number of labels that count
-            and the sum of their weights. Only the loss is differentiated.
+            The loss and the number of correct labels. Some losses also return the number of labels
+            that are not ignored, and the sum of their weights. Only the loss can be differentiated.
         """
         raise NotImplementedError
 
     def check(self, net: Network, datastore: Any) -> None:
-        """Raise a UserError if outputs, labels and this loss do not fit together.
+        """Raise UserError if the outputs, the labels and this loss do not match.
 
         Parameters
         ----------
@@ -99,11 +100,11 @@ class LabelLoss:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether weights follow from the labels of the training set, by `for_images`."""
+        """Whether `for_images` computes weights from the labels of the training set."""
         return False
 
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> LabelLoss:
-        """Return this loss with numbers instead of "balanced", for a training set. Collective.
+        """Return this loss with numbers instead of "balanced" weights. Collective.
 
         Parameters
         ----------
@@ -112,7 +113,8 @@ class LabelLoss:
         outputs : int
             Number of outputs K of the network.
         world : World, optional
-            The ranks that share the reading of labels and targets.
+            The ranks, which divide the reading of labels and targets among themselves. By default,
+            this process reads all of them.
 
         Returns
         -------
@@ -123,7 +125,9 @@ class LabelLoss:
         raise NotImplementedError
 
     def is_replayable(self, outputs: int) -> bool:
-        """Return whether a recorded step of a CPU may replay this loss.
+        """Return whether a recorded training step on a CPU may contain this loss.
+
+        Only C kernels can be replayed, and only if no divisor depends on the labels.
 
         Parameters
         ----------
@@ -133,6 +137,6 @@ class LabelLoss:
         Returns
         -------
         bool
-            Whether kernels compute all of it, with a divisor that does not depend on the labels.
+            Whether the loss can be replayed.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The binary cross-entropy of several labels per image, as a loss of training and evaluation."""
+"""The binary cross-entropy of several labels per image, as a loss for training and evaluation."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ class BinaryCrossEntropy(LabelLoss):
     """Binary cross-entropy of labels that may occur together, for the argument `loss`.
 
     ``loss="binary-crossentropy"`` stands for ``BinaryCrossEntropy()``. The network has an output
-    for each of K labels. If it ends in `Sigmoid`, the loss uses the input of that layer. Targets
-    are whole numbers 0 and 1 or floats from 0 to 1, (N, K) or (N, K, ...). A network with one
-    output also takes images with labels of two classes; the second class is the positive one.
+    for each of K labels. If the network ends with `Sigmoid`, the loss uses the input of that layer.
+    Targets are the integers 0 and 1, or floats from 0 to 1, (N, K) or (N, K, ...). A network with
+    one output can also be trained on images with labels of two classes. The second class is then
+    the positive class.
 
     Parameters
     ----------
     positive_weights : sequence of float or "balanced", optional
-        A factor for the positive targets of each label, (K,). "balanced" is the number of negative
-        targets of the label in the training set, divided by the number of positive ones.
+        Factor for the positive targets of each label, (K,). "balanced" uses the number of negative
+        targets of the label in the training set, divided by the number of positive targets. By
+        default, all factors are 1.
     ignore_label : int, optional
-        A whole-number target that counts neither in the loss nor in the accuracy, such as -1 for
-        unknown labels.
+        An integer target that is left out of the loss and the accuracy, such as -1 for unknown
+        labels.
     focal_gamma : float
-        Exponent of the focal loss; 0 is the cross-entropy.
+        Exponent of the focal loss; 0 gives the binary cross-entropy.
 
     Raises
     ------
@@ -51,7 +53,7 @@ class BinaryCrossEntropy(LabelLoss):
 
     Notes
     -----
-    `ops.sigmoid_cross_entropy` has the formula and its sources.
+    `ops.sigmoid_cross_entropy` documents the formula.
     """
 
     positive_weights: Weights = None
@@ -94,8 +96,9 @@ class BinaryCrossEntropy(LabelLoss):
         Returns
         -------
         tuple of Partial
-            The loss and the number of correct labels. With an ignored label also the number of
-            targets that count, twice. Only the loss is differentiated.
+            The loss and the number of correct labels. If `ignore_label` is set, also the number of
+            targets that are not ignored, twice (see `base.Sums`). Only the loss can be
+            differentiated.
         """
         ignored = self.ignore_label
         weights = numbers_of("positive_weights", self.positive_weights, "BinaryCrossEntropy")
@@ -113,7 +116,7 @@ class BinaryCrossEntropy(LabelLoss):
         return loss, correct, count, count
 
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> BinaryCrossEntropy:
-        """Return this loss with numbers instead of "balanced". Collective.
+        """Return this loss with numbers instead of "balanced" weights. Collective.
 
         Parameters
         ----------
@@ -122,7 +125,8 @@ class BinaryCrossEntropy(LabelLoss):
         outputs : int
             Number of labels K.
         world : World, optional
-            The ranks that share the reading of targets.
+            The ranks, which divide the reading of targets among themselves. By default, this
+            process reads all targets.
 
         Returns
         -------
@@ -151,7 +155,7 @@ class BinaryCrossEntropy(LabelLoss):
         if shape is not None and squeezed(shape) != squeezed(outputs):
             raise UserError(
                 f"{dataset}: --loss binary-crossentropy: expected a network with outputs of shape "
-                f"{tuple(shape)}, as the targets', found {outputs}"
+                f"{tuple(shape)}, like the targets, found {outputs}"
             )
         if self.ignore_label is not None and shape is not None:
             if datastore.targets_dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""Check that a dataset and a network are valid for a loss, and name the classes of the outputs."""
+"""Check that a dataset and a network match a loss, and find the class names of the outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def labels_per_image(net: Network, datastore: Any) -> int:
 
 
 def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: Any) -> list[str]:
-    """Return the dataset's class names if the outputs are scores for its classes, else `[]`."""
+    """Return the dataset's class names if the outputs are scores of these classes, else `[]`."""
     names = [str(name) for name in datastore.classes]
     if has_label_scores(loss):
         names = names[1:] if net.output_shape[:1] == (1,) and len(names) == 2 else names
@@ -44,7 +44,7 @@ def trained_classes(
 ) -> tuple[str, ...] | None:
     """Return the value of `Network.classes` for a network trained on the dataset.
 
-    The value is () for the regression losses "mse" and "mae". It is None if the class names are
+    The value is () for the regression losses "mse" and "mae", and None if the class names are
     unknown or do not match the outputs.
     """
     named_loss = label_loss(loss)
@@ -64,17 +64,17 @@ def check_names(
     datastore: Any,
     owner: str,
 ) -> None:
-    """Raise a UserError if the class names of a dataset differ from the expected ones.
+    """Raise UserError if the class names of a dataset differ from the expected names.
 
-    Either list of names may be longer than the other, because the number of classes in an
-    ArrayDatastore may follow from its largest label.
+    The two lists may have different lengths, because an ArrayDatastore may infer the number of
+    classes from its largest label.
 
     Parameters
     ----------
     expected
-        The expected names of classes, or None if they are unknown.
+        The expected class names, or None if they are unknown.
     owner
-        The owner of these names in the error message, such as "the network".
+        Owner of the expected names for the error message, such as "the network".
     """
     names = output_class_names(loss, net, datastore)
     other = [i for i, (a, b) in enumerate(zip(expected or (), names, strict=False)) if a != b]
@@ -87,7 +87,7 @@ def check_names(
 
 
 def need_network(net: object) -> None:
-    """Raise a UserError unless the object is a Network."""
+    """Raise UserError unless the object is a Network."""
     if not isinstance(net, Network):
         layers = isinstance(net, list | tuple)
         hint = ": use dl.Network(layers, input_shape)" if layers else ""
@@ -97,7 +97,7 @@ def need_network(net: object) -> None:
 def check(
     loss: str | Callable[..., Any], net: Network, datastore: Any, *, training: bool = False
 ) -> None:
-    """Raise a UserError if the network's outputs do not match the dataset, or the loss is unknown.
+    """Raise UserError if the network's outputs do not match the dataset, or the loss is unknown.
 
     If the loss is a function, the outputs are not compared with the dataset.
 
@@ -121,10 +121,10 @@ def check(
 
 
 def _check_targets(loss, net, datastore):
-    """Raise a UserError unless the targets are floats with the same shape as the outputs."""
+    """Raise UserError unless the targets are floats with the same shape as the outputs."""
     dataset, shape, outputs = datastore.describe(), targets_shape(net, datastore), net.output_shape
     if shape is None:
-        contents = "labels alone" if datastore.labels is not None else "none"
+        contents = "only labels" if datastore.labels is not None else "none"
         raise UserError(f"{dataset}: --loss {loss}: expected images with targets, found {contents}")
     if datastore.targets_dtype.kind in "iu":
         raise UserError(
@@ -134,14 +134,14 @@ def _check_targets(loss, net, datastore):
     if squeezed(shape) != squeezed(outputs):
         raise UserError(
             f"{dataset}: --loss {loss}: expected a network with outputs of shape {tuple(shape)}, "
-            f"as the targets', found {outputs}"
+            f"like the targets, found {outputs}"
         )
 
 
 def label_range(loss: str | Callable[..., Any], net: Network) -> dict[str, int | None]:
     """Return the arguments `classes` and `ignore_label` of a `MinibatchQueue` for a loss.
 
-    Both are None if the loss is not a label loss.
+    Both arguments are None if the loss is not a label loss.
     """
     named_loss = label_loss(loss)
     if named_loss is None:

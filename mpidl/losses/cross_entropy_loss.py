@@ -1,4 +1,7 @@
-"""The cross-entropy of labels, with class weights, smoothing, an ignored label and focal loss."""
+"""The cross-entropy of labels and its options, as a loss for training and evaluation.
+
+The options are class weights, label smoothing, an ignored label and the focal loss.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +37,16 @@ class CrossEntropy(LabelLoss):
     Parameters
     ----------
     class_weights : sequence of float or "balanced", optional
-        A weight per class, (K,), by which the labels of the class count in the mean. "balanced"
-        gives each class the same total weight in the training set: n / (K n_c) for a class with n_c
-        of the n images or pixels, as in scikit-learn.
+        Weight of each class in the mean, (K,). "balanced" gives all classes the same total weight
+        in the training set. As in scikit-learn, the weight of a class with n_c of the n images or
+        pixels is n / (K n_c). By default, all weights are 1.
     label_smoothing : float
         Fraction of the target probability that is spread evenly over all classes.
     ignore_label : int, optional
-        A label that counts neither in the loss nor in the accuracy, such as 255 for unlabelled
-        pixels. It must be outside 0..K-1.
+        A label outside 0..K-1 that is left out of the loss and the accuracy, such as 255 for
+        unlabelled pixels.
     focal_gamma : float
-        Exponent of the focal loss; 0 is the cross-entropy.
+        Exponent of the focal loss; 0 gives the cross-entropy.
 
     Raises
     ------
@@ -52,7 +55,7 @@ class CrossEntropy(LabelLoss):
 
     Notes
     -----
-    `ops.softmax_cross_entropy` has the formula and its sources.
+    `ops.softmax_cross_entropy` documents the formula.
     """
 
     class_weights: Weights = None
@@ -88,9 +91,9 @@ class CrossEntropy(LabelLoss):
         Returns
         -------
         tuple of Partial
-            The loss and the number of correct labels. With class weights or an ignored label also
-            the number of labels that count, and the sum of their weights. Only the loss is
-            differentiated.
+            The loss and the number of correct labels. If `class_weights` or `ignore_label` is set,
+            also the number of labels that are not ignored, and the sum of their weights. Only the
+            loss can be differentiated.
         """
         ignore_label = self.ignore_label
         weights = numbers_of("class_weights", self.class_weights, "CrossEntropy")
@@ -110,7 +113,7 @@ class CrossEntropy(LabelLoss):
         return loss, correct, count, weight
 
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> CrossEntropy:
-        """Return this loss with numbers instead of "balanced", for a training set. Collective.
+        """Return this loss with numbers instead of "balanced" weights. Collective.
 
         Parameters
         ----------
@@ -119,7 +122,8 @@ class CrossEntropy(LabelLoss):
         outputs : int
             Number of classes K.
         world : World, optional
-            The ranks that share the reading of the pixels' labels.
+            The ranks, which divide the reading of the pixels' labels among themselves. By default,
+            this process reads all labels.
 
         Returns
         -------
@@ -149,12 +153,12 @@ class CrossEntropy(LabelLoss):
         check_labels(self.name, net, datastore, self.ignore_label)
 
     def check_classes(self, classes: int, dataset: str) -> None:
-        """Raise a UserError if the weights or the ignored label do not fit the classes.
+        """Raise UserError if the weights or the ignored label do not match the classes.
 
         Parameters
         ----------
         classes : int
-            Number of classes K.
+            Number of outputs K. If there are class weights, their number must also be K.
         dataset : str
             Description of the images, for the error message.
         """

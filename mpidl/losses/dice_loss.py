@@ -1,4 +1,4 @@
-"""The Dice loss of segmentation, alone or with the cross-entropy, for training and evaluation."""
+"""The Dice loss, optionally with the cross-entropy, as a loss for training and evaluation."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ from mpidl.nn import Network
 
 @dataclass(frozen=True)
 class Dice(LabelLoss):
-    """Soft Dice loss of the labels of pixels, for the argument `loss` of training and evaluation.
+    """Soft Dice loss of pixel labels, for the argument `loss` of training and evaluation.
 
-    ``loss="dice"`` stands for ``Dice()``, and ``loss="crossentropy+dice"`` for
-    ``Dice(cross_entropy=CrossEntropy())``, which is the sum of both losses. The network has an
-    output for each class, or a single one for the foreground, which the labels call 1.
+    ``loss="dice"`` stands for ``Dice()``. ``loss="crossentropy+dice"`` stands for
+    ``Dice(cross_entropy=CrossEntropy())``, the sum of both losses. The network has one output per
+    class, or a single output for the foreground, whose label is 1.
 
     Parameters
     ----------
     class_weights : sequence of float, optional
-        A weight per class, (K,), such as 0 for the background.
+        Weight of each class, (K,), such as 0 for the background. By default, all weights are equal.
     smooth : float
-        Number of pixels that is added to the numerator and the denominator of the similarity.
+        Number of pixels to add to the numerator and the denominator of the similarity.
     ignore_label : int, optional
-        A label that counts neither in the loss nor in the accuracy, such as 255 for unlabelled
-        pixels.
+        A label that is left out of the loss and the accuracy, such as 255 for unlabelled pixels.
     generalized : bool
-        Whether classes count by the inverse square of their number of pixels.
+        Whether a class is weighted by 1 / (number of its pixels)**2.
     cross_entropy : CrossEntropy, optional
-        A loss to add. It must have the same ignored label.
+        A loss to add. It must have the same `ignore_label`.
 
     Raises
     ------
@@ -52,7 +51,7 @@ class Dice(LabelLoss):
 
     Notes
     -----
-    `ops.dice_loss` has the formula and its sources.
+    `ops.dice_loss` documents the formula.
     """
 
     class_weights: Sequence[float] | None = None
@@ -107,8 +106,8 @@ class Dice(LabelLoss):
         Returns
         -------
         tuple of Partial
-            The loss and the number of correct labels. With an ignored label also the number of
-            labels that count. Only the loss is differentiated.
+            The loss and the number of correct labels. If `ignore_label` is set, also the number of
+            labels that are not ignored. Only the loss can be differentiated.
         """
         ignored = self.ignore_label
         loss = ops.dice_loss(

@@ -1,4 +1,4 @@
-"""Check the options of label losses, and labels and outputs against each other."""
+"""Check the options of label losses, and whether labels match the outputs of a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Weights: TypeAlias = Sequence[float] | Literal["balanced"] | None
 
 
 def checked_weights(name: str, weights: Weights, *, nonzero: bool = True) -> Weights:
-    """Return weights as a tuple of floats, "balanced" or None; raise a UserError if invalid.
+    """Return weights as a tuple of floats, "balanced" or None; raise UserError if invalid.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def checked_weights(name: str, weights: Weights, *, nonzero: bool = True) -> Wei
     weights
         A weight per class, "balanced" or None.
     nonzero : bool
-        Whether one of the numbers must be above 0.
+        Whether at least one of the numbers must be above 0.
     """
     if isinstance(weights, str) and weights != "balanced":
         raise UserError(f"{name}: expected numbers or 'balanced', found {weights!r}")
@@ -38,7 +38,7 @@ def checked_weights(name: str, weights: Weights, *, nonzero: bool = True) -> Wei
 
 
 def numbers_of(name: str, weights: Weights, owner: str) -> Sequence[float] | None:
-    """Return weights that are numbers or None; raise a UserError for "balanced"."""
+    """Return weights that are numbers or None; raise UserError for "balanced"."""
     if isinstance(weights, str):
         raise UserError(
             f"{name}='balanced' needs the labels of the training set: use {owner}.for_images"
@@ -47,7 +47,7 @@ def numbers_of(name: str, weights: Weights, owner: str) -> Sequence[float] | Non
 
 
 def check_weight_count(name: str, weights: Weights, count: int, noun: str, dataset: str) -> None:
-    """Raise a UserError unless weights that are numbers are as many as classes or labels."""
+    """Raise UserError if the weights are numbers, but not one for each class or label."""
     if weights is not None and not isinstance(weights, str) and len(weights) != count:
         raise UserError(
             f"{dataset}: {name}: expected a number for each of {count} {noun}, found {len(weights)}"
@@ -55,13 +55,13 @@ def check_weight_count(name: str, weights: Weights, count: int, noun: str, datas
 
 
 def check_focal_gamma(gamma: float) -> None:
-    """Raise a UserError unless the exponent of a focal loss is a finite number of at least 0."""
+    """Raise UserError unless the exponent of a focal loss is a finite number of at least 0."""
     if not 0 <= gamma < np.inf:
         raise UserError(f"focal_gamma must be at least 0, found {gamma}")
 
 
 def check_ignored(ignore_label: int | None, classes: int, dataset: str) -> None:
-    """Raise a UserError if a label is ignored although it is one of the classes."""
+    """Raise UserError if the ignored label is one of the classes."""
     if ignore_label is not None and 0 <= ignore_label < classes:
         raise UserError(
             f"{dataset}: ignore_label {ignore_label}: expected a label outside 0..{classes - 1}, "
@@ -70,7 +70,7 @@ def check_ignored(ignore_label: int | None, classes: int, dataset: str) -> None:
 
 
 def targets_shape(net: Network, datastore: Any) -> tuple[int, ...] | None:
-    """Return the shape of an image's targets that the loss receives; None without targets.
+    """Return the shape of the targets per image that the loss receives, or None without targets.
 
     Targets that are images or pixel labels are cropped with the input images (`Network.crop`).
     """
@@ -81,7 +81,7 @@ def targets_shape(net: Network, datastore: Any) -> tuple[int, ...] | None:
 
 
 def check_labels(name: str, net: Network, datastore: Any, ignore_label: int | None) -> None:
-    """Raise a UserError unless each image or target has a label of the network's classes.
+    """Raise UserError unless the labels of the images or targets match the network's classes.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def check_labels(name: str, net: Network, datastore: Any, ignore_label: int | No
     datastore : Datastore
         The images with their labels.
     ignore_label : int or None
-        A label that may be outside of the classes.
+        The ignored label, which may be outside 0..K-1.
     """
     if datastore.targets_shape is None:
         _check_image_labels(net, datastore, ignore_label)
@@ -101,13 +101,13 @@ def check_labels(name: str, net: Network, datastore: Any, ignore_label: int | No
 
 
 def _check_image_labels(net, datastore, ignore_label):
-    """Raise a UserError unless the images have labels below K and the outputs have shape (K,)."""
+    """Raise UserError unless the outputs have the shape (K,) and the images have labels below K."""
     dataset, outputs = datastore.describe(), net.output_shape
     if datastore.labels is None:
         raise UserError(f"{dataset}: the images have no labels to compare with")
     if len(outputs) != 1:
         raise UserError(
-            f"{dataset}: expected a network with outputs (K,) to compare their labels with, found "
+            f"{dataset}: expected a network with outputs (K,), one score per class, found "
             f"outputs of shape {outputs}"
         )
     labels = np.asarray(datastore.labels)
@@ -120,7 +120,7 @@ def _check_image_labels(net, datastore, ignore_label):
 
 
 def _check_target_labels(name, net, datastore):
-    """Raise a UserError unless the targets are labels that match the outputs.
+    """Raise UserError unless the targets are labels whose shape matches the outputs.
 
     The targets of an image are an array of labels, such as one label per pixel.
     """

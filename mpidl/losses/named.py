@@ -1,4 +1,4 @@
-"""The losses with a name, and losses that are functions of the user."""
+"""The losses that have names, and losses that are the user's functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOSSES: dict[str, LossFunction] = {
     "mae": mean_absolute_error,
 }
 
-# {option of training: the losses that take it}
+# {training option: names of the losses that have this option}
 TAKERS = {
     "class_weights": ("crossentropy", "dice", "crossentropy+dice"),
     "positive_weights": ("binary-crossentropy",),
@@ -50,18 +50,18 @@ TAKERS = {
 
 
 def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
-    """Return the label loss that `loss` names or is; None if `loss` is not a label loss."""
+    """Return the label loss given by name or as an object, or None if it is another loss."""
     value = loss if callable(loss) else LOSSES.get(loss)
     return value if isinstance(value, LabelLoss) else None
 
 
 def has_class_scores(loss: str | Callable[..., Any]) -> bool:
-    """Return whether the outputs are class scores, and each label is a single class."""
+    """Return whether the outputs for this loss are class scores, and each label is one class."""
     return isinstance(label_loss(loss), CrossEntropy | Dice)
 
 
 def has_label_scores(loss: str | Callable[..., Any]) -> bool:
-    """Return whether the outputs are scores of labels that may occur together."""
+    """Return whether the outputs for this loss are scores of labels that may occur together."""
     return isinstance(label_loss(loss), BinaryCrossEntropy)
 
 
@@ -83,7 +83,7 @@ def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]
     Raises
     ------
     UserError
-        If the loss does not take an option, or if a value is out of range.
+        If the loss does not have one of the options, or if a value is out of range.
     """
     for option, value in options.items():
         if callable(name) or name not in TAKERS[option]:
@@ -116,15 +116,15 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     Returns
     -------
     callable
-        The function returns a tuple of Partials: the loss to minimize and, optionally, the number
-        of correct labels. A label loss may return more sums (`CrossEntropy.of_scores`).
+        A function that returns a tuple of Partials: the loss to minimize and, optionally, the
+        number of correct labels. A label loss may return more sums (see `LabelLoss.of_scores`).
 
     Raises
     ------
     UserError
         If no loss has this name.
     TypeError
-        Raised by the returned callable if the user's function returns neither a loss nor this
+        Raised by the returned function if the user's function returns neither a loss nor such a
         tuple.
     """
     if not callable(loss):

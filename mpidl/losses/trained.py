@@ -28,9 +28,9 @@ def trained_loss(
     Returns
     -------
     dict or None
-        "name" is the loss's name in LOSSES. "ignore_label" is the ignored label, if there is one.
-        "negative" is the class of the label 0, if the only output of the network is the score of
-        the other class. None for a function of the user.
+        "name" is the name of the loss in LOSSES. "ignore_label" is the ignored label, if there is
+        one. "negative" is the name of class 0, if the network's only output is the score of the
+        other class. The value is None if the loss is a user's function.
     """
     named_loss = label_loss(loss)
     if named_loss is None:
@@ -45,7 +45,7 @@ def trained_loss(
 
 
 def check_trained_loss(facts: Any) -> dict[str, str | int] | None:
-    """Return a value of `Network.loss` from a file; raise a ValueError if it is invalid."""
+    """Return a value of `Network.loss` from a file; raise ValueError if it is invalid."""
     if facts is None:
         return None
     types = {"name": str, "ignore_label": int, "negative": str}
@@ -59,7 +59,7 @@ def check_trained_loss(facts: Any) -> dict[str, str | int] | None:
 
 
 def loss_of(net: Network) -> str | Callable[..., Any] | None:
-    """Return the loss of a network's training, without weights; None if it is unknown.
+    """Return the loss of a network's training without its weights, or None if it is unknown.
 
     Parameters
     ----------
@@ -83,14 +83,15 @@ def has_separate_labels(net: Network) -> bool:
     Parameters
     ----------
     net : Network
-        The network. If the loss of its training is unknown, a last `Sigmoid` decides.
+        The network. If the loss of its training is unknown, the result is whether its last layer is
+        a `Sigmoid`.
     """
     loss = loss_of(net)
     return isinstance(net.layers[-1], Sigmoid) if loss is None else has_label_scores(loss)
 
 
 def label_names(net: Network) -> tuple[str, ...] | None:
-    """Return the names of the classes of labels, which may be one more than the outputs.
+    """Return the class names of the labels. There may be one more name than outputs.
 
     Parameters
     ----------
@@ -100,7 +101,7 @@ def label_names(net: Network) -> tuple[str, ...] | None:
     Returns
     -------
     tuple of str or None
-        The names for the argument `classes` of a dataset; None if they are unknown.
+        The names for the argument `classes` of a dataset, or None if they are unknown.
     """
     negative = (net.loss or {}).get("negative")
     if negative is None or not net.classes:

@@ -1,4 +1,4 @@
-"""Edit a network: freeze layers, replace layers, or cut the network after a layer."""
+"""Edit networks: freeze, replace or append layers, or cut a network after a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def set_layers(net: Network, layers: list[Any]) -> Network:
-    """Replace all layers with layers of the same names and inputs, and return the network."""
+    """Replace all layers by layers with the same names and inputs, and return the network."""
     net.layers = layers
     net.plan_runs()
     return net
@@ -65,7 +65,7 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
 
 
 def append_layer(net: Network, layer: Layer) -> Network:
-    """Return a network with a further layer without learnables; see `Network.append_layer`."""
+    """Return a network with one more layer, which has no learnables; see `Network.append_layer`."""
     edited = type(net)(
         [*net.layers, layer], net.input_shape, seed=net.seed, batchnorm=net.batchnorm
     )

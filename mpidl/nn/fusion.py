@@ -1,15 +1,15 @@
-"""Fuse neighbouring layers into one op. This is a peephole optimization of the list of layers.
+"""Fuse neighbouring layers of a network into one op.
 
-Two kinds of runs of layers become one op:
+A run is a sequence of neighbouring layers that are computed as one op. There are two kinds:
 
 - Convolution, batch normalization and ReLU. The op stores only the convolution's output. Later ops
-  (convolution, pooling, dense) apply the normalization and the ReLU when they read that output.
-- Convolution, ReLU, and between them perhaps the addition of one other value, as at the end of a
-  residual block. The op adds and applies the ReLU before it stores the convolution's output.
+  (convolution, pooling, dense) apply the normalization and the ReLU when they read this output.
+- Convolution and ReLU, with or without the addition of one other value between them, as at the end
+  of a residual block. The op adds and applies the ReLU before it stores the output.
 
-The layers must be neighbours in the list, and no other layer may read the outputs of the run's
-layers but the last. Several layers may read the output of the op; the cotangents from these layers
-are summed. Fusion changes neither the network nor the learnables nor the results.
+Layers outside a run may read only the output of the run's last layer. If several layers read this
+output, their cotangents are summed. Fusion does not change the network, the learnables or the
+results.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from mpidl.nn.layers.base import Value
 
 
 def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
-    """Group the indices of the layers into runs. The layers of a run are computed as one op.
+    """Group the layers into runs, and return the indices of the layers of each run.
+
+    A layer that is not fused is a run of one layer.
 
     Parameters
     ----------
     layers
         The layers of the network.
     reads
-        The names that each layer reads.
+        For each layer, the names of the outputs that it reads.
     """
     readers = collections.Counter(name for names in reads for name in names)
     runs, i = [], 0
@@ -46,7 +48,7 @@ RUNS = (Conv2D, BatchNorm, ReLU), (Conv2D, Add, ReLU), (Conv2D, ReLU)
 
 
 def _begins(run, layers, reads, readers):
-    """Return whether layers with these reads begin with a run whose results only it reads."""
+    """Return whether the layers begin with a run of these types that can be fused."""
     if tuple(type(layer) for layer in layers[: len(run)]) != run:
         return False
     for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
@@ -57,7 +59,7 @@ def _begins(run, layers, reads, readers):
 
 
 def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names that a run reads and does not compute, in the order of its layers."""
+    """Return the names of the outputs of other runs that a run reads, in the layers' order."""
     names = {layer.name for layer in run}
     return tuple(name for layer_reads in reads for name in layer_reads if name not in names)
 
@@ -68,7 +70,7 @@ def can_fuse(x: Any) -> bool:
 
 
 def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:
-    """Compute a run of several layers by one op; x are the values of its `outer_reads`."""
+    """Compute a run of several layers by one op. `x` contains the values of its `outer_reads`."""
     conv: Any = run[0]
     context = contexts[0]
     options = {

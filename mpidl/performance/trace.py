@@ -1,4 +1,4 @@
-"""Note when the training steps of a single rank would communicate with other ranks."""
+"""Record at which times the training steps of one rank would communicate with other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 AGREE, SUM, BUCKET, FINISH = "agree", "sum", "bucket", "finish"
-BLOCKING = (AGREE, SUM)  # events at which a rank waits for all others
+BLOCKING = (AGREE, SUM)  # events at which a rank waits for all other ranks
 
 
 class Event(NamedTuple):
@@ -32,13 +32,14 @@ class Event(NamedTuple):
     Attributes
     ----------
     kind : str
-        AGREE: the ranks agree whether to continue. SUM: a sum that the step waits for. BUCKET: the
-        exchange of gradients starts, and the step goes on. FINISH: the step waits for all buckets.
+        At AGREE, the ranks agree whether to continue. At SUM, the step waits for a sum. At BUCKET,
+        an exchange of gradients starts, and the step continues. At FINISH, the step waits for all
+        buckets.
     width, itemsize : int
-        Number of values in a node of the sum, and the size of a value in bytes.
+        Number of values in a reduction-tree node of the sum, and size of a value in bytes.
     operation : str
-        "add"; "moments", the merge of statistics; or "gather" for values of all ranks that are not
-        nodes of a tree.
+        "add" for sums, "moments" for merging statistics, or "gather" for gathering values that are
+        not nodes of a reduction tree.
     """
 
     kind: str
@@ -48,9 +49,9 @@ class Event(NamedTuple):
 
 
 class TracingWorld(World):
-    """A world of one rank that notes the exchanges of a step on several ranks.
+    """A world of one rank that records which exchanges a step would make on several ranks.
 
-    If the step is recorded, each replay notes its exchanges, too.
+    Replays of a recorded step record their exchanges too.
 
     Parameters
     ----------
@@ -60,7 +61,7 @@ class TracingWorld(World):
     Attributes
     ----------
     events : list of (float, Event)
-        Time of each event, by `time.perf_counter`, and the event.
+        Time of each event in seconds, from `time.perf_counter`, and the event.
     replays_steps : bool
         Whether a step has been recorded, so that later steps are replays.
     """
@@ -72,11 +73,11 @@ class TracingWorld(World):
         self._is_nested = False
 
     def note(self, event: Event) -> None:
-        """Note an event that happens now."""
+        """Record an event with the current time."""
         self.events.append((time.perf_counter(), event))
 
     def take_events(self) -> list[tuple[float, Event]]:
-        """Return the events since the last call."""
+        """Return the events since the last call, with their times."""
         events, self.events = self.events, []
         return events
 
@@ -105,7 +106,7 @@ class TracingWorld(World):
 
 
 class _RecordedTrace(RecordedWorld):
-    """Lets each replay of a step note its exchanges at the same places as the step itself."""
+    """A recorded world whose replays record exchanges at the same points as the step itself."""
 
     def __init__(self, world: TracingWorld, recorder: Recorder) -> None:
         super().__init__(world, recorder)
@@ -125,7 +126,7 @@ class _RecordedTrace(RecordedWorld):
 
 
 class _TracingReducer(Reducer):
-    """Notes the buckets into which the reducer of several ranks would pack the gradients."""
+    """A reducer that records into which buckets several ranks would pack the gradients."""
 
     def __init__(self, world: TracingWorld, note: Callable[[Event], None]) -> None:
         super().__init__(world)
@@ -143,7 +144,7 @@ class _TracingReducer(Reducer):
 
 
 class _Buckets:
-    """The rule by which `comm.reducer.Reducer` packs terms into buckets."""
+    """Records buckets, into which terms are packed as in `comm.reducer.Reducer`."""
 
     def __init__(self, note):
         self.note, self.key, self.width = note, None, 0
@@ -172,7 +173,10 @@ def _terms_of(value):
 
 
 def _sums_of(value):
-    """Return the events of a call of `World.gplus`; consecutive sums of a kind are one exchange."""
+    """Return the events of a call of `World.gplus`.
+
+    Consecutive sums of the same kind are one event.
+    """
     values = value.values() if isinstance(value, dict) else value
     values = list(values) if isinstance(value, (dict, list, tuple)) else [value]
     events: list[Event] = []
@@ -190,19 +194,19 @@ def _sums_of(value):
 
 
 class StepTimes(NamedTuple):
-    """Times of the training steps of a turn on one rank.
+    """Times of the measured training steps on one rank.
 
     Attributes
     ----------
     segments : ndarray, shape (steps, segments)
-        Seconds of work between consecutive points at which a rank of several would wait for the
-        others. The first segment is the end of a step and the start of the next one.
+        Seconds of work between consecutive points at which the rank would wait for other ranks. The
+        first segment consists of the end of a step and the start of a step.
     events : list of Event
         The events of a step.
     places : ndarray, shape (events,)
-        Place of each event in the step, from 0 at its start to 1 at its end.
+        Time of each event in a step, from 0 at the start of the step to 1 at its end.
     input : float
-        Mean seconds of a step that wait for the images of the mini-batch.
+        Mean number of seconds per step that the rank waits for the images of the mini-batch.
     """
 
     segments: np.ndarray
@@ -212,21 +216,21 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """A hook of `dl.train` that times training steps and ends the run after some seconds.
+    """A hook of `dl.train` that times training steps and then ends the training.
 
     Parameters
     ----------
     batch_size : int
-        Images per mini-batch; smaller ones at the end of an epoch are left out.
+        Number of images per mini-batch. Steps with smaller mini-batches are left out.
     seconds : float
-        Duration of the measurement.
+        Minimum duration of the measurement in seconds.
     world : TracingWorld, optional
-        The world of the run, whose events are recorded with the times. None if ranks train
-        together.
+        The world of the training, whose events are recorded with the times. By default, only times
+        are recorded, because several ranks train together.
     skip : int
-        Number of steps before the measurement: by default those that are recorded and checked.
+        Number of steps before the measurement. By default, the steps that are recorded and checked.
     at_least : int
-        Smallest number of measured steps.
+        Minimum number of measured steps.
     """
 
     def __init__(
@@ -247,11 +251,11 @@ class StepClock:
         self.steps: list[tuple[float, float, list[tuple[float, Event]]]] = []
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
-        """Note the size of the mini-batch."""
+        """Store the size of the mini-batch."""
         self.images = result.info.images
 
     def step(self, trainer: Trainer) -> None:
-        """Note the times of the step that has ended."""
+        """Store the times of the step that has ended. Stop the training after the last step."""
         now, input_total = time.perf_counter(), phases.seconds().input
         events = [] if self.world is None else self.world.take_events()
         if self.steps_to_skip:
@@ -265,20 +269,20 @@ class StepClock:
             trainer.stop()
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        """Leave out the next step, which waits until the first mini-batch has been read."""
+        """Leave out the next step, because it waits until the first mini-batch has been read."""
         self.steps_to_skip = max(self.steps_to_skip, 1)
 
     def mean_seconds(self) -> float:
-        """Return the mean seconds of a step."""
+        """Return the mean duration of a step in seconds."""
         return float(np.mean([end - start for start, end, _ in self.steps]))
 
     def times(self) -> StepTimes:
-        """Return the times of the steps.
+        """Return the times of the measured steps.
 
         Raises
         ------
         UserError
-            If the steps communicate in different orders.
+            If the steps do not all have the same events in the same order.
         """
         events = [event for _, event in self.steps[-1][2]]
         rows, places = [], []
@@ -289,7 +293,7 @@ class StepClock:
                     "ones from step to step"
                 )
             points = [moment for moment, event in timed_events if event.kind in BLOCKING]
-            # No rank waits between the last sum of a step and the agreement of the next one.
+            # No rank waits between the last sum of a step and the agreement of the next step.
             rows.append([points[0] - start + end - points[-1], *np.diff(points)])
             places.append([(moment - start) / (end - start) for moment, _ in timed_events])
         input_seconds = float(np.mean(self.input_seconds))

@@ -78,7 +78,7 @@ def png_of(figure: Any) -> bytes:
 
 
 def lighten(axes: Any) -> None:
-    """Draw horizontal lines behind the data, and no frame at the top and on the right."""
+    """Draw horizontal grid lines behind the data, and remove the top and right frame lines."""
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -106,7 +106,7 @@ def _draw(axes, records, ends, key, factor):
 
 
 def _mark_epochs(loss_axes, accuracy_axes, ends):
-    """Mark the end of each epoch, or of every second, fifth, ... epoch if there are many."""
+    """Mark the end of each epoch. If there are many, mark every second, fifth, ... epoch."""
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if len(ends) <= 12 * s or s == 1000)
     marked = {epoch: iteration for epoch, iteration in ends.items() if epoch % step == 0}
     for axes in (loss_axes, accuracy_axes):

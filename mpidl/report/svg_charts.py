@@ -11,10 +11,10 @@ from mpidl.report.page.elements import element
 
 SIZE = 720, 270  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels
-MAX_POINTS = 600  # largest number of points of a line, a multiple of 4; more would not be visible
+MAX_POINTS = 600  # points of a line, a multiple of 4; more points would not be visible
 MAX_MARKS = 60  # largest number of marks; a line with more points has none
-LOG_RATIO = 20  # ratio of the largest to the smallest value from which an axis is logarithmic
-# Distinguishable with any colour vision, and on paper.
+LOG_RATIO = 20  # above this ratio of the largest to the smallest value, an axis is logarithmic
+# These colours are distinguishable with colour blindness and on paper.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5c00", "#56b4e9", "#e69f00", "#555555")
 # {style of a line: (attributes of the line, CSS of its entry in the legend)}
 STYLES: dict[str, tuple[dict[str, str], str]] = {
@@ -29,13 +29,14 @@ Point: TypeAlias = tuple[float, float]
 
 
 class Curve:
-    """The points of a line that grows, at most MAX_POINTS, which keep its extremes.
+    """The points of a growing line, reduced to at most MAX_POINTS points that keep its extremes.
 
-    A long line is divided into parts of equal length. Each has its lowest and its highest point.
+    A long line is divided into parts of equal length. Each part keeps its lowest and its highest
+    point.
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Point, Point]] = []  # the lowest and the highest of each part
+        self._parts: list[tuple[Point, Point]] = []  # the lowest and the highest point of each part
         self._count, self._size = 0, 1  # points so far, and points per part
 
     def add(self, x: float, y: float) -> None:
@@ -69,11 +70,11 @@ class Line(NamedTuple):
     name : str
         Name in the legend; "" for a line without an entry.
     points : sequence of (x, y)
-        The points, in ascending order of x. Points that are not finite are left out.
+        The points, in ascending order of x. Points that are not finite are omitted.
     colour : str
         Colour of the line.
     style : {"line", "dashed", "faint", "points"}
-        Solid with marks, dashed with marks, thin and light, or marks alone.
+        Style: solid with marks, dashed with marks, thin and light, or only marks.
     """
 
     name: str
@@ -99,13 +100,13 @@ def chart(
     title : str
         Label of the vertical axis.
     lines : sequence of Line
-        The lines; those without points are left out.
+        The lines. Lines without points are omitted.
     log : bool
         Whether the vertical axis is logarithmic if the values differ by more than a factor of 20.
     unit : str
         Text after the numbers of the vertical axis.
     ends : (float or None, float or None)
-        Ends of the horizontal and the vertical axis; by default the largest values.
+        Largest values of the horizontal and the vertical axis; None for the largest in the data.
     size : (int, int)
         Width and height of the picture in pixels.
     x_label : str
@@ -114,7 +115,7 @@ def chart(
     Returns
     -------
     Element
-        The SVG with its legend. It needs no style sheet.
+        The SVG with its legend. The element needs no style sheet.
     """
     lines = [line._replace(points=_visible(line.points)) for line in lines]
     lines = [line for line in lines if line.points]
@@ -159,7 +160,7 @@ def chart(
 
 
 class _Axes:
-    """Places of values in the picture."""
+    """Converts values to positions in the picture."""
 
     def __init__(self, size, x_end, y_bounds, is_log):
         self.size, self.x_end, self.is_log = size, x_end, is_log
@@ -212,7 +213,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _decades(low, high):
-    """Return powers of ten for a logarithmic axis; on a short axis also 2 and 5 times them."""
+    """Return powers of ten for a logarithmic axis, and 2 and 5 times each if the axis is short."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     step = max(1, (last - first) // 6)

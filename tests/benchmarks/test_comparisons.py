@@ -1,4 +1,4 @@
-"""Arguments, comparisons, counts and reports of the benchmarks; times are not tested."""
+"""Test arguments, comparisons, counts and reports of the benchmarks, but no times."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_predictions_are_compared_on_one_rank(monkeypatch, capsys):
 
 @pytest.mark.slow("jobs")
 def test_predictions_next_to_onnxruntime(capsys, tmp_path):
-    """The sides compute the same loss; PyTorch takes part if it is installed."""
+    """All sides must compute the same loss; PyTorch is included if it is installed."""
     options = "compare --predict --batch-size 16 --rounds 1 --variants eager"
     path = tmp_path / "figures.json"
     compare_main([*options.split(), "--json", str(path)])
@@ -121,7 +121,7 @@ def test_operations_and_bytes_of_kernels():
     assert cases["digits/conv1", "forward"].flops == 2 * 25 * 20 * pixels
     assert cases["digits/conv2", "dx"].flops == 2 * 9 * 20 * 20 * pixels
     assert cases["digits/conv2", "dweight"].flops == 2 * 9 * 20 * 20 * pixels
-    assert ("digits/conv1", "dx") not in cases  # which no step computes
+    assert ("digits/conv1", "dx") not in cases  # no step computes this gradient
     assert cases["digits/dense1", "forward"].flops == 2 * 11520 * 10 * 32
     assert cases["digits/dense1", "backward"].flops == 4 * 11520 * 10 * 32
     assert cases["digits/relu1", "forward"].bytes == 2 * 4 * 20 * pixels
@@ -153,7 +153,7 @@ def test_the_large_layer_beside_blas():
     both = [case._replace(run=lambda: None) for case in cases]
     figures = kernels.measure(both[0], kernels.Yardsticks(1), 3)
     assert set(figures) == {"ms", "gflops", "share_of_peak", "sgemm_ratio"}
-    assert figures["sgemm_ratio"] < 0.01  # an empty call against a matrix product
+    assert figures["sgemm_ratio"] < 0.01  # an empty call takes less time than a matrix product
     row = dict(zip(kernels.HEAD, kernels.table_row(both[0], figures), strict=True))
     assert row["time / sgemm"] == "0.00" and row["GB/s"] == ""
     options.threads = 2

@@ -1,4 +1,4 @@
-"""Operations, bytes and floors of passes, and the page of `python -m benchmarks roofline`."""
+"""Test operations, bytes and floors of passes, and the page of `benchmarks roofline`."""
 
 import math
 
@@ -21,10 +21,10 @@ def test_a_floor_is_the_larger_time():
 @needs_kernels
 @pytest.mark.parametrize(
     ("layer", "shape", "expected"),
-    [  # how many times fewer products than those of the direct sums, by Lavin and Gray's formula
+    [  # the factor by which Winograd needs fewer products, by Lavin and Gray's formula
         (dl.Conv2D(3, 32, padding=1), (32, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
         (dl.Conv2D(3, 20, padding=1), (20, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
-        # 10 x 10 pixels are 5 x 5 tiles of 2 x 2, and 3 x 3 tiles of 4 x 4, some of them partly
+        # 10 x 10 pixels have 5 x 5 tiles of 2 x 2, or 3 x 3 tiles of 4 x 4, some of them partial
         (
             dl.Conv2D(3, 32, padding=1, groups=1),
             (32, 10, 10),
@@ -70,9 +70,9 @@ def test_without_winograd_all_products_count():
 
 
 def test_passes_of_a_step():
-    """Fused normalizations, ReLUs and additions have no passes of their own."""
+    """Fused normalizations, ReLUs and additions must have no separate passes."""
     in_step = roofline.step_passes(zoo.digits())
-    assert in_step["conv1"] == {"forward", "dx", "dweight"}  # it has no dx, because it is first
+    assert in_step["conv1"] == {"forward", "dx", "dweight"}  # conv1 is first: no dx Case
     assert in_step["conv2"] == {"fused forward", "fused backward"}
     assert in_step["batchnorm2"] == in_step["relu2"] == set()
     assert in_step["dense1"] == {"forward", "backward"}
@@ -91,14 +91,14 @@ LAYERS = [
 
 @needs_kernels
 def test_every_layer_has_passes_that_run():
-    """Each layer that computes something in a step does so alone."""
+    """Each layer that computes something in a step must also run separately."""
     net = dl.Network(LAYERS, (3, 13, 13))
     in_step = roofline.step_passes(net)
     for layer in net.layers:
         cases = {c.name: c for c in passes.layer_cases(net, layer, layer.name, 16)}
         assert bool(cases) == (type(layer) is not dl.Dropout)
         missing = in_step[layer.name] - set(cases)
-        assert missing <= {"dx"} or not cases  # of additions, and of layers that read the images
+        assert missing <= {"dx"} or not cases  # for additions, and layers that read the images
         for case in cases.values():
             case.run()
 
@@ -141,7 +141,7 @@ def test_settings():
 
 @needs_kernels
 def test_a_small_network_is_measured(tmp_path, monkeypatch, capsys):
-    """The floors follow from the counts and the peak; every kind of pass has a time."""
+    """The floors must follow from the counts and the peak; every pass must have a time."""
     layers = [
         *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(2)),
         *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(10)),
@@ -157,7 +157,7 @@ def test_a_small_network_is_measured(tmp_path, monkeypatch, capsys):
     figures = record["networks"]["net, batch 16"]
     by_pass = {(row["layer"], row["name"]): row for row in figures["passes"]}
     conv = by_pass["conv2", "fused backward"]
-    products = 2 * 2 * 36 * 16 * 16 * 16  # one tile of 4 x 4 outputs in each of both passes
+    products = 2 * 2 * 36 * 16 * 16 * 16  # one tile of 4 x 4 outputs in each of two passes
     assert conv["count"] == 1
     assert conv["floor"]["products"] == pytest.approx(products / record["peak_gflops"] / 1e9)
     assert by_pass["optimizer", "update"]["floor"]["products"] == 0

@@ -1,4 +1,4 @@
-"""Versions of PyTorch beside each other, and oneDNN's reference code."""
+"""Test comparisons with several versions of PyTorch, and with oneDNN's reference code."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 from benchmarks import arguments, compare, onednn, torch_step, torch_versions, turns
 from mpidl.errors import Fault, UserError
 
-# Lines of oneDNN 3 (PyTorch 2.13), and of versions before 2.7 and 1.0.
+# Lines of oneDNN 3 (PyTorch 2.13), and of oneDNN before 2.7 and 1.0.
 FAST = """onednn_verbose,v1,info,oneDNN v3.11.3 (commit 0)
 onednn_verbose,v1,primitive,exec,cpu,reorder,simple:any,undef,src:f32::blocked:ab,,,1x2,0.01
 onednn_verbose,v1,primitive,exec,cpu,convolution,brgconv:avx512_core,forward_training,src,,,mb1,0.1
@@ -45,7 +45,7 @@ def test_reference_code_ends_a_comparison(implementation):
 
 
 class Answers:
-    """A Side with fixed answers."""
+    """Side with fixed answers."""
 
     def __init__(self, name, counts):
         self.name, self.counts = name, counts
@@ -72,7 +72,7 @@ class Answers:
 
 
 def compared(monkeypatch, tmp_path, counts):
-    """Compare fixed answers of two versions, the second of which has these implementations."""
+    """Compare fixed answers of two versions; the second has the implementations `counts`."""
     monkeypatch.setattr(compare, "our_side", lambda *_: Answers("ours", {}))
     fast = onednn.implementations(FAST)
     sides = {
@@ -124,7 +124,7 @@ def test_versions_and_their_pythons(monkeypatch, tmp_path, other_python):
     assert torch_versions.find([]) == [("2.13.0+cpu", sys.executable)]
     with pytest.raises(UserError, match="expected different versions, found 2.12.1 twice"):
         torch_versions.find([other_python, other_python])
-    # a complete environment is used again
+    # a complete environment is reused
     place = tmp_path / "torch-2.12.1"
     (place / "bin").mkdir(parents=True)
     (place / "bin" / "python").symlink_to(other_python)
@@ -161,7 +161,7 @@ def test_versions_that_cannot_be_had(tmp_path):
     python.chmod(0o755)
     for words, message in (
         ([str(python)], "this Python cannot import PyTorch: ModuleNotFoundError: no torch"),
-        ([str(tmp_path / "missing")], "expected a Python, found: No such file"),
+        ([str(tmp_path / "missing")], "expected a Python program: No such file"),
     ):
         with pytest.raises(UserError, match=message):
             torch_versions.find(words)
@@ -193,7 +193,7 @@ layer(images)
 @pytest.mark.slow("jobs")
 @pytest.mark.timeout(120)
 def test_what_onednn_prints_in_pytorch():
-    """Only one of the two calls prints; a control gives the other implementation's name."""
+    """Only one of the two calls prints. As a control, the implementation gets another name."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     command = [sys.executable, "-c", CONVOLUTION]
     environment = turns.environment_of_checkout()

@@ -1,4 +1,4 @@
-"""The command predict evaluates a network with the loss of its training."""
+"""Test that the command predict evaluates a network with the loss of its training."""
 
 import csv
 import re
@@ -29,7 +29,7 @@ def save_trained(folder, store, layers, **options):
 
 
 def run(folder, data, capsys, *words):
-    """Run the command; return the lines that it prints about the images."""
+    """Run the command, and return the lines that it prints about the images."""
     arguments = ["--model", folder / "model.h5", "--data", data, *words]
     capsys.readouterr()
     assert predict.main([str(word) for word in arguments]) == 0
@@ -72,7 +72,7 @@ def test_one_output_of_the_dice_loss_has_two_classes(images, tmp_path, capsys):
 
 
 def test_several_labels_per_pixel(images, tmp_path, capsys):
-    """A network without a sigmoid, whose targets have the shape of its outputs."""
+    """The network has no sigmoid, and its targets have the shape of its outputs."""
     targets = np.concatenate([images > 127, images > 50], axis=1).astype(np.int32)
     np.savez(tmp_path / "set.npz", images=images, targets=targets)
     store, options = dl.ArrayDatastore(images, targets=targets), {"normalization": "none"}
@@ -109,7 +109,7 @@ def test_one_output_for_two_classes_of_a_folder(images, tmp_path, capsys, has_si
 
 
 def test_a_model_of_an_unknown_loss(images, tmp_path, capsys):
-    """The last layer and the targets say what the outputs are."""
+    """The last layer and the targets must determine the meaning of the outputs."""
     targets = (images > 127).astype(np.int32)
     np.savez(tmp_path / "set.npz", images=images, targets=targets)
     net = dl.Network([dl.Conv2D(3, 1, padding=1), dl.Sigmoid()], images.shape[1:], seed=1)

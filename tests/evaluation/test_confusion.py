@@ -1,4 +1,4 @@
-"""Confusion matrices: counts, text, tables, pictures, and HTML for notebooks."""
+"""Test confusion matrices: counts, text, tables, pictures, and HTML for notebooks."""
 
 import csv
 import re
@@ -34,7 +34,7 @@ def test_counts_recall_precision_and_text():
 
 
 class Table(HTMLParser):
-    """Parse the only table of a document into rows, lists of (tag, style, text)."""
+    """Parser of a document's only table into rows, which are lists of (tag, style, text)."""
 
     def __init__(self, text):
         super().__init__()
@@ -58,7 +58,7 @@ class Table(HTMLParser):
 
 
 def test_a_confusion_matrix_in_a_notebook():
-    """The cells are those of the text, escaped; counts are shaded by their share of the row."""
+    """Cells must have the escaped text, and counts must be shaded by their share of the row."""
     matrix = dl.confusion_matrix([0, 0, 0, 1], [0, 0, 1, 1], ["<b>cat", "dog & co"])
     text = matrix._repr_html_()
     assert "<b>" not in text
@@ -120,7 +120,7 @@ def test_a_confusion_matrix_is_saved_as_a_picture(classes, tmp_path):
 
 
 def test_the_title_of_a_picture_counts_labels(monkeypatch, tmp_path):
-    """The picture counts labels, not images: an image may have several labels."""
+    """The picture must count labels, not images, because an image may have several labels."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     from matplotlib.axes import Axes
 

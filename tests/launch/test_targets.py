@@ -1,4 +1,4 @@
-"""Commands that train on images with targets: numbers, images, a label per pixel."""
+"""Test commands that train on images with targets: numbers, images, or one label per pixel."""
 
 import csv
 import re
@@ -10,7 +10,9 @@ import pytest
 from mpidl.report import run_files
 from mpidl.report.page import run_page
 
-SIDE, COUNT = 10, 90  # of `pairs`; 81 are for training: a mini-batch of 50 and one of 31
+# Side and number of the images in `pairs`. Of these images, 81 are for training, in mini-batches of
+# 50 and 31.
+SIDE, COUNT = 10, 90
 SHADES, PIXELS = jobs.network("shades"), jobs.network("pixels")
 OPTIONS = ["--epochs", 2, "--learning-rate", 0.1]
 
@@ -67,7 +69,10 @@ LOSSES = {
 
 @pytest.mark.parametrize("kind", ["labels", pytest.param("pixels", marks=pytest.mark.slow("jobs"))])
 def test_the_losses_of_labels_on_any_ranks_and_resumed(pairs, tmp_path, kind):
-    """Weights from the targets of the training set, which the ranks share; threads and a resume."""
+    """Losses with weights that depend on the targets give the same bytes on any number of ranks.
+
+    The bytes are also the same with more threads and in a resumed run.
+    """
     network = "digits" if kind == "labels" else PIXELS
     words, halted = [*OPTIONS, *LOSSES[kind], "--metrics", "all"], tmp_path / "halted"
     base = [*words, "--threads", 1]

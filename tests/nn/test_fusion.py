@@ -1,4 +1,4 @@
-"""Fused layers give the bytes of separate layers, whatever op reads the activation."""
+"""Check that fused and separate layers give the same bytes, whichever op reads the activation."""
 
 import numpy as np
 import pytest
@@ -108,7 +108,10 @@ def test_which_layers_are_one_run():
 
 
 def branches(fused):
-    """Return a loss in which built-in ops and a custom op read the same stored activation."""
+    """Return a loss in which built-in ops and a custom op read the same activation.
+
+    `fused` is whether one op computes convolution, batch normalization and ReLU.
+    """
 
     def loss(p, images, labels):
         arguments = images, p["w1"], p["b1"], p["gamma"], p["beta"]

@@ -1,4 +1,4 @@
-"""The exchanges that one rank traces are those that several ranks make."""
+"""Test that the exchanges that one rank traces are the exchanges of several ranks."""
 
 import numpy as np
 import pytest
@@ -34,18 +34,18 @@ def trace(world, net, images, **options):
 
 
 def test_the_digits_network_sends_what_the_document_lists(world, subject):
-    """docs/communication.md: three batch normalizations of 20 channels, all gradients, the loss."""
+    """Compare with docs/communication.md: 3 normalizations of 20 channels, gradients, the loss."""
     clock = trace(world, *subject)
     times = clock.times()
     sums = [event[1:] for event in times.events if event.kind == SUM]
     assert sums == [(41, 8, "moments")] * 3 + [(40, 8, "add")] * 3 + [(2, 8, "add")]
     buckets = [event for event in times.events if event.kind == BUCKET]
-    normalized = 3 * 2 * 20  # their gradients are sums that backward waits for
+    normalized = 3 * 2 * 20  # backward waits for the sums of their gradients
     assert sum(event.width for event in buckets) == LEARNABLES - normalized
     assert all(event.itemsize == 4 for event in buckets) and len(buckets) == 2
     assert len(times.places) == len(times.events)
     assert (np.diff(times.places) >= 0).all() and 0 < times.places[0] < times.places[-1] < 1
-    assert times.segments.shape == (len(times.segments), 8)  # between agreement and 7 sums
+    assert times.segments.shape == (len(times.segments), 8)  # between the agreement and 7 sums
     step_seconds = [end - start for start, end, _ in clock.steps]
     assert times.segments.sum(axis=1) == pytest.approx(step_seconds)
     assert (times.segments > 0).all() and times.input >= 0
@@ -53,7 +53,7 @@ def test_the_digits_network_sends_what_the_document_lists(world, subject):
 
 @needs_kernels
 def test_a_replay_notes_the_exchanges_of_an_eager_step(world, subject, monkeypatch):
-    """The clock measures replays: the first steps, which are recorded and checked, do not count."""
+    """The clock must measure replays and ignore the first steps, which are recorded and checked."""
     net, images = subject
     replays, run = [], Program.run
     monkeypatch.setattr(Program, "run", lambda self, part: (replays.append(part), run(self, part)))
@@ -61,13 +61,13 @@ def test_a_replay_notes_the_exchanges_of_an_eager_step(world, subject, monkeypat
     assert not replays and not eager.world.replays_steps
     replayed = trace(world, net, images)
     assert replayed.world.replays_steps
-    # a gradient in the check, then gradient and update of the checked and of each measured step
+    # a gradient in the check, then gradient and update of the checked and each measured step
     assert replays == [0, 0, 1, *[0, 1] * len(replayed.steps)] and len(replayed.steps) >= 2
     times, expected = replayed.times(), eager.times()
     assert times.events == expected.events and times.events.count(Event(AGREE, 1, 8)) == 1
     assert times.segments.shape[1] == expected.segments.shape[1] == 8
     assert (np.diff(times.places) >= 0).all() and 0 < times.places[0] < times.places[-1] < 1
-    # forward and backward are between the sums of statistics, not behind the last sum
+    # forward and backward are between the sums of statistics, not after the last sum
     assert times.places[-1] - times.places[0] > 0.3
 
 
@@ -112,8 +112,8 @@ def test_smaller_mini_batches_and_first_steps_are_left_out(world, subject):
     net, _ = subject
     images = dl.ArrayDatastore(np.zeros((72, 1, 28, 28), np.uint8), np.arange(72) % 10)
     clock = trace(world, net, images)
-    # Each epoch has two mini-batches of 32 and one of 8 images. Both of the first epoch, and the
-    # first one of each other epoch are not measured.
+    # Each epoch has two mini-batches of 32 images and one of 8. Both full mini-batches of the first
+    # epoch, and the first mini-batch of each other epoch, are not measured.
     assert {len(clock.steps)} == {2}
     assert clock.times().segments.shape[0] == 2
 

@@ -1,4 +1,4 @@
-"""Optimizer updates and gradient clipping with the C kernels."""
+"""Compute optimizer steps and clip gradients with the C kernels."""
 
 import ctypes
 
@@ -34,7 +34,7 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
         raise TypeError(f"{formula}: expected writable C-ordered arrays as state")
     factors = [1.0] * len(weights) if factors is None else factors
-    # a recorded step updates the learnables in place
+    # while a step is recorded, it updates its learnables in place
     stepped = list(weights) if recording.owns(weights) else _results(weights)
     weights, gradients = _contiguous(weights, gradients)
     parameters = np.zeros((len(weights), COLUMNS), np.int64)

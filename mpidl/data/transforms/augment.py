@@ -1,4 +1,4 @@
-"""Random augmentation of images, and of the masks or images that are their targets.
+"""Random augmentation of images, and of targets that are label maps or images.
 
 The transformation of an image depends only on the seed, the epoch and the sample index. It does
 not depend on the number of ranks or threads, or on earlier reads.
@@ -19,10 +19,10 @@ from mpidl.data.transforms.image_targets import nearest_warp
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 
-PURPOSE = "augment"  # purpose that is part of the keys of the random numbers
+PURPOSE = "augment"  # this string is one of the keys of the random numbers
 ALTERNATE, JITTER = "alternating flips", "colour jitter"
-DRAWS = 12  # random numbers drawn per image, whether used or not
-# Option names of MATLAB's imageDataAugmenter.
+DRAWS = 12  # random numbers drawn per image, including unused numbers
+# Option names of MATLAB's imageDataAugmenter, and the parameters that correspond to them.
 MATLAB = {
     "FillValue": "fill",
     "RandRotation": "rotation",
@@ -39,7 +39,7 @@ MATLAB = {
 
 
 class TransformParameters(NamedTuple):
-    """Parameters of the transformations of n images, as arrays (n,); `Augmenter` describes them."""
+    """Transformation parameters of n images, as arrays (n,). `Augmenter` documents them."""
 
     reflect_x: np.ndarray  # bool
     reflect_y: np.ndarray
@@ -62,23 +62,23 @@ class Augmenter:
     """Random transformations of images, similar to MATLAB's imageDataAugmenter.
 
     Reflection, rotation, scaling, shear and translation are applied in this order about the image's
-    centre, followed by the crop, the changes of colour and the erasing. x points right and y points
+    centre, followed by the crop, the colour changes and the erasing. x points right and y points
     down. Each parameter is drawn uniformly from its range (low, high); translations are whole
-    numbers. A single number r for a range of degrees, pixels or hues means (-r, r), and for the
-    factor of a colour (max(0, 1 - r), 1 + r).
+    numbers. For a range of degrees, pixels or hues, a single number r means (-r, r). For
+    brightness, contrast and saturation, it means (max(0, 1 - r), 1 + r).
 
     Parameters
     ----------
     reflect_x, reflect_y : bool
         Whether to mirror images left to right or top to bottom, each with probability 1/2.
     alternating : bool
-        Whether an image is mirrored in every other epoch instead of at random; its first
-        orientation is random. If it is mirrored in both directions, it has each of the four
+        Whether an image is mirrored in every other epoch instead of at random. Its first
+        orientation is random. If both reflections are enabled, each image has each of the four
         orientations once in four epochs.
     rotation : (float, float) or float
         Range of the angle in degrees, clockwise.
     scale : (float, float)
-        Range of the scale factor that applies to both directions.
+        Range of the scale factor for both directions.
     scale_x, scale_y : (float, float)
         Range of an additional scale factor for one direction.
     shear_x, shear_y : (float, float) or float
@@ -94,27 +94,29 @@ class Augmenter:
         (height, width) to which a window of random area and aspect ratio is resized, instead of
         `crop`. Images that are not augmented are cropped to this size in the centre.
     crop_area : (float, float)
-        Range of the area of this window, as a fraction of the image's area.
+        Range of the area of the `resized_crop` window, as a fraction of the image's area.
     crop_aspect : (float, float)
-        Range of its width divided by its height, whose logarithm is uniform.
+        Range of the window's width divided by its height. The logarithm of the ratio is uniform.
     brightness, contrast, saturation : (float, float) or float
-        Range of the factor of `jitter.jittered`, which has their order and formulas.
+        Range of the factor. `jitter.jittered` documents the order and the formulas.
     hue : (float, float) or float
-        Range by which the hue is turned, as a fraction of a full turn, between -0.5 and 0.5.
+        Range of the rotation of the hue, as a fraction of a full turn, between -0.5 and 0.5.
     erase : float
         Probability that a random rectangle of an image is erased.
     erase_area, erase_aspect : (float, float)
-        Ranges of the area of this rectangle, as a fraction of the image's area, and of its width
-        divided by its height.
+        Range of the erased rectangle's area, as a fraction of the image's area, and range of the
+        rectangle's width divided by its height.
     erase_value : float, sequence of float or "noise"
-        What replaces the rectangle: a value, one per channel, or uniform noise.
+        Replacement for the erased pixels: a single value, one value per channel, or uniform noise.
     fill : float or tuple of float
-        Value of pixels outside the image (0 to 255 for uint8), a single number or one per channel.
+        Value of pixels outside the image (0 to 255 for uint8): a single value, or one value per
+        channel.
     target_fill : float, optional
-        Value of pixels outside targets that are images or labels of pixels. By default, it is
-        `fill` for images; for labels, it is the ignored label of the loss, or 0 if there is none.
+        Value of pixels outside targets that are images or label maps. The default for images is
+        `fill`. The default for label maps is the ignored label of the loss, or 0 if no label is
+        ignored.
     **keywords
-        The parameters above; each is optional.
+        The parameters above. Each parameter is optional.
 
     Raises
     ------
@@ -126,10 +128,11 @@ class Augmenter:
     Reflections, translations and crops cost almost nothing compared with reading the image.
     Rotation, scaling and shear are combined into one affine map per image with bilinear
     interpolation, and uint8 results are rounded. Pillow resizes the windows of `resized_crop`. The
-    host computes these windows, the colours and the erasing, and uploads the results to a GPU.
+    host always computes resized crops, colour changes and erasing. If there is a GPU, the host then
+    uploads the results.
 
-    Targets that are images or labels of pixels move with their images (`apply_to_targets`). Colours
-    and erasing leave them as they are.
+    Targets that are images or label maps move with their images (`apply_to_targets`). Colour
+    changes and erasing do not affect targets.
 
     Alternating flips: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, section 3.6.
     Random erasing: Zhong et al., "Random erasing data augmentation", 2020. Resized crops: Szegedy
@@ -226,7 +229,7 @@ class Augmenter:
             raise UserError(f"erase_value: expected finite numbers, got {self.erase_value}")
 
     def _check_colours(self):
-        """Check the ranges of the changes of colour, and store them as (low, high)."""
+        """Check the ranges of the colour changes, and store them as (low, high)."""
         for name in ("brightness", "contrast", "saturation"):
             value = getattr(self, name)
             if np.ndim(value) == 0 and not isinstance(value, str):
@@ -241,23 +244,23 @@ class Augmenter:
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """Size (P, Q) of the images that are cut out, or None if images are not cropped."""
+        """Size (P, Q) of the crop or resized crop, or None if images are not cropped."""
         return self.resized_crop if self.crop is None else self.crop
 
     @property
     def jitters(self) -> bool:
-        """Whether the colours change."""
+        """Whether augmentation changes colours."""
         factors = (self.brightness, self.contrast, self.saturation)
         return self.hue != (0, 0) or any(r != (1, 1) for r in factors)
 
     @property
     def only_moves(self) -> bool:
-        """Whether all transformations are reflections and moves by whole pixels."""
+        """Whether all transformations are reflections, crops and shifts by whole pixels."""
         return not (self.warps or self.resized_crop or self.jitters or self.erase)
 
     @property
     def warps(self) -> bool:
-        """Whether images need an affine map."""
+        """Whether any transformation needs an affine map."""
         angles = (self.rotation, self.shear_x, self.shear_y)
         factors = (self.scale, self.scale_x, self.scale_y)
         return any(r != (0, 0) for r in angles) or any(r != (1, 1) for r in factors)
@@ -294,7 +297,8 @@ class Augmenter:
         Returns
         -------
         tuple of int
-            (C, P, Q): the size of the crop, or that of the images.
+            (C, P, Q), where (P, Q) is the size of the crop, or of the images if they are not
+            cropped.
 
         Raises
         ------
@@ -333,7 +337,7 @@ class Augmenter:
             Arrays (n,) of angles, factors, shifts and reflections.
         """
         u = draws.uniforms(seed, PURPOSE, DRAWS, epoch, indices)
-        # The windows of `resized_crop` are drawn apart, in the whole image.
+        # The windows of `resized_crop` are drawn separately.
         _, p, q = shape if self.crop is None else self.image_shape(shape)
 
         def uniform(low_high, u):
@@ -409,7 +413,7 @@ class Augmenter:
         dict
             "mirrored", "top" and "left", each int32 (n,). "mirrored" is 1 for left to right, 2 for
             top to bottom, 3 for both and 0 for neither. "top" and "left" are the row and column of
-            the image at which the result starts.
+            the image where the result starts.
         """
         d = self.draw(seed, epoch, indices, shape)
         return {
@@ -443,7 +447,7 @@ class Augmenter:
         """
         d = self.draw(seed, epoch, indices, shape)
         # Forward map, with (x, y) measured from the centre: shear * scale * rotation * reflection,
-        # then the shift. Sine and cosine use basic arithmetic only, which rounds alike everywhere.
+        # then the shift. `draws` computes sine and cosine with the same bits on all processors.
         sine, cosine = draws.sine_cosine(d.rotation)
         across, down = draws.tangent(d.shear_x), draws.tangent(d.shear_y)
         fx, fy = 1.0 - 2.0 * d.reflect_x, 1.0 - 2.0 * d.reflect_y
@@ -473,7 +477,7 @@ class Augmenter:
         indices : np.ndarray
             Sample indices of the images, (n,).
         epoch, seed : int
-            Epoch and seed, which determine the transformations together with `indices`.
+            Epoch and seed. Together with `indices`, they determine the transformations.
 
         Returns
         -------
@@ -506,17 +510,17 @@ class Augmenter:
         seed: int = 0,
         fill: float = 0,
     ) -> np.ndarray:
-        """Move targets as `apply` moves the images with the same keys.
+        """Move targets in the same way as `apply` moves images with the same keys.
 
         Parameters
         ----------
         targets : ndarray
-            Labels of pixels, int32 (n, H, W) or (n, C, H, W), which take the nearest pixel; or
-            images, float32 (n, H, W) or (n, C, H, W), which are interpolated like the images.
+            Either label maps, int32 (n, H, W) or (n, C, H, W), sampled at the nearest pixel; or
+            images, float32 (n, H, W) or (n, C, H, W), interpolated like the input images.
         indices, epoch, seed
-            As in `apply`.
+            Keys of the transformations, as in `apply`.
         fill : float
-            Value of pixels outside the targets, unless `target_fill` is given.
+            Value of pixels outside the targets. Ignored if the augmenter has a `target_fill`.
 
         Returns
         -------
@@ -525,7 +529,7 @@ class Augmenter:
         """
         targets, indices = np.asarray(targets), np.asarray(indices)
         planes = targets[:, None] if targets.ndim == 3 else targets
-        if targets.dtype.kind in "biu":  # labels, even if their type is that of pixels
+        if targets.dtype.kind in "biu":  # labels, even if they have the type of pixels
             planes = planes.astype(np.int32)
         value = fill if self.target_fill is None else self.target_fill
         values = np.full(planes.shape[1], value, planes.dtype)
@@ -533,7 +537,7 @@ class Augmenter:
         return moved.reshape(*targets.shape[:-2], *moved.shape[2:])
 
     def _moved(self, images, indices, epoch, seed, fill):
-        """Return images after all transformations that move pixels."""
+        """Apply all transformations that move pixels, and return the images."""
         shape, is_labels = images.shape[1:], images.dtype.kind in "iu" and images.dtype != np.uint8
         if self.warps:
             size = self.image_shape(shape)[1:] if self.resized_crop is None else shape[1:]
@@ -552,7 +556,7 @@ class Augmenter:
         return images
 
     def colours(self, seed: int, epoch: int, indices: np.ndarray) -> jitter.ColourChange:
-        """Draw the changes of colour of some samples.
+        """Draw the colour changes of some samples.
 
         Parameters
         ----------
@@ -564,7 +568,7 @@ class Augmenter:
         Returns
         -------
         ColourChange
-            The changes.
+            The colour changes.
         """
         u = draws.uniforms(seed, JITTER, 4, epoch, indices)
         ranges: list[Any] = [self.brightness, self.contrast, self.saturation, self.hue]
@@ -572,7 +576,7 @@ class Augmenter:
         return jitter.ColourChange(*drawn)
 
     def check_colours(self, shape: Sequence[int]) -> None:
-        """Check that the images are gray or RGB if their colours change.
+        """Check that images are gray or RGB if augmentation changes colours.
 
         Parameters
         ----------
@@ -608,7 +612,7 @@ class Augmenter:
         Raises
         ------
         UserError
-            As in `fill_values`.
+            If the values are invalid (see `fill_values`).
         """
         if isinstance(self.erase_value, str):
             return None
@@ -616,7 +620,7 @@ class Augmenter:
 
 
 def _channel_values(name, value, shape, dtype):
-    """Return a number, or one per channel of images (C, H, W), as an array (C,) of `dtype`."""
+    """Convert one number, or one number per channel of images (C, H, W), to `dtype` (C,)."""
     values = np.atleast_1d(np.asarray(value, np.float64))
     if len(values) not in (1, shape[0]):
         raise UserError(

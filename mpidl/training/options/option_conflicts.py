@@ -11,7 +11,7 @@ from mpidl.training.options.option_types import flag
 if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions
 
-# Pairs of options of which at most one may be set.
+# Pairs of options that exclude each other.
 EXCLUSIVE = (
     ("warmup_iterations", "warmup_epochs"),
     ("linear_scaling", "scale_rate"),
@@ -25,7 +25,7 @@ def check_conflicts(options: TrainingOptions) -> None:
     Parameters
     ----------
     options : TrainingOptions
-        Options whose values are valid one by one.
+        Options whose values are valid individually.
     """
     for pair in EXCLUSIVE:
         first, second = (f"{flag(name)} {getattr(options, name)}" for name in pair)
@@ -58,13 +58,13 @@ def check_conflicts(options: TrainingOptions) -> None:
 
 
 def _check_sampling(options):
-    """Raise UserError if another option does not suit the option sampling."""
+    """Raise UserError if another option conflicts with the option `sampling`."""
     if options.sampling == "partition" and options.worker_load == "measured":
         raise UserError(
             "--sampling partition and --worker-load measured: each rank's images would depend "
             "on timing; give numbers instead"
         )
-    loss = options.loss_with_options()  # which checks the options of the loss, too
+    loss = options.loss_with_options()  # also checks the options of the loss
     if options.sampling != "balanced":
         return
     if options.shuffle == "never":
@@ -78,7 +78,7 @@ def _check_sampling(options):
 
 
 def _check_shrink(options):
-    """Raise UserError if another option makes the weights depend on the number of ranks."""
+    """Raise UserError if another option prevents a run from continuing on fewer ranks."""
     numbers = options.worker_load not in (None, "measured")
     text = f"--worker-load {options.worker_load}" if numbers else ""
     for name, value in (("sampling", "partition"), ("batchnorm", "local")):

@@ -1,6 +1,6 @@
-"""Options for the ranks of a run: where they compute, how they fail, and what a run shows.
+"""Options for the devices and failures of ranks, checkpoints, and the output of a run.
 
-This module does not import annotations from `__future__`, so help() shows the annotations as types.
+This module does not import `annotations` from `__future__`, so that help() shows the types.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ class RunOptions:
     )
     gpus: str | int | Sequence[int] | None = option(
         number_list("GPU indices such as 0,2"),
-        "Indices of the visible GPUs to use on each host, assigned to its ranks in this order; "
-        "none uses all",
+        "Indices of the visible GPUs to use on each host; the ranks of the host get them in this "
+        "order; none uses all GPUs",
         default=None,
         matlab="gpuDevice",
     )
     graphs: Literal["auto", "off"] = choice(
-        "Whether a training step is recorded once and replayed, on GPUs as CUDA graphs (auto), or "
-        "launches each kernel separately (off)",
+        "Record a training step once and replay it, on GPUs as CUDA graphs (auto), or launch each "
+        "kernel separately in every step (off)",
         default="auto",
     )
     precision: Literal["fp32", "tf32"] = choice(
@@ -48,8 +48,8 @@ class RunOptions:
     )
     threads: int = option(
         at_least(0),
-        "Threads per rank; affects speed only; 0 divides the available cores among the ranks that "
-        "share them",
+        "Threads per rank; affects speed only; 0 divides the available cores evenly among the "
+        "ranks that share them",
         default=0,
     )
     worker_load: str | Sequence[float] | None = option(
@@ -62,27 +62,28 @@ class RunOptions:
             optional=True,
         ),
         "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured "
-        "to use each rank's speed in the previous epoch; affects speed only; none shares equally",
+        "to set the shares by the speed of each rank in the previous epoch; affects speed only; "
+        "none gives equal shares",
         default=None,
         matlab="WorkerLoad",
     )
     winograd: Literal["auto", "off", "fast"] = choice(
         "Winograd's algorithm for 3x3, 5x5 and large strided convolutions on CPUs: auto uses it "
-        "where its rounding error is harmless, off never, fast wherever it is faster",
+        "if its rounding error is harmless, off never uses it, fast uses it whenever it is faster",
         default="auto",
         resume="fixed",
     )
     checkpoint_every: int = option(
         at_least(0),
-        "Iterations between checkpoints, in addition to one at the end of each epoch; 0 writes "
-        "only the latter",
+        "Iterations between checkpoints, in addition to a checkpoint at the end of each epoch; 0 "
+        "writes checkpoints only at the ends of epochs",
         default=0,
         matlab="CheckpointFrequency",
     )
     audit_every: int = option(
         at_least(0),
-        "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
-        "bytes; checkpoints always compare them; 0 adds no further comparisons",
+        "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
+        "with wrong bytes; 0 compares the weights only when a checkpoint is written",
         default=0,
     )
     on_nan: Literal["stop", "rollback"] = choice(
@@ -91,8 +92,8 @@ class RunOptions:
         default="stop",
     )
     on_lost_rank: Literal["stop", "shrink"] = choice(
-        "If the process of a rank dies: stop, or continue on the ranks that are left, to the same "
-        "weights; the latter needs Open MPI 5 and mpirun --with-ft ulfm, and CPUs",
+        "If the process of a rank dies: stop, or continue on the remaining ranks and reach the "
+        "same weights; shrink needs CPUs, Open MPI 5 and mpirun --with-ft ulfm",
         default="stop",
     )
     timeout: float = option(
@@ -100,33 +101,34 @@ class RunOptions:
     )
     verbose: Literal["on", "off"] | bool = option(
         one_of(*ON_OFF),
-        "Show training progress: a bar and a table on a terminal, lines elsewhere",
+        "Show training progress: a bar and a table on a terminal, otherwise log lines",
         default="on",
         matlab="Verbose",
     )
     verbose_every: int = option(
         at_least(0),
-        "Iterations between log lines, with at most one line every 5 s; 0 logs no iterations, "
-        "except a final one that does not end an epoch",
+        "Iterations between log lines, with at most one line every 5 s; 0 logs an iteration only "
+        "if the run ends with it in the middle of an epoch",
         default=50,
         matlab="VerboseFrequency",
     )
     plots: Literal["training-progress", "none"] = choice(
-        "Draw progress.png in the results folder if matplotlib is installed: at the end of "
-        "epochs, at most every 10 s, beside the training; and at the end of the run",
+        "Draw progress.png in the results folder if matplotlib is installed: during training at "
+        "the end of an epoch, at most every 10 s, and at the end of the run",
         default="training-progress",
         matlab="Plots",
     )
     timeline: int | float = option(
         at_least(0, allow_inf=True)._replace(bare=100),
-        "Iterations to record in timeline.json.gz in the results folder, which Perfetto shows: "
-        "what each rank computes and waits for; the flag alone records 100, inf the whole run",
+        "Iterations to record in timeline.json.gz in the results folder, a timeline for Perfetto "
+        "of what each rank computes and waits for; the flag without a value records 100, inf the "
+        "whole run",
         default=0,
     )
     timeline_mb: int = option(
         at_least(1),
-        "Memory in MB for the spans of --timeline, on all ranks together; the timeline is cut "
-        "when a rank's part is full",
+        "Memory in MB for the timeline, divided among all ranks; the timeline ends early if the "
+        "memory of a rank is full",
         default=32,
     )
     tensorboard: Literal["on", "off"] | bool = option(

@@ -1,9 +1,9 @@
 """The options of a training run, defined once for Python, the command line and TOML files.
 
-Each field of `TrainingOptions` carries a help text and a `Rule` (see `option_types`) that says
-which values are valid. `configuration` merges the values from the command line, files and other
-sources. Defaults follow MATLAB's trainingOptions. This module does not import annotations from
-`__future__`, so help() shows the annotations as types.
+Each field of `TrainingOptions` has a help text and a `Rule` (see `option_types`) that defines the
+valid values. `configuration` merges the values from the command line, files and other sources.
+Defaults follow MATLAB's trainingOptions. This module does not import `annotations` from
+`__future__`, so that help() shows the types of the options.
 """
 
 import functools
@@ -43,7 +43,7 @@ OutputFunction: TypeAlias = Callable[[Progress], object]
 
 
 def _refuse_unknown(cls: type[Options]) -> type[Options]:
-    """Make the constructor raise UserError, with a hint, for a keyword that is not an option."""
+    """Make the constructor of a class raise UserError for a keyword that is not an option."""
     init, names = cls.__init__, vars(cls)["__dataclass_fields__"]
 
     @functools.wraps(init)
@@ -63,20 +63,20 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
     """The options of a training run.
 
-    Options have the same names in TOML files and, as flags, on the command line. Lists of numbers
-    are stored as strings in the form of the command line: ``scale=(0.9, 1.1)`` becomes
-    ``"0.9,1.1"``.
+    Options have the same names in Python, in TOML files and, as flags, on the command line. Lists
+    of numbers are stored as strings in the form used on the command line: ``scale=(0.9, 1.1)``
+    becomes ``"0.9,1.1"``.
 
     Parameters
     ----------
     augmenter : Augmenter, optional
-        Random transformations of training images. It replaces the options of augmentation, from
-        flip to erase_value.
+        Random transformations of training images. This option replaces the options from flip to
+        erase_value.
     validation : Datastore, optional
-        Validation images. The command's flag --validation-data sets it.
+        Validation images. On the command line, the flag --validation-data sets this option.
     output_functions : function or sequence of functions
         Functions that all ranks call with a `Progress` at the start, after each iteration and
-        epoch, and at the end. Training stops if one returns True.
+        epoch, and at the end. Training stops if any of the functions returns True.
 
     Raises
     ------
@@ -127,8 +127,8 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         matlab="ValidationPatience",
     )
     output_network: Literal["last-iteration", "best-validation"] = choice(
-        "Network that training returns: that of the last iteration, or the one with the lowest "
-        "validation loss",
+        "Network that training returns: the network of the last iteration, or the network with the "
+        "lowest validation loss",
         default="last-iteration",
         resume="fixed",
         matlab="OutputNetwork",
@@ -142,18 +142,19 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
             metavar="NAME,NAME,...",
             optional=True,
         ),
-        "Metrics of the classes or labels to print and write at the end, or all that fit the loss",
+        "Per-class or per-label metrics to record at each validation, and to print and write at "
+        "the end, or all for every metric that applies to the loss",
         default=None,
     )
     batchnorm: Literal["global", "local"] = choice(
-        "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "
-        "(the weights then depend on the number of ranks)",
+        "Compute batch-norm statistics over the whole mini-batch, or separately over each rank's "
+        "share (the weights then depend on the number of ranks)",
         default="global",
         resume="fixed",
     )
     batchnorm_statistics: Literal["population", "moving"] = choice(
-        "Batch-norm statistics of the trained network: those of the training set, computed in a "
-        "final pass over it, or the moving averages of training",
+        "Batch-norm statistics of the trained network: computed in a final pass over the training "
+        "set, or the moving averages from training",
         default="population",
         matlab="BatchNormalizationStatistics",
     )
@@ -184,14 +185,14 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> "TrainingOptions":
-        """Return the options with which a network of the zoo is trained.
+        """Return the options for training one of the built-in networks.
 
         Parameters
         ----------
         name : str
             Name of the recipe, such as "digits".
         **overrides
-            Options that replace those of the recipe.
+            Options that replace options of the recipe.
 
         Returns
         -------
@@ -208,7 +209,7 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         return cls(**{**recipe_options(name, overrides), **overrides})
 
     def for_ranks(self, ranks: int) -> "TrainingOptions":
-        """Return a copy whose `batch_size` is `batch_per_rank` times the ranks, if that is set.
+        """Return options in which `batch_per_rank`, if set, determines `batch_size`.
 
         Parameters
         ----------
@@ -218,7 +219,8 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         Returns
         -------
         TrainingOptions
-            The copy.
+            If `batch_per_rank` is set, a copy whose `batch_size` is `batch_per_rank` times the
+            number of ranks. Otherwise these options.
         """
         if self.batch_per_rank is None:
             return self
@@ -235,13 +237,13 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         Returns
         -------
         tuple of int or None
-            The entries of worker_load times 1000, one per rank. None for equal shares, and for
-            "measured", which starts with equal shares.
+            The entries of `worker_load` times 1000, one per rank. None for equal shares. This
+            includes "measured", which starts with equal shares.
 
         Raises
         ------
         UserError
-            If worker_load does not have one entry per rank, or if all entries are 0.
+            If `worker_load` does not have one entry per rank, or if all entries are 0.
         """
         if self.worker_load in (None, "measured"):
             return None
@@ -257,14 +259,12 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         return load
 
     def as_dict(self) -> dict[str, Any]:
-        """Return {name: value} for all options with a rule.
-
-        A function is replaced with a string that contains its name.
+        """Return the options as a dict, without the options that exist in Python only.
 
         Returns
         -------
         dict
-            {name: value}
+            {name: value}. A function is replaced with a string that contains its name.
         """
         values = {name: getattr(self, name) for name in NAMES}
         return {
@@ -275,7 +275,7 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
 
 # Defaults of a run's inputs, set on the command line or in the [run] table of a TOML file.
 RUN: dict[str, Any] = {
-    "network": "digits",  # None with weights: the network that the weight file describes
+    "network": "digits",  # None if weights are given: the weight file describes the network
     "weights": None,
     "new_layer_factor": 1.0,
     "freeze_up_to": None,
@@ -307,17 +307,17 @@ NAMES = tuple(OPTIONS)
 
 
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe that stay valid when other options override some of them.
+    """Return the options of a recipe that remain valid when other options override the recipe.
 
-    If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
-    those in `SOLVER_NAMES`, and those whose default differs between the two solvers. If the
-    learning rate is overridden or dropped, or if linear_scaling is set, the recipe's scale_rate is
-    dropped too.
+    If `overrides` change the solver, the recipe's options that depend on the solver are dropped.
+    These are the options in `SOLVER_NAMES`, and options whose default differs between the two
+    solvers. The recipe's `scale_rate` is dropped if the learning rate is overridden or dropped, or
+    if `linear_scaling` is set.
 
     Parameters
     ----------
     name : str
-        Name of the network. If it has no recipe, the result is empty.
+        Name of the network. If the network has no recipe, the result is empty.
     overrides : mapping
         Options from sources that take precedence over the recipe.
     """
@@ -358,10 +358,10 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     value : object
         The value to check.
     spelled : str, optional
-        The option as the user wrote it, for the error message. By default the name.
+        The option as the user wrote it, for the error message. By default `name`.
     text : bool
-        Whether the value comes from text, such as a command line. If True, "12" is converted to a
-        number.
+        Whether the value comes from text, such as a command line. If true, strings such as "12" are
+        converted to numbers.
 
     Raises
     ------
@@ -372,7 +372,7 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
 
 
 def _parameters():
-    """Yield the lines that document the options in the docstring of `TrainingOptions`."""
+    """Yield text for the docstring of `TrainingOptions` that documents each option."""
     indent = " " * 8
     for name, declared in OPTIONS.items():
         rule, text = rule_of(declared), declared.metadata["help"]

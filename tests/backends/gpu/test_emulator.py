@@ -1,4 +1,4 @@
-"""The emulated GPU computes like a GPU and reports faults of kernels."""
+"""Check that the emulated GPU computes like a GPU and detects faults in kernels."""
 
 import numpy as np
 import pytest
@@ -113,7 +113,7 @@ def test_shuffles_exchange_values_of_a_warp(device):
 MMA = """
 extern "C" __global__ void __launch_bounds__(32)
     product(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c) {
-    __shared__ __align__(16) float rows[16 * 8];  // of a, a row 8 numbers
+    __shared__ __align__(16) float rows[16 * 8];  // 8 numbers per row of a
     for (int i = threadIdx.x; i < 128; i += 32) rows[i] = a[i];
     __syncthreads();
     const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(32)
 
 
 def tf32(x):
-    """Drop the 13 bits that a tensor core does not read."""
+    """Clear the 13 bits that a tensor core does not read, and convert to float64."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 

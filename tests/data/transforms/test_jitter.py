@@ -1,4 +1,4 @@
-"""Changes of colour, against float64 arithmetic, Python's colorsys and Pillow."""
+"""Test changes of colour against float64 arithmetic, Python's colorsys and Pillow."""
 
 import colorsys
 
@@ -59,7 +59,7 @@ def test_against_float64_and_colorsys(kind):
 )
 @pytest.mark.parametrize("factor", [0.0, 0.4, 1.7])
 def test_against_pillow(name, enhance, factor):
-    """Pillow rounds the mean and the gray values to whole numbers, and truncates the result."""
+    """Results match Pillow's, which rounds the mean and gray values, and truncates the result."""
     images = pixels_of(5, 3, 3, 16, 11)
     results = jittered(images, change(3, **{name: factor}))
     for image, result in zip(images, results, strict=True):
