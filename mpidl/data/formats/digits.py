@@ -99,7 +99,7 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     if len(store) != CLASSES * PER_CLASS:
         raise UserError(
             f"{printable(folder)}: expected {CLASSES * PER_CLASS} images, found {len(store)}; "
-            "remove the folder to draw them again"
+            "remove the folder to draw the set again"
         )
     return store
 
@@ -141,8 +141,8 @@ def draw() -> tuple[np.ndarray, np.ndarray]:
         images[i] = _image(glyphs[label], i)
     if sha256(images, labels) != SHA256:
         warnings.warn(
-            "the digit set drawn here differs from the published one, so accuracies and hashes "
-            "of weights may differ from published ones",
+            "the digit set drawn here differs from the published set, so accuracies and hashes "
+            "of weights may differ from published values",
             stacklevel=2,
         )
     return images, labels

@@ -240,7 +240,7 @@ class Augmenter:
         object.__setattr__(self, "hue", _range("hue", self.hue, symmetric=True))
         low, high = _range("hue", self.hue)
         if not -0.5 <= low <= high <= 0.5:
-            raise UserError(f"hue: expected parts of a turn from -0.5 to 0.5, got {self.hue}")
+            raise UserError(f"hue: expected fractions of a turn from -0.5 to 0.5, got {self.hue}")
 
     @property
     def window(self) -> tuple[int, int] | None:
