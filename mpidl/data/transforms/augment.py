@@ -312,7 +312,7 @@ class Augmenter(AugmenterOptions):
         """
         targets, indices = np.asarray(targets), np.asarray(indices)
         planes = targets[:, None] if targets.ndim == 3 else targets
-        if targets.dtype.kind in "biu":  # labels, even if their type is that of pixels
+        if targets.dtype.kind in "biu":  # labels, even if they have the type of pixels
             planes = planes.astype(np.int32)
         value = fill if self.target_fill is None else self.target_fill
         values = np.full(planes.shape[1], value, planes.dtype)
