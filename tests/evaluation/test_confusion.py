@@ -134,7 +134,7 @@ def test_the_title_of_a_picture_counts_labels(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "labels, predicted, classes, text",
     [
-        ([0, 1], [0], None, "integer arrays of the same shape"),
+        ([0, 1], [0], None, "integer arrays of one shape"),
         ([0, 3], [0, 1], ["a", "b"], "from 0 to 1, found 3"),
         ([0, -1], [0, 1], None, "found -1"),
     ],
