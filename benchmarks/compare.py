@@ -226,13 +226,12 @@ def evaluate(
         f"ratio {ratio:.2f} (turn by turn {min(ratios[best]):.2f} to {max(ratios[best]):.2f}): "
         f"{best} against ours"
     )
-    by_version = {}
-    for version in dict.fromkeys((versions or {}).values()):
-        names = [name for name in torch if versions[name] == version]
-        if names:
-            fastest = min(names, key=medians.get)
-            by_version[version] = medians[fastest] / our_median
-            print(f"PyTorch {version}: ratio {by_version[version]:.2f} ({fastest})")
+    fastest: dict[str, str] = {}  # {version of PyTorch: its fastest side}
+    for name in sorted(torch if versions else (), key=medians.get):
+        fastest.setdefault(versions[name], name)
+    by_version = {version: medians[name] / our_median for version, name in fastest.items()}
+    for version, name in fastest.items() if len(fastest) > 1 else ():
+        print(f"PyTorch {version}: ratio {by_version[version]:.2f} ({name})")
     text = f"loss of {unit} 1: {losses['ours'][0]:.8f}; others differ by at most "
     text += f"{max(first.values()):.1e}"
     if options.predict:

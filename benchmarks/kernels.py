@@ -4,7 +4,8 @@ GFLOP/s are effective: the number of operations of the direct algorithm (two per
 divided by the time. Winograd kernels can therefore exceed the peak. Passes that mostly move memory
 are reported in GB/s and compared with the speed of a copy. Their bytes count once each array that
 must be read or written. Large fully connected layers are also compared with one BLAS sgemm of the
-whole mini-batch, called through NumPy.
+whole mini-batch, called through NumPy. On one thread, times are processor time, so that other
+programs disturb them less.
 """
 
 import argparse
@@ -63,8 +64,8 @@ def measure(case, yardsticks, rounds):
     faster if the ratio is below 1.
     """
     times, sgemm_times, rates = [], [], []
-    our_seconds = _repeated(case.run)
-    sgemm_seconds = case.sgemm and _repeated(case.sgemm)
+    our_seconds = _repeated(case.run, yardsticks.clock)
+    sgemm_seconds = case.sgemm and _repeated(case.sgemm, yardsticks.clock)
     for _ in range(rounds):
         times.append(our_seconds())
         if sgemm_seconds:
@@ -82,16 +83,16 @@ def measure(case, yardsticks, rounds):
     return figures
 
 
-def _repeated(run):
+def _repeated(run, clock):
     """Return a function that repeats `run` for ENOUGH seconds and returns mean seconds per call."""
     run()
-    count = max(1, min(1000, round(ENOUGH / max(turns.seconds(run), 1e-9))))
+    count = max(1, min(1000, round(ENOUGH / max(turns.seconds(run, clock), 1e-9))))
 
     def repeat():
         for _ in range(count):
             run()
 
-    return lambda: turns.seconds(repeat) / count
+    return lambda: turns.seconds(repeat, clock) / count
 
 
 def table_row(case, figures):
@@ -104,10 +105,14 @@ def table_row(case, figures):
 
 
 class Yardsticks:
-    """Peak rates of the core for products and for copies. They are measured next to each case."""
+    """Peak rates of the core for products and for copies. They are measured next to each case.
+
+    `clock` measures processor time for one thread, else the time of day.
+    """
 
     def __init__(self, threads):
         self.threads, self.kernels = threads, builds.kernels()
+        self.clock = time.thread_time if threads == 1 else time.perf_counter
         self.flops, self.copies = [], []
         self.factors = np.repeat(np.array([0.999, 0.001], np.float32), LANES)
         self.array = np.ones(16 << 20, np.float32)  # 64 MiB; its copy needs another 64 MiB
@@ -118,20 +123,32 @@ class Yardsticks:
         if self.kernels is None:
             return None
         self.factors[:LANES] = 0.999
-        start = time.perf_counter()
+        start = self.clock()
         counted = self.kernels.fma_peak(1_000_000, self.factors) * self.threads
-        self.flops.append(counted / (time.perf_counter() - start))
+        self.flops.append(counted / (self.clock() - start))
         return self.flops[-1]
 
     def copy(self):
         """Return the measured bytes/s of a copy by one core, because all cores share the memory."""
-        start = time.perf_counter()
+        start = self.clock()
         if self.kernels is None:
             np.copyto(self.target, self.array)
         else:
             self.kernels.copy(self.array, self.target, self.array.size)
-        self.copies.append(2 * self.array.nbytes / (time.perf_counter() - start))
+        self.copies.append(2 * self.array.nbytes / (self.clock() - start))
         return self.copies[-1]
+
+    def bandwidth(self, rounds):
+        """Return the measured bytes/s of an update in place by one core; median over the rounds.
+
+        A copy is slower, because the core reads the lines that it is going to overwrite.
+        """
+
+        def update():
+            np.multiply(self.array, np.float32(1), out=self.array)
+
+        times = [turns.seconds(update, self.clock) for _ in range(rounds)]
+        return 2 * self.array.nbytes / report.median(times)
 
     def medians(self):
         """Return the medians (GFLOP/s, GB/s). A rate that was not measured is None."""

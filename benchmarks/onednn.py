@@ -8,6 +8,7 @@ PyTorch.
 import collections
 import ctypes
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -47,7 +48,11 @@ def refuse_reference(side: str, counts: Mapping[str, int]) -> None:
 
     `side` is the name of the side that executed the primitives.
     """
-    names = [name for name in counts if name.split()[1].split(":")[0].startswith("ref")]
+    names = [
+        name
+        for name in counts  # such as "convolution x64:gemm:jit"
+        if any(part.startswith("ref") for part in re.split("[ :+]", name)[1:])
+    ]
     if names:
         raise Fault(
             f"{side}: oneDNN fell back to its reference code ({', '.join(sorted(names))}), so a "

@@ -224,7 +224,9 @@ def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
     task = subject.task(options, machine.cores_of(1, options.threads), package=library)
     command = [options.with_python or sys.executable, "-m", "benchmarks.others", task]
     variables = turns.environment_of_checkout()
-    return turns.Side(library, [command], 1, variables, folder, max(options.timeout, 900.0))
+    return turns.Side(
+        library, [command], 1, variables, folder, max(options.timeout, turns.PATIENCE)
+    )
 
 
 if __name__ == "__main__":

@@ -121,7 +121,8 @@ def side(
     task = subject.task(options, machine.cores_of(ranks, options.threads), **entries)
     command = [*(launcher(ranks) if ranks > 1 else []), sys.executable, "-m", "benchmarks.ours"]
     variables = environment() | (variables or {})
-    return turns.Side(name, [[*command, task]], ranks, variables, folder, options.timeout)
+    patience = max(options.timeout, turns.PATIENCE)
+    return turns.Side(name, [[*command, task]], ranks, variables, folder, patience)
 
 
 @contextlib.contextmanager

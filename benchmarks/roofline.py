@@ -2,7 +2,7 @@
 
 The floor of a pass is a lower bound of its time, the larger of two times. One is the time of the
 products at the measured peak of the core's multiply-adds, counted after Winograd's transforms. The
-other is the time of reading or writing each array once, at the measured speed of a copy in memory.
+other is the time of reading or writing each array once, at the measured speed of updates in place.
 `kernels` and this command time single passes in the same way. The replayed step of `dl.train` is
 timed as a whole. Work that the step fuses into a convolution, such as batch normalization, does not
 increase the floor of the step.
@@ -81,11 +81,12 @@ def main(options: argparse.Namespace) -> dict:
     text = f"{machine.arithmetic()}, medians of {options.rounds} rounds"
     names = ("settings", "threads", "winograd")
     record = report.header(options, configuration.versions_of("none"), *names)
-    networks, sections = {}, []
+    networks, sections, bandwidths = {}, [], []
     for network, batch_size in options.settings:
         options.network, options.batch_size = network, batch_size
         subject.print_head(options, text, notes)
-        rows, step_seconds = measure(options, yardsticks)
+        rows, step_seconds, bandwidth = measure(options, yardsticks)
+        bandwidths.append(bandwidth / 1e9)
         sums = sums_of(rows, step_seconds)
         report.print_table([HEAD, *map(cells, rows)], left=2)
         report.print_table([SUM_HEAD, *sums])
@@ -95,15 +96,32 @@ def main(options: argparse.Namespace) -> dict:
             "passes": [row._asdict() | {"floor": row.floor._asdict()} for row in rows],
             "step_seconds": step_seconds,
         }
-    peak, copy = yardsticks.medians()
-    print(f"(layers of the same shape are measured once)\n{yardsticks}")
+    figures = {
+        "peak_gflops": yardsticks.medians()[0],
+        "bandwidth_gbs": report.median(bandwidths),
+    }
+    peaks = f"peak of multiply-adds: {figures['peak_gflops']:.1f} GFLOP/s; update of 64 MiB in "
+    peaks += f"place: {figures['bandwidth_gbs']:.1f} GB/s read and written"
+    print(f"(layers of the same shape are measured once)\n{peaks}")
     if options.page:
-        write_whole(options.page, render(record, str(yardsticks), sections))
-    return record | {"peak_gflops": peak, "copy_gbs": copy, "networks": networks}
+        write_whole(options.page, render(record, peaks, sections))
+    return record | figures | {"networks": networks}
 
 
-def measure(options: argparse.Namespace, yardsticks: kernels.Yardsticks) -> tuple[list[Row], float]:
-    """Measure the passes of a network; return their rows and the median seconds of a step."""
+def measure(
+    options: argparse.Namespace, yardsticks: kernels.Yardsticks
+) -> tuple[list[Row], float, float]:
+    """Measure the passes of a network.
+
+    Returns
+    -------
+    list of Row
+        The passes.
+    float
+        Median seconds of a training step.
+    float
+        Bandwidth of the memory in bytes/s.
+    """
     net = subject.network(options.network, options.image, options.seed, dropout=False)
     in_step = step_passes(net)
     timed: dict[tuple, tuple] = {}  # {(pass, shape): (number, group, case, seconds)}
@@ -117,32 +135,32 @@ def measure(options: argparse.Namespace, yardsticks: kernels.Yardsticks) -> tupl
                 timed[case.name, shape] = number, group, case._replace(run=None), seconds
         for name in in_step[layer.name]:
             counts[name, shape] = counts.get((name, shape), 0) + 1
-    step, step_seconds = _timed_step(net, options)
+    step, step_seconds = _timed_step(net, options, yardsticks.clock)
     moved = SGDM_ARRAYS * sum(weight.nbytes for weight in net.parameters.values())
     update = passes.Case(OPTIMIZER, "update", (), step.step.program.update, 0, moved)
     seconds = kernels.measure(update, yardsticks, options.rounds)["ms"] / 1e3
     timed["update", ()] = len(net.layers) + 1, OPTIMIZER, update, seconds
     counts["update", ()] = 1
-    peak, copy = (rate * 1e9 for rate in yardsticks.medians())
+    peak, bandwidth = yardsticks.medians()[0] * 1e9, yardsticks.bandwidth(4 * options.rounds)
     rows = []
     for key, (number, group, case, seconds) in timed.items():
         if case.name.startswith("fused") and key not in counts:
             continue
-        floor = floors.floor(case.products, case.bytes, peak, copy)
+        floor = floors.floor(case.products, case.bytes, peak, bandwidth)
         row = number, case.layer, case.name, group, counts.get(key, 0), seconds, floor
         rows.append(Row(*row))
-    return rows, step_seconds
+    return rows, step_seconds, bandwidth
 
 
-def _timed_step(net, options):
+def _timed_step(net, options, clock):
     """Return the recorded step of a network, and its median seconds over the rounds."""
     arrays = subject.mini_batch(net.input_shape, options.batch_size, options.seed)
     step = mpidl_step.TrainStep(net, arrays, World(timeout=options.timeout))
     for _ in range(3):
         step()  # the first two steps are recorded and checked
     count = turns.steps_for(turns.seconds(step))
-    times = [sum(turns.timed_steps(step, count)) / count for _ in range(options.rounds)]
-    return step, report.median(times)
+    times = [turns.timed_steps(step, count, clock=clock) for _ in range(options.rounds)]
+    return step, report.median([sum(seconds) / count for seconds in times])
 
 
 def step_passes(net: Network) -> dict[str, set[str]]:
@@ -201,15 +219,16 @@ def sums_of(rows: Sequence[Row], step_seconds: float) -> list[list[str]]:
 # the page
 
 
-def render(record: dict, yardsticks: str, sections: Sequence[Any]) -> bytes:
+def render(record: dict, peaks: str, sections: Sequence[Any]) -> bytes:
     """Return the page as HTML."""
     title = "Time of each pass against its floor"
     machine_text = f"{record['cpu']}, {record['arithmetic']}, {record['threads']} thread(s)"
     texts = (
-        f"{machine_text}; {yardsticks}. Measured by python -m benchmarks roofline.",
+        f"{machine_text}; {peaks}. Measured by python -m benchmarks roofline. On one thread, "
+        "times are processor time.",
         "The floor of a pass is a lower bound of its time, the larger of two times. One is the "
         "time of the products at the peak, counted after Winograd's transforms. The other is the "
-        "time of reading or writing each array once at the speed of the copy. Passes on arrays "
+        "time of reading or writing each array once at the speed of the update. Passes on arrays "
         "that fit into a cache can be faster than the floor. Passes are timed one by one. The "
         'column "in a step" counts the layers of this shape for which the step runs the pass in '
         "this form.",
@@ -232,10 +251,11 @@ def page_sections(title: str, rows: Sequence[Row], sums: Sequence[Sequence[str]]
     ]
     last = max(row.number for row in rows)
     lines.append(svg_charts.Line("", [(0, 100.0), (last, 100.0)], "#8a8f98", "faint"))
+    numbered = [[f"{row.number} {row.layer}", *cells(row)[1:]] for row in rows]
     chart = svg_charts.chart("Floor / time", lines, unit=" %", x_label="layer")
     return [
         element("h2", title),
         chart,
         table(SUM_HEAD, sums),
-        table(HEAD, map(cells, rows)),
+        table(HEAD, numbered),
     ]

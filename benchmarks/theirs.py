@@ -144,7 +144,7 @@ def side(
     tasks = [subject.task(options, cores, rank=rank, **shared) for rank in range(ranks)]
     commands = [[python, "-m", "benchmarks.theirs", task] for task in tasks]
     variables = turns.environment_of_checkout() | (variables or {})
-    patience = max(options.timeout, 900.0)  # compiling can take minutes
+    patience = max(options.timeout, turns.PATIENCE)
     return turns.Side(name, commands, ranks, variables, folder, patience)
 
 

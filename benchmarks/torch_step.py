@@ -278,7 +278,7 @@ def _pool(layer, shape):
     if kind is nn.AvgPool2d and not layer.count_padding:
         if pad_modules:
             raise UserError(
-                f"layer {layer.name}: PyTorch has no mean without padding for padding {pads}"
+                f"layer {layer.name}: PyTorch cannot exclude the padding {pads} from the mean"
             )
         return kind(size, stride, padding, count_include_pad=False)
     return nn.Sequential(*pad_modules, kind(size, stride, padding))

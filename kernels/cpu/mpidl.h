@@ -5,9 +5,9 @@
  * only if the system refuses scratch memory. It then sets mpidl_missing_bytes, and its results are
  * undefined.
  *
- /* x has the shape (blocks, C, H, W, 16). A "source" is an input of a kernel. If its `mean` is
-  * NULL, the source is `x`. Otherwise it is max(0, (x - mean) * scale + beta) per channel, computed
-  * when it is read and never stored. */
+ * x has the shape (blocks, C, H, W, 16). A "source" is an input of a kernel. If its `mean` is NULL,
+ * the source is `x`. Otherwise it is max(0, (x - mean) * scale + beta) per channel, computed when it
+ * is read and never stored. */
 #ifndef MPIDL_H
 #define MPIDL_H
 

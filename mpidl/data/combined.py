@@ -96,7 +96,7 @@ def _label_map_shape(targets):
     """Return the size (H, W) of label images; raise UserError unless the images are gray uint8."""
     if targets.dtype != np.uint8 or targets.image_shape[0] != 1:
         raise UserError(
-            f"{targets.describe()}: expected gray images of bytes as pixel labels, found "
+            f"{targets.describe()}: expected gray uint8 images as pixel labels, found "
             f"{targets.dtype} in {targets.image_shape[0]} channel(s)"
         )
     return targets.image_shape[1:]

@@ -324,8 +324,8 @@ class Datastore:
         """
         if not 2 <= count <= len(self):
             raise UserError(
-                f"{self.describe()}: kfold: expected from 2 folds to as many as images, "
-                f"{len(self)}, got {count}"
+                f"{self.describe()}: kfold: expected 2 to {len(self)} folds, the number of "
+                f"images, got {count}"
             )
         numbers = splitting.fold_numbers(self._strata(), count, seed)
         halves = [

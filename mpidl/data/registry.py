@@ -171,7 +171,7 @@ def _converted(store: Datastore, preprocess: Preprocess) -> Datastore:
         return store
     if store.dtype != "uint8" or store.image_shape[0] not in (1, 3):
         raise UserError(
-            f"{store.describe()}: expected gray or RGB images of bytes to resize or convert, found "
+            f"{store.describe()}: expected gray or RGB images of uint8 to resize or convert, found "
             f"{store.dtype} in {store.image_shape[0]} channel(s)"
         )
     return preprocessed(store, preprocess)

@@ -216,7 +216,7 @@ def confusion_matrix(
     labels, predicted = np.asarray(labels), np.asarray(predicted)
     if labels.shape != predicted.shape or labels.dtype.kind not in "iu":
         raise UserError(
-            "confusion_matrix: expected labels and predicted labels as whole numbers of one shape, "
+            "confusion_matrix: expected labels and predictions as integer arrays of one shape, "
             f"got {labels.dtype} of shape {labels.shape} and {predicted.dtype} of shape "
             f"{predicted.shape}"
         )

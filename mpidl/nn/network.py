@@ -26,7 +26,7 @@ from mpidl.text import did_you_mean
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
-# {"conv1.weight": array}. The arrays are GPU arrays on a GPU, and may be Vars in `value_and_grad`.
+# {"conv1.weight": array}. On a GPU, the arrays are GPU arrays. `value_and_grad` uses Vars.
 Arrays: TypeAlias = dict[str, np.ndarray]
 
 
@@ -57,8 +57,8 @@ class Network:
         The learnables and the state, {"conv1.weight": float32 array, ...}, in the order of the
         layers. To change the arrays, assign a new dict.
     training
-        Whether the network runs in training mode. `value_and_grad` calls its function with a
-        network in training mode whose learnables are being differentiated.
+        Whether the network runs in training mode. `value_and_grad` passes such a network to the
+        function that it differentiates with respect to the learnables.
     reads, output_shapes
         For each layer, the names of the outputs that it reads, and the shape of its output for one
         image.
@@ -82,8 +82,8 @@ class Network:
     Raises
     ------
     ValueError
-        If a layer reads a name that is not before it in the list, or cannot read the shape of its
-        input, or if no layer reads the output of a layer before the last one.
+        If a layer reads an output that no earlier layer has, or does not accept the shape of its
+        input, or if no layer reads the output of a layer other than the last one.
     TypeError
         If `layers` is not a list of layers.
     """
@@ -145,7 +145,7 @@ class Network:
             Index from 0.
         """
         if name not in self.layer_names:
-            last = f": the last ones are {', '.join(self.layer_names[-5:])}"
+            last = f": the last layers are {', '.join(self.layer_names[-5:])}"
             raise KeyError(f"no layer {name}{did_you_mean(name, self.layer_names) or last}")
         return self.layer_names.index(name)
 
@@ -212,7 +212,7 @@ class Network:
 
     @property
     def trainable(self) -> Arrays:
-        """The learnables that are differentiated.
+        """The learnables for which gradients are computed.
 
         Learnables of frozen layers and learnables with a learning-rate factor of 0 are left out.
         """
@@ -223,7 +223,7 @@ class Network:
     def factors(self) -> dict[str, dict[str, float]]:
         """Learning-rate and L2 factors of all learnables, as keyword arguments of an optimizer.
 
-        For example, create an optimizer by dl.SGDM(0.01, **net.factors).
+        For example, create an optimizer with dl.SGDM(0.01, **net.factors).
         """
         layers = {layer.name: layer for layer in self.layers}
         pairs = (key.rsplit(".", 1) for key in self._parameters)
@@ -236,8 +236,8 @@ class Network:
     def freeze(self, *names: str) -> Network:
         """Freeze the layers with these names, and return the network.
 
-        The learnables and the state of a frozen layer do not change. The learnables are not
-        differentiated, and the layer runs as in prediction: batch normalization uses its running
+        The learnables and the state of a frozen layer do not change. Its gradients are
+        not computed, and the layer runs as in prediction: batch normalization uses its running
         state. The backward pass ends at the earliest trained layer.
 
         Parameters
@@ -310,7 +310,7 @@ class Network:
         Parameters
         ----------
         layer : Layer
-            A layer without learnables and state.
+            A layer without learnables or state.
 
         Returns
         -------
@@ -363,7 +363,7 @@ class Network:
         return bound
 
     def with_layers(self, layers: Iterable[Layer]) -> Network:
-        """Return a copy with other settings of the layers and the same arrays.
+        """Return a copy with the same arrays and different settings of the layers.
 
         Parameters
         ----------
@@ -392,9 +392,9 @@ class Network:
         Returns
         -------
         Blocked or Var
-            The output. It is a Var if a learnable or the images are being differentiated. Inside
-            `value_and_grad`, the output for Blocked images is therefore a Var, although the type
-            hint is Blocked.
+            The output. It is a Var if gradients of a learnable or of the images are being computed.
+            Inside `value_and_grad`, the output for Blocked images is therefore a Var, although the
+            type hint is Blocked.
         """
         if images.shape[1:] != self.input_shape:
             raise ValueError(f"expected images of shape {self.input_shape}, got {images.shape[1:]}")
@@ -415,7 +415,8 @@ class Network:
         images : Blocked or Var
             Normalized images (N, C, H, W).
         activation : type
-            Class of the last layer to leave out, such as `Sigmoid` for independent labels.
+            If the last layer is of this class, it is left out. For example, `Sigmoid` for
+            independent labels.
 
         Returns
         -------
@@ -455,7 +456,8 @@ class Network:
         Raises
         ------
         TypeError
-            If `images` is an array and the network is on a GPU, or if the array has another type.
+            If `images` is an array and the network is on a GPU, or if its type is not a real number
+            type.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))

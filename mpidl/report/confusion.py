@@ -62,7 +62,7 @@ def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     # The title counts labels, not images, because an image may have a label per pixel.
-    title = f"accuracy {accuracy:.4f} of {int(counts.sum())} labels"
+    title = f"accuracy {accuracy:.4f} on {int(counts.sum())} labels"
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[:].set_visible(False)
     return png_of(figure)

@@ -89,7 +89,9 @@ def _draw(axes, records, ends, key, factor):
     """Draw one panel. The mean of an epoch is drawn at the middle of its iterations."""
     styles = {
         "iteration": dict(color=FAINT, linewidth=0.8, label="mini-batch"),
-        "epoch": dict(color=TRAINING, linewidth=1.8, marker="o", label="training, mean of epoch"),
+        "epoch": dict(
+            color=TRAINING, linewidth=1.8, marker="o", label="training, mean over the epoch"
+        ),
         "validation": dict(color=VALIDATION, linewidth=1.8, marker="s", label="validation"),
     }
     for kind, style in styles.items():

@@ -30,12 +30,11 @@ def watched(
 ) -> Iterator[None]:
     """Within the block, let the file `stop` end the run as a signal does.
 
-    If the run loses the lock of its folder, it stops too, and ends when it would write a
-    checkpoint.
+    The run also stops if it loses the lock of its folder. It then writes no checkpoint.
 
     Only rank 0 looks for the file. The file of an earlier job is removed at the start of the block,
-    and the file of this job at the end. If an outer block already watches for `signals`, this block
-    does nothing.
+    and the file of this job at the end. If an outer block already watches on behalf of `signals`,
+    this block does nothing.
 
     Parameters
     ----------

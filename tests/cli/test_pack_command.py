@@ -84,7 +84,7 @@ def test_pack_resizes_and_converts(tmp_path):
     assert np.array_equal(store.read([0, 1]), folder.read([0, 1]))
     floats = datafiles.hdf5(tmp_path / "f.h5", np.zeros((4, 2, 2)), [0, 1, 0, 1])
     text = refusal(run, floats, tmp_path / "z.h5", "--colour", "rgb")
-    assert "expected gray or RGB images of bytes to resize" in text
+    assert "expected gray or RGB images of uint8 to resize" in text
 
 
 def test_pack_resizes_and_cuts_both_parts(tmp_path):

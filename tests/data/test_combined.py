@@ -70,7 +70,7 @@ def test_numbers_as_targets():
     assert "expected numbers as targets" in refusal(combined, images, np.array(["a"] * 20))
     colours = ArrayDatastore(pixels_of(0, 20, 3, 2, 2))
     text = refusal(combined, images, colours, pixel_labels=True)
-    assert "expected gray images of bytes as pixel labels" in text
+    assert "expected gray uint8 images as pixel labels" in text
     angles[7] = np.nan
     queue = MinibatchQueue(combined(images, angles))
     assert "image 7: expected finite targets, found nan (1 of 1)" in refusal(next, queue.epoch(0))

@@ -56,7 +56,7 @@ def test_images_without_labels():
     assert sorted(len(fold) for _, fold in store.kfold(3)) == [3, 4, 4]
     for count in (1, 12):
         text = refusal(store.kfold, count)
-        assert text.endswith(f"expected from 2 folds to as many as images, 11, got {count}")
+        assert text.endswith(f"expected 2 to 11 folds, the number of images, got {count}")
 
 
 def test_the_option_selects_a_fold():

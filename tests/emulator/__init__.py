@@ -192,7 +192,8 @@ class EmulatedDevice:
         threads = int(np.prod(block))
         if threads % 32 or not 0 < threads <= handle.threads:
             raise RuntimeError(
-                f"{handle.name}: a block of {threads} threads, made for {handle.threads} at most"
+                f"{handle.name}: a block of {threads} threads for a kernel with at most "
+                f"{handle.threads}"
             )
         if min(grid) < 1 or max(grid[1:]) > 65535 or grid[0] >= 1 << 31:
             raise RuntimeError(f"{handle.name}: no device takes a grid of {grid}")

@@ -238,7 +238,7 @@ static inline __attribute__((always_inline)) void meet(int collective, const voi
     SHIM_FENCE;
     Warp& w = warps[current->number / 32];
     const int lane = current->number % 32;
-    if (w.arrived && w.collective != collective) fail("lanes meet in different collectives");
+    if (w.arrived && w.collective != collective) fail("lanes wait in different collectives");
     w.collective = collective, w.in[lane] = in, w.out[lane] = out;
     if (++w.arrived < 32) {
         suspend();

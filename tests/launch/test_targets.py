@@ -110,7 +110,7 @@ def test_refusals(pairs, tmp_path):
         ("images", "digits", ["--loss", "mse"], "--network digits: expected FILE.py:FUNCTION"),
         ("numbers", "digits", [], "--loss crossentropy: expected labels, or whole numbers"),
         ("pixels", PIXELS, ["--loss", "mse"], "expected targets that are floats"),
-        ("images", PIXELS, ["--loss", "mse"], "outputs of shape (1, 10, 10), as"),
+        ("images", PIXELS, ["--loss", "mse"], "outputs of shape (1, 10, 10), like"),
         ("numbers", "digits", ["--loss", "l1"], "mse or mae, found l1"),
     ):
         words = [pairs[kind], tmp_path / "out", *options]

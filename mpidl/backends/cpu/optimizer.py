@@ -75,8 +75,8 @@ def _results(weights):
 
 
 def clip(weights, gradients, decays, method, threshold):
-    weights, gradients = _contiguous(weights, gradients)
-    table, clipped = _scaling_table(weights, gradients)
+    copies = _contiguous(weights, gradients)
+    table, clipped = _scaling_table(weights, *copies)
     kernels().clip(
         table,
         recording.numbers(decays),
@@ -90,8 +90,8 @@ def clip(weights, gradients, decays, method, threshold):
 
 
 def trust(weights, updates, decays, coefficients, method):
-    weights, updates = _contiguous(weights, updates)
-    table, scaled = _scaling_table(weights, updates)
+    copies = _contiguous(weights, updates)
+    table, scaled = _scaling_table(weights, *copies)
     kernels().trust(
         table,
         recording.numbers(decays),
@@ -104,12 +104,13 @@ def trust(weights, updates, decays, coefficients, method):
     return scaled
 
 
-def _scaling_table(weights, gradients):
+def _scaling_table(learnables, weights, gradients):
     """Return the table of addresses for the kernels in clip.c, and the arrays that they write.
 
-    The caller keeps the C-ordered `weights` and `gradients` until the kernel has run.
+    `weights` are the learnables in C order. The caller keeps them and the gradients until the
+    kernel has run.
     """
-    scaled = _results(weights)
+    scaled = _results(learnables)
     parameters = [
         (_address(w), _address(g), _address(new), new.size)
         for w, g, new in zip(weights, gradients, scaled, strict=True)

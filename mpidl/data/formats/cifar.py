@@ -204,7 +204,7 @@ def read_records(path: str, kind: Kind) -> np.ndarray:
             if not size or size % kind.record_bytes:
                 raise UserError(
                     f"{printable(path)}: expected records of {kind.record_bytes} bytes "
-                    f"({kind.name}), found {size} bytes: the file is cut short, or no such file"
+                    f"({kind.name}), found {size} bytes: the file is truncated or not CIFAR"
                 )
             data = file.read(size)
     except (OSError, MemoryError) as e:

@@ -2,7 +2,7 @@
 
 The images use the eight type faces of `digit_glyphs`. Each digit is rotated by up to 30 degrees,
 shifted, scaled and sheared. The width and brightness of the stroke vary, and noise is added.
-Every random number depends on the image's index as a key. Pixels are computed only with float64
+The image's index keys every random number. Pixels are computed only with float64
 sums, products, quotients and square roots, which IEEE 754 defines to the last bit. No font, drawing
 library or sine is used, so every machine draws the same bytes. The constant SHA256 is the digest of
 these bytes.
@@ -50,7 +50,7 @@ SEED = 0
 # Ranges of random values. Each value is drawn uniformly from its range.
 TURN = (-0.27, 0.27)  # tangent of half the rotation angle: -30 to 30 degrees
 HEIGHT = (13.5, 15)  # height of a digit in pixels
-WIDEN = (0.95, 1.05)  # factor of the width of the type face
+WIDEN = (0.95, 1.05)  # the width of the type face is multiplied by this
 SHEAR = (-0.05, 0.05)  # shift of x per unit of y, added to the slant of the type face
 SHIFT = (1.5, 2)  # distance from the centre in pixels, in a random direction
 STROKE = (1.6, 2.1)  # width of the stroke in pixels
@@ -85,7 +85,8 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     Raises
     ------
     UserError
-        If the folder cannot be written, is not visible on a host, or has a wrong number of images.
+        If the folder cannot be written, is not visible on a host, or has the wrong number of
+        images.
 
     Notes
     -----
@@ -99,7 +100,7 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     if len(store) != CLASSES * PER_CLASS:
         raise UserError(
             f"{printable(folder)}: expected {CLASSES * PER_CLASS} images, found {len(store)}; "
-            "remove the folder to draw them again"
+            "remove the folder to draw the set again"
         )
     return store
 
@@ -141,8 +142,8 @@ def draw() -> tuple[np.ndarray, np.ndarray]:
         images[i] = _image(glyphs[label], i)
     if sha256(images, labels) != SHA256:
         warnings.warn(
-            "the digit set drawn here differs from the published one, so accuracies and hashes "
-            "of weights may differ from published ones",
+            "the digit set drawn here differs from the published set, so accuracies and hashes "
+            "of weights may differ from published values",
             stacklevel=2,
         )
     return images, labels

@@ -413,7 +413,7 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
         if chunk > MAX_CHUNK:
             raise UserError(
                 f"{source}: expected chunks of {MAX_CHUNK >> 20} MB at most, found "
-                f"{chunk >> 20} MB: write smaller ones (h5repack -l), or python -m mpidl.pack"
+                f"{chunk >> 20} MB: write smaller chunks (h5repack -l), or use mpidl.pack"
             )
         rows_per_read = max(1, min(int(stored.chunks[0]), MAX_CHUNK // row_bytes))
     return Rows(name, shape, dtype, layout, rows_per_read)

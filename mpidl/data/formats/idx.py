@@ -55,14 +55,14 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
             expected = start + math.prod(sizes) * dtype.itemsize
             if expected > on_disk * DEFLATE_RATIO + 4096:  # more than the file can hold
                 size = on_disk if not packed else f"{on_disk} compressed"
-                raise UserError(_length_error(path, expected, sizes, size, "cut short"))
+                raise UserError(_length_error(path, expected, sizes, size, "truncated"))
             data = head + file.read(max(0, expected - len(head)))
             excess = file.read(1)
     except (OSError, EOFError, MemoryError, zlib.error) as e:
         raise unreadable(path, e) from None
     if len(data) != expected or excess:
         size = on_disk if excess and not packed else len(data) + len(excess)
-        problem = "too long" if len(data) > expected or excess else "cut short"
+        problem = "too long" if len(data) > expected or excess else "truncated"
         raise UserError(_length_error(path, expected, sizes, size, problem))
     values = np.frombuffer(data, dtype, math.prod(sizes), start).reshape(sizes)
     return values.astype(dtype.newbyteorder("="), copy=False)
@@ -84,7 +84,7 @@ def _header(head, path):
     if len(head) < start:
         raise UserError(
             f"{printable(path)}: expected a header of {start} bytes, found {len(head)}: the "
-            "file is cut short"
+            "file is truncated"
         )
     sizes = [int.from_bytes(head[i : i + 4], "big") for i in range(4, start, 4)]
     if not math.prod(sizes):

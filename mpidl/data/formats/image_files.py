@@ -208,7 +208,7 @@ def pixels_of(image, preprocess=AS_IT_IS, out=None):
         return planes_of(image, out)
     gray = _is_gray(image)
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-        raise ValueError(f"expected 8 or 16 bits a pixel, found 32 (mode {image.mode})")
+        raise ValueError(f"expected 8 or 16 bits per pixel, found 32 (mode {image.mode})")
     if image.mode.startswith("I"):  # convert() would clip 16-bit pixels instead of scaling them
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("L", "RGB"):

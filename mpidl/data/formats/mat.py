@@ -399,8 +399,8 @@ def _labels(path, selection, values, names, classes):
         return np.array([index[str(c)] for c in used])[np.searchsorted(used, codes)], list(classes)
     if low not in (0, 1):
         raise UserError(
-            f"{source}: expected labels that begin with 0 or 1, found {low} to {high}: it is "
-            "unclear which classes they are; save a cell array classes too"
+            f"{source}: expected labels that start at 0 or 1, found {low} to {high}: the "
+            "classes are ambiguous; also save a cell array named classes"
         )
     codes, numbers = align_labels(codes - low, None, None, source)
     return codes, [str(int(number) + low) for number in numbers]

@@ -103,7 +103,7 @@ def _top(path):
                 if len(head) < 8 or offset + 8 + length > size:
                     raise UserError(
                         f"{printable(path)}: expected {length} bytes at {offset}, found the end "
-                        "of the file: it is cut short"
+                        "of the file: it is truncated"
                     )
                 elements.append(_Element(order, kind, offset + 8, length))
                 offset += 8 + length
@@ -200,7 +200,7 @@ def _matrix(data, order):
     elements = _elements(data, order)
     first = [bytes(value) for _, value in itertools.islice(elements, 3)]
     if len(first) < 3 or len(first[0]) != 8:
-        raise ValueError("cut short")
+        raise ValueError("truncated")
     flags = int.from_bytes(first[0][:4], order)
     kind = CLASSES[flags & 0xFF] if flags & 0xFF < len(CLASSES) else "unknown"
     if kind == "opaque":  # the second element of an opaque matrix holds a name

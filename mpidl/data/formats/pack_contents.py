@@ -287,7 +287,7 @@ def _sharded_rows(file, part, sizes):
     for name, (shape, dtype) in kinds.items():
         starts = table[:, 1 if name == "images" else 2]
         if math.prod(shape) * np.dtype(dtype).itemsize * count > sum(sizes):
-            raise UserError(f"{source}: expected shards with {count} {name}: they are cut short")
+            raise UserError(f"{source}: expected shards with {count} {name}: they are truncated")
         rows[name] = Rows(shape, np.dtype(dtype), None, first, starts)
     edges = [*first.tolist(), count]
     for row in rows.values():
@@ -340,7 +340,7 @@ def _rows(file, part, name, now):
     if offset + stored.nbytes > now.size or not len(stored):
         raise UserError(
             f"{source}: expected {stored.nbytes} bytes at {offset}, "
-            f"found a file of {now.size}: it is cut short"
+            f"found a file of {now.size}: it is truncated"
         )
     ends = None
     if name == "encoded":

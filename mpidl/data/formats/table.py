@@ -31,7 +31,8 @@ class ImageTable(ImageList):
       class names in the training rows, sorted by bytes, or by value if all are whole numbers.
     - `labels`: names of several classes with a separator. The target is then float32 (K,): 1 for
       the classes of the image and 0 for other classes.
-    - all other columns: numbers. R columns give targets of shape (R,), and one column gives targets
+    - otherwise all other columns, which hold numbers. R columns give targets of shape (R,), and one
+    column gives targets
       of shape (). If there are several columns and all of them hold only 0 and 1, the column names
       are the class names.
 
@@ -87,7 +88,9 @@ class ImageTable(ImageList):
         self.path, self.part = os.fspath(path), part
         self.folder = os.path.dirname(self.path)
         if part is not None and part not in PARTS:
-            raise UserError(f"{printable(self.path)}: part must be {', '.join(PARTS)}, got {part}")
+            raise UserError(
+                f"{printable(self.path)}: part must be one of {', '.join(PARTS)}, got {part}"
+            )
 
         def read() -> tuple[Rows, tuple[int, ...]]:
             rows = Table(self.path).select(part, classes, labelled, separator)

@@ -65,7 +65,7 @@ def write(path: str, content: bytes) -> None:
         _is_full = True
         print(
             f"mpidl: warning: --cache-dir {printable(settings.current().cache_dir)}: "
-            f"{error.strerror or error}: this rank keeps no more objects there",
+            f"{error.strerror or error}: this rank caches no more objects",
             file=sys.stderr,
             flush=True,
         )

@@ -219,7 +219,7 @@ class RemoteFile:
         if int(np.max(offsets)) + nbytes > self.expected.size:
             raise UserError(
                 f"{printable(self.url)}: expected {nbytes} bytes at {int(np.max(offsets))}, found "
-                "the end of the file: it is cut short"
+                "the end of the file: it is truncated"
             )
         if self._copy is not None:
             self._copy.read_rows(rows, offsets)

@@ -98,7 +98,7 @@ def configure(
             os.makedirs(cache_dir, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"--cache-dir {printable(cache_dir)}: cannot be made: {error.strerror or error}"
+                f"--cache-dir {printable(cache_dir)}: cannot be created: {error.strerror or error}"
             ) from None
         if not os.access(cache_dir, os.W_OK | os.X_OK):
             raise UserError(f"--cache-dir {printable(cache_dir)}: cannot be written: no permission")

@@ -214,13 +214,13 @@ def _curves(runs, names):
 
 
 def _lines(run, field, prefix, colour):
-    """Return the lines of a run: mini-batches (only for a single run), epochs and validations."""
+    """Return the lines of a run: epochs, validations and, for a single run, mini-batches."""
     history, factor = run.history, 100 if field == "accuracy" else 1
     single = not prefix
     lines = []
     for kind, title, style in (
         ("iteration", "mini-batches", "faint"),
-        ("epoch", "training, mean of epoch", "line"),
+        ("epoch", "training, mean over the epoch", "line"),
         ("validation", "validation", "dashed"),
     ):
         series = getattr(history, kind)
@@ -264,7 +264,7 @@ def _options(runs, names):
         for row in top.iter("tr") if not is_single else ():
             if row[0].tag == "th" and row[0].text in first:
                 row.set("class", "differs")
-    folded = "Options with their defaults" if is_single else "Options that are the same"
+    folded = "Options at their default values" if is_single else "Options that are the same"
     folded_rows = [element("summary", f"{folded} ({len(rest)})")]
     folded_rows.append(table(head, [_option_row(runs, name) for name in rest], "options"))
     return [top, element("details", *folded_rows) if rest else None]
@@ -302,7 +302,7 @@ def _confusions(runs, names):
 def _confusion(confusion: ConfusionTable) -> list[Content]:
     counts, classes = confusion.counts, confusion.classes
     labels = int(counts.sum())
-    text = f"Accuracy {confusion.accuracy:.4f} of {labels} labels."
+    text = f"Accuracy {confusion.accuracy:.4f} on {labels} labels."
     if len(classes) > MAX_CLASSES:
         errors = counts * (1 - np.eye(len(classes), dtype=np.int64))
         order = np.argsort(-errors, axis=None, kind="stable")[:MAX_PAIRS]

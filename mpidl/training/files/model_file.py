@@ -363,8 +363,8 @@ def matching(
         If the names or the shapes of the arrays differ.
     """
     for name in [*expected, *arrays]:
-        network_shape = expected[name].shape if name in expected else "nothing"
-        file_shape = arrays[name].shape if name in arrays else "nothing"
+        network_shape = expected[name].shape if name in expected else "no such array"
+        file_shape = arrays[name].shape if name in arrays else "no such array"
         if network_shape != file_shape:
             raise UserError(
                 f"{path}: {name}: the network has {network_shape}, the file {file_shape}"

@@ -75,7 +75,7 @@ def test_bytes_are_the_published_ones(drawn, sample):
 def test_a_warning_reports_other_bytes(monkeypatch):
     monkeypatch.setattr(module, "SHA256", "0" * 64)
     monkeypatch.setattr(module, "PER_CLASS", 1)
-    with pytest.warns(UserWarning, match="differs from the published one"):
+    with pytest.warns(UserWarning, match="differs from the published set"):
         module.draw()
 
 

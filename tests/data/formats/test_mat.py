@@ -124,8 +124,8 @@ def test_unclear_variables_are_refused(tmp_path, write):
     assert "expected one variable of 5 labels for images" in text
     assert "expected one variable of 5 labels" in refusal_of(images=images)
     numbers = labels * [[3], [4], [5], [3], [4]]
-    assert "begin with 0 or 1, found 3 to 5" in refusal_of(images=images, labels=numbers)
-    assert "begin with 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
+    assert "start at 0 or 1, found 3 to 5" in refusal_of(images=images, labels=numbers)
+    assert "start at 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
     turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # in Python's order of dimensions
     text = refusal_of(images=turned, labels=labels)
     assert "one label per image, 3 as in the last dimension of images (5x4x4x3 uint8)" in text

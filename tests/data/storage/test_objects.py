@@ -231,7 +231,7 @@ def test_cache_dir_keeps_objects_by_version(put, reads, tmp_path, capsys):
     assert ImageFolder(url).read(range(9)).tobytes() == pixels.tobytes() and len(reads) == 1
     assert files[0].read_bytes() == damaged  # written again
     disk_cache.write(str(tmp_path / "photos" / "cat" / "0.png" / "no folder"), b"")
-    assert "this rank keeps no more objects there" in capsys.readouterr().err
+    assert "this rank caches no more objects" in capsys.readouterr().err
     disk_cache._is_full = False
 
 
@@ -299,7 +299,10 @@ def test_settings_are_checked(tmp_path):
         ({"requests": 0}, "--requests must be at least 1, got 0"),
         ({"retry_seconds": 0}, "--retry-seconds must be above 0, got 0"),
         ({"cache_dir": "s3://bucket/x"}, "--cache-dir s3://bucket/x: expected a local folder"),
-        ({"cache_dir": tmp_path / "file" / "x"}, f"--cache-dir {tmp_path}/file/x: cannot be made"),
+        (
+            {"cache_dir": tmp_path / "file" / "x"},
+            f"--cache-dir {tmp_path}/file/x: cannot be created",
+        ),
     ):
         assert refusal(configure_storage, **options).startswith(text)
     assert refusal(open_data, "nosuch://x") == ("nosuch://: expected a protocol that fsspec knows")

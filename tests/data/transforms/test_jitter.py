@@ -97,7 +97,7 @@ def test_colours_are_checked():
     assert text.startswith("brightness, contrast, saturation and hue: expected images of 1 or 3")
     for ranges, text in (
         ({"brightness": (-1, 1)}, "brightness: expected factors of at least 0, got (-1, 1)"),
-        ({"hue": 0.6}, "hue: expected parts of a turn from -0.5 to 0.5"),
+        ({"hue": 0.6}, "hue: expected fractions of a turn from -0.5 to 0.5"),
         ({"contrast": "x"}, "contrast: expected (low, high)"),
     ):
         assert refusal(dl.Augmenter, **ranges).startswith(text)

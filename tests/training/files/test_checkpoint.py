@@ -198,7 +198,7 @@ def test_a_torn_file_never_replaces_a_good_one(folder):
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_checkpoint_loads_at_every_instant(folder, monkeypatch, broken, count):
-    """A checkpoint can be loaded if the disk fails during a save.
+    """A checkpoint can be loaded even if the disk fails during a save.
 
     The first or second call of os.fsync or os.replace fails.
     """
@@ -383,7 +383,7 @@ def test_inconsistent_models_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"conv1.weight: the network has \(2, 1, 3, 3\), the file"):
         model_file.load_model(path)
     write({**net.parameters, "dense2.bias": np.zeros(1, np.float32)})
-    with pytest.raises(UserError, match="dense2.bias: the network has nothing, the file"):
+    with pytest.raises(UserError, match="dense2.bias: the network has no such array, the file"):
         model_file.load_model(path)
     attributes["network"] = '[{"type": "Konv"}]'
     write(net.parameters)
