@@ -1,4 +1,4 @@
-"""Batch normalization, alone or fused with the convolution before it, perhaps with ReLU after it."""
+"""Batch normalization, alone or fused with the convolution before it and a ReLU after it."""
 
 from __future__ import annotations
 

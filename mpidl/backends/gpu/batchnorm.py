@@ -150,7 +150,8 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
 def activation_dx(dy, source, a, b, c, counts, overwrite=False):
     """Return a * dz + b * (x - mean) + c, with dz = dy where the activation is > 0, else 0.
 
-    For a NormalizedInput, which has no ReLU, dz is dy. If `overwrite` is True, the result overwrites dy.
+    For a NormalizedInput, which has no ReLU, dz is dy. If `overwrite` is True, the result
+    overwrites dy.
     """
     x, mean, scale, beta = source
     if isinstance(source, NormalizedInput):
