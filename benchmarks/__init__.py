@@ -1,9 +1,10 @@
-"""`python -m benchmarks`: measure mpidl and other libraries in turns, and print ratios.
+"""`python -m benchmarks`: measure mpidl and other libraries alternately, and print ratios.
 
-Each sub-command has a module. The sides of a comparison run in separate processes (`turns`): ours
-in `ours`, PyTorch's in `theirs`, and other libraries' in `others`. `subject` defines the network
-and the mini-batch for all of them. `mpidl_step` and `torch_step` implement the training step.
-`report` writes JSON files and tables, and `gpu` contains the GPU benchmarks.
+Each sub-command has a module. A "side" of a comparison is a library or a way to run it. The sides
+run in separate processes, which take turns (`turns`): mpidl's in `ours`, PyTorch's in `theirs`, and
+other libraries' in `others`. `subject` defines the network and the mini-batch for all sides.
+`mpidl_step` and `torch_step` implement the training step. `report` writes JSON files and tables,
+and `gpu` contains the GPU benchmarks.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from mpidl.cli import start
 from mpidl.comm import failure
 from mpidl.errors import Fault
 
-# The modules of sub-commands with other names; a module "logging" would hide that of Python.
+# The modules of sub-commands with other names; a module "logging" would hide Python's module.
 MODULES = {"gpu": "gpu.speed", "logging": "records"}
 
 
@@ -26,7 +27,7 @@ def main(argv=None):
         print(line)
     if options.busy > 0.1 and failure.launched_rank() == 0:
         print(
-            f"warning: the cores are {options.busy * 100:.0f} % busy already, so the times are "
+            f"warning: the cores are already {options.busy * 100:.0f} % busy, so the times are "
             "unreliable"
         )
     try:

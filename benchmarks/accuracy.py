@@ -1,14 +1,13 @@
 """`python -m benchmarks accuracy`: measure the errors of each layer's activations and gradients.
 
-The exact values come from the same training step in float64. Our NumPy reference and PyTorch,
-which share no code, both compute it. If rounding changed the sign at a ReLU or the winner of a
-maximum, the gradients below it would differ by 1e-3 in any library. Such a difference says nothing
-about the precision of the sums. Each float64 step therefore reuses the decisions of the float32
-step that it is compared with: which activations were positive, and which pixel of each window was
-the largest.
+The exact values come from the same training step in float64. mpidl's NumPy reference and PyTorch,
+which share no code, both compute it. Rounding may change the sign at a ReLU or the largest pixel of
+a window. In any library, the gradients below would then differ by 1e-3, although the sums are
+precise. Each float64 step therefore reuses the decisions of the float32 step that it is compared
+with: which activations were positive, and which pixel of each window was the largest.
 
 Errors are relative: |a - b| / |b| in the Euclidean norm, and the largest |a - b| divided by the
-largest |b|. Arrays whose exact value is zero have no relative error and are left out. An example is
+largest |b|. Arrays whose exact value is zero have no relative error and are omitted. An example is
 the gradient of a bias before a batch normalization.
 """
 
@@ -27,7 +26,7 @@ from mpidl.nn.layers import LayerContext
 from mpidl.text import pip_install
 from mpidl.training.options import configuration
 
-ZERO = 1e-9  # fraction of the largest gradient below which arrays hold only rounding errors
+ZERO = 1e-9  # arrays below this fraction of the largest gradient hold only rounding errors
 AGREE = 1e-10  # largest allowed difference between the two float64 steps
 
 
@@ -57,8 +56,8 @@ def main(options: argparse.Namespace) -> dict:
 def _measure_seed(options, seed, torch):
     """Measure the errors for one seed.
 
-    In the result, "ours" and "torch" map names of arrays to errors, and "zero" lists the gradients
-    that are left out. "references" is the difference between the two float64 steps.
+    In the result, "ours" and "torch" map names of arrays to errors, and "zero" lists the omitted
+    gradients. "references" is the difference between the two float64 steps.
     """
     net = subject.network(options.network, options.image, seed, dropout=False)
     images, labels = subject.mini_batch(net.input_shape, options.batch_size, seed)
@@ -79,7 +78,7 @@ def _measure_seed(options, seed, torch):
 
 
 def zero_gradients(exact):
-    """Return the names of the gradients that hold rounding errors only."""
+    """Return the names of the gradients that hold only rounding errors."""
     sizes = {k: np.abs(v).max() for k, v in exact.items() if "." in k}
     return [k for k, v in sizes.items() if v < ZERO * max(sizes.values())]
 
@@ -105,8 +104,8 @@ def our_step(net, images, labels):
     Returns
     -------
     dict, dict
-        The first has the activations by layer and the gradients by "layer.name". The second has
-        only the activations. If several layers run as one op, only the last of them has an
+        The first maps layers to activations and "layer.name" to gradients. The second has only the
+        activations. If several layers run as one op, only the last of these layers has an
         activation.
     """
     batch = share(len(images), OneRank())
@@ -206,7 +205,7 @@ def decided_max(x, *, positions, args):
 
 
 def exact_step(net, images, labels, decisions):
-    """Run the step in float64 by the NumPy reference; return the first result of `our_step`."""
+    """Run the step in float64 with the NumPy reference. Return the first result of `our_step`."""
     exact = Network(net.layers, net.input_shape)
     exact.parameters = {k: v.astype(np.float64) for k, v in net.parameters.items()}
     batch = share(len(images), OneRank())

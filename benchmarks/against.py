@@ -1,7 +1,7 @@
 """`python -m benchmarks against CHECKOUT`: compare our training step with another checkout's.
 
-Both run in separate processes on one core, in turns. A third process runs this checkout again. Its
-difference from the first process shows the noise of the measurement.
+The two steps run in separate processes on one core, in turns. A third process runs this checkout
+again. Its difference from the first process shows the noise of the measurement.
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""Parse the arguments of the sub-commands, without MPI and without output except --help."""
+"""Parse the arguments of the sub-commands. Parsing needs no MPI and only --help prints."""
 
 import argparse
 import functools
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,10 +13,11 @@ from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.options import training_options
 
-# {sub-command, which is also the name of its module: what it measures}
+# {sub-command, usually the name of its module: what it measures}
 BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",
+    "roofline": "each pass of a training step against its floor, and the step as a whole",
     "accuracy": "the errors of each layer's activations and gradients, next to PyTorch's",
     "fold": "the cost of summing in a fixed order, against a plain Allreduce",
     "compare": "the training step against PyTorch's, in turns on the same cores",
@@ -32,12 +35,14 @@ BENCHMARKS = {
     "logging": "metrics, event files for TensorBoard and the monitor, against no records",
     "saves": "the cost of checkpoints and plots beside the training",
     "large_batch": "the accuracy at several batch sizes, for the same images",
+    "time_to_accuracy": "the time to an accuracy, against PyTorch with the same recipe",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
-ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
+ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also of training
+FASHION = "/usr/share/datasets/fashion-mnist"  # Debian: dataset-fashion-mnist
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -46,9 +51,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name. None means those of this process.
+        Words after the program's name. None means the command line of this process.
     quiet : bool
-        Whether --help prints nothing. Only one rank prints it.
+        Whether --help prints nothing. True on all ranks except one.
 
     Returns
     -------
@@ -61,7 +66,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         If a word is unknown or a value is invalid.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
+    width = max(map(len, BENCHMARKS)) + 2
+    texts = "\n".join(f"  {name:{width}}{text}" for name, text in BENCHMARKS.items())
     overview = Parser(
         "benchmarks",
         f"Run a benchmark. It measures:\n\n{texts}\n\nOptions of a sub-command: "
@@ -86,6 +92,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "saves": _add_saves,
         "memory": _add_memory,
         "large_batch": _add_large_batch,
+        "time_to_accuracy": _add_time_to_accuracy,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -94,7 +101,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 
 
 def _add_subject(parser, command):
-    """Add the options for the network and the rounds, then those of one sub-command."""
+    """Add the options for the network and the rounds, then the options of one sub-command."""
     if command == "kernels":
         text = (
             "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
@@ -103,13 +110,18 @@ def _add_subject(parser, command):
         )
         networks = ["digits", "cifar", "shapes", "dense"]
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
+    elif command == "roofline":
+        _add_settings(parser, "digits:128,cifar:64,resnet:64,alexnet:32")
+        parser.text("--page", "FILE", "also write the tables, with charts, as an HTML page to FILE")
     else:
-        text = "digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
-        text += "FUNCTION(input_shape, 10) (digits)"
+        text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another network of "
+        text += "the zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
         parser.text("--network", "NAME", text, default="digits")
     text = "shape of an image (the network's, else 1x28x28)"
     parser.text("--image", "CxHxW", text, type=_image)
-    parser.add_options("batch_size", "winograd", "seed", "timeout")
+    if command != "roofline":
+        parser.add_options("batch_size")
+    parser.add_options("winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
     if command != "accuracy":
         _add_counts(parser, ROUNDS)
@@ -130,7 +142,7 @@ def _add_subject(parser, command):
         parser.add_options("batchnorm")
     if command == "accuracy":
         _add_counts(
-            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are medians over them")
+            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are their medians")
         )
     if command == "compare":
         _add_compare(parser)
@@ -151,7 +163,7 @@ def _add_s3(parser, command):
         ("threads", 2, "threads of the training step"),
         ("requests", 16, "requests to the store at a time"),
         ("cache-mb", 1000, "size of the node's cache of images"),
-        ("rounds", 5, "number of rounds; results are medians over them"),
+        ("rounds", 5, "number of rounds; results are medians over rounds"),
     )
     parser.text("--workers", "N", "threads that decode (1)", default=[1], type=_counts("--workers"))
     text = "kind of image files: jpeg or png (jpeg)"
@@ -159,8 +171,8 @@ def _add_s3(parser, command):
 
 
 def _add_input(parser, command):
-    text = "network to train during the measurement: one of the zoo, FILE.py:FUNCTION, or light, "
-    text += "one convolution, about as fast as JPEG files are read (alexnet)"
+    text = "network to train during the measurement: from the zoo, FILE.py:FUNCTION, or light, "
+    text += "a convolution about as fast as reading JPEG files (alexnet)"
     parser.text("--network", "NAME", text, default="alexnet")
     _add_counts(
         parser,
@@ -174,10 +186,8 @@ def _add_input(parser, command):
     )
     text = "threads that read and decode (1)"
     parser.text("--workers", "N,N,...", text, default=[1], type=_counts("--workers"))
-    text = (
-        "instead measure the peak memory of training on a large packed set, in excess of that of "
-    )
-    text += "training on one mini-batch of it, with the network light"
+    text = "instead measure the peak memory of training on a large packed set, minus the peak of "
+    text += "training on one mini-batch of the set, with the network light"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "instead compare packs of JPEG files with the folder of these files: images/s and size"
     parser.add_argument("--packs", action="store_true", help=text)
@@ -205,7 +215,7 @@ def _add_sweep(parser, command):
         ("ranks", 2, "number of ranks"),
         ("models", 8, "number of models"),
         ("iterations", 71, "mini-batches per model"),
-        ("rounds", 3, "number of rounds; results are medians over them"),
+        ("rounds", 3, "number of rounds; results are medians over rounds"),
     )
 
 
@@ -264,6 +274,28 @@ def _add_large_batch(parser, command):
     )
 
 
+def _add_time_to_accuracy(parser, command):
+    text = f"a labelled data set of uint8 images ({FASHION})"
+    parser.text("--data", "DATA", text, default=FASHION)
+    text = "network of the zoo: fashion or cifar-fast (fashion)"
+    networks = ["fashion", "cifar-fast"]
+    one_of = functools.partial(_one_of, "--network", candidates=networks)
+    parser.text("--network", "NAME", text, default="fashion", type=one_of)
+    text = "accuracy to reach (0.92)"
+    parser.text("--accuracy", "X", text, default=0.92, type=float)
+    text = f"ways to run PyTorch; the fastest trains ({','.join(VARIANTS)})"
+    parser.text(
+        "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
+    )
+    parser.add_options("seed")
+    _add_counts(
+        parser,
+        ("epochs", 5, "epochs of the schedule"),
+        ("threads", 2, "threads of each side"),
+        ("rounds", 2, "trainings of each side, alternating; the ratio is of medians"),
+    )
+
+
 def _add_optimizers(parser, command):
     _add_counts(parser, ("floats", 10_000_000, "learnables"), ("threads", 1, "threads"), ROUNDS)
 
@@ -278,9 +310,9 @@ def _add_interchange(parser, command):
 
 
 def _add_transfer(parser, command):
-    text = "a labelled data set, half of whose classes are for the pretraining (digits)"
+    text = "a labelled data set; half of its classes are for the pretraining (digits)"
     parser.text("--data", "DATA", text, default="digits")
-    text = "numbers of images per class to learn the other classes from (10,50)"
+    text = "numbers of images per class for learning the other classes (10,50)"
     parser.text("--per-class", "N,N,...", text, default=[10, 50], type=_counts("--per-class"))
     text = "accuracies to reach, in percent (80,90)"
     percents = _counts("--accuracies")
@@ -295,7 +327,7 @@ def _add_transfer(parser, command):
         parser,
         ("epochs", 40, "epochs of each training with the other classes"),
         ("batch-size", 16, "images per mini-batch"),
-        ("seeds", 3, "number of seeds; results are medians over them"),
+        ("seeds", 3, "number of seeds; results are medians over seeds"),
     )
     for flag, default, text in (
         ("--pretraining-epochs", 3, "epochs of the pretraining"),
@@ -311,7 +343,10 @@ def _add_compare(parser):
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
-    text = "limit both sides to these instructions"
+    text = "versions of PyTorch, such as 2.13.0, or paths of Python interpreters with PyTorch; "
+    text += "missing versions are installed in build/ (the installed version)"
+    parser.text("--torch", "VERSION|PYTHON,...", text, default=[], type=_torch_versions)
+    text = "limit both sides to these CPU instructions"
     parser.text(
         "--held-to",
         "avx2",
@@ -331,12 +366,15 @@ def _add_compare(parser):
 
 
 def _add_gpu(parser, command):
-    settings = ["digits:128", "digits:1024", "cifar:256", "cifar:1024"]
-    text = f"networks and batch sizes to time ({','.join(settings)})"
-    parser.text("--settings", "NETWORK:BATCH,...", text, default=settings, type=_words)
+    _add_settings(parser, "digits:128,digits:1024,cifar:256,cifar:1024")
     text = "total time limit; compiled variants run last (900)"
     parser.text("--limit", "SECONDS", text, default=900, type=count("--limit"))
     _add_counts(parser, ROUNDS)
+
+
+def _add_settings(parser, default):
+    text = f"networks and batch sizes to time ({default})"
+    parser.text("--settings", "NETWORK:BATCH,...", text, default=_settings(default), type=_settings)
 
 
 def _add_counts(parser, *counts):
@@ -347,13 +385,25 @@ def _add_counts(parser, *counts):
 
 
 class Layout(NamedTuple):
-    """Ranks of a side, and threads of each; None stands for --threads."""
+    """Numbers of ranks, and of threads per rank; None stands for --threads."""
 
     ranks: int
     threads: int | None
 
     def __str__(self) -> str:
         return str(self.ranks) if self.threads is None else f"{self.ranks}x{self.threads}"
+
+
+def _torch_versions(text):
+    """Return the words of --torch."""
+    words = text.split(",")
+    for word in words:
+        if os.sep not in word and not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", word):
+            raise UserError(
+                "--torch must be versions such as 2.13.0, or paths of Python interpreters, found "
+                f"{word}"
+            )
+    return words
 
 
 def _layouts(text):
@@ -366,6 +416,17 @@ def _layouts(text):
     return layouts
 
 
+def _settings(text: str) -> list[tuple[str, int]]:
+    """Convert NETWORK:BATCH,... to pairs."""
+    pairs = []
+    for part in text.split(","):
+        network, _, batch = part.rpartition(":")
+        if not network or not batch.isdigit() or not int(batch):
+            raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {part}")
+        pairs.append((network, int(batch)))
+    return pairs
+
+
 def _words(text: str) -> list[str]:
     return text.split(",")
 
@@ -376,7 +437,7 @@ def _counts(flag: str) -> Callable[[str], list[int]]:
 
 
 def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:
-    """Return a parser for an option whose value lists some of the candidates."""
+    """Return a parser for an option whose value is a list of candidates."""
     return lambda text: [_one_of(flag, name, candidates) for name in text.split(",")]
 
 

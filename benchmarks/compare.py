@@ -2,15 +2,29 @@
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from benchmarks import machine, others, ours, report, subject, theirs, torch_step, turns
+from benchmarks import (
+    machine,
+    onednn,
+    others,
+    ours,
+    report,
+    subject,
+    theirs,
+    torch_step,
+    torch_versions,
+    turns,
+)
 from mpidl.errors import Fault, UserError
 
-# Environment variables that limit our side and the other side to AVX2.
+# Environment variables that limit mpidl's side and the other side to AVX2.
 HELD_TO = {
     None: ({}, {}),
     "avx2": (
@@ -29,17 +43,18 @@ STEPS_COMPARED = 3
 def main(options: argparse.Namespace) -> dict:
     """Run the sub-command and return its record."""
     ranks, threads = options.ranks, options.threads
-    if not (options.libraries or options.predict):
+    if not (options.libraries or options.predict or options.torch):
         torch_step.require("compare")
     if options.predict:
         options.libraries = [*options.libraries, "onnxruntime"]
     if options.predict and (ranks > 1 or options.memory):
-        raise UserError("--predict: expected one rank, and times: leave out --ranks and --memory")
+        raise UserError("--predict: expected one rank, without --ranks and --memory")
     if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that all "
             f"have the same number of images, found {options.batch_size}"
         )
+    sides = other_sides(options)
     held_to = ", AVX2" if options.held_to else ""
     subject.print_head(
         options, f"{ranks} rank(s), cores {machine.cores_of(ranks, threads)}{held_to}"
@@ -48,7 +63,7 @@ def main(options: argparse.Namespace) -> dict:
         print(f"warning: {ranks} x {threads} threads share {len(os.sched_getaffinity(0))} core(s)")
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         compare = compare_memory if options.memory else compare_time
-        record = compare(options, folder)
+        record = compare(options, sides, folder)
     if record.get("loss_difference", 0) > SAME_LOSS:
         report.write_json(options.json, record)
         raise Fault(
@@ -64,50 +79,92 @@ def our_side(options: argparse.Namespace, folder: str) -> turns.Side:
     return ours.side("ours", options, folder, ranks=options.ranks, variables=variables)
 
 
-def other_side(name: str, options: argparse.Namespace, folder: str) -> turns.Side:
-    """Start a PyTorch variant or another library and return its Side."""
-    if name in options.libraries:
-        return others.side(name, options, folder)
-    variables = HELD_TO[options.held_to][1]
-    return theirs.side(name, options, folder, ranks=options.ranks, variables=variables)
+class OtherSide(NamedTuple):
+    """Another side of a comparison.
+
+    Attributes
+    ----------
+    version : str
+        The version of PyTorch, or "" for another library.
+    start : callable
+        Starts the side's processes, given a folder for its files, and returns the Side.
+    """
+
+    version: str
+    start: Callable[[str], turns.Side]
 
 
-def other_names(options: argparse.Namespace) -> list[str]:
-    """Return the names of the other sides: PyTorch's variants, if installed, then libraries."""
-    variants = options.variants if torch_step.is_installed() else []
-    return [*variants, *options.libraries]
+def other_sides(options: argparse.Namespace) -> dict[str, OtherSide]:
+    """Return the other sides by name: PyTorch's variants of each version, then libraries."""
+    variables, sides = HELD_TO[options.held_to][1], {}
+    versions = torch_versions.find(options.torch)
+    for version, python in versions:
+        for variant in options.variants:
+            name = variant if len(versions) == 1 else f"{variant} {version}"
+            keywords = {"ranks": options.ranks, "variables": variables}
+            arguments = name, variant, python, options
+            sides[name] = OtherSide(version, functools.partial(theirs.side, *arguments, **keywords))
+    for name in options.libraries:
+        sides[name] = OtherSide("", functools.partial(others.side, name, options))
+    return sides
 
 
-def compare_time(options: argparse.Namespace, folder: str) -> dict:
+def check_onednn(name: str, side: turns.Side) -> dict[str, int]:
+    """Return the oneDNN implementations in a step of a side.
+
+    Raises
+    ------
+    Fault
+        If one of them is reference code.
+    """
+    counts = side.ask("implementations")[0]
+    onednn.refuse_reference(name, counts)
+    return counts
+
+
+def compare_time(
+    options: argparse.Namespace, other_sides: Mapping[str, OtherSide], folder: str
+) -> dict:
     """Time all sides in turns and return the record."""
     with contextlib.ExitStack() as stack:
         our = stack.enter_context(our_side(options, folder))
         description = our.ask("describe")[0]
         record = report.header(options, description["versions"]) | {
             "failed": {},
+            "onednn": {},
             "losses": {"ours": our.ask("losses", STEPS_COMPARED)[0]},
             "arithmetic": {"ours": description["arithmetic"]},
         }
         sides = {}
-        for name in other_names(options):
+        for name, other in other_sides.items():
             start = time.monotonic()
             try:
-                side = stack.enter_context(other_side(name, options, folder))
+                side = stack.enter_context(other.start(folder))
                 description = side.ask("describe")[0]
                 by_rank = side.ask("losses", STEPS_COMPARED)
+                if other.version:
+                    record["onednn"][name] = check_onednn(name, side)
             except turns.Lost as lost:
                 record["failed"][name] = lost.reason
                 print(f"{name}: failed: {lost.reason}", flush=True)
                 continue
             sides[name] = side
-            record["versions"] |= description["versions"]
+            _add_versions(record["versions"], description["versions"])
             record["arithmetic"][name] = description["arithmetic"]
             record["losses"][name] = [math.fsum(x) / len(x) for x in zip(*by_rank, strict=True)]
             print(f"{name}: ready after {time.monotonic() - start:.0f} s", flush=True)
         if not sides:
             raise Fault("nothing to compare with: no other library could be started")
         times = take_turns(our, sides, options.rounds)
-    return record | evaluate(options, times, record["losses"])
+    versions = {name: other_sides[name].version for name in sides}
+    return record | evaluate(options, times, record["losses"], versions)
+
+
+def _add_versions(table, versions):
+    """Add {package: version} to a table; several versions of a package are joined by commas."""
+    for package, version in versions.items():
+        parts = [*table.get(package, version).split(", "), version]
+        table[package] = ", ".join(dict.fromkeys(parts))
 
 
 def take_turns(our, sides, rounds):
@@ -125,8 +182,8 @@ def take_turns(our, sides, rounds):
     Returns
     -------
     dict of str to list of tuple
-        For each side and round, our seconds per step and its seconds per step. Both are means over
-        a turn.
+        For each side and round: our seconds per step, and the side's seconds per step. Both are
+        means over a turn.
     """
     both = {"ours": our, **sides}
     counts = {name: turns.steps_for(side.mean_step(2)) for name, side in both.items()}
@@ -139,8 +196,16 @@ def take_turns(our, sides, rounds):
     return times
 
 
-def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
-    """Print the table of the times from `take_turns`, and return the record entries for them."""
+def evaluate(
+    options: argparse.Namespace,
+    times: Mapping[str, list],
+    losses: Mapping[str, list],
+    versions: Mapping[str, str] | None = None,
+) -> dict:
+    """Print the table of the times from `take_turns`, and return the record entries for them.
+
+    `versions` has the PyTorch version of each side, and "" for other libraries.
+    """
     our_times = [pair[0] for pairs in times.values() for pair in pairs]
     other_times = {name: [pair[1] for pair in pairs] for name, pairs in times.items()}
     ratios = {name: [b / a for a, b in pairs] for name, pairs in times.items()}
@@ -161,6 +226,12 @@ def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
         f"ratio {ratio:.2f} (turn by turn {min(ratios[best]):.2f} to {max(ratios[best]):.2f}): "
         f"{best} against ours"
     )
+    fastest: dict[str, str] = {}  # {version of PyTorch: its fastest side}
+    for name in sorted(torch if versions else (), key=medians.get):
+        fastest.setdefault(versions[name], name)
+    by_version = {version: medians[name] / our_median for version, name in fastest.items()}
+    for version, name in fastest.items() if len(fastest) > 1 else ():
+        print(f"PyTorch {version}: ratio {by_version[version]:.2f} ({name})")
     text = f"loss of {unit} 1: {losses['ours'][0]:.8f}; others differ by at most "
     text += f"{max(first.values()):.1e}"
     if options.predict:
@@ -183,6 +254,7 @@ def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
         "ratio": ratio,
         "ratio_min": min(ratios[best]),
         "ratio_max": max(ratios[best]),
+        "ratio_by_version": by_version,
         "best_variant": best,
         "ours_ms": our_median * 1e3,
         "ours_ms_spread": report.summary(our_times, 1e3),
@@ -193,7 +265,9 @@ def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
     }
 
 
-def compare_memory(options: argparse.Namespace, folder: str) -> dict:
+def compare_memory(
+    options: argparse.Namespace, other_sides: Mapping[str, OtherSide], folder: str
+) -> dict:
     """Measure the peak memory of each side in fresh processes and return the record."""
     with our_side(options, folder) as our:
         description = our.ask("describe")[0]
@@ -202,11 +276,13 @@ def compare_memory(options: argparse.Namespace, folder: str) -> dict:
     record = report.header(options, description["versions"], *names) | {"failed": {}}
     rows = [["ours", f"{our_mib:.1f} MiB above the memory held before the first step"]]
     other_mib = {}
-    for name in other_names(options):
+    for name, other in other_sides.items():
         try:
-            with other_side(name, options, folder) as side:
+            with other.start(folder) as side:
                 side.ask("losses", 2)
                 other_mib[name] = sum(side.ask("memory", 2)) / 2**20
+                if other.version:
+                    check_onednn(name, side)
                 rows.append([name, f"{other_mib[name]:.1f} MiB"])
         except turns.Lost as lost:
             record["failed"][name] = lost.reason

@@ -1,8 +1,8 @@
 """Measure the cost of decoding, cropping and mirroring, relative to Pillow's decoding.
 
-`input` calls this module. The memory addresses of libjpeg's buffers change the times by up to a
-half, and they stay the same while a process runs. Each round therefore runs in a new process, whose
-heap has different holes.
+The command `python -m benchmarks input` calls this module. The memory addresses of libjpeg's
+buffers change the times by up to 50 %, and the addresses stay the same while a process runs. Each
+round therefore runs in a new process, whose heap has different holes.
 """
 
 import argparse
@@ -23,7 +23,10 @@ from mpidl.errors import Fault
 
 FILES = 64  # maximum number of files to read
 TURNS = 4  # turns per round
-HOLES, LARGEST_HOLE = 200, 9000  # number of holes in the heap, and bytes of the largest
+HOLES, LARGEST_HOLE = (
+    200,
+    9000,
+)  # number of buffers, every second of which is freed, and their largest size in bytes
 
 
 def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
@@ -42,8 +45,8 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     -------
     dict
         Summaries of the microseconds of processor time per image, by operation. "ratio" is the cost
-        of decoding, cropping and mirroring divided by the cost of Pillow's decoding. For
-        "ratio_kept", Pillow keeps its memory between images, as in our reader.
+        of decoding, cropping and mirroring divided by the cost of Pillow's decoding. In
+        "ratio_kept", Pillow keeps its memory between images, as mpidl's reader does.
 
     Raises
     ------
@@ -57,7 +60,7 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
         job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if job.returncode:
             message = turns.last_message(job.stderr)
-            raise Fault(f"decoding ended with {job.returncode}: {message}")
+            raise Fault(f"decoding ended with exit code {job.returncode}: {message}")
         rounds.append(json.loads(job.stdout))
     times = {name: np.array([row[name] for row in rounds]) for name in rounds[0]}
     cost = times["ours"] + times["moved"] - times["plain"]
@@ -67,14 +70,17 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     texts = {
         "pillow": "Pillow's decoding",
         "pillow_kept": "the same, reusing its memory",
-        "ours": "ours to planes",
+        "ours": "mpidl, to planes",
         "plain": f"planes to blocks of {size}, unchanged",
         "moved": f"planes to blocks of {size}, cropped and mirrored",
     }
     rows = [(f"  {text}", report.spread(times[name], 1, 0)) for name, text in texts.items()]
     texts = {"ratio": "Pillow's", "ratio_kept": "Pillow's, reusing its memory"}
     rows += [
-        (f"  decoding, crop and mirror over {text}", report.spread(ratios[name], 1, 3))
+        (
+            f"  decoding, cropping and mirroring, divided by {text}",
+            report.spread(ratios[name], 1, 3),
+        )
         for name, text in texts.items()
     ]
     report.print_table(rows, left=2)

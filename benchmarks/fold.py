@@ -1,7 +1,7 @@
 """`python -m benchmarks fold`: measure the cost of the fixed order of sums.
 
-The benchmark compares the training step with the fixed fold to a step that adds from left to right
-and calls MPI_Allreduce, as other libraries do.
+The benchmark compares the training step, which sums in a fixed order (the fold), with a step that
+adds from left to right and calls MPI_Allreduce, as other libraries do.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> dict | None:
 def measure_fresh_processes(options: argparse.Namespace) -> dict:
     """Time the fold, plain sums, and the fold again as a control; return the record.
 
-    The memory addresses that a process gets change its times by more than the fold costs. Every
+    The memory addresses of a process change its times by more than the cost of the fold. Every
     round therefore starts new processes, which take turns.
     """
     times = {}
@@ -69,8 +69,8 @@ def _measure_round(options, ranks):
 def measure_this_world(options: argparse.Namespace) -> dict | None:
     """Time fold and plain sums in turns on the current ranks; return the record on rank 0.
 
-    Also measure which part of the gradient exchange is hidden behind backward: 1 - (wait at the end
-    of backward) / (time of the exchange alone).
+    Also measure which part of the gradient exchange overlaps with the backward pass: 1 - (wait at
+    the end of backward) / (time of the exchange alone).
     """
     subject.configure(options)
     steps = {}
@@ -115,7 +115,7 @@ def measure_this_world(options: argparse.Namespace) -> dict | None:
 
 
 def _exchange_seconds(step, rounds):
-    """Return the median seconds for exchanging all gradients while nothing else runs."""
+    """Return the median seconds of an exchange of all gradients while nothing else runs."""
     times = []
     for _ in range(max(rounds, 9)):
         _, gradients, _ = value_and_grad(mean_loss)(step.net, *step.batch)
@@ -127,7 +127,7 @@ def _exchange_seconds(step, rounds):
 def _ratios(times):
     """Return (overhead, control) of each round as ratios of step times minus 1.
 
-    The overhead is fold over plain sums, the control is the second fold over the first.
+    The overhead compares fold with plain sums. The control compares the second fold with the first.
     """
     return times["fold"] / times["plain"] - 1, times["again"] / times["fold"] - 1
 

@@ -1,12 +1,11 @@
 """`python -m benchmarks input --memory`: measure the memory for training on a large packed set.
 
 The benchmark runs `python -m mpidl.train` twice with the same `--cache-mb`: on a packed file of
-some gigabytes ("whole") and on one mini-batch of it ("cut"). The run on the cut set prefetches
-nothing. The benchmark compares the peak memory of all ranks together. It adds anonymous memory
-(RssAnon) and shared memory (the sum of Pss_Shmem, which counts a page once even if several
-processes map it). `--cache-mb` bounds the difference between the two peaks: all memory for data
-except the mini-batch in use. The difference leaves out the pixels of the cut set, which both runs
-keep.
+several gigabytes ("whole") and on one mini-batch of it ("cut"). The run on the cut set prefetches
+nothing. The benchmark compares the peak memory of all ranks together, which is anonymous memory
+(RssAnon) plus shared memory (Pss_Shmem, which counts a page once even if several processes map
+it). The difference between the two peaks is all memory for data except the mini-batch in use and
+the pixels of the cut set, which both runs keep. `--cache-mb` bounds this difference.
 """
 
 import argparse
@@ -37,7 +36,7 @@ MIB = 1 << 20
 
 
 class MemoryUse(NamedTuple):
-    """Bytes that processes hold; each shared page counts once."""
+    """Bytes of memory in use by processes. Each shared page counts once."""
 
     anonymous: int = 0
     shared: int = 0
@@ -162,7 +161,7 @@ def train_peak(options, ranks, data, steps, folder):
 
 
 def peak_of(job: subprocess.Popen, ranks: int) -> MemoryUse:
-    """Watch a job until it ends; return the MemoryUse of its ranks with the largest total."""
+    """Watch a job until it ends. Return the largest MemoryUse of its ranks, by total."""
     processes, peak = [], MemoryUse()
     while job.poll() is None:
         start = time.monotonic()
@@ -193,7 +192,7 @@ def ranks_below(pid: int) -> list[int]:
 
 
 def memory_of(processes: list[int]) -> MemoryUse:
-    """Return the current MemoryUse of processes; those that have ended add nothing."""
+    """Return the current MemoryUse of processes. Processes that have ended add nothing."""
     anonymous = shared = 0
     for process in processes:
         with contextlib.suppress(OSError):
@@ -203,7 +202,7 @@ def memory_of(processes: list[int]) -> MemoryUse:
 
 
 def _kilobytes(path, name):
-    """Read the entry `name` of a file in /proc; 0 if missing, as for a process that is ending."""
+    """Read the entry `name` of a file in /proc. Return 0 if missing, as while a process ends."""
     with open(path) as file:
         values = (line.split()[1] for line in file if line.startswith(name))
         return int(next(values, 0))

@@ -1,8 +1,8 @@
 """`python -m benchmarks interchange`: compare scores with those of onnxruntime and PyTorch.
 
-Each network gets random weights and random statistics of its batch normalizations. It is written
-as ONNX and as safetensors, and both files are read back. Differences are relative to the largest
-score. The weights that come back must have the same bytes.
+Each network gets random weights and random statistics of its batch normalizations. The benchmark
+writes the network as ONNX and as safetensors, and reads both files back. Differences are relative
+to the largest score. The weights that are read back must have the same bytes.
 """
 
 import argparse

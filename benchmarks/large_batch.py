@@ -1,6 +1,6 @@
 """`python -m benchmarks large_batch`: measure the accuracy at several batch sizes.
 
-Each training sees the same images: all of them, for the same number of epochs. The batch size
+All trainings see the same images for the same number of epochs. The batch size
 determines the options in `SETTINGS`, which docs/large-batches.md explains. Everything else is the
 same: the digits network, its initial weights, and a cosine schedule.
 """

@@ -11,13 +11,13 @@ from mpidl.errors import UserError
 
 
 def arithmetic() -> str:
-    """Describe the kernels that this process runs, such as "NumPy"."""
+    """Describe the kernels in this process, such as "C kernels for x86-64-v3" or "NumPy"."""
     library = builds.kernels()
     return "NumPy" if library is None else f"C kernels for {library.build}"
 
 
 def busy(seconds: float = 0.5) -> float:
-    """Return the load of all cores over some seconds, from 0 to 1; 0 if it is unknown."""
+    """Return the load of all cores over some seconds, from 0 to 1. Return 0 if it is unknown."""
 
     def clock():
         with open("/proc/stat") as file:
@@ -34,7 +34,7 @@ def busy(seconds: float = 0.5) -> float:
 
 
 def cores_of(ranks: int, threads: int) -> list[list[int]]:
-    """Choose the cores for each rank; ranks share cores if there are too few."""
+    """Choose the cores for each rank. If there are too few, ranks share cores."""
     cores = sorted(os.sched_getaffinity(0))
     return [[cores[(r * threads + t) % len(cores)] for t in range(threads)] for r in range(ranks)]
 
@@ -54,7 +54,7 @@ def refuse_launcher(command: str) -> None:
 def start_of_peak() -> int:
     """Return the resident bytes of this process and reset the peak that `peak` returns.
 
-    First make malloc return unused memory to the system, as far as possible.
+    First, let malloc return unused memory to the system, as far as possible.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -71,7 +71,7 @@ def peak() -> int:
 
 
 def peak_of_steps(step: Callable[[], object], count: int) -> int:
-    """Return how far the resident bytes rise during `count` steps above those before."""
+    """Return the largest increase of resident bytes during `count` steps."""
     before = start_of_peak()
     for _ in range(count):
         step()

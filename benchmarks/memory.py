@@ -2,7 +2,7 @@
 
 A tiny network trains for many steps, with checkpoints, validations, plots and metrics. A hook
 samples the resident memory of each rank. From the step `--warm-up` on, no sample may exceed the
-first one by more than `--percent`. Under mpirun, the ranks that it started train.
+first sample by more than `--percent`. Under mpirun, the launched ranks train together.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class MemorySampler:
         self.samples: list[tuple[int, int]] = []
 
     def step(self, trainer: Trainer) -> None:
-        """Take a sample, if it is time."""
+        """Take a sample, if one is due."""
         beyond = trainer.position.iteration - self.warm_up
         if beyond >= 0 and beyond % self.period == 0:
             self.samples.append((trainer.position.iteration, resident_bytes()))
@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> dict | None:
     ranks = world.gather(train(world, options.steps, options.warm_up))
     if ranks is None:
         return None
-    steps = ranks[0][-1][0]  # fewer than asked for, if the training was stopped
+    steps = ranks[0][-1][0]  # fewer than requested if the training was stopped
     print(f"resident memory of each rank in MiB, {steps} steps on {world.size} rank(s)")
     rows = [["step", *(f"rank {rank}" for rank in range(world.size))]]
     row_numbers = np.linspace(0, len(ranks[0]) - 1, ROWS).round().astype(int)
@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> dict | None:
 
 
 def growth_of(samples: list[tuple[int, int]]) -> float:
-    """Return by which fraction of the first sample the largest one exceeds it."""
+    """Return the growth from the first to the largest sample, as a fraction of the first sample."""
     first = samples[0][1]
     return max(size for _, size in samples) / first - 1
 

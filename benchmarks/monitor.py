@@ -1,8 +1,9 @@
 """`python -m benchmarks monitor`: compare epochs with and without an open live page.
 
-The sides take turns, each in a separate job. On the side with the page, a client replaces the
+The two sides, with and without the page, take turns, each in a separate job. A client replaces the
 browser: it opens the page, and receives all updates without drawing them. The benchmark also
-measures which share of a core the page's process uses, a cost that the noise of epochs hides.
+measures the share of a core that the page's process uses, because the noise of the epochs hides
+this cost.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def _train(options, out, has_page):
-    """Train; return the frames that the page received, and its process's share of a core."""
+    """Train. Return the number of received frames, and the page process's share of a core."""
     words = ["--network", options.network, "--epochs", str(options.epochs + 1), "--out", out]
     words += ["--plots", "none", "--threads", "1", "--test-fraction", "0"]
     words += ["--monitor", *shlex.split(options.also)] if has_page else []
@@ -100,7 +101,7 @@ def _train(options, out, has_page):
 
 
 def _seconds(out):
-    """Return the seconds from the end of the first epoch to the end of the last one."""
+    """Return the seconds from the end of the first epoch to the end of the last epoch."""
     with open(os.path.join(out, "metrics.jsonl")) as file:
         records = [json.loads(line) for line in file]
     ends = [record["seconds"] for record in records if record["kind"] == "epoch"]
@@ -108,7 +109,7 @@ def _seconds(out):
 
 
 class PageProcessor(threading.Thread):
-    """Reads the processor time of a page's process twice a second, while it exists.
+    """Reads the processor time of a page's process twice a second, while the process exists.
 
     Parameters
     ----------
@@ -143,7 +144,7 @@ class PageProcessor(threading.Thread):
         return "mpidl.report.live.page_process" in words and self.out in words
 
     def share(self) -> float:
-        """Return the share of a core in the last two thirds, without the start of the page."""
+        """Return the share of a core in the last two thirds of the run, without the start."""
         later_samples = self.samples[len(self.samples) // 3 :]
         if len(later_samples) < 2:
             return float("nan")
@@ -167,7 +168,7 @@ class Client:
             self.thread.join()
 
     def _run(self, url):
-        # The page is made once the server has started; the job may end before.
+        # The page is created once the server has started. The job may end earlier.
         with contextlib.suppress(OSError):
             with urllib.request.urlopen(url) as answer:
                 page = html.unescape(answer.read().decode())

@@ -17,6 +17,7 @@ from mpidl.data import ArrayDatastore
 from mpidl.nn import Network
 from mpidl.training import steps
 from mpidl.training.optimizers import SGDM
+from mpidl.training.replayed_step import ReplayedStep
 
 
 def mean_loss(net, images, labels):
@@ -25,7 +26,7 @@ def mean_loss(net, images, labels):
 
 
 def optimizer() -> SGDM:
-    """Return the optimizer that all sides use, SGD with momentum."""
+    """Return the optimizer of all sides, SGD with momentum."""
     return SGDM(subject.RATE, subject.MOMENTUM)
 
 
@@ -33,7 +34,7 @@ def optimizer() -> SGDM:
 class Times:
     """Seconds of the parts of each step.
 
-    `wait` is the part of `backward` that waits for the exchange of gradients.
+    `wait` is the time within `backward` spent waiting for the exchange of gradients.
     """
 
     forward: list[float] = field(default_factory=list)
@@ -55,8 +56,8 @@ class EagerStep:
     net : Network
         The network, which the steps update in place.
     arrays : sequence of np.ndarray or None
-        Images and labels of the global mini-batch. They stay in memory, so the step reads no
-        images. With None, each call passes a mini-batch.
+        Images and labels of the global mini-batch. The arrays stay in memory, so the step reads
+        no images. If None, each call passes a mini-batch.
     world : World
         The ranks that share the mini-batch.
     batchnorm : str
@@ -104,14 +105,14 @@ class EagerStep:
     def gplus(self, value):
         """Add up a value over the ranks.
 
-        `value_and_grad` requires this method and `reducer` of its argument `reduce`.
+        `value_and_grad` requires its argument `reduce` to have this method and `reducer`.
         """
         return self.world.gplus(value)
 
     def __call__(self, *batch) -> float:
         """Run one step and return the loss.
 
-        `batch` holds Blocked images and labels; without it, the step uses the stored mini-batch.
+        `batch` holds Blocked images and labels. If empty, the step uses the stored mini-batch.
         """
         forward_end = 0.0
 
@@ -137,9 +138,9 @@ class TrainStep(EagerStep):
     """The step of `dl.train` on a CPU, recorded once and replayed. It has no `times`."""
 
     def reset(self, batchnorm: str = "global") -> None:
-        """Restore the initial weights, and record the step anew."""
+        """Restore the initial weights, and record the step again."""
         super().reset(batchnorm)
-        step_class = steps.EagerStep if builds.kernels() is None else steps.ReplayedStep
+        step_class = steps.EagerStep if builds.kernels() is None else ReplayedStep
         loss_of_labels = "crossentropy", self.world, 1
         self.step = step_class(self.net, self.sgdm, *loss_of_labels, None, lambda rate: "")
 
@@ -154,8 +155,8 @@ class TrainStep(EagerStep):
 class RecordedStep:
     """The step of `dl.train` on a GPU, recorded once, on random images.
 
-    The data set is stored on the GPU as pixels. The step includes gathering the mini-batch's
-    images from it.
+    The data set is stored on the GPU as pixels. The step includes gathering the images of the
+    mini-batch from the data set.
 
     Parameters
     ----------

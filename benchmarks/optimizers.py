@@ -12,8 +12,9 @@ from mpidl.errors import Fault
 from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
 from mpidl.training.options import configuration
 
-STEPS, TOLERANCE = 3, 1e-5  # largest relative difference of the weights after STEPS steps
-# Our optimizer with its defaults, PyTorch's class, its options, its implementations for CPUs.
+# Largest relative difference of the weights after STEPS steps.
+STEPS, TOLERANCE = 3, 1e-5
+# mpidl's optimizer with its defaults; PyTorch's class, its options, its CPU implementations.
 PAIRS = {
     "sgdm": (SGDM, "SGD", {"lr": 0.01, "momentum": 0.9}, ("fused", "foreach")),
     "adam": (Adam, "Adam", {"lr": 0.001}, ("fused", "foreach")),
@@ -61,8 +62,8 @@ def main(options: argparse.Namespace) -> dict:
 def fill(name: str, memory: np.ndarray) -> np.ndarray:
     """Fill a float32 array with random numbers in [0.1, 1.1) and return it.
 
-    The same name gives the same numbers. Compared with such gradients, an optimizer's epsilon is
-    small, wherever the formula adds it.
+    The same name gives the same numbers. An optimizer's epsilon is small compared with such
+    gradients, wherever the formula adds it.
     """
     memory[...] = keyed.uniform(0, f"bench {name}", memory.size) + 0.1
     return memory

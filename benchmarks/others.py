@@ -1,8 +1,8 @@
 """Run another library as one side of a comparison: `python -m benchmarks.others TASK ADDRESS`.
 
 JAX and MyGrad train, and onnxruntime predicts. The library runs in one process, with the same
-layers, initial weights and images as mpidl. It may be installed for another Python interpreter
-(`compare --with jax --with-python PATH`), which must be able to import mpidl.
+layers, initial weights and images as mpidl. The library may be installed for another Python
+interpreter (`compare --with jax --with-python PATH`), which must be able to import mpidl.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import sys
 import numpy as np
 
 from benchmarks import machine, prediction, subject, turns
-from mpidl.comm.launcher import environment
 from mpidl.errors import UserError
 from mpidl.ops import check
 from mpidl.training.options import configuration
@@ -150,7 +149,7 @@ def jax_step(net, images, labels, threads):
 def mygrad_step(net, images, labels, threads):
     """Return a function that creates MyGrad's step, and MyGrad's version.
 
-    MyGrad computes by NumPy and differentiates automatically.
+    MyGrad computes with NumPy and differentiates automatically.
     """
     import mygrad
     from mygrad.nnet import layers as mg
@@ -224,10 +223,10 @@ def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
         raise turns.Lost(library, "measured in one process only")
     task = subject.task(options, machine.cores_of(1, options.threads), package=library)
     command = [options.with_python or sys.executable, "-m", "benchmarks.others", task]
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    variables = environment()
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
-    return turns.Side(library, [command], 1, variables, folder, max(options.timeout, 900.0))
+    variables = turns.environment_of_checkout()
+    return turns.Side(
+        library, [command], 1, variables, folder, max(options.timeout, turns.PATIENCE)
+    )
 
 
 if __name__ == "__main__":

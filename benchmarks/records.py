@@ -1,9 +1,9 @@
-"""`python -m benchmarks logging`: measure what metrics, event files and the monitor cost.
+"""`python -m benchmarks logging`: measure the cost of metrics, event files and the monitor.
 
 The sides take turns to train one epoch of the digits network: without records, with metrics.jsonl,
-with event files for TensorBoard as well, and with `mpidl.monitor` watching too. The time of an
-epoch begins after its first mini-batch and ends when its records are written. Drawing the gallery
-and starting the monitor do not belong to it. Under mpirun, the ranks that it started train.
+with event files for TensorBoard as well, and with `mpidl.monitor` as well. The time of an
+epoch begins after the first mini-batch and ends when all records are written. It does not include
+drawing the gallery and starting the monitor. Under mpirun, the launched ranks train together.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> dict | None:
     left_out = [f"{side} ({NEEDS[side]} is missing)" for side in NEEDS if side not in sides]
     print(f"an epoch of digits, {world.size} rank(s), {options.rounds} rounds, the same weights")
     if left_out:
-        print(f"left out: {', '.join(left_out)}")
+        print(f"not measured: {', '.join(left_out)}")
     ratios = {side: np.divide(times[side], times[SILENT]) for side in sides[1:]}
     rows = [["", "s per epoch", f"/ {SILENT}"]]
     for side in sides:
@@ -88,7 +88,7 @@ def _is_available(side):
 
 
 class Timer:
-    """A hook that times an epoch, from its second mini-batch to the end of the hooks before it."""
+    """A hook that times an epoch, from the second mini-batch to the end of all earlier hooks."""
 
     def __init__(self, is_silent: bool):
         self.is_silent, self.start_time, self.seconds = is_silent, 0.0, 0.0
@@ -133,7 +133,7 @@ def _monitor(out):
     )
     try:
         output = ""
-        while "Press Ctrl-C" not in output:  # its last line before it serves
+        while "Press Ctrl-C" not in output:  # the last line before the monitor serves
             line = process.stdout.readline()
             if not line:
                 raise Fault(f"mpidl.monitor ended: {turns.last_message(output)}")

@@ -36,7 +36,7 @@ def summary(values, scale: float = 1.0) -> dict[str, float]:
 
 
 def milliseconds(value: float | None) -> str:
-    """Format a time in ms to about three digits, such as "0.0803" or "12.3"; None gives ""."""
+    """Format a time in ms with about three digits, such as "0.0803" or "12.3". None gives ""."""
     if value is None:
         return ""
     digits = 4 if value < 0.1 else 3 if value < 10 else 1
@@ -116,7 +116,7 @@ class Report:
     """Checks, notes, facts and tables of one stage.
 
     Every addition is printed and written to the file immediately. If a stage runs out of time, the
-    file therefore holds everything up to that moment.
+    file therefore contains everything up to that moment.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ class Report:
         self._print(f"{name}: {value}")
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Add a table of strings. It replaces an earlier table with the same title."""
+        """Add a table of strings. The table replaces an earlier table with the same title."""
         tables = [table for table in self.record["tables"] if table["title"] != title]
         self.record["tables"] = [*tables, {"title": title, "head": head, "rows": rows}]
         self._save()
@@ -185,7 +185,7 @@ class Report:
 
 
 def load(folder: str, stage: str) -> dict | None:
-    """Load the record that the Report of a stage wrote to a folder; None if there is none."""
+    """Load the record that the Report of a stage wrote to a folder, or return None."""
     try:
         with open(os.path.join(folder, f"{stage}.json")) as file:
             return json.load(file)

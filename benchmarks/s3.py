@@ -1,9 +1,9 @@
 """`python -m benchmarks s3`: time epochs of training from an object store and from local files.
 
-Both sides train the same network on the same image files in one process, epoch by epoch in turns.
-The benchmark times the first epoch, which reads all files, and the second, whose images are in the
-node's cache. A third side reads the second epoch's files from the folder of `--cache-dir`, without
-the node's cache. The store also needs time on the cores if it runs on the same machine.
+Both sides train the same network on the same image files in one process, and alternate epochs. The
+benchmark times the first epoch, which reads all files, and the second epoch, whose images are in
+the node's cache. A third side reads the files of the second epoch from the folder of `--cache-dir`,
+without the node's cache. If the store runs on the same machine, it uses the same cores.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def upload(folder: str, url: str) -> None:
-    """Copy the files of a folder to a store, unless they are there with the same sizes."""
+    """Copy the files of a folder to a store, except files that exist there with the same size."""
     with paths.listed(url):
         for name in sorted(os.listdir(folder)):
             for file in sorted(os.listdir(os.path.join(folder, name))):
@@ -59,14 +59,14 @@ def upload(folder: str, url: str) -> None:
 
 
 def measure(options: argparse.Namespace, local: str, cache_dir: str) -> dict:
-    """Time epochs from both sources; the two epochs of a kind follow each other.
+    """Time epochs from both sources. The two epochs of a source follow each other.
 
     Returns
     -------
     dict
-        By epoch, summaries of the seconds from "local" files and from the "store"; "ratio", the
-        median over the rounds of store / local; and "processor", this ratio of the processor time
-        of this process, which other programs on the machine disturb less.
+        By epoch: summaries of the seconds from "local" files and from the "store"; "ratio", the
+        median over the rounds of store / local; and "processor", the same ratio of processor times
+        of this process, which are less disturbed by other programs on the machine.
     """
     shape = (3, options.side, options.side)
     step = EagerStep(subject.network(options.network, shape), None, World(threads=options.threads))
@@ -108,7 +108,7 @@ def _configure(options, cache_dir=None):
 
 
 def _epoch(step, datastore, options, epoch):
-    """Train for one epoch; return its seconds and its processor time in this process."""
+    """Train for one epoch. Return its elapsed time and the processor time of this process."""
     queue = MinibatchQueue(datastore, options.batch_size, workers=options.workers[0])
     start, processor = time.perf_counter(), time.process_time()
     for images, labels in queue.epoch(epoch):

@@ -1,9 +1,10 @@
 """`python -m benchmarks saves`: measure the cost of checkpoints and plots in a training.
 
-One training takes turns of steps. In every second turn, a checkpoint and progress.png are written,
-as at the end of an epoch. A turn ends when its files are written, so it contains the whole cost of
-the files: the time that the ranks wait, and the processor time of the process that writes. The cost
-is the difference between neighbouring turns. Under mpirun, the ranks that it started train.
+One training consists of turns, which are runs of consecutive steps. In every second turn, a
+checkpoint and progress.png are written, as at the end of an epoch. A turn ends when its files are
+written, so it contains the whole cost of the files: the time that the ranks wait, and the processor
+time of the writing process. The cost is the difference between neighbouring turns. Under mpirun,
+the launched ranks train together.
 """
 
 import argparse
@@ -41,7 +42,7 @@ class Turns:
     stalls : list of float
         Seconds that the ranks wait at each checkpoint and plot.
     processor_seconds : list of float
-        Processor time that the process beside rank 0 has used in each turn with files.
+        Processor time of the writing process next to rank 0, in each turn with files.
     """
 
     def __init__(self, rounds: int, iterations: int) -> None:
@@ -53,7 +54,7 @@ class Turns:
         self.start_time = self.used_before = 0.0
 
     def step(self, run: Trainer) -> None:
-        """End a turn and begin the next one, if a step was the last of its turn."""
+        """If a step was the last one of its turn, end the turn and begin the next turn."""
         turn, steps = divmod(run.position.iteration - 1, self.iterations)
         if steps:
             return
@@ -79,7 +80,7 @@ class Turns:
 
 
 def _processor_seconds(process):
-    """Return the processor time of a process so far; 0.0 on ranks without such a process."""
+    """Return the processor time of a process so far, or 0.0 on ranks without such a process."""
     if process is None:
         return 0.0
     with open(f"/proc/{process.pid}/stat") as file:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks step`: time the parts of our training step, and its scaling over ranks."""
+"""`python -m benchmarks step`: time the parts of the training step, and its scaling over ranks."""
 
 import argparse
 import contextlib
@@ -64,7 +64,7 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
         title = "  part spent waiting" if name == "wait" else name
         rows.append([title, *(f"{part[key]:.3f}" for key in ("median", "min", "max"))])
     report.print_table(rows)
-    print(f"{images:.0f} images/s; peak memory {peak_mib:.1f} MiB per rank, on top of that before")
+    print(f"{images:.0f} images/s; a step adds up to {peak_mib:.1f} MiB of memory per rank")
     share = None
     if kernels is not None:
         kernel_ms = sum(kernel["ms"] for kernel in kernels.values())
@@ -93,12 +93,12 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
 def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
     """Run `count` steps and measure the time in each C function.
 
-    Return {name: {"ms", "calls"}}, both per step, or None without C kernels.
+    Return {name: {"ms": ..., "calls": ...}} per step, or None without C kernels.
     """
     library = builds.kernels()
     if library is None:
         for _ in range(count):
-            step()  # other ranks may have kernels and wait for this one
+            step()  # other ranks may have kernels and wait for this rank
         return None
     with timed_kernels(time.perf_counter) as totals:
         for _ in range(count):
@@ -109,7 +109,7 @@ def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
 def outside_kernels(step: EagerStep, count: int) -> float:
     """Run `count` steps; return the main thread's CPU time outside C functions, in ms per step.
 
-    The value is the median over the steps. With several ranks, it includes the time of waiting.
+    The value is the median over the steps. With several ranks, it includes waiting time.
     """
     times = []
     for _ in range(count):
@@ -123,7 +123,7 @@ def outside_kernels(step: EagerStep, count: int) -> float:
 
 @contextlib.contextmanager
 def timed_kernels(clock: Callable[[], float]) -> Iterator[dict[str, list]]:
-    """Yield {name: [calls, seconds]} of the C functions that are called in the `with` block."""
+    """Yield {name: [calls, seconds]} of the C functions called in the `with` block."""
     library, totals = builds.kernels(), {}
     if library is None:
         yield totals
@@ -150,7 +150,7 @@ def timed_kernels(clock: Callable[[], float]) -> Iterator[dict[str, list]]:
 
 
 def measure_scaling(options: argparse.Namespace) -> dict:
-    """Time a step on several numbers of ranks and threads in turns; return the record."""
+    """Time a step on several numbers of ranks and threads in turns. Return the record."""
     layouts = {str(layout): layout for layout in options.ranks}
     keywords = {name: layout._asdict() for name, layout in layouts.items()}
     first, training_times = next(iter(layouts)), {name: [] for name in layouts}

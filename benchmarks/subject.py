@@ -30,8 +30,8 @@ def network(
     name : str
         Name in the zoo, or FILE.py:FUNCTION.
     image : sequence of int or None
-        Image shape (C, H, W). None means the default shape of the network, or (1, 28, 28) if it
-        has none.
+        Image shape (C, H, W). None means the default shape of the network, or (1, 28, 28) if the
+        network has no default.
     seed : int
         Seed of the initial weights.
     dropout : bool
@@ -77,7 +77,7 @@ def pool_args(layer, shape: Sequence[int]) -> tuple:
 
 
 def configure(options: argparse.Namespace) -> list[str]:
-    """Apply the options `threads` and `winograd` to this process; return warnings to print."""
+    """Apply the options `threads` and `winograd` to this process. Return warnings to print."""
     backends.configure(threads=options.threads, winograd=options.winograd)
     if options.threads > 1 and builds.kernels() is None:
         return [f"--threads {options.threads}: NumPy does the arithmetic here, on one thread"]

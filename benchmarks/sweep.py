@@ -1,7 +1,7 @@
-"""`python -m benchmarks sweep`: train models on groups of one rank and one after another.
+"""`python -m benchmarks sweep`: compare training models in parallel and one after another.
 
-The sides take turns: a sweep with a group per rank, the same trainings as one `mpidl.train` after
-another on all ranks, and a sweep with one group of all ranks, which starts only one job. All must
+Three sides take turns: a sweep with one group per rank, a sequence of `mpidl.train` commands on all
+ranks, and a sweep with one group of all ranks, which starts only one job. All sides must
 give the same weights.
 """
 

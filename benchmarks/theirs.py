@@ -8,10 +8,8 @@ share, because SyncBatchNorm does not run on CPUs.
 import argparse
 import gc
 import os
-import sys
 
-from benchmarks import machine, prediction, subject, torch_step, turns
-from mpidl.comm.launcher import environment
+from benchmarks import machine, onednn, prediction, subject, torch_step, turns
 
 
 def main(argv=None):
@@ -40,7 +38,7 @@ def main(argv=None):
 
     if job.predict:
         scores = prediction.torch_pass(net, images, job.variant)
-        prediction.serve(address, scores, labels, describe)
+        prediction.serve(address, scores, labels, describe, implementations_in(scores))
         os._exit(0)
     step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
 
@@ -54,7 +52,7 @@ def main(argv=None):
         """Return the peak memory of some steps in bytes, above the memory held without gradients.
 
         Earlier steps have already compiled the model. The peak therefore excludes memory for
-        compiling and memory that the library has kept since.
+        compiling, and memory that the library has kept from earlier steps.
         """
         step.reset()
         step.optimizer.zero_grad(set_to_none=True)
@@ -64,8 +62,18 @@ def main(argv=None):
     def steps(count):
         return turns.timed_steps(step, count, barrier)
 
-    turns.serve(address, job.rank, describe, losses, memory, steps)
+    actions = describe, losses, memory, steps, implementations_in(step)
+    turns.serve(address, job.rank, *actions)
     os._exit(0)  # some libraries have threads that do not end by themselves
+
+
+def implementations_in(step):
+    """Return an action that runs a step and returns the oneDNN implementations in it."""
+
+    def implementations():
+        return onednn.implementations(onednn.verbose_output(step))
+
+    return implementations
 
 
 def _join_group(job):
@@ -97,7 +105,9 @@ class CpuStep(torch_step.TorchStep):
 
 
 def side(
+    name: str,
     variant: str,
+    python: str,
     options: argparse.Namespace,
     folder: str,
     *,
@@ -108,8 +118,12 @@ def side(
 
     Parameters
     ----------
+    name : str
+        Name of the side.
     variant : str
         "eager", "channels_last", "compile" or "compile+channels_last".
+    python : str
+        The Python interpreter that has PyTorch.
     options : argparse.Namespace
         Parsed command line of the sub-command.
     folder : str
@@ -125,13 +139,13 @@ def side(
         If the processes cannot be started.
     """
     cores = machine.cores_of(ranks, options.threads)
-    meeting = os.path.join(folder, f"{variant}.meeting")
+    meeting = os.path.join(folder, f"{name}.meeting")
     shared = {"variant": variant, "ranks": ranks, "meeting": meeting, "predict": options.predict}
     tasks = [subject.task(options, cores, rank=rank, **shared) for rank in range(ranks)]
-    commands = [[sys.executable, "-m", "benchmarks.theirs", task] for task in tasks]
-    variables = environment() | (variables or {})
-    patience = max(options.timeout, 900.0)  # compiling can take minutes
-    return turns.Side(variant, commands, ranks, variables, folder, patience)
+    commands = [[python, "-m", "benchmarks.theirs", task] for task in tasks]
+    variables = turns.environment_of_checkout() | (variables or {})
+    patience = max(options.timeout, turns.PATIENCE)
+    return turns.Side(name, commands, ranks, variables, folder, patience)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`python -m benchmarks timeline`: measure the cost of a timeline, and what its spans cover.
+"""`python -m benchmarks timeline`: measure the cost of a timeline, and the coverage of its spans.
 
-One training run records spans in every second turn of steps. The turns of a third kind record
-nothing again, which shows the noise. Under mpirun, all ranks train together.
+One training run consists of turns, which are runs of consecutive steps. Turns of the kind "on"
+record spans; turns of the kinds "off" and "again" record none, and their difference is the noise.
+Under mpirun, all ranks train together.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 from mpidl.training.trainer import Trainer
 
-KINDS = ("off", "on", "again")  # "again" has the timeline off, as "off"
+KINDS = ("off", "on", "again")  # only "on" records spans
 BATCHES = 4  # mini-batches per epoch
 CAPACITY = 1 << 20  # largest number of spans per turn
 OPTIONS = ("network", "batch_size", "threads", "rounds", "iterations")
@@ -49,7 +50,7 @@ class Turns:
         self.turn = self.steps = 0
 
     def step(self, run: Trainer) -> None:
-        """End a turn and begin the next one, if a step was the last of its turn."""
+        """If a step was the last one of its turn, end the turn and begin the next turn."""
         phases.iteration_ends(run.position.iteration)
         kind = self.kinds[self.turn]
         if self.steps == 0:  # the first step of a turn is not measured
@@ -104,7 +105,7 @@ def main(options: argparse.Namespace) -> dict | None:
 
 
 def seconds_per_span(count: int = 100_000) -> float:
-    """Return the seconds that a stored span of a layer costs."""
+    """Return the cost in seconds of storing a span of a layer."""
     phases.store_spans(count)
 
     def spans():

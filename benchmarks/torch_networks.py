@@ -1,6 +1,6 @@
 """The networks of torchvision, written with torch.nn and torchvision's names of modules.
 
-They are the oracle of `mpidl.nn.zoo.torchvision`, because a CPU build of torchvision is not
+They are the reference for `mpidl.nn.zoo.torchvision`, because a CPU build of torchvision is not
 available everywhere.
 """
 

@@ -39,7 +39,7 @@ class TorchStep:
     images, labels : np.ndarray
         Images and labels of the mini-batch.
     variant : str
-        "eager", "channels_last", "compile" or "graph", or several of them joined by "+".
+        "eager", "channels_last", "compile" or "graph", or several of these joined by "+".
     device : str
         "cpu" or "cuda".
 
@@ -115,7 +115,7 @@ class TorchStep:
         return self.loss.item()
 
     def check_compiled(self) -> None:
-        """Raise UserError if torch.compile compiled nothing, as it can skip a model silently."""
+        """Raise UserError if torch.compile compiled nothing. It may skip a model silently."""
         if not self.compiles:
             return
         from torch._dynamo.utils import counters
@@ -273,12 +273,12 @@ def _pool(layer, shape):
     kind, fill = nn.AvgPool2d, 0.0
     if type(layer).__name__ == "MaxPool2D":
         kind, fill = nn.MaxPool2d, float("-inf")
-    limits = tuple(n // 2 for n in size)  # PyTorch's pooling limits padding to half the kernel size
+    limits = tuple(n // 2 for n in size)  # PyTorch limits padding to half the kernel size
     pad_modules, padding = _padding(pads, fill, limits)
     if kind is nn.AvgPool2d and not layer.count_padding:
         if pad_modules:
             raise UserError(
-                f"layer {layer.name}: PyTorch has no mean without padding for padding {pads}"
+                f"layer {layer.name}: PyTorch cannot exclude the padding {pads} from the mean"
             )
         return kind(size, stride, padding, count_include_pad=False)
     return nn.Sequential(*pad_modules, kind(size, stride, padding))
@@ -287,7 +287,7 @@ def _pool(layer, shape):
 def _padding(pads, fill, limits=None):
     """Return (modules to run first, the `padding` argument) for PyTorch.
 
-    If `padding` cannot express the pads, a module pads instead.
+    If `padding` cannot express the pads, a module pads the images instead.
     """
     from torch import nn
 

@@ -1,10 +1,10 @@
-"""`python -m benchmarks transfer`: measure what pretraining saves, in epochs and images.
+"""`python -m benchmarks transfer`: measure the savings by pretraining, in epochs and images.
 
-A network learns the first half of the classes of a data set from all their images. For each number
-of images per class, two networks then learn the other half: one with the pretrained weights and a
-new last layer, and one from initial weights. Both see the same images in the same order, for the
-same number of epochs. Each side gets the learning rate, among several, that gives it the highest
-median accuracy over the seeds. The accuracy on test images is measured after each epoch.
+A network learns the first half of the classes of a data set from all images of these classes. For
+each number of images per class, two networks then learn the other half: one starts from the
+pretrained weights with a new last layer, the other from initial weights. Both see the same images
+in the same order, for the same number of epochs. Each side uses the learning rate that gives it the
+highest median accuracy over the seeds. The accuracy on test images is measured after each epoch.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def load_halves(path, count):
-    """Return the images of the first half of the classes, those of the others, and test images."""
+    """Return the images of the first half of the classes, of the second half, and test images."""
     images, test = data.open_data(path)
     if test is None:
         images, test = images.split(0.8)
@@ -149,6 +149,6 @@ def first_epoch(curve, accuracy):
 
 
 def duration(epochs, images):
-    """Format the median of epochs, and the images that this number of epochs reads."""
+    """Format the median number of epochs, and the number of images in these epochs."""
     median = report.median([np.inf if count is None else count for count in epochs])
     return "not reached" if median == np.inf else f"{median:g}, {median * images:.0f}"

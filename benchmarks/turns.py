@@ -1,8 +1,8 @@
-"""Run groups of processes in turns: one side works while all others sleep.
+"""Run groups of processes in turns: one side of a comparison works while all others sleep.
 
 Sides can be compared only if they run within the same minutes on the same cores, and if waiting
-sides do not disturb the one that runs. Each side is therefore a group of processes that sleep in a
-read from a socket until they get a question. During this read neither MPI nor OpenMP threads spin.
+sides do not disturb the running side. Each side is therefore a group of processes that sleep in a
+read from a socket until they get a question. During this read, neither MPI nor OpenMP threads spin.
 Messages are lines of JSON.
 """
 
@@ -13,6 +13,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from mpidl.comm.launcher import environment
+
+PATIENCE = 900.0  # seconds for an answer; compiling, and steps of large networks, take minutes
 
 
 class Lost(Exception):
@@ -33,7 +37,7 @@ class Side:
     commands : sequence of list of str
         Command lines to start. The address of the socket is appended to each.
     ranks : int
-        Number of processes that will connect, which a launcher may start.
+        Number of processes that will connect. A launcher may start several processes.
     environment : mapping
         Environment of the processes.
     folder : str
@@ -131,7 +135,7 @@ class Side:
         return last_message(self.log.read())
 
     def close(self) -> None:
-        """Close the connections, which ends the processes, and terminate any that remain."""
+        """Close the connections, which ends the processes, and terminate remaining processes."""
         for link in self.links.values():
             with contextlib.suppress(OSError):
                 link.close()
@@ -153,8 +157,16 @@ class Side:
         self.close()
 
 
+def environment_of_checkout() -> dict[str, str]:
+    """Return an environment in which any Python imports `mpidl` and `benchmarks` from here."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return variables
+
+
 def last_message(output: str) -> str:
-    """Return the first mpidl error message in a process's output, or else the last line."""
+    """Return the first error message of mpidl in a process's output, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "no message"
     return next((line for line in lines if line.startswith("mpidl: ")), last)[:300]
@@ -163,7 +175,7 @@ def last_message(output: str) -> str:
 def serve(address: str, rank: int, *actions: Callable) -> None:
     """Answer the questions of a Side until it closes the connection.
 
-    A process of the Side calls this. Each question names one of the functions `actions`.
+    A process of the Side calls this function. Each question names one of `actions`.
     """
     functions = {action.__name__: action for action in actions}
     with socket.socket(socket.AF_UNIX) as connection:
@@ -196,7 +208,7 @@ def alternate(names: Iterable, rounds: int) -> Iterator[tuple]:
 def alternate_steps(
     sides: Mapping[object, Side], counts: Mapping[object, int], rounds: int
 ) -> dict[object, list[float]]:
-    """Run sides in turns of `counts` steps; return the seconds per step of each round by side."""
+    """Run sides in turns of `counts` steps. Return {side: seconds per step of each round}."""
     times: dict[object, list[float]] = {name: [] for name in sides}
     for _, name in alternate(sides, rounds):
         times[name].append(sides[name].mean_step(counts[name]))
@@ -204,26 +216,33 @@ def alternate_steps(
 
 
 def steps_for(seconds: float, turn: float = 0.25, limit: int = 50) -> int:
-    """Return how many steps fill a turn of `turn` seconds, from 1 to `limit`.
+    """Return the number of steps that fill a turn of `turn` seconds, from 1 to `limit`.
 
     `seconds` is the duration of one step.
     """
     return max(1, min(limit, round(turn / max(seconds, 1e-9))))
 
 
-def timed_steps(step: Callable, count: int, barrier: Callable = lambda: None) -> list[float]:
-    """Return the seconds of each of `count` steps.
+def timed_steps(
+    step: Callable,
+    count: int,
+    barrier: Callable = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Return the seconds of each of `count` steps, by a clock.
 
     An extra step runs first and brings the data back into the cache. Then `barrier()` synchronizes
     the ranks.
     """
     step()
     barrier()
-    return [seconds(step) for _ in range(count)]
+    return [seconds(step, clock) for _ in range(count)]
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Return how many seconds a call of a function takes."""
-    start = time.perf_counter()
+def seconds(
+    function: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the duration of a call of a function, in seconds of a clock."""
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start

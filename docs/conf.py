@@ -1,7 +1,7 @@
 """Configuration of Sphinx for the documentation site, which `run/site` builds.
 
-The source folder is the checkout, so links between pages work on the site as in the repository:
-`../ARCHITECTURE.md` is a page, and a file that is not a page becomes a download.
+The source folder is the checkout, so links between pages work both on the site and in the
+repository. `../ARCHITECTURE.md` is a page, and links to files that are not pages become downloads.
 """
 
 import sys
@@ -33,16 +33,16 @@ include_patterns.append("kernels/README.md")
 # Folders without pages.
 exclude_patterns = [".*", "benchmarks", "build", "dist", "environments", "examples", "mpidl", "run"]
 exclude_patterns += ["runs", "tests"]
-nitpicky = False  # types in docstrings are prose: "array (n, C, H, W)"
+nitpicky = False  # types in docstrings are free text, such as "array (n, C, H, W)"
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = True
-default_role = "code"  # `name` in a docstring
+default_role = "code"  # the role of `name` in a docstring
 highlight_language = "text"  # for blocks without a language
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings have the types, with shapes and units
+autodoc_typehints = "none"  # the docstrings contain the types, with shapes and units
 autodoc_preserve_defaults = True
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False

@@ -1,12 +1,12 @@
-"""Make the pictures of the documentation, each by the command or the code that users run.
+"""Draw the pictures of the documentation, with the commands and functions that users run.
 
-    python docs/make_pictures.py            all pictures, into docs/pictures
-    python docs/make_pictures.py NAME ...   these
+    python docs/make_pictures.py all pictures, to docs/pictures python docs/make_pictures.py NAME
+    ... these
 
 Terminal pictures need tmux, the report needs Chromium, and the others need `pip install
-'.[plots]'`. docs/run_notebooks.py, docs/run_tutorial.py and docs/pictures_monitor.py make the other
+'.[plots]'`. docs/run_notebooks.py, docs/run_tutorial.py and docs/pictures_monitor.py draw the other
 pictures. Trainings run in a temporary folder and take a few minutes. The study `scaling` and the
-times in `bar` and `verify` need a machine that does nothing else.
+times in `bar` and `verify` need an otherwise idle machine.
 """
 
 import functools
@@ -33,7 +33,7 @@ TRAIN = ("python", "-m", "mpidl.train")
 
 @functools.cache
 def work():
-    """Return a temporary folder that lasts as long as this program."""
+    """Return a temporary folder that is removed when the program ends."""
     folder = Path(tempfile.mkdtemp(prefix="mpidl-pictures-"))
     import atexit
 
@@ -42,7 +42,7 @@ def work():
 
 
 def run(*command):
-    """Run a command in the temporary folder and return what it prints."""
+    """Run a command in the temporary folder, and return its output."""
     result = subprocess.run(
         [str(word) for word in command], cwd=work(), capture_output=True, text=True
     )
@@ -59,7 +59,7 @@ def trained():
 
 
 def terminal(name, command, text):
-    """Draw a terminal in which a command has printed a text (with ANSI colours) as an SVG file."""
+    """Write an SVG file that shows a terminal with a command and its output with ANSI colours."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
@@ -73,7 +73,7 @@ def terminal(name, command, text):
     (PICTURES / f"{name}.svg").write_text(svg)
 
 
-# A terminal without fonts from the internet.
+# An SVG template of a terminal that does not load fonts from the internet.
 TERMINAL = """<svg class="terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace;
@@ -109,7 +109,7 @@ def save(figure, name, dpi=100):
 
 
 def bar():
-    """Draw the progress bar, as a terminal shows it in the middle of a run."""
+    """Draw a terminal with the progress bar in the middle of a run."""
     session = f"mpidl-pictures-{os.getpid()}"
     command = "mpirun -n 2 python -m mpidl.train --epochs 8 --out runs/bar"
     tmux = ("tmux", "-L", session)
@@ -148,7 +148,7 @@ def scaling():
 
 
 def report():
-    """Draw the top of a report's page about a run, as Chromium shows it."""
+    """Draw the top of a report about a run, as shown by Chromium."""
     folder, path = trained(), PICTURES / "report.png"
     run("python", "-m", "mpidl.report", folder.relative_to(work()), "--html", "report.html")
     words = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,960")
@@ -204,18 +204,18 @@ def blocks():
 
 
 def share_ends(count, ranks):
-    """Return the block after the last one of each rank: the remainder goes to the first ranks."""
+    """Return the end of each rank's run of blocks. The first ranks get the remaining blocks."""
     return np.cumsum([count // ranks + (rank < count % ranks) for rank in range(ranks)])
 
 
 def fold():
-    """Draw the tree that adds up seven blocks, coloured by rank, with a ring around sent nodes."""
+    """Draw the tree that adds up seven blocks, coloured by rank, with rings around sent nodes."""
     figure = new_figure(8, 4.2)
     axes = figure.add_subplot()
     ends = share_ends(7, 3)
 
     def draw(first, stop, is_below_gray):
-        """Draw the node of the blocks from first to stop, and return its place."""
+        """Draw the node of blocks `first` to ``stop - 1``, and return its position."""
         ranks = {int(np.searchsorted(ends, block, side="right")) for block in range(first, stop)}
         is_gray = len(ranks) > 1
         if stop - first == 1:
@@ -265,12 +265,12 @@ def distances(world, iterations):
 
 
 def plain_distances(world, iterations):
-    """Do the same with sums in the order of MPI's Allreduce, as other libraries do."""
+    """Return the weights like `distances`, but with sums by MPI_Allreduce as in other libraries."""
     return distances(dl.World(plain=True), iterations)
 
 
 def promise():
-    """Draw how far weights on several ranks are from those on one rank."""
+    """Draw the differences between the weights on several ranks and on one rank."""
     iterations = 60
     figure = new_figure(8, 3)
     axes = figure.add_subplot()

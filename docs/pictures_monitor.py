@@ -2,8 +2,8 @@
 
     python docs/pictures_monitor.py
 
-This needs mpirun, Bokeh, selenium, Chromium and its driver, and a machine that does nothing else.
-The run takes place in a separate namespace, on a host with the name NAME.
+The program needs mpirun, Bokeh, selenium, Chromium and its driver, and an otherwise idle machine.
+The run takes place in a separate namespace, in which the host has the name NAME.
 """
 
 import io
@@ -18,11 +18,11 @@ PICTURE = ROOT / "docs" / "pictures" / "monitor.png"
 NAME = "node1"
 RENAME = ("unshare", "--map-root-user", "--uts", "sh", "-c", f'hostname {NAME}; exec "$@"', "sh")
 WIDTH, HEIGHT, COLOURS = 1280, 1240, 128
-ITERATION = 530  # in epoch 8, far from its validation; the picture is taken after it
+ITERATION = 530  # the picture is taken after this iteration, in the middle of epoch 8
 
 
 def monitor(path: Path = PICTURE) -> None:
-    """Train the digits, and write a picture of the page while the run continues."""
+    """Train on the digits, and write a picture of the page while the run continues."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     sys.path[:0] = [str(ROOT / "tests" / "launch")]
     import browser
@@ -50,7 +50,7 @@ def _iteration(text):
 
 
 def _with_few_colours(png):
-    """Return the content of a smaller PNG file with a palette."""
+    """Return the content of a smaller PNG file, with a palette of `COLOURS` colours."""
     from PIL import Image
 
     content = io.BytesIO()

@@ -1,10 +1,10 @@
 """Run notebooks and store their outputs and pictures.
 
-    python docs/run_notebooks.py [NAME ...]         all of docs/notebooks, or these
-    python docs/run_notebooks.py white_paper        the white paper with all of its figures
+    python docs/run_notebooks.py [NAME ...] all notebooks in docs/notebooks, or these python
+    docs/run_notebooks.py white_paper the white paper with all of its figures
 
-A picture that a cell draws is also written to docs/pictures if the cell has a tag "picture-NAME".
-The notebooks start ranks with `dl.launch` and need `pip install 'mpidl[docs,plots,notebook]'`.
+If a cell has a tag "picture-NAME", its picture is also written to docs/pictures. The notebooks
+start ranks with `dl.launch` and need `pip install 'mpidl[docs,plots,notebook]'`.
 """
 
 import base64
@@ -14,12 +14,12 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 NOTEBOOKS, PICTURES = DOCS / "notebooks", DOCS / "pictures"
-MINUTES = 30  # limit per cell
-WARNING = re.compile(r"^warning: .*\n?", re.M)  # of a machine with too few cores
+MINUTES = 30  # time limit per cell
+WARNING = re.compile(r"^warning: .*\n?", re.M)  # printed on machines with too few cores
 
 
 def execute(path):
-    """Run a notebook in its folder and return it with its outputs."""
+    """Run a notebook in its folder, and return the notebook with its outputs."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -35,7 +35,7 @@ def execute(path):
 
 
 def strip(notebook):
-    """Remove what changes from run to run without meaning, and join pieces of printed text."""
+    """Remove irrelevant differences between runs, and join consecutive parts of printed text."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.metadata.pop("execution", None)
@@ -55,7 +55,7 @@ def strip(notebook):
 
 
 def write_pictures(notebook):
-    """Write the pictures of the cells that have a tag, and return their paths."""
+    """Write the pictures of tagged cells, and return the paths of the pictures."""
     paths = []
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):

@@ -1,10 +1,10 @@
-"""Run the commands of docs/tutorial.md and write what they print into the page.
+"""Run the commands of docs/tutorial.md, and write their output to the page.
 
     python docs/run_tutorial.py
 
-Each block of commands (`sh`) is followed by a block that holds its output. The commands run in a
-temporary folder, and their times are those of this machine. The pictures that the commands write
-are copied to docs/pictures. This needs `pip install 'mpidl[plots]'`.
+Each block of commands (`sh`) is followed by a block with the output. The commands run in a
+temporary folder, and the times in the output are from this machine. The pictures that the commands
+write are copied to docs/pictures. The program needs `pip install 'mpidl[plots]'`.
 """
 
 import csv
@@ -18,9 +18,9 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "tutorial.md"
 PICTURES = DOCS / "pictures"
-MACHINE = re.compile(r"^(warning|Iteration): .*\n", re.M)  # lines that only slow machines print
+MACHINE = re.compile(r"^(warning|Iteration): .*\n", re.M)  # printed only on slow machines
 BLOCKS = re.compile(r"^```sh\n(.*?)^```\n\n```\n(.*?)^```$", re.M | re.S)
-# {picture of the page: file that the commands write}
+# {picture on the page: file that the commands write}
 WRITTEN = {
     "progress.png": "runs/first/progress.png",
     "augmentation.png": "seen.png",
@@ -29,7 +29,7 @@ WRITTEN = {
 
 
 def outputs(text, folder):
-    """Run the blocks of commands in order and yield (commands, output on the page, new output)."""
+    """Run the blocks of commands in order. Yield (commands, output on the page, new output)."""
     (Path(folder) / "examples").symlink_to(DOCS.parent / "examples")
     for commands, output in BLOCKS.findall(text):
         result = subprocess.run(

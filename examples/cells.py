@@ -1,7 +1,7 @@
 """Find cells in images: train a U-Net on the embedded set, and measure intersection over union.
 
-The set has 800 images for training and 200 for the test. Each shows 4 to 12 cells with noise, and
-its target is the class of each pixel: 1 in a cell, else 0. Images and masks are mirrored together.
+The set has 800 training images and 200 test images. Each image shows 4 to 12 cells with noise. Its
+target is the class of each pixel: 1 in a cell, else 0. Images and masks are mirrored together.
 
     mpirun -n 2 python examples/cells.py [EPOCHS] [IMAGES]
 """
@@ -19,7 +19,7 @@ def main(epochs=8, images=800):
     dl.train(net, train, options, world=world)
 
     evaluation = dl.evaluate(net, test, world=world, confusion=True, test_flips="xy")
-    counts = evaluation.confusion.counts  # of pixels: true class, predicted class
+    counts = evaluation.confusion.counts  # pixels by (true class, predicted class)
     correct = counts.diagonal()
     iou = correct / (counts.sum(axis=0) + counts.sum(axis=1) - correct)
     world.report(accuracy=evaluation.accuracy, iou_background=iou[0], iou_cell=iou[1])

@@ -1,7 +1,7 @@
-"""A custom op with a weight, and a loss with tied and normalized weights and a penalty.
+"""Define a custom op with a weight, and a loss with tied and normalized weights and a penalty.
 
-The code works on plain arrays, one block of at most 16 images at a time. The hash that it prints is
-the same on any number of ranks.
+The code works on plain arrays, one block of at most 16 images at a time. The printed hash is the
+same on any number of ranks.
 
     mpirun -n 3 python examples/custom_op.py [FOLDER OF IMAGES] [ITERATIONS]
 """
@@ -17,7 +17,7 @@ import mpidl as dl
 
 @dl.op
 def swish(x, slope):
-    """y = x * sigmoid(slope * x), with a slope per channel. x, y: (n, C, H, W); slope: (C,)."""
+    """Return y = x * sigmoid(slope * x). x, y: (n, C, H, W); slope per channel: (C,)."""
     s = slope[:, None, None]
     gate = 1 / (1 + np.exp(-s * x))
 

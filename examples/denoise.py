@@ -14,7 +14,7 @@ import mpidl as dl
 
 
 class Noisy(dl.data.Datastore):
-    """Images with noise; the target of each is the image without noise."""
+    """Images with noise. The target of an image is the image without noise."""
 
     dtype = np.dtype(np.float32)  # the type that `read` returns
 
@@ -28,8 +28,7 @@ class Noisy(dl.data.Datastore):
     def read(self, indices):
         found = self.targets(indices)
         for image, i in zip(found, indices, strict=True):
-            # Keyed by the image: the noise is the same for every rank, thread and epoch that reads
-            # it.
+            # The image is the key: its noise is the same for every rank, thread and epoch.
             numbers = dl.keyed.uniform(self.seed, "noise", image.size, sample=int(i))
             image += self.strength * (2 * numbers.reshape(image.shape) - 1)
         return found

@@ -2,9 +2,9 @@
 
 python examples/from_a_notebook.py [RANKS] [FOLDER OF IMAGES] [EPOCHS]
 
-The `# %%` lines separate the cells of a notebook. In a notebook, the lines of `main` are a cell.
-There, `plots="live"` shows the curves while the ranks train. *Interrupt* stops the training with
-the network trained so far, as Ctrl-C does here.
+The `# %%` lines separate the cells of a notebook. In a notebook, the lines of `main` form one cell.
+There, `plots="live"` shows the curves while the ranks train. *Interrupt* stops the training and
+returns the network trained so far, as Ctrl-C does in a script.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""MATLAB's parallel loop, as its documentation shows it: every rank has its own partition.
+"""MATLAB's parallel training loop, as in its documentation: every rank has its own partition.
 
-Each rank shuffles and reads its own images, normalizes by its own statistics, and weights its loss
-and gradients by its part of the mini-batch. The ranks add these up as plain arrays, and pool the
-running state afterwards. The loop works, and shows gop and gplus. But the weights depend on the
-number of ranks. Each epoch ends as soon as one rank runs out of images, and the others drop their
-remaining images. custom_loop.py has neither fault, and is shorter.
+Each rank shuffles and reads its own images, normalizes with its own statistics, and weights its
+loss and gradients by its part of the mini-batch. The ranks add up the losses and gradients as plain
+arrays, and then pool the running state. The loop works, and demonstrates gop and gplus. However,
+the weights depend on the number of ranks. Each epoch ends as soon as one rank runs out of images,
+and the other ranks drop their remaining images. custom_loop.py has neither fault, and is shorter.
 
     mpirun -n 4 python examples/matlab_loop.py [FOLDER OF IMAGES] [EPOCHS]
 """
@@ -21,7 +21,7 @@ def model_loss(net, images, labels):
 def aggregate_state(world, weight, before, after, decay=0.1):
     """Return the running state of the mini-batch, pooled from the ranks' updates of the old state.
 
-    The statistics of a rank's own images are (after - (1 - decay) * before) / decay; the variance
+    The statistics of a rank's own images are (after - (1 - decay) * before) / decay. The variance
     of all images is the mean of the variances plus the variance of the means.
     """
     own = {name: (after[name] - (1 - decay) * old) / decay for name, old in before.items()}
@@ -37,7 +37,7 @@ def aggregate_state(world, weight, before, after, decay=0.1):
 
 
 def main(data="digits", epochs=20):
-    world, alone = dl.World(), dl.OneRank()  # all ranks; this rank alone
+    world, alone = dl.World(), dl.OneRank()  # all ranks; only this rank
     images, _ = dl.data.open_data(data, world)
     train, test = images.split(0.9, seed=0)
     own = train.subset(range(world.rank, len(train), world.size))  # partition(imds, N, i)
@@ -51,7 +51,7 @@ def main(data="digits", epochs=20):
         batch = next(batches, None)
         while world.gop("and", batch is not None):  # gop(@and, hasdata(mbq))
             loss, gradients, state = dl.value_and_grad(model_loss)(net, *batch)
-            loss, gradients = alone.gplus(loss), alone.gplus(gradients)  # this rank's, as arrays
+            loss, gradients = alone.gplus(loss), alone.gplus(gradients)  # own values, as arrays
             count = batch[0].batch.count
             weight = count / world.gplus(count)
             loss = world.gplus(weight * loss)

@@ -22,7 +22,7 @@ PER_CLASS = 20
 
 
 def halves(images):
-    """Return two sets: the images of the first half of the classes, and the others."""
+    """Return two sets: the images of the first and of the second half of the classes."""
     middle = len(images.classes) // 2
     sets = []
     for first, stop in ((0, middle), (middle, len(images.classes))):
@@ -44,8 +44,8 @@ def main(data=None, epochs=40, pretraining_epochs=3):
     test = halves(test)[1]
     few, _ = images.split(min(1.0, PER_CLASS / max(np.bincount(images.labels))))
 
-    # A pretrained network. The white paper loads AlexNet, as dl.load_model, dl.load_onnx and
-    # dl.load_weights do.
+    # Get a pretrained network. The white paper loads AlexNet, which dl.load_model, dl.load_onnx or
+    # dl.load_weights could do.
     pretrained = dl.nn.zoo.digits(images.image_shape, len(first_half.classes))
     options = dl.TrainingOptions.from_recipe(
         "digits", epochs=int(pretraining_epochs), plots="none", verbose="off"
@@ -53,11 +53,11 @@ def main(data=None, epochs=40, pretraining_epochs=3):
     dl.train(pretrained, first_half, options, world=world)
     world.report(pretrained_on=", ".join(pretrained.classes))
 
-    # 1. Look at the layers. The last one has an output for each old class.
+    # 1. Look at the layers. The last layer has an output for each old class.
     if world.rank == 0:
         print(pretrained, "\nThe new classes:", ", ".join(few.classes))
 
-    # 2. Replace the last layer. The new one learns 20 times as fast as the others.
+    # 2. Replace the last layer. The new layer learns 20 times as fast as the other layers.
     net = dl.transfer(pretrained, few.classes, new_layer_factor=20)
 
     # 3. Scale the mini-batch and the learning rate by the number of workers. The rate drops to a

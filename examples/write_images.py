@@ -2,9 +2,9 @@
 
     python examples/write_images.py [FOLDER] [IMAGES PER CLASS] [FIRST IMAGE OF EACH CLASS]
 
-FOLDER/images has a sub-folder of PNG files for each class, as `--data` expects it. The images of a
-class are numbered from 0; by default, the first 200 are written. FOLDER/new has 20 further images
-without labels; their names begin with the digit that they show.
+FOLDER/images has a sub-folder of PNG files for each class, as `--data` expects. The images of a
+class are numbered from 0. By default, the first 200 images are written. FOLDER/new has 20 more
+images without labels, whose names begin with the digit in the image.
 """
 
 import sys

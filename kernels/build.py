@@ -1,7 +1,7 @@
 """Compile kernels/cpu into one shared library per build: `python kernels/build.py`.
 
-A build is the library compiled from the sources for one instruction set. setup.py, run/train and
-the tests load this file by its path. It needs only Python's standard library.
+A build is the library for one instruction set. setup.py, run/train and the tests load this file by
+its path, so it uses only Python's standard library.
 """
 
 import argparse
@@ -24,11 +24,12 @@ SOURCES = os.path.join(FOLDER, "cpu")
 LIB = os.path.join(FOLDER, "lib")
 OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
 
-# The kernels add and multiply in a fixed order. No flag may allow the compiler to change it.
+# The kernels add and multiply in a fixed order. No flag may allow the compiler to change this
+# order.
 FLAGS = (
     "-std=gnu11 -O3 -fPIC -fvisibility=hidden -pthread -ffp-contract=off -fno-math-errno "
     "-Wall -Wextra -Wmissing-prototypes -Wstrict-prototypes -Wno-pass-failed "
-    "-Wno-unused-parameter"  # callbacks of one type share a signature, and some ignore arguments
+    "-Wno-unused-parameter"  # callbacks have a common signature; some ignore arguments
 ).split()
 # Features are listed one by one because older compilers do not know -march=x86-64-v3.
 AVX2 = "-mavx2 -mfma -mbmi -mbmi2".split()
@@ -40,7 +41,7 @@ SANITIZE = (
 
 
 class Failed(Exception):
-    """The compiler is missing or failed; `output` is what it printed to stderr."""
+    """Raised if the compiler is missing or fails; `output` is the compiler's stderr."""
 
     output = ""
 
@@ -56,8 +57,8 @@ def find_compiler(command=None):
     Parameters
     ----------
     command : str, optional
-        Command to use. By default, the environment variable CC, or else the first of cc, gcc and
-        clang that is on PATH.
+        Command to use. Default: the environment variable CC if set, otherwise the first of cc,
+        gcc and clang that is on PATH.
 
     Raises
     ------
@@ -119,7 +120,7 @@ def calls():
     cases = []
     for number, (_, name, parameters) in enumerate(functions):
         if name == "play" or parameters == "void" or "(" in parameters:
-            continue  # only functions of numbers and addresses are recorded
+            continue  # recorded calls have only numbers and addresses as arguments
         values = []
         for i, parameter in enumerate(parameters.split(",")):
             kind = re.fullmatch(r"\s*(?:const )?(\w+) ?(\*?)\w*\s*", parameter)
@@ -167,10 +168,10 @@ def _run(command):
 
 @contextlib.contextmanager
 def _replaced(path):
-    """Yield the name of a new file, which replaces `path` at the end of the `with` block.
+    """Yield the name of a new file. At the end of the `with` block, it replaces `path`.
 
-    If the block raises an exception, the new file is removed. Its name is unique, because two hosts
-    may compile in the same file system at once.
+    If the block raises an exception, the new file is removed. The name is unique, because two hosts
+    may compile in the same file system at the same time.
     """
     new = f"{path}.{uuid.uuid4().hex}"
     try:
@@ -188,7 +189,7 @@ def _object(compiler, version, flags, name):
     stem = f"{name.removesuffix('.c')}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     out = os.path.join(OBJECTS, f"{stem}.o")
     if os.path.exists(out):
-        with contextlib.suppress(OSError):  # the file of another user
+        with contextlib.suppress(OSError):  # the file may belong to another user
             os.utime(out)
         return out, ""
     source = os.path.join(SOURCES, name)
@@ -200,15 +201,15 @@ def _object(compiler, version, flags, name):
 def _remove_old_objects(days=30):
     """Remove objects that no compilation has used in the last `days` days."""
     for entry in os.scandir(OBJECTS):
-        with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+        with contextlib.suppress(OSError):  # may belong to another user or be gone
             if entry.stat().st_mtime < time.time() - days * 86400:
                 os.unlink(entry)
 
 
 def _show_progress(jobs):
-    """Wait for jobs, and write to stderr how many have ended.
+    """Wait for jobs, and report to stderr how many are done.
 
-    A terminal gets one line that changes each second; otherwise there is a line every 9 s.
+    A terminal gets one line, updated every second. Other outputs get a new line every 9 seconds.
     """
     start = line_time = time.monotonic()
     is_terminal = sys.stderr.isatty()
@@ -226,8 +227,8 @@ def _show_progress(jobs):
 def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
     """Compile builds in parallel into a folder.
 
-    A library is replaced atomically when the new one is complete. Processes that use the old
-    library can continue to use it.
+    An existing library is replaced atomically after the new library is complete. Processes that
+    loaded the old library can continue to use it.
 
     Parameters
     ----------
@@ -238,14 +239,14 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
     compiler : list of str
         Command of the compiler, as returned by `find_compiler`.
     extra : list of str
-        Further flags.
+        Additional compiler flags.
     is_verbose : bool
-        Whether to write to stderr how many files have been compiled, while it takes seconds.
+        Whether to report progress to stderr if compiling takes more than a second.
 
     Returns
     -------
     {str: Failed}
-        The builds that failed, and why.
+        The error of each failed build.
 
     Raises
     ------
@@ -255,7 +256,7 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
     version = _run([*compiler, "--version"]).stdout
     os.makedirs(OBJECTS, exist_ok=True)
     os.makedirs(folder, exist_ok=True)
-    # all symbols must be defined, except those of a sanitizer's library
+    # symbols must be defined, except for those of a sanitizer's library
     link = ["-shared"] if extra else ["-shared", "-Wl,-z,defs"]
     failures, warnings = {}, {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -273,7 +274,7 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
         for build in names:
             try:
                 objects, messages = zip(*(job.result() for job in jobs[build]), strict=True)
-                warnings |= dict.fromkeys(messages)  # mostly the same for all builds
+                warnings |= dict.fromkeys(messages)  # most warnings are the same for all builds
                 with _replaced(library_path(build, folder)) as new:
                     _run([*compiler, *flags[build], *link, *objects, "-lm", "-o", new])
             except Failed as error:

@@ -3,7 +3,7 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
-# First of all: a signal may arrive during the imports below.
+# This import must come first, because a signal may arrive during the imports below.
 from mpidl import startup
 
 startup.begin()
@@ -29,7 +29,6 @@ from mpidl.autodiff import check_vjp as check_vjp
 from mpidl.autodiff import op as op
 from mpidl.autodiff import value_and_grad as value_and_grad
 from mpidl.backends import configure as configure
-from mpidl.binary_cross_entropy_loss import BinaryCrossEntropy as BinaryCrossEntropy
 from mpidl.blocks import Batch as Batch
 from mpidl.blocks import Blocked as Blocked
 from mpidl.blocks import OneRank as OneRank
@@ -37,7 +36,6 @@ from mpidl.blocks import from_images as from_images
 from mpidl.blocks import share as share
 from mpidl.comm import World as World
 from mpidl.comm.launch import launch as launch
-from mpidl.cross_entropy_loss import CrossEntropy as CrossEntropy
 from mpidl.data import ArrayDatastore as ArrayDatastore
 from mpidl.data import Augmenter as Augmenter
 from mpidl.data import ImageFolder as ImageFolder
@@ -61,6 +59,9 @@ from mpidl.interchange.onnx_export import save_onnx as save_onnx
 from mpidl.interchange.onnx_import import load_onnx as load_onnx
 from mpidl.interchange.weights import load_weights as load_weights
 from mpidl.interchange.weights import save_weights as save_weights
+from mpidl.losses import BinaryCrossEntropy as BinaryCrossEntropy
+from mpidl.losses import CrossEntropy as CrossEntropy
+from mpidl.losses import Dice as Dice
 from mpidl.nn import Network as Network
 from mpidl.nn import analyze as analyze
 from mpidl.nn.layers.activation import *
@@ -92,7 +93,6 @@ from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
-from mpidl.soft_dice_loss import Dice as Dice
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
@@ -108,8 +108,9 @@ from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
 from mpidl.training.tracking_hooks import WandbHook as WandbHook
 from mpidl.training.train import train as train
+from mpidl.training.whitening import whiten as whiten
 
-if not TYPE_CHECKING:  # for a type checker, an unknown name is an error
+if not TYPE_CHECKING:  # type checkers must report unknown names
     from mpidl import matlab_names
 
     __getattr__ = matlab_names.missing_name

@@ -1,8 +1,9 @@
 """Store values per image in blocks of 16 consecutive images of the global mini-batch.
 
-Per-image values are arrays of shape (blocks, *image shape, 16). Each of the 16 lanes of a block
-holds the entry of one image. Each rank computes whole blocks of a mini-batch. The blocks are also
-the leaves of the reduction tree, which adds up per-image values over a mini-batch (see `fold`).
+Per-image values are arrays of shape (blocks, *image_shape, 16). Each of the 16 lanes of a block
+holds the entry of one image. The blocks of a mini-batch are divided among the ranks, and the blocks
+of a rank are its share. The blocks are also the leaves of the reduction tree, by which per-image
+values are summed over a mini-batch (see `fold`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     def gplus(self, value: Any) -> Any:
-        """Add up a Partial (an unfinished sum), or each Partial in a container, over the ranks."""
+        """Add up a Partial over the ranks, or each Partial in a dict, list or tuple."""
 
 
 def blocks_of(count: int) -> int:
@@ -45,7 +46,7 @@ def blocks_of(count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One global mini-batch and the part of it that this rank holds (its share).
+    """A global mini-batch, and the part that this rank holds (its share).
 
     Parameters
     ----------
@@ -58,13 +59,13 @@ class Batch:
     indices
         Dataset indices of the samples in this rank's share.
     epoch, seed
-        Epoch and seed, which are part of the key from which random numbers are computed.
+        Epoch and seed. Random numbers, such as those of dropout, depend on both.
     device
         The object that stores the image counts and sample numbers in GPU memory. None if the values
         are in host memory.
     total
-        Number of images that a mean is over: of a whole mini-batch, if this is a part of one. By
-        default `count`.
+        Number of images over which means are computed; by default `count`. If this Batch is a part
+        of a mini-batch (gradient accumulation), the number of images in the whole mini-batch.
     """
 
     count: int
@@ -100,7 +101,7 @@ class Batch:
         Returns
         -------
         int
-            From 1 to 16.
+            The number of images, from 1 to 16.
         """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
@@ -110,7 +111,7 @@ class Batch:
         Returns
         -------
         ndarray
-            Counts (blocks,) int32; on a GPU, the total, (1,).
+            Counts (blocks,) int32. On a GPU, the total number of images on this rank, (1,).
         """
         if self.device is not None:
             return self.device.valid(self)
@@ -124,8 +125,8 @@ class Batch:
         epoch
             The epoch as an integer; on a GPU, as an int32 array (1,).
         samples
-            The sample number of each lane, (blocks * 16,) int64 (int32 on a GPU); 0 in unused
-            lanes.
+            The sample number of each lane, (blocks * 16,) int64, or int32 on a GPU. The sample
+            number of an unused lane is 0.
         """
         if self.device is not None:
             return self.device.samples(self)
@@ -163,17 +164,17 @@ class OneRank:
     @overload
     def gplus(self, value: Replicated) -> Replicated: ...
     def gplus(self, value: Any) -> Any:
-        """Add up Partials as `World.gplus` does on one rank.
+        """Convert Partials to totals, as `World.gplus` does on one rank.
 
         Parameters
         ----------
         value
-            A Partial, an array, or a dict, list or tuple of them.
+            A Partial, an array, or a dict, list or tuple of Partials and arrays.
 
         Returns
         -------
         array, dict, list or tuple
-            The totals, in the structure of `value`.
+            The totals, with the structure of `value`. Arrays are returned unchanged.
 
         Raises
         ------
@@ -215,8 +216,8 @@ def share(
     world
         The ranks that share the mini-batch.
     indices
-        Sample numbers of all images of the mini-batch, (count,), the same on every rank; by default
-        0 to count - 1. The Batch keeps only the sample numbers of this rank's images.
+        Sample numbers of all images of the mini-batch, (count,), equal on all ranks; by default 0
+        to count - 1. The Batch keeps only the sample numbers of this rank's images.
     epoch, seed
         Epoch and seed. Random numbers, for example in dropout, depend on the epoch, the seed and
         the sample number.
@@ -227,12 +228,12 @@ def share(
         Whether each rank adds its blocks from left to right instead of by the tree (see
         `fold.Tree`). By default, the setting of the world.
     device
-        The object that stores the counts in GPU memory; by default None, for host memory.
+        The object that stores the counts in GPU memory. By default, the counts are in host memory.
 
     Returns
     -------
     Batch
-        The blocks and the images of this rank, possibly none.
+        The mini-batch, with the share of this rank, which may be empty.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
@@ -254,9 +255,9 @@ class Blocked:
 
     Notes
     -----
-    The last block of a mini-batch may have unused lanes. Unused lanes hold arbitrary finite numbers
-    in a value and zeros in a cotangent. A sum over the products of a value and a cotangent thus
-    needs no mask.
+    The last block of a mini-batch may have unused lanes. Unused lanes contain arbitrary finite
+    numbers in a value, and zeros in a cotangent. A sum of products of a value and a cotangent
+    therefore needs no mask.
     """
 
     __slots__ = ("_lanes", "batch")
@@ -286,12 +287,12 @@ class Blocked:
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """Shape of one image's entry."""
+        """Shape of the entry of one image."""
         return self.lanes.shape[1:-1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(images in the global mini-batch, *image_shape): the same on every rank."""
+        """(images in the global mini-batch, *image_shape), equal on all ranks."""
         return (self.batch.count, *self.image_shape)
 
     @property
@@ -300,34 +301,34 @@ class Blocked:
         return self.lanes.dtype
 
     def like(self, lanes: np.ndarray) -> Blocked:
-        """Return a Blocked value with the given lanes for the same images.
+        """Return a Blocked value for the same images with other lanes.
 
         Parameters
         ----------
         lanes : ndarray
-            Array (blocks, ..., 16) in the layout of `lanes`.
+            Array (blocks, ..., 16) of the new entries.
 
         Returns
         -------
         Blocked
-            The value, which shares the array.
+            The value, which uses the array without a copy.
         """
         return Blocked(lanes, self.batch)
 
     def stored(self) -> Blocked:
-        """Return this value with all lanes in memory; a DeferredActivation computes the lanes.
+        """Return this value with all lanes in memory.
 
         Returns
         -------
         Blocked
-            This value, or a new one whose lanes are computed.
+            This value, or for a DeferredActivation a new value with the computed lanes.
         """
         return self
 
     def block(self, b: int) -> np.ndarray:
-        """Return the images of a block as an array.
+        """Return the entries of a block's images as an array.
 
-        The memory layout is always the same, because NumPy's order of summation depends on it.
+        The array is always C-ordered, because the order in which NumPy sums depends on the layout.
 
         Parameters
         ----------
@@ -337,7 +338,7 @@ class Blocked:
         Returns
         -------
         ndarray
-            C-ordered array (n, *image_shape), n <= 16.
+            C-ordered array (n, *image_shape), where n <= 16 is the number of images in the block.
         """
         lanes = np.asarray(self.lanes)[b]
         return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
@@ -348,7 +349,7 @@ class Blocked:
         Returns
         -------
         ndarray
-            Array (n, *image_shape), n = 0 if the rank has no images.
+            Array (n, *image_shape), where n may be 0.
         """
         flat = np.moveaxis(np.asarray(self.lanes), -1, 1).reshape(-1, *self.image_shape)
         first, last = self.batch.images
@@ -357,12 +358,12 @@ class Blocked:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             "each rank holds only its share of this value's images: use dl.mean(value) or "
-            "dl.sum(value) for the mean or sum over all of them, value.local() for the share"
+            "dl.sum(value) for the mean or sum over all images, value.local() for the share"
         )
 
     mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
 
-    # `ops.arithmetic` defines these operators. If one operand is a Var, Var's operators are used.
+    # `ops.arithmetic` defines these operators. If an operand is a Var, Python uses Var's operators.
     if TYPE_CHECKING:
 
         def __add__(self, other: Factor) -> Blocked: ...
@@ -396,7 +397,7 @@ def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None)
     batch
         The mini-batch that the images belong to.
     dtype
-        Type of the value; by default the type of `images`.
+        Dtype of the value; by default the dtype of `images`.
 
     Returns
     -------

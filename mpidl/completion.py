@@ -1,4 +1,4 @@
-"""Print completion for a shell: `python -m mpidl.completion bash` (see --help)."""
+"""Print a completion script for a shell: `python -m mpidl.completion bash` (see --help)."""
 
 from mpidl.cli.completion import main
 from mpidl.comm import failure

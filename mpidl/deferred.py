@@ -1,7 +1,7 @@
-"""Activations that are not stored, and the sums that belong to their gradients.
+"""Deferred activations, which are computed when they are read, and their gradients.
 
-The ReLU of a batch normalization is kept as the normalization's input. Backends compute the
-activation while they read it, which saves a pass over memory (see `mpidl.nn.fusion`).
+If a ReLU follows a batch normalization, only the normalization's input is stored. Backends compute
+the activation while they read this input, which saves a pass over memory (see `mpidl.nn.fusion`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mpidl.blocks import Batch, Blocked
 
 
 class DeferredInput(NamedTuple):
-    """The operand from which a backend computes max(0, (x - mean) * scale + beta) per channel.
+    """The stored input of an activation max(0, (x - mean) * scale + beta), computed per channel.
 
     Attributes
     ----------
     x
-        Lanes of the normalization's input, (blocks, C, ..., 16).
+        Input of the normalization, (blocks, C, ..., 16).
     mean, scale, beta
         One number per channel, (C,), in the dtype of x.
     """
@@ -110,15 +110,15 @@ class DeferredActivation(DeferredValue):
         return self.deferred
 
     def reshape(self, image_shape: tuple[int, ...]) -> DeferredActivation:
-        """Return the same values with another image shape, still deferred."""
+        """Return a DeferredActivation with the same values and another image shape."""
         return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
 
 
 def readable(value: Blocked) -> np.ndarray | DeferredInput:
-    """Return the operand that a backend reads in the value's image shape.
+    """Return the operand for a backend function that needs the value's image shape.
 
-    For a DeferredActivation whose image shape is unchanged, the operand is the DeferredInput.
-    Otherwise, the operand is the array of lanes.
+    The operand is a DeferredInput for a DeferredActivation that has the image shape of its input.
+    In all other cases, the operand is the array of lanes.
     """
     if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
         return value.lanes

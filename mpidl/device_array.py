@@ -1,4 +1,4 @@
-"""Distinguish arrays in device memory from NumPy arrays, without importing device-specific code."""
+"""Base classes of arrays in device memory, which other code can recognize without GPU imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class OnDevice:
-    """Base class of values in the memory of a device: arrays, and nodes of reduction trees."""
+    """Base class of values in the memory of a device, such as arrays and reduction-tree nodes."""
 
     __slots__ = ()
 
@@ -16,8 +16,8 @@ class OnDevice:
 class DeviceArray(OnDevice):
     """Base class of arrays in the memory of a device.
 
-    `backends.of_array` returns the backend whose functions accept the array. The array has `shape`,
-    `dtype` and `zeros_like()`, and np.asarray copies it to the host.
+    `backends.of_array` returns the backend whose functions accept the array. Subclasses define
+    `shape`, `dtype` and `zeros_like()`. np.asarray copies the array to the host.
     """
 
     __slots__ = ()

@@ -1,17 +1,17 @@
-"""Exceptions for user errors, for runs that cannot continue, and for failures of other ranks."""
+"""Exceptions: errors of the user, runs that cannot continue, and failures of other ranks."""
 
 from __future__ import annotations
 
 from mpidl.text import printable
 
-LONGEST = 1000  # largest number of characters of a message, which may quote a file
+LONGEST = 1000  # maximum number of characters in a message, because it may quote a file
 
 
 class UserError(Exception):
     """Raised if options or data are unusable and the user must correct them.
 
     The message is one line. It names the file or option, and says what was expected and what was
-    found. The commands print it on rank 0 without a traceback, and exit with code 2.
+    found. The commands print the message on rank 0 without a traceback, and exit with code 2.
     """
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class NotFinite(Fault):
     Attributes
     ----------
     description : str
-        Says what is not finite, and at which iteration. The message adds advice.
+        Text that says what is not finite, and at which iteration. The message also has advice.
     """
 
     def __init__(self, description: str, advice: str):
@@ -55,16 +55,16 @@ class LostLock(Fault):
 
 
 class RankError(Exception):
-    """Raised if a rank that `dl.launch` started fails; the message is the rank's traceback.
+    """Raised if a rank that `dl.launch` started fails. The message is the traceback of the rank.
 
-    `__cause__` is the exception of that rank, if it could be transferred to this process.
+    `__cause__` is the exception of the rank, if it could be transferred to this process.
 
     Attributes
     ----------
     rank : int or None
-        The rank that failed; None if it ended without raising an exception.
+        The rank that failed, or None if the rank ended without raising an exception.
     host : str or None
-        The host of that rank; None if the rank ended without raising an exception.
+        The host of the rank, or None if the rank ended without raising an exception.
     """
 
     def __init__(self, text: str, rank: int | None = None, host: str | None = None):

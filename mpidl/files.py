@@ -23,9 +23,9 @@ MAX_REASON = 300  # maximum length in characters, because a library's error may 
 
 
 class Stamp(NamedTuple):
-    """Size and last write time of a file, which are compared to detect changes.
+    """Size and last write time of a file, by which changes of the file are detected.
 
-    For an object of an object store, `written` is a digest of its version.
+    For an object in an object store, `written` is a digest of the object's version.
     """
 
     size: int  # bytes
@@ -38,7 +38,7 @@ def stamp(status: os.stat_result) -> Stamp:
 
 
 def changed(path: str, before: Stamp, now: Stamp) -> UserError:
-    """Return the UserError for a file that has changed since the run began."""
+    """Return a UserError for a file that has changed since the run began."""
     difference = (
         f"{before.size} bytes then, {now.size} now" if before.size != now.size else "same size"
     )
@@ -49,7 +49,7 @@ def changed(path: str, before: Stamp, now: Stamp) -> UserError:
 
 
 def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
-    """Return the UserError for a file that cannot be opened or read."""
+    """Return a UserError for a file that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return UserError(f"{printable(path)}: no such file")
     if isinstance(error, IsADirectoryError):
@@ -61,7 +61,7 @@ def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
 
 
 class RawFile:
-    """A file that is read by byte offset and opened on first use.
+    """A file that is read by byte offset, and opened on first use.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class RawFile:
         self.lock = threading.Lock()
 
     def check(self) -> None:
-        """Open the file if needed; raise UserError if it cannot be opened or has changed."""
+        """Open the file if needed. Raise UserError if it cannot be opened or has changed."""
         try:
             with self.lock:  # several threads may make the first call at the same time
                 if self.descriptor is None:
@@ -119,7 +119,7 @@ class RawFile:
             raise unreadable(self.path, e) from None
         if len(content) == size:
             return content
-        buffer = bytearray(size)  # a signal, or the end of the file
+        buffer = bytearray(size)  # a signal interrupted the call, or the file ends early
         self.read_into(buffer, offset)
         return bytes(buffer)
 
@@ -151,15 +151,15 @@ class RawFile:
 
 
 def on_rank_0(world: Any, function: Callable[[], T]) -> T:
-    """Call a function on rank 0 only and return its result on all ranks. Collective.
+    """Call a function only on rank 0, and return its result on all ranks. Collective.
 
     Only one rank accesses the file system, because requests from a thousand ranks would overload
-    it. If `world` is None, this process calls the function.
+    the file system. If `world` is None, this process calls the function.
 
     Raises
     ------
     UserError, StorageFault, LostLock
-        On all ranks, if the function raises it.
+        On all ranks, if the function raises one of these errors.
     """
     if world is None:
         return function()
@@ -172,7 +172,7 @@ def call_together(world: Any, function: Callable[[], T]) -> T:
     Raises
     ------
     UserError, StorageFault, LostLock
-        On all ranks, if the function raises it on any rank.
+        On all ranks, if the function raises one of these errors on any rank.
     """
     result: Any = None
     error = None
@@ -185,15 +185,15 @@ def call_together(world: Any, function: Callable[[], T]) -> T:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error; for an OSError, without the error number and path."""
+    """Return the message of an error. For an OSError, leave out the error number and the path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def digest(*parts: object) -> str:
     """Return the SHA-256 of strings, numbers, tuples and arrays as a hexadecimal string.
 
-    The length of each part is also hashed, so that moving a boundary between parts changes the
-    result.
+    The length of each part is hashed too. Different parts therefore have different hashes, even if
+    they are equal when joined.
     """
     total = hashlib.sha256()
     for part in parts:
@@ -212,7 +212,7 @@ def write_whole(
     aside: str | os.PathLike | None = None,
     confirm: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write a file completely, or leave it as it was if the write fails.
+    """Write a file completely, or leave the previous file unchanged if the write fails.
 
     Parameters
     ----------
@@ -221,22 +221,22 @@ def write_whole(
     content : bytes
         The bytes to write.
     aside : str, optional
-        Path to which the previous file is renamed; by default it is replaced.
+        Path to which the previous file is renamed; by default, the previous file is replaced.
     confirm : callable, optional
-        Function to call before the renames. If it raises an exception, nothing is renamed.
+        Function that is called before the renames. If it raises an exception, nothing is renamed.
 
     Raises
     ------
     UserError
         If the disk is full, if the folder cannot be written to, or if the path names a device.
     """
-    if _is_special(path):  # a rename would replace it, such as /dev/null for root
+    if _is_special(path):  # for root, a rename would replace a device such as /dev/null
         raise UserError(f"{path}: expected the path of a file, found a device or a pipe")
     folder, name = os.path.split(os.path.abspath(path))
     part = os.path.join(folder, f".{name}.part")
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)  # a process that was suspended while it wrote may still have it open
+            os.unlink(part)  # a suspended process may still have this file open for writing
         with open(part, "wb") as file:
             file.write(content)
             file.flush()
@@ -262,7 +262,7 @@ def _is_special(path):
 
 
 def read_toml(path: str | os.PathLike[str], spelled: str) -> dict[str, Any]:
-    """Read a TOML file; raise UserError, whose message begins with `spelled`, if that fails."""
+    """Read a TOML file. Raise UserError if that fails; the message begins with `spelled`."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10 has no tomllib
@@ -279,7 +279,7 @@ def read_toml(path: str | os.PathLike[str], spelled: str) -> dict[str, Any]:
 def sync_folder(folder: str) -> None:
     """Flush renames in a folder to disk.
 
-    A failing fsync is ignored, because file systems that do not support it do not need it.
+    Errors of fsync are ignored, because file systems that do not support fsync do not need it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
 """Add up the values of a mini-batch in the same order on any number of ranks.
 
-The global mini-batch is divided into blocks of 16 images. The blocks 0 .. leaves-1 are the leaves
-of a binary tree, the reduction tree. A node of the tree is a range (start, stop) of blocks, and the
-value of the root is the total. A node of more than one block splits at the largest power of two
-below its length, so the tree depends only on the number of blocks. Each rank owns a run of
-consecutive blocks and folds (combines) the values of the blocks into the fewest nodes that cover
-the run. The ranks exchange only these nodes (`comm.exchange`). The result has the same bytes on any
+The global mini-batch is divided into blocks of 16 images. The blocks are the leaves of a binary
+tree, the reduction tree. A node of the tree is a range (start, stop) of blocks, and the value of
+the root is the total. A node of more than one block splits at the largest power of two below its
+length, so the tree depends only on the number of blocks. Each rank owns a run of consecutive blocks
+and folds (combines) the values of these blocks into the smallest number of nodes that cover the
+run. The ranks exchange only these nodes (`comm.exchange`). The result has the same bytes on any
 number of ranks, because every addition in the tree has the same two operands.
 
     leaves = 5              (0,5)
@@ -13,8 +13,9 @@ number of ranks, because every addition in the tree has the same two operands.
                   (0,2)   (2,4)   \\
                   0   1   2   3    4
 
-With two ranks owning 0-2 and 3-4, rank 0's nodes are (0,2), (2,3) and rank 1's are (3,4), (4,5).
-This module does arithmetic only: it does not call MPI.
+In this example with two ranks, rank 0 owns the blocks 0 to 2, and its nodes are (0,2) and (2,3).
+Rank 1 owns the blocks 3 and 4, and its nodes are (3,4) and (4,5). This module only computes: it
+does not call MPI.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Combine the moments of two sets of values. The result overwrites `left`.
+    """Combine the moments of two sets of values for C channels. The result overwrites `left`.
 
     Parameters
     ----------
     left, right
         float64 arrays [count, mean(C), M2(C)], where M2 is the sum of squared deviations from the
-        mean. Moments with a count of zero are ignored.
+        mean. A set with a count of zero is ignored.
 
     Notes
     -----
@@ -74,9 +75,10 @@ def split_blocks(leaves: int, ranks: int, load: tuple[int, ...] | None = None) -
     Parameters
     ----------
     load
-        One non-negative weight per rank. A rank of weight 0 is idle. The number of blocks of a rank
-        is proportional to the weight and rounded down. The remaining blocks go to the ranks with
-        the largest remainders, and ties go to the lowest rank. By default, all weights are equal.
+        One non-negative weight per rank; by default, all weights are equal. The number of blocks of
+        a rank is proportional to the weight and rounded down. The remaining blocks go to the ranks
+        with the largest remainders; if remainders are equal, to the lowest rank. A rank with the
+        weight 0 gets no blocks.
 
     Returns
     -------
@@ -101,7 +103,7 @@ def is_node(start: int, stop: int, leaves: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def maximal_nodes(run: Range, leaves: int) -> tuple[Range, ...]:
-    """Return the fewest nodes that cover `run`, in order. An empty run has no nodes."""
+    """Return the smallest list of nodes that covers `run`, in order. An empty run has no nodes."""
     nodes: list[Range] = []
     for leaf in range(*run):
         nodes.append((leaf, leaf + 1))
@@ -112,7 +114,7 @@ def maximal_nodes(run: Range, leaves: int) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class Tree:
-    """The reduction tree over the blocks of a mini-batch, which are divided among the ranks.
+    """The reduction tree over the blocks of a mini-batch, and the blocks of each rank.
 
     Parameters
     ----------
@@ -121,11 +123,11 @@ class Tree:
     runs
         The run of blocks (start, stop) that each rank owns.
     rank
-        The rank that holds this object.
+        Number of this rank.
     plain
         If True, each rank adds up the blocks of its run from left to right into one value, as other
-        libraries do. The order of additions then depends on the number of ranks. Benchmarks compare
-        with this setting, and tests use it as a negative control.
+        libraries do. The order of additions then depends on the number of ranks. Benchmarks use
+        this setting for comparison, and tests use it as a negative control.
     """
 
     leaves: int
@@ -140,7 +142,7 @@ class Tree:
 
     @cached_property
     def nodes(self) -> tuple[tuple[Range, ...], ...]:
-        """The nodes that each rank contributes."""
+        """The nodes that each rank contributes to the tree."""
         if self.plain:
             return tuple((run,) if run[0] < run[1] else () for run in self.runs)
         return tuple(maximal_nodes(run, self.leaves) for run in self.runs)
@@ -154,8 +156,8 @@ class Counter:
     """A binary counter that folds values in the order of their blocks.
 
     A value that completes a node is combined with the value on its left at once. If the result
-    completes a larger node, the result is combined in turn, like a carry in a binary addition. At
-    most log2(leaves) values are kept at a time.
+    completes a larger node, it is combined with the next value on the left, like a carry in a
+    binary addition. At most about log2(leaves) values are kept at a time.
 
     Parameters
     ----------
@@ -202,7 +204,7 @@ class Counter:
         Parameters
         ----------
         shape, dtype
-            Shape and dtype of the sum. A rank without blocks cannot infer them.
+            Shape and dtype of the sum, which a rank without blocks cannot infer.
 
         Raises
         ------
@@ -245,12 +247,12 @@ class Late:
     Parameters
     ----------
     value
-        A function that returns the current value, not yet multiplied by `factor`. None if the
-        device computes the value.
+        A function that returns the current value, without the constant `factor`. None if the device
+        computes the value.
     array
-        The (1,) float64 array in which the device keeps the current value.
+        The (1,) float64 array in which the device stores the current value.
     factor
-        A constant that multiplies the value.
+        A constant by which the value is multiplied.
     """
 
     __slots__ = ("value", "array", "factor")
@@ -270,7 +272,7 @@ class Late:
 
 @dataclass
 class Term:
-    """One sum of a Partial: this rank's nodes, their type, and the factor to apply after the fold.
+    """One sum of a Partial: this rank's nodes, and the factor to apply after the fold.
 
     Attributes
     ----------
@@ -293,21 +295,22 @@ class Term:
     scale: Any = 1.0
 
 
-PLAIN = (int, float, np.ndarray, np.generic)  # types of values that every rank already has
+PLAIN = (int, float, np.ndarray, np.generic)  # types of replicated values, equal on all ranks
 
 
 class Partial:
     """A sum over the images of the mini-batch that is not yet added up over the ranks.
 
-    A Partial is linear: it can be added and scaled. `World.gplus` turns it into an array.
+    Partials can be added to each other and multiplied by a scalar. `World.gplus` converts a Partial
+    to an array.
 
     Parameters
     ----------
     terms
         The sums. Each term is folded and then scaled, and the results are added in order.
     addend
-        A value that every rank already has, such as a penalty, or None. It is added once in total,
-        after all terms.
+        A value that is equal on all ranks, such as a penalty, or None. It is added once, not once
+        per rank, after all terms.
     shape, dtype
         Shape and type of the total.
 
@@ -341,7 +344,7 @@ class Partial:
             addend = _sum_of_present(self.addend, other.addend)
             return Partial([*self.terms, *other.terms], addend, self.shape, self.dtype)
         if not isinstance(other, PLAIN):
-            return NotImplemented  # for example a Var, which handles the addition
+            return NotImplemented  # Python then calls the other operand, such as a Var
         if np.shape(other) not in ((), self.shape):
             raise ValueError(
                 f"cannot add an array of shape {np.shape(other)} to a Partial of shape {self.shape}"
@@ -377,7 +380,7 @@ class Partial:
         return self * (1.0 / float(divisor))
 
     def astype(self, dtype: DTypeLike) -> Partial:
-        """Return a Partial of the same sum, which is converted to `dtype` after the fold.
+        """Return a Partial with the same terms, whose total is converted to `dtype`.
 
         Parameters
         ----------
@@ -387,13 +390,13 @@ class Partial:
         Returns
         -------
         Partial
-            The same terms.
+            The Partial, which shares the terms.
         """
         return Partial(self.terms, self.addend, self.shape, dtype)
 
     @property
     def is_root(self) -> bool:
-        """Whether the total is the root of a single term, neither scaled nor converted."""
+        """Whether the total equals the root of a single term, without scaling or conversion."""
         return (
             len(self.terms) == 1
             and self.addend is None
@@ -424,12 +427,12 @@ class Partial:
         return np.asarray(total, self.dtype).reshape(self.shape)
 
     def local(self) -> np.ndarray:
-        """Return this rank's part of the only term, not scaled; zeros if the rank has no blocks.
+        """Return the sum over this rank's blocks of the only term, without its factor.
 
         Returns
         -------
         ndarray
-            An array of the sum's shape.
+            An array with the shape of the sum. It contains zeros if the rank has no blocks.
         """
         (term,) = self.terms
         parts = [np.array(value) for value in term.nodes] or [np.zeros(self.shape, self.dtype)]
@@ -461,10 +464,9 @@ def _sum_of_present(*values):
 
 
 def replicated(value: Any) -> Partial:
-    """Convert a value that every rank already has to a Partial.
+    """Convert a replicated value, which is equal on all ranks, to a Partial.
 
-    The value is added once, not once per rank, and nothing is exchanged. An array on a GPU stays on
-    the GPU.
+    The total of the Partial is the value itself. An array on a GPU stays on the GPU.
     """
     value = value if is_device_array(value) else np.asarray(value)
     return Partial([], value, value.shape, value.dtype)

@@ -1,9 +1,9 @@
 """Compute random numbers from a key instead of drawing them from a stream.
 
-A number depends only on (seed, purpose, epoch, sample, element). Every rank and every thread gets
-the same number, whatever the order of requests, and also after a resume. The generator is
-Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is a
-hash of (seed, purpose), and its counter is (element, sample, epoch, 0).
+A number depends only on (seed, purpose, epoch, sample, element). Therefore every rank and every
+thread gets the same number, in any order of requests, and also in a resumed run. The generator is
+Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key of
+the generator is a hash of (seed, purpose), and the counter is (element, sample, epoch, 0).
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
     count
         Number of words.
     epoch, sample
-        Epoch and sample for which to generate words; they are part of the Philox counter.
+        Epoch and sample number; each pair has different words.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def key_of(seed: int, purpose: str) -> np.ndarray:
     seed : int
         Seed of the run.
     purpose : str
-        Use of the numbers, such as "order"; numbers of different purposes are independent.
+        Use of the numbers, such as "order". Numbers for different purposes are independent.
 
     Returns
     -------
@@ -63,9 +63,9 @@ def uniform(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int 
     purpose : str
         Use of the numbers.
     count : int
-        Number of results.
+        Number of random numbers.
     epoch, sample : int
-        Epoch and number of the sample; each pair has different numbers.
+        Epoch and sample number; each pair has different random numbers.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def uniform(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int 
 
 
 def permutation(n: int, seed: int, purpose: str, *, epoch: int = 0) -> np.ndarray:
-    """Return a permutation of range(n): the stable argsort of n random words.
+    """Return a random permutation of range(n): the stable argsort of n random words.
 
     `Generator.permutation` is not used, because its result may change between versions of NumPy.
 

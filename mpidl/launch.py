@@ -1,4 +1,4 @@
-"""Start a training again if it dies: `python -m mpidl.launch -- mpirun ...` (options: --help)."""
+"""Restart a training whenever it dies: `python -m mpidl.launch -- mpirun ...` (see --help)."""
 
 from mpidl.cli.launch import main
 from mpidl.comm import failure

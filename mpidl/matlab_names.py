@@ -1,6 +1,6 @@
-"""Explain MATLAB's names, and its names of arguments, by mpidl's equivalents.
+"""Suggest mpidl's equivalents for names of functions and arguments in MATLAB.
 
-`mpidl.trainNetwork` raises an AttributeError that names `dl.train`; `hasattr` is therefore False.
+For example, `mpidl.trainNetwork` raises an AttributeError whose message names `dl.train`.
 docs/matlab.md has the same names in tables.
 """
 
@@ -22,7 +22,7 @@ _NETWORK = "dl.Network([...], input_shape); layers name their inputs (after=, in
 _SCORES = "the network's scores and a loss of dl.TrainingOptions(loss=...)"
 _TRAIN = "dl.train(net, images, dl.TrainingOptions(...))"
 
-# {MATLAB's name: mpidl's call}; a call in text is between back quotes.
+# {name in MATLAB: equivalent in mpidl}. Code within a sentence is between back quotes.
 NAMES: dict[str, str] = {
     # training
     "trainNetwork": _TRAIN,
@@ -166,7 +166,7 @@ NAMES: dict[str, str] = {
     "load": "dl.load_model(path)",
 }
 
-# {argument in MATLAB or another library, lower case, no underscores: argument in mpidl}
+# {argument in MATLAB or another library, in lower case without underscores: argument in mpidl}
 ARGUMENTS = {
     "colorpreprocessing": "colour",
     "classnames": "classes",
@@ -180,7 +180,7 @@ ARGUMENTS = {
     "readfcn": "preprocess",
     "readsize": "batch_size",
 }
-# {argument of MATLAB without a counterpart: remark}
+# {argument in MATLAB without an equivalent in mpidl: explanation}
 REMARKS = {
     "includesubfolders": "sub-folders are always included",
     "labelsource": "the label of an image is always the name of its sub-folder",
@@ -197,9 +197,9 @@ REMARKS = {
 
 
 def missing_name(name: str) -> NoReturn:
-    """Raise the AttributeError for a name that `mpidl` does not define; its `__getattr__`.
+    """Raise AttributeError for a name that `mpidl` does not define. This is `mpidl.__getattr__`.
 
-    The message names the call for a name of MATLAB, or else the most similar name.
+    The message contains the equivalent of a MATLAB name, or else the most similar name.
     """
     package = sys.modules["mpidl"]
     text = f"module 'mpidl' has no attribute {name!r}"
@@ -212,9 +212,10 @@ def missing_name(name: str) -> NoReturn:
 
 
 def explain_arguments(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function explain unknown keyword arguments, such as MATLAB's, in one line.
+    """Make a function explain unknown keyword arguments, such as names from MATLAB.
 
-    The TypeError suggests the most similar argument, or says why mpidl does not need it.
+    The function then raises a TypeError that suggests the equivalent or most similar argument, or
+    says why mpidl does not need the argument.
     """
     parameters = inspect.signature(function).parameters
     owner = function.__qualname__.removesuffix(".__init__")

@@ -1,4 +1,4 @@
-"""Pack images into one file: `python -m mpidl.pack photos photos.h5` (options: --help)."""
+"""Pack images into one file: `python -m mpidl.pack photos photos.h5` (see --help)."""
 
 from mpidl.cli.pack import main
 from mpidl.comm import failure

@@ -1,11 +1,11 @@
 """Measure how long this process computes, waits and sums, and store spans for a timeline.
 
-The time of the main thread always belongs to one of five kinds. `Phase` switches to another kind
-for the duration of a block, and nested phases take their time out of the outer one. `seconds`
-returns the total of each kind. This accounting is always on.
+The time of the main thread is always counted under one of five kinds. `Phase` switches to another
+kind for the duration of a `with` block. The time of a nested phase does not count for the outer
+phase. `seconds` returns the total of each kind. This measurement is always on.
 
-Spans are named intervals of time. They are stored only between `store_spans` and `take_spans`.
-The names of the open spans also say where in a training step a sum or a wait happens.
+Spans are named intervals of time. Spans are stored only between `store_spans` and `take_spans`. The
+names of the open spans also say in which part of a training step a sum or a wait happens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 KINDS = ("other", "input", "compute", "wait", "sum")
 OTHER, INPUT, COMPUTE, WAIT, SUM = range(len(KINDS))
 
-# Tracks of spans. The spans of a track are nested, except for those of SUMS, which overlap.
+# Tracks of spans. Spans on the track SUMS may overlap; on the other tracks, spans are nested.
 MAIN, SUMS, GPU, ITERATIONS = "main", "sums", "gpu", "iterations"
 
 SPAN = np.dtype([("start", "<i8"), ("end", "<i8"), ("label", "<u4"), ("size", "<u4")])
-BRIEF = 5_000  # shorter spans of polling are not stored, ns
+BRIEF = 5_000  # minimum duration in nanoseconds of stored spans of polling
 
 _pack = Struct("<qqII").pack_into
 _totals, _kind, _since = [0] * len(KINDS), OTHER, now()
@@ -38,17 +38,17 @@ _iteration_start = 0
 
 
 class Spans:
-    """Bounded memory for spans. Any thread may add spans.
+    """Memory for a limited number of spans. Any thread may add spans.
 
     Parameters
     ----------
     capacity : int
-        Number of spans that fit.
+        Maximum number of spans.
 
     Attributes
     ----------
     labels : dict
-        {(track, category, name): index}; the field `label` of a span holds the index.
+        {(track, category, name): index}. The field `label` of a span is such an index.
     is_full : bool
         Whether spans were dropped because the memory was full.
     """
@@ -67,7 +67,7 @@ class Spans:
         Parameters
         ----------
         track : str
-            Name of the thread, or one of the tracks of this module.
+            Name of a thread, or one of the tracks defined in this module.
         category : str
             Kind of the span, such as "wait".
         name : str
@@ -75,7 +75,7 @@ class Spans:
         start, end : int
             Times in nanoseconds, from the clock `now`.
         size : int
-            Bytes of a sum, or number of an iteration.
+            Size of a sum in bytes, or number of an iteration.
         """
         label = self.labels.get((track, category, name))
         if label is None:
@@ -88,7 +88,7 @@ class Spans:
             self.is_full = True
 
     def array(self) -> np.ndarray:
-        """Return the spans, roughly in the order in which they ended, as an array of `SPAN`.
+        """Return the spans as an array of dtype `SPAN`, roughly in the order in which they ended.
 
         No span can be added afterwards.
         """
@@ -98,9 +98,9 @@ class Spans:
 
 
 class Phase:
-    """Context manager: count the time of a block under a kind, and store it as a span.
+    """Context manager that counts the time of a block under a kind and stores the block as a span.
 
-    Only the main thread, which computes and calls MPI, uses phases.
+    Only the main thread, which computes and calls MPI, may use phases.
 
     Parameters
     ----------
@@ -133,21 +133,21 @@ class Phase:
 
 
 def move(kind: int, nanoseconds: int) -> None:
-    """Count some of the time since the last change of kind under another kind.
+    """Count a part of the time since the last change of kind under another kind.
 
     Parameters
     ----------
     kind : int
         The other kind.
     nanoseconds : int
-        The time.
+        The time to count under the other kind.
     """
     _totals[_kind] -= nanoseconds
     _totals[kind] += nanoseconds
 
 
 class _Span:
-    """Context manager of a span that does not change the kind of time."""
+    """Context manager that stores a block as a span, without changing the kind of time."""
 
     __slots__ = ("_name", "_start")
 
@@ -166,7 +166,7 @@ class _Span:
 
 
 class _Layer:
-    """Context manager of the span of a layer, which is the current layer in the block."""
+    """Context manager that stores a block as the span of a layer, and sets the current layer."""
 
     __slots__ = ("_name", "_start", "_outer")
 
@@ -199,7 +199,7 @@ _no_span = _NoSpan()
 
 
 def span(name: str) -> _Span | _NoSpan:
-    """Return a context manager that stores a block of the main thread as a span."""
+    """Return a context manager for the main thread that stores a block as a span."""
     return _no_span if _spans is None else _Span(name)
 
 
@@ -214,17 +214,17 @@ def current_layer() -> str | None:
 
 
 def place() -> str:
-    """Return the names of the open spans, such as "backward / conv2", or ""."""
+    """Return the names of the open spans, such as "backward / conv2", or "" if none is open."""
     return " / ".join(_open)
 
 
 def iteration_ends(number: int | None = None) -> None:
-    """Store the span of an iteration, which began when this function was last called.
+    """Store a span from the last call of this function until now, as the span of an iteration.
 
     Parameters
     ----------
     number : int, optional
-        Number of the iteration. Without a number, the next iteration begins and no span is stored.
+        Number of the iteration. If None, no span is stored, and the next iteration begins now.
     """
     global _iteration_start
     time = now()
@@ -234,19 +234,19 @@ def iteration_ends(number: int | None = None) -> None:
 
 
 def spans() -> Spans | None:
-    """Return the memory for spans, or None if no spans are stored."""
+    """Return the current Spans, or None if spans are not being stored."""
     return _spans
 
 
 def store_spans(capacity: int) -> None:
-    """Start to store spans, at most `capacity` of them."""
+    """Start to store spans. At most `capacity` spans are stored."""
     global _spans, _iteration_start
     _spans, _iteration_start = Spans(capacity), 0
     _open.clear()
 
 
 def take_spans() -> Spans | None:
-    """Stop storing spans, and return those that were stored."""
+    """Stop storing spans, and return the stored spans, or None if spans were not being stored."""
     global _spans, _layer
     stored, _spans, _layer = _spans, None, None
     _open.clear()
@@ -255,7 +255,7 @@ def take_spans() -> Spans | None:
 
 @contextlib.contextmanager
 def named_places() -> Iterator[None]:
-    """Let `place` name the open spans in a block, even if no spans are stored."""
+    """Make `place` return the open spans within the `with` block, even if spans are not stored."""
     if _spans is not None:
         yield
         return

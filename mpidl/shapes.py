@@ -1,8 +1,8 @@
 """Compute output shapes of convolution and pooling, "same" padding, and windows over channels.
 
-A pair is `(down, across)`. Padding and cropping are `((top, bottom), (left, right))`. Shapes are
-those of one image. The functions do not check their arguments; `ops.check` validates them
-beforehand.
+A pair is `(down, across)`. Padding and cropping are `((top, bottom), (left, right))`. All shapes
+are for one image. The functions do not check their arguments, because callers have checked them
+with `ops.check`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 Pair = tuple[int, int]
 Pads = tuple[tuple[int, int], tuple[int, int]]
 
-PLAIN = (1, 1), 1  # (dilation, groups) of a convolution that uses neither
+PLAIN = (1, 1), 1  # (dilation, groups) of a convolution without dilation and groups
 
 
 def conv2d_shape(
@@ -58,7 +58,7 @@ def same_padding(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> Pads:
-    """Return the padding for which the output size is ceil(H / stride) x ceil(W / stride).
+    """Return the padding that makes the output size ceil(H / stride) x ceil(W / stride).
 
     `image_size` is (H, W). If an axis needs an odd number of padded pixels, the extra one is at the
     bottom or on the right.
@@ -72,7 +72,7 @@ def same_padding(
 
 
 def same_cropping(size: Sequence[int], stride: Sequence[int]) -> Pads:
-    """Return the cropping for which a transposed convolution enlarges images `stride` times.
+    """Return the cropping that makes a transposed convolution enlarge images `stride` times.
 
     `size` must be at least the stride. If an axis needs an odd number of cropped pixels, the extra
     one is cropped at the bottom or on the right.
@@ -85,8 +85,8 @@ def same_cropping(size: Sequence[int], stride: Sequence[int]) -> Pads:
 
 
 def channel_window(size: int) -> Pair:
-    """Return the numbers of channels before and after a channel in its window of `size` channels.
+    """Return (channels before, channels after) a channel in its window of `size` channels.
 
-    If `size` is even, the window has one more channel after than before, as in MATLAB.
+    If `size` is even, there is one more channel after than before, as in MATLAB.
     """
     return (size - 1) // 2, size // 2

@@ -1,6 +1,6 @@
-"""Start a side process: a Python process that serves this process and takes no part in an MPI job.
+"""Start a side process: a Python process that works for this process but is not an MPI rank.
 
-The side process ends when its stdin ends, so it never outlives the process that has started it.
+The side process ends when its stdin ends. It therefore never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 # Prefixes of the variables that MPI launchers set. If a library such as h5py loads MPI, these
 # variables would make the side process act as a rank.
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
-# Schedulers and terminals send these signals to all processes of a job; only ranks react to them.
+# Schedulers and terminals send these signals to all processes of a job. Only ranks must react.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-NICE = 5  # niceness that gives way to the training
+NICE = 5  # niceness of the side process, so that the training has priority
 
 
 def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
     """Start Python in a side process.
 
-    The side process does not receive the signals that end a job, not even while Python starts: a
-    process inherits blocked signals, so these signals stay blocked.
+    The signals that end a job are blocked in the side process, even while Python starts, because a
+    process inherits blocked signals.
 
     Parameters
     ----------
     arguments : sequence of str
         Arguments of Python.
     **keywords
-        Arguments of Popen except stdin, which is a pipe.
+        Arguments of Popen, except for stdin, which is a pipe.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
     Raises
     ------
     OSError
-        If the side process cannot be started, for example at a limit on the number of processes.
+        If the side process cannot be started, for example because of a limit on processes.
     """
     environment = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -59,7 +59,7 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
 
 
 def give_way() -> None:
-    """Let this process run on any core, and let the training go first."""
+    """Give this process a lower priority than the training, and let it run on any core."""
     os.nice(NICE)
-    with contextlib.suppress(OSError, AttributeError):  # leave the core to which rank 0 is bound
+    with contextlib.suppress(OSError, AttributeError):  # otherwise it shares the core of rank 0
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,15 +1,15 @@
 """Prepare a command before NumPy and MPI load: handle signals, and import with few system calls.
 
-A scheduler may send USR1 or TERM while a command still imports its modules. Their default action
-would kill the rank. The commands that stop with a checkpoint therefore first install handlers that
-note these signals, and `failure.Signals` reads the note when it takes over.
+A scheduler may send the signals USR1 or TERM while a command still imports its modules. By default,
+these signals would kill the rank. Commands that stop with a checkpoint therefore first install
+handlers that store the name of the signal. `failure.Signals` reads this name later.
 
-For each module, Python calls the file system six times: once for the status of the folder, twice
-for the status of the file, once to open the bytecode and twice for the status of the bytecode. If
-thousands of ranks start at the same time, this slows a parallel file system. In a command, two
-calls remain.
+For each module, Python accesses the file system six times: once for the status of the folder, twice
+for the status of the file, once to open the bytecode, and twice for the status of the bytecode. If
+thousands of ranks start at the same time, these accesses slow a parallel file system. In a command,
+this module reduces the six accesses to two.
 
-In a user's program this module changes nothing.
+In other programs, this module changes nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ NUMBERS = (signal.SIGUSR1, signal.SIGTERM)
 omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
 early_signal: str | None = None  # name of the last signal that `note` received
 
-# Private parts of CPython, at least 3.10 to 3.14; without them, imports stay as they are.
+# Private parts of CPython, which exist at least in versions 3.10 to 3.14. If they are missing,
+# imports are not changed.
 _importer: Any = sys.modules.get("_frozen_importlib_external")
 _has_parts = hasattr(_importer, "_path_stat") and hasattr(_importer, "FileLoader")
 _usual = (_importer._path_stat, _importer.FileLoader.get_data) if _has_parts else None
 
 
 def command() -> str | None:
-    """Return the name of the command that this process runs, or None in another program.
+    """Return the name of the mpidl command that this process runs, or None in another program.
 
-    Python imports the package before the module of ``python -m mpidl.train``. At that time
-    sys.argv[0] is still "-m".
+    ``python -m mpidl.train`` imports the package before the module. At that time, sys.argv[0] is
+    still "-m".
     """
     program = sys.modules.get("mpidl_command")
     if program is not None and program.command:
@@ -53,16 +54,16 @@ def command() -> str | None:
 
 
 def begin() -> None:
-    """Prepare this process if it runs a command: note signals, and let pending signals in.
+    """Prepare this process if it runs a command: set signal handlers, and speed up imports.
 
     ``env --block-signal=USR1,TERM python -m mpidl.train`` blocks the signals before Python starts.
-    They stay pending until this function has set the handlers.
+    Blocked signals stay pending. This function sets the handlers and then unblocks the signals.
     """
     name = command()
     if name in STOPPABLE:
         for number in NUMBERS:
             signal.signal(number, note)
-            signal.siginterrupt(number, False)  # MPI_Init restarts its system calls
+            signal.siginterrupt(number, False)  # restart interrupted system calls of MPI_Init
     if name is not None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
     if name is not None and _usual is not None:
@@ -71,26 +72,26 @@ def begin() -> None:
 
 
 def end_imports() -> None:
-    """Import later modules as usual, because files may change from now on."""
+    """Restore Python's usual imports, because files may change from now on."""
     if _usual is not None:
         _importer._path_stat, _importer.FileLoader.get_data = _usual
 
 
 def note(number: int, frame: object) -> None:
-    """Remember a signal for `failure.Signals`."""
+    """Store the name of a signal for `failure.Signals`."""
     global early_signal
     early_signal = signal.Signals(number).name
 
 
 def end() -> None:
-    """Ignore further signals, which would change the exit code of a command that has ended."""
+    """Ignore further signals, because they would change the exit code of the ended command."""
     for number in NUMBERS:
         if signal.getsignal(number) is note:
             signal.signal(number, signal.SIG_IGN)
 
 
 def _remembering(ask):
-    """Return a function that calls `ask` once per path, unless it raises an exception."""
+    """Return a function that caches the result of ask(path). Exceptions are not cached."""
     answers = {}
 
     def status(path):
@@ -102,7 +103,7 @@ def _remembering(ask):
 
 
 def _read_file(loader, path):
-    """Return the bytes of a file, as the method `get_data` of a loader."""
+    """Return the bytes of a file, as a replacement for the method `get_data` of a loader."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         parts = []

@@ -1,4 +1,4 @@
-"""Train many models at once: `mpirun -n 8 python -m mpidl.sweep FILE.toml` (options: --help)."""
+"""Train many models at once: `mpirun -n 8 python -m mpidl.sweep FILE.toml` (see --help)."""
 
 from mpidl.cli.sweep import main
 from mpidl.comm import failure

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-NAMES_IN_A_LINE = 10  # `name_list` prints this many names and counts the others
+NAMES_IN_A_LINE = 10  # maximum number of names that `name_list` writes; the rest are only counted
 
 
 def printable(path: str | bytes | os.PathLike) -> str:
@@ -28,12 +28,13 @@ def _escape(character):
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that adds an extra of setup.cfg to this environment.
+    """Return the command that installs an extra of setup.cfg in this environment.
 
-    The command names the package if pip has installed it, even from a checkout. Otherwise it names
-    the folder that Python imports, because another package of this name may be in an index.
+    The command contains the name of the package if pip has installed the package, even from a
+    checkout. Otherwise the command contains the folder that Python imports, because a package index
+    may have another package with this name.
     """
-    import importlib.metadata  # imported late, because only errors need it
+    import importlib.metadata  # imported here, because only error messages need it
 
     try:
         importlib.metadata.distribution("mpidl")
@@ -44,14 +45,17 @@ def pip_install(extra: str) -> str:
 
 
 def name_list(names: Sequence[str]) -> str:
-    """Join names with commas: "circle, square, triangle". Names after the 10th are only counted."""
+    """Join names with commas, such as "circle, square". Names after the 10th are only counted."""
     rest = len(names) - NAMES_IN_A_LINE
     tail = f" and {rest} more" if rest > 0 else ""
     return ", ".join(printable(name) for name in names[:NAMES_IN_A_LINE]) + tail
 
 
 def ranges(numbers: Iterable[int], width: int = 0) -> str:
-    """Format numbers as ranges, each of at least `width` digits: {0, 1, 2, 5} gives "0-2,5"."""
+    """Format numbers as ranges: {0, 1, 2, 5} becomes "0-2,5".
+
+    Numbers are padded with zeros to at least `width` digits.
+    """
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
@@ -64,14 +68,14 @@ def ranges(numbers: Iterable[int], width: int = 0) -> str:
 
 
 def host_list(hosts: Iterable[str]) -> str:
-    """Join the names of hosts as Slurm does: "n[001-064], login".
+    """Join the names of hosts in the notation of Slurm, such as "n[001-064], login".
 
-    Groups of names after the 10th are only counted.
+    Groups after the 10th are only counted.
 
     Parameters
     ----------
     hosts : iterable of str
-        Names, which may repeat.
+        Names of hosts, possibly with repetitions.
     """
     groups: dict[tuple[str, str], dict[str, None]] = {}  # {(before, after the number): numbers}
     for host in dict.fromkeys(hosts):
@@ -93,7 +97,7 @@ def host_list(hosts: Iterable[str]) -> str:
 
 
 def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:
-    """Return `count` class names; classes that `classes` does not name are named by index."""
+    """Return `count` class names. A class without a name in `classes` is named by its index."""
     names = [str(name) for name in classes or ()]
     return tuple([*names, *map(str, range(len(names), count))][:count])
 
@@ -101,10 +105,10 @@ def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:
 def did_you_mean(
     name: object, candidates: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> str:
-    """Return ": did you mean X?" for the candidate nearest to a name, or "" if none is near.
+    """Return ": did you mean X?" for the candidate most similar to a name, or "" if none is.
 
     Case, dashes and underscores are ignored. `synonyms` maps names from other libraries to
-    candidates; its keys are in lower case, without dashes and underscores.
+    candidates. The keys of `synonyms` are in lower case, without dashes and underscores.
     """
     name, candidates = str(name), list(candidates)
     plain = _plain(name)
@@ -122,7 +126,7 @@ def _plain(name: str) -> str:
 
 
 def aligned(rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
-    """Format rows as lines of a table; all but the first `left` columns are right-aligned."""
+    """Format rows as lines of a table. All columns after the first `left` are right-aligned."""
     table = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [

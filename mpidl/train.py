@@ -1,4 +1,4 @@
-"""Train a network: `mpirun -n 4 python -m mpidl.train` (options: --help)."""
+"""Train a network: `mpirun -n 4 python -m mpidl.train` (see --help)."""
 
 from mpidl.cli.train import main
 from mpidl.comm import failure

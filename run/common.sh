@@ -1,4 +1,5 @@
-# Functions that make the environment and count the cores. The programs in this folder source them.
+# Functions that create the environment and count the cores. The programs in this folder source this
+# file.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,13 +12,13 @@ die() { # print one line and exit with code 2, which means unusable options
     exit 2
 }
 
-watched() { # watched TEXT LOG COMMAND...: run a command, output to LOG; show how long it takes
+watched() { # watched TEXT LOG COMMAND...: run a command, output to LOG; show the elapsed time
     local text=$1 log=$2 code=0 start=$SECONDS
     shift 2
     : >"$log"
     watch_command "$text" "$log" &
     watcher=$!
-    trap end_watcher EXIT # if Ctrl-C ends the command
+    trap end_watcher EXIT # in case Ctrl-C ends the command
     "$@" >"$log" 2>&1 || code=$?
     end_watcher
     trap - EXIT
@@ -26,9 +27,9 @@ watched() { # watched TEXT LOG COMMAND...: run a command, output to LOG; show ho
 }
 
 watch_command() { # watch_command TEXT LOG: show TEXT, the seconds and the last line of LOG
-    # A terminal gets one line that changes each second; otherwise there is a line every 9 s.
+    # A terminal gets one line, updated every second. Other outputs get a new line every 9 seconds.
     local start=$SECONDS shown=$SECONDS line
-    # $$ is the program itself, which may be killed; sleep must not hold its pipes open.
+    # $$ is this program, which may be killed. `sleep` must not keep its pipes open.
     while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
         line="$program: $1 ($((SECONDS - start)) s)"
         [ ! -s "$2" ] || line="$line: $(tail -n 1 "$2" | sed 's/^ *//; s/: started$//')"
@@ -58,7 +59,7 @@ choose_environment() { # set venv, the folder of the environment, and mpi, the k
     local held=""
     [ ! -r "$venv/mpidl-mpi" ] || held=$(<"$venv/mpidl-mpi")
     mpi=${MPIDL_MPI:-${held:-mpich}}
-    # With two MPIs in one environment, each would load libraries of the other.
+    # With two MPIs in one environment, each MPI would load libraries of the other.
     [ -z "$held" ] || [ "$held" = "$mpi" ] ||
         die "$venv was made with MPI '$held', not '$mpi': name another folder in MPIDL_VENV"
 }
@@ -67,7 +68,7 @@ use_environment() { # put the environment first on PATH and set variables for Py
     PATH=$venv/bin:$PATH # otherwise mpirun would start another Python
     export PATH
     unset PYTHONDONTWRITEBYTECODE # otherwise each process compiles the package again
-    unset PYTHONUNBUFFERED # otherwise a line end is written separately, and ranks mix their lines
+    unset PYTHONUNBUFFERED # otherwise line ends are written separately, and lines of ranks mix
     if [ "$mpi" != mpich ]; then # Open MPI refuses root and more ranks than cores by default
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
@@ -85,7 +86,7 @@ is_ready() { # is_ready train|test: succeed if the environment is up to date
         [ "$(<"$venv/mpidl-$1")" = "$(installed)" ]
 }
 
-prepare() { # prepare train|test: make the environment unless it is up to date, then use it
+prepare() { # prepare train|test: create or update the environment if necessary, then use it
     choose_environment
     if ! is_ready "$1"; then
         lock
@@ -96,24 +97,24 @@ prepare() { # prepare train|test: make the environment unless it is up to date, 
     compile_kernels
 }
 
-compile_kernels() { # compile if the sources have changed; on failure NumPy replaces the kernels
+compile_kernels() { # compile if the sources have changed; on failure, mpidl uses NumPy
     "$venv/bin/python" "$root/kernels/build.py" --if-needed || true
 }
 
-lock() { # wait until other programs in this checkout have made the environment
+lock() { # wait until no other program in this checkout changes the environment
     exec 9<"$root"
     ! command -v flock >/dev/null || flock 9 2>/dev/null || true
 }
 
 unlock() { exec 9<&-; }
 
-set_up() { # set_up train|test EXTRAS [PIP OPTION...]: make the environment, install the package
+set_up() { # set_up train|test EXTRAS [PIP OPTION...]: create the environment, install mpidl
     make_environment
     compile_kernels # before pip, which hides the progress of the compiler
     install_package "$@"
 }
 
-make_environment() { # make the environment unless it has a new enough Python and pip
+make_environment() { # create the environment unless it has pip and a new enough Python
     if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null &&
         "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         return
@@ -139,7 +140,7 @@ make_environment() { # make the environment unless it has a new enough Python an
     rm -f "$output"
 }
 
-find_python() { # print the first Python that is new enough; fail and print advice if none is
+find_python() { # print the first Python that is new enough; if there is none, print advice and fail
     local name version found="apt-get install python3 python3-venv"
     for name in ${MPIDL_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
         version=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
@@ -167,7 +168,7 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     shift 2
     # Tests import few modules, so Python compiles each module at its first import.
     [ "$kind" = train ] || set -- --no-compile "$@"
-    # An editable installation runs the checkout itself, also after a `git pull`.
+    # An editable installation runs the checkout itself, even after a `git pull`.
     watched "installing packages" "$log" pip_in_root install "$@" -e ".$extras" ||
         explain_pip "$log"
     find_checkout_first
@@ -177,7 +178,7 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
 }
 
-link_system_mpi() { # let mpi4py find the machine's MPI, and note its ABI for the job scripts
+link_system_mpi() { # let mpi4py find the machine's MPI, and store its ABI for the job scripts
     local log=$venv/mpidl-mpi.log
     if ! "$venv/bin/python" "$root/run/link_mpi.py" >"$venv/mpidl-abi" 2>"$log"; then
         rm -f "$venv/mpidl-train" "$venv/mpidl-test" # stamps of an earlier installation
@@ -186,7 +187,7 @@ link_system_mpi() { # let mpi4py find the machine's MPI, and note its ABI for th
     [ ! -s "$log" ] || say "$(tail -n 1 "$log")"
 }
 
-add_extra() { # add_extra EXTRA: install the packages of an extra of setup.cfg, if missing
+add_extra() { # add_extra EXTRA: install the packages of an extra of setup.cfg if they are missing
     if ! has_extra "$1"; then
         lock
         has_extra "$1" || install_extra "$1"
@@ -219,10 +220,10 @@ pip_in_root() { # pip_in_root COMMAND [ARGUMENT...]: run pip of the environment 
         --disable-pip-version-check --no-input "$@")
 }
 
-find_checkout_first() { # let "import mpidl" find the checkout before a folder with this name
+find_checkout_first() { # let "import mpidl" find the checkout before a folder of this name
     # The finder of an editable installation comes after the current folder. If that folder contains
-    # the checkout as "mpidl", Python would import an empty namespace. It prefers a package on its
-    # path.
+    # the checkout as "mpidl", Python would import an empty namespace package. Python prefers a
+    # regular package on its path, so the checkout is added to the path.
     local packages
     packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$root" >"$packages/mpidl-checkout.pth"
@@ -239,13 +240,13 @@ explain_pip() { # explain_pip LOG: print one line that says why pip failed, and 
     die "pip failed: ${error:-$(tail -n 1 "$1")} (log: $1)"
 }
 
-count_cores() { # count_cores [CGROUPS]: print the number of cores that affinity and quota allow
+count_cores() { # count_cores [CGROUPS]: print the number of usable cores, given affinity and quota
     local cores quota="" period="" cgroups=${1:-/sys/fs/cgroup}
     cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
     { read -r quota period <"$cgroups/cpu.max"; } 2>/dev/null || # cgroups version 2 or 1
         { read -r quota <"$cgroups/cpu/cpu.cfs_quota_us" &&
             read -r period <"$cgroups/cpu/cpu.cfs_period_us"; } 2>/dev/null || true
-    # Without a quota, its value is "max" (version 2) or -1 (version 1).
+    # "max" (version 2) or -1 (version 1) means that there is no quota.
     if [[ $quota =~ ^[0-9]+$ && $period =~ ^[1-9][0-9]*$ ]] &&
         [ $((quota / period)) -lt "$cores" ]; then
         cores=$((quota / period))

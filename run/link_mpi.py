@@ -1,15 +1,15 @@
-"""Let mpi4py in this environment load the MPI of the machine, and print its ABI.
+"""Let mpi4py in this environment load the machine's MPI, and print the ABI of this MPI.
 
     .venv/bin/python run/link_mpi.py
 
-mpi4py loads libmpi.so.12 (the ABI mpich, also of Intel MPI and Cray MPICH) or libmpi.so.40 (the ABI
-openmpi). If it finds no such library, or the library of another MPI than that of `mpirun` on PATH,
-this program looks for the library of that mpirun. It compiles an empty library with the expected
-name that loads the library by its path, into the folder `lib` of the environment, where mpi4py
-looks first. A symbolic link would not work, because the loader uses the name inside the file, which
-for Debian's MPICH is libmpich.so.12.
+mpi4py loads libmpi.so.12 (the ABI "mpich", also of Intel MPI and Cray MPICH) or libmpi.so.40 (the
+ABI "openmpi"). The library must belong to the `mpirun` on PATH. If mpi4py finds no library, or
+another MPI's, this program looks for the library of that mpirun. It then compiles an empty library
+with the expected name that loads the real library by its path. The empty library is in the folder
+`lib` of the environment, where mpi4py looks first. A symbolic link would not work, because the
+loader uses the name inside the file, which for Debian's MPICH is libmpich.so.12.
 
-MPI4PY_LIBMPI names the library if this program cannot find it.
+Set MPI4PY_LIBMPI to the path of the library if this program cannot find it.
 """
 
 import glob
@@ -26,14 +26,14 @@ NAMES = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}  # libraries that m
 MPIRUNS = {"mpich": r"HYDRA|Intel\(R\) MPI|MVAPICH", "openmpi": r"Open ?MPI|OpenRTE|PRRTE|prte"}
 PATTERNS = ("libmpi.so*", "libmpich.so*", "libmpi_*.so.12")
 LIB = Path(sys.prefix) / "lib"
-# Print the ABI of a library; fail if it is not an MPI.
+# Code that prints the ABI of a library, or fails if the library is not an MPI.
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
 library.MPI_Get_version
 print("openmpi" if hasattr(library, "ompi_mpi_comm_self") else "mpich")
 """
-# Print the ABI of the library that mpi4py loads.
+# Code that prints the ABI of the library that mpi4py loads.
 LOAD = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -43,12 +43,12 @@ print("openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich")
 
 
 def main() -> str:
-    """Link the library unless mpi4py finds the right one; return its ABI.
+    """Link the library unless mpi4py already finds the right one. Return the ABI of the library.
 
     Raises
     ------
     SystemExit
-        If no library fits, with one line that says why.
+        If no library fits. The exception has a one-line reason.
     """
     if sys.prefix == sys.base_prefix:
         sys.exit(f"expected the Python of a virtual environment, found {sys.executable}")
@@ -80,7 +80,7 @@ def main() -> str:
 
 
 def abi_of_mpirun() -> str | None:
-    """Return the ABI of the MPI to which `mpirun` belongs; None if it does not say."""
+    """Return the ABI of the MPI to which `mpirun` belongs, or None if it is unknown."""
     if not shutil.which("mpirun"):
         return None
     words = ["mpirun", "--version"]
@@ -90,13 +90,13 @@ def abi_of_mpirun() -> str | None:
 
 
 def list_libraries() -> list[str]:
-    """Return the files that may be MPI libraries; files that belong to mpirun come first."""
+    """Return files that may be MPI libraries. Files that belong to mpirun come first."""
     paths = [path for folder in library_folders() for path in list_folder(folder)]
     return list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]
 
 
 def library_folders() -> Iterator[str]:
-    """Yield the folders of libraries; folders that belong to mpirun come first."""
+    """Yield folders with libraries. Folders that belong to mpirun come first."""
     if mpirun := shutil.which("mpirun"):
         for path in (mpirun, os.path.realpath(mpirun)):
             prefix = os.path.dirname(os.path.dirname(path))
@@ -115,7 +115,7 @@ def list_folder(folder: str) -> list[str]:
 
 
 def probe(text: str, *words: str) -> tuple[str, str]:
-    """Run Python code; return the last line of its stdout, and the last line of its stderr."""
+    """Run Python code. Return the last line of its stdout and the last line of its stderr."""
     command = [sys.executable, "-c", text, *words]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     output = result.stdout.split("\n")[-2:-1] if result.returncode == 0 else []

@@ -1,6 +1,6 @@
-# Functions of the job scripts train.slurm, sweep.slurm and scaling.slurm. They source this file
-# after they have set `script` and `venv`, and after a trap that sets `asked` when Slurm sends a
-# signal.
+# Functions of the job scripts train.slurm, sweep.slurm and scaling.slurm. The scripts source this
+# file after they have set `script` and `venv`, and after a trap that sets `asked` when Slurm sends
+# a signal.
 # shellcheck shell=bash disable=SC2154
 
 say() { echo "$script: $(date +%FT%T) $*"; }
@@ -21,10 +21,10 @@ value_of() { # value_of OPTION ARGUMENT...: print the last value of an option, o
     printf '%s\n' "$value"
 }
 
-choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for the default of Slurm
+choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for Slurm's default
     local mpi
     mpi=$(<"$venv/mpidl-mpi")
-    # The cluster's MPI works with Slurm's default, unless there is none.
+    # The cluster's MPI works with Slurm's default, unless the default is "none".
     if [ "$mpi" = system ] && scontrol show config 2>/dev/null | grep -q '^MpiDefault *= none'; then
         mpi=$(cat "$venv/mpidl-abi" 2>/dev/null)
     fi
@@ -44,17 +44,17 @@ choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for the def
     esac
 }
 
-stop_step() { # a trap: note that Slurm asks for a stop, and pass it on to the step, if there is one
+stop_step() { # a trap: note that Slurm requests a stop, and pass the request to the step, if any
     asked=yes is_interrupted=yes
     [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null
 }
 
-run() { # run COMMAND...: run it with requests to stop passed on as USR1, and set code
+run() { # run COMMAND...: run a command, pass requests to stop to it as USR1, and set code
     code=75
     [ -z "$asked" ] || return 0
     "$@" &
     step=$!
-    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # if the signal came before `step` was set
+    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # in case it came before `step` was set
     is_interrupted=yes
     while [ -n "$is_interrupted" ]; do # a signal interrupts `wait`, but not the step
         is_interrupted=""
@@ -64,9 +64,9 @@ run() { # run COMMAND...: run it with requests to stop passed on as USR1, and se
     step=""
 }
 
-run_ranks() { # run_ranks MODULE ARGUMENT...: run it on all tasks; once more if it could not start
-    # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one fails. Each
-    # rank that fails waits for the others, whose exit codes -K would replace.
+run_ranks() { # run_ranks MODULE ARGUMENT...: run a module on all tasks; retry once if start fails
+    # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one rank fails.
+    # A failing rank waits for the others, because -K would replace their exit codes.
     local task='trap : USR1 TERM; "$@"; code=$?; [ $code = 0 ] || sleep 2; exit $code' before
     local python=(python)
     # A signal that arrives before Python runs stays pending until mpidl takes it (coreutils 8.31).
@@ -84,36 +84,37 @@ run_ranks() { # run_ranks MODULE ARGUMENT...: run it on all tasks; once more if 
     fi
 }
 
-list_results() { # ignore the lock, which a step that was killed at its start leaves
+list_results() { # without the lock file, which a step leaves if it is killed at its start
     ls -lAR --full-time --ignore='*run.lock*' "$out" 2>/dev/null | cksum
 }
 
-wait_for_slurm() { # wait until the controller answers, for as long as a request to stop leaves
+wait_for_slurm() { # wait up to 90 s until Slurm's controller answers
     local end=$((SECONDS + 90))
     until scontrol ping 2>/dev/null | grep -q 'is UP' || [ $SECONDS -ge $end ]; do sleep 2; done
 }
 
 read_facts() { facts=$(scontrol --oneliner show job "$job" 2>/dev/null); }
 
-fact() { # fact NAME: print a value that read_facts got from Slurm, such as the JobState
+fact() { # fact NAME: print a value that read_facts got from Slurm, such as JobState
     [[ " $facts" =~ \ $1=([^\ ]*) ]] && printf '%s\n' "${BASH_REMATCH[1]}"
 }
 
-# scancel, preemption and requeuing send the same signals: only these facts differ.
-is_ending() { # succeed if Slurm ends the job; during the grace time of a preemption, it does not
+# scancel, preemption and requeuing send the same signals. Only these facts distinguish them.
+is_ending() { # succeed if Slurm is ending the job; in the grace time of a preemption, it is not
     [[ $(fact JobState) =~ ^(COMPLETING|CANCELLED)$ ]]
 }
 
-is_preempted() { # preemption may send TERM to the ranks alone, without a signal to this script
+is_preempted() { # preemption may send TERM only to the ranks, and no signal to this script
     [[ $(fact PreemptTime) =~ ^[0-9] ]] && ! [[ $(fact PreemptTime) < $(fact StartTime) ]]
 }
 
-finish() { # requeue the job if Slurm stopped it and it can continue, and exit with code
+finish() { # requeue the job if Slurm stopped it and it can continue; exit with code
     say "exit code $code"
-    # Code 75 is a checkpoint. A code above 128 is a signal: that of the request to stop, for a rank
-    # whose Python has not started, or that of srun -K, for ranks that took longer than the others.
+    # Code 75 means a checkpoint. A code above 128 means a signal: the request to stop, if it
+    # reached a rank before Python started, or srun -K's signal to ranks that took longer than the
+    # others.
     [ $code = 75 ] || [ $code -gt 128 ] || exit $code
-    wait_for_slurm # its restart must not cost the job its place in the queue
+    wait_for_slurm # the job must keep its place in the queue even if the controller restarts
     read_facts
     if [ "$(fact Restarts)" != "${SLURM_RESTART_COUNT:-0}" ] && [ -n "$facts" ]; then
         say "Slurm has requeued the job"
@@ -131,24 +132,46 @@ step="" is_interrupted=""
 trap stop_step USR1 TERM
 PATH=$venv/bin:$PATH
 export PATH
-# The number of the last task of an array is also that of the whole array, so name the task.
+# The ID of an array's last task equals the ID of the array, so include the task's number.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 say "job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_NTASKS:-?} tasks on" \
     "$SLURM_JOB_NODELIST"
 choose_srun_mpi
 
-# The fields of Slurm's --output in arguments: %j is the job, %A the array and %a the task in it.
-for word; do
+# Replace the fields of Slurm's --output in arguments: %j is the job, %A the array, %a the task in
+# it, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
+fill_fields() { # fill_fields WORD: set word to WORD with the values of its fields
+    local rest=$1 is_url=""
+    word=""
+    case $rest in *://*) is_url=yes ;; esac
+    while [[ $rest == *%* ]]; do
+        word+=${rest%%\%*}
+        rest=${rest#*%}
+        if [ -n "$is_url" ] && [[ $rest == [0-9A-Fa-f][0-9A-Fa-f]* ]]; then
+            word+=%${rest:0:2}
+            rest=${rest:2}
+            continue
+        fi
+        case $rest in
+        [Aa]*)
+            [ -n "${SLURM_ARRAY_JOB_ID:-}" ] ||
+                refuse "$1: expected a job array for %A and %a (sbatch --array=0-3), found none"
+            ;;
+        esac
+        case $rest in
+        j*) word+=$SLURM_JOB_ID ;;
+        A*) word+=$SLURM_ARRAY_JOB_ID ;;
+        a*) word+=$SLURM_ARRAY_TASK_ID ;;
+        %*) word+=% ;;
+        *) word+=%${rest:0:1} ;;
+        esac
+        rest=${rest:1}
+    done
+    word+=$rest
+}
+for argument; do
     shift
-    word=${word//%j/$SLURM_JOB_ID}
-    case $word in
-    *%[Aa]*)
-        [ -n "${SLURM_ARRAY_JOB_ID:-}" ] ||
-            refuse "$word: expected a job array for %A and %a (sbatch --array=0-3), found none"
-        word=${word//%A/$SLURM_ARRAY_JOB_ID}
-        word=${word//%a/$SLURM_ARRAY_TASK_ID}
-        ;;
-    esac
+    fill_fields "$argument"
     set -- "$@" "$word"
 done

@@ -1,8 +1,9 @@
-"""pytest under mpirun: every rank runs every test, rank 0 reports, a failing rank ends the job.
+"""Run pytest under mpirun: every rank runs every test, rank 0 reports, a failure ends the job.
 
-`python -m pytest` runs all tests on one rank; `mpirun -n 3 python -m pytest tests` runs the tests
-with the fixture `world` on three ranks. A collective call that one rank never reaches would hang,
-so the first rank that fails prints its failure and aborts all ranks.
+`python -m pytest` runs all tests on one rank. `mpirun -n 3 python -m pytest tests` runs the tests
+with the fixture `world` on three ranks. If a rank failed without ending the job, the other ranks
+would hang in a collective call. Therefore the first rank that fails prints its failure and aborts
+all ranks.
 """
 
 import contextlib
@@ -22,16 +23,16 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import serial
 from mpidl.report import plots
 
-# Read before MPI is initialized: Open MPI also sets them in a process that no mpirun started.
+# Read before MPI is initialized: Open MPI also sets these variables in a process without mpirun.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
-# If it is set, Python writes line ends separately, and mpirun mixes lines of different ranks.
+# If the variable is set, Python writes line ends separately, and mpirun mixes ranks' lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 MPI = serial.load()  # initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# Tests of one rank: those that start mpirun, those of kernels on an emulated GPU, and files
-# without the word `world`.
+# Tests on one rank only: tests that start mpirun, tests of kernels on an emulated GPU, and test
+# files without the word `world`.
 TESTS = Path(__file__).resolve().parent
 SINGLE_RANK = {TESTS / "backends" / "gpu", TESTS / "launch", TESTS / "soak"}
 SINGLE_RANK |= {path for path in TESTS.rglob("test_*.py") if "world" not in path.read_text()}
@@ -57,7 +58,7 @@ def _settings_are_restored():
 
 @pytest.fixture
 def without_plots(monkeypatch):
-    """Draw no progress.png, which takes longer than the trainings of most tests."""
+    """Do not draw progress.png, because drawing takes longer than most tests' trainings."""
     monkeypatch.setattr(plots, "progress", lambda *paths: False)
 
 
@@ -65,15 +66,15 @@ def pytest_addoption(parser):
     parser.addoption(
         "--slow",
         metavar="PART",
-        help="run the slow cross-checks of this part instead of the others; `all`: both",
+        help="run the slow cross-checks of this part instead of the other tests; `all`: all tests",
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugins that create the folders and the reporter
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow(part): a cross-check that --slow PART selects")
-    config.addinivalue_line("markers", "slow_on_ranks: as slow under mpirun, see _is_selected")
-    config.addinivalue_line("markers", "timeout(seconds): the limit of one test, see limits.py")
+    config.addinivalue_line("markers", "slow_on_ranks: under mpirun, slow(ranks)")
+    config.addinivalue_line("markers", "timeout(seconds): time limit of one test, see limits.py")
     if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
         raise pytest.UsageError(
             f"mpirun started {LAUNCHED_RANKS} ranks, {MPI.get_vendor()[0]} counts {SIZE}: "
@@ -94,12 +95,12 @@ def pytest_configure(config):
         config.pluginmanager.set_blocked("terminalreporter")
 
 
-@pytest.hookimpl(trylast=True)  # the terminal reporter exists
+@pytest.hookimpl(trylast=True)  # after the terminal reporter has been created
 def pytest_sessionstart(session):
     config = session.config
     if RANK > 0:
-        # One rank writes the cache; all read it and select the same tests. `-p no:cacheprovider`
-        # leaves the configuration without a cache.
+        # One rank writes the cache. All ranks read it and select the same tests. `-p
+        # no:cacheprovider` leaves the configuration without a cache.
         if hasattr(config, "cache"):
             config.cache.set = lambda key, value: None
     elif not hasattr(config, "workerinput"):
@@ -110,7 +111,7 @@ def pytest_report_header(config):
     library = " ".join(map(str, MPI.get_vendor()))
     lines = [f"MPI: {library}, {SIZE} rank(s)"]
     if LAUNCHED_RANKS:
-        lines.append("left out under mpirun: tests without the fixture `world`, which are the same")
+        lines.append("not run under mpirun: tests without the fixture `world`")
     return lines
 
 
@@ -137,10 +138,10 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_selected(item, part):
     if LAUNCHED_RANKS and "world" not in item.fixturenames:
-        return False  # each rank would repeat it
+        return False  # all ranks would run the same test
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
     if LAUNCHED_RANKS and item.get_closest_marker("slow_on_ranks"):
-        # Another test compares the bytes of the ranks with those of one rank, on which this runs.
+        # Another test compares the bytes on several ranks with one rank, on which this test runs.
         marks.append("ranks")
     if part is None:
         return not marks
@@ -148,7 +149,7 @@ def _is_selected(item, part):
 
 
 def pytest_collection_finish(session):
-    """Check that all ranks run the same tests; otherwise they would wait for each other forever."""
+    """Check that all ranks run the same tests. Otherwise, ranks would wait forever."""
     if SIZE > 1:
         names = "\n".join(item.nodeid for item in session.items)
         digests = MPI.COMM_WORLD.allgather(hashlib.sha256(names.encode()).hexdigest())
@@ -172,7 +173,7 @@ def pytest_internalerror(excrepr):
 
 
 def _end_the_job(title, report):
-    """Print a failure of this rank and abort all ranks; a session of one rank continues."""
+    """Print a failure of this rank and abort all ranks. A session of one rank continues."""
     if SIZE == 1:
         return
     text = getattr(report, "longreprtext", None) or str(report)
@@ -188,7 +189,7 @@ def _end_the_job(title, report):
 def pytest_sessionfinish(session, exitstatus):
     if SIZE > 1 and exitstatus == pytest.ExitCode.OK:
         session.config.pluginmanager.get_plugin("limits").timer.enter_last()
-        MPI.COMM_WORLD.barrier()  # other ranks may use a folder of this one
+        MPI.COMM_WORLD.barrier()  # other ranks may use a folder of this rank
         folder = Path(session.config.option.basetemp)
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty yet; the last rank removes it

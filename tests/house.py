@@ -1,9 +1,10 @@
-"""Count names that say nothing and lines of code.
+"""Count vague names and lines of code.
 
-    python tests/house.py [FOLDER]      of this checkout, or of another one
+    python tests/house.py [FOLDER]      count in this checkout, or in the checkout FOLDER
 
-A name says what its value is; a binding (assignment, parameter, loop variable, import alias) to one
-of VAGUE does not. Lines of code leave out docstrings, comments and blank lines.
+A name should say what its value is. The names in VAGUE do not. The script counts bindings
+(assignments, parameters, loop variables, import aliases) to vague names. Lines of code exclude
+docstrings, comments and blank lines.
 """
 
 import ast
@@ -48,7 +49,7 @@ def vague_bindings(source):
 
 
 def code_lines(path):
-    """Count the lines of a source file that hold code."""
+    """Count the lines of a source file that contain code."""
     text = path.read_text()
     if path.suffix != ".py":
         text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.S)

@@ -1,11 +1,11 @@
-"""Time limits of tests, scaled by the machine's speed, and the stacks of tests that hang.
+"""Limit the time of tests, scaled by the machine's speed, and print the stacks of hanging tests.
 
-The limits are pytest-timeout's: `timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`.
-They are in seconds of a quiet machine. When a limit expires, this module measures the machine's
-speed, and a test on a machine three times slower gets three times as long. A run has no limit.
+The limits are pytest-timeout's: `timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`. A
+limit is in seconds of an idle machine. When a limit expires, this module measures the machine's
+speed. On a machine three times slower, a test gets three times as long. A whole run has no limit.
 
-In one process a test past its limit fails at its current line, and the next test runs. Under
-mpirun one rank names the test, prints the stack of every rank and ends the job.
+In a single process, a test past its limit fails at its current line, and the next test runs. Under
+mpirun, one rank names the test, prints the stack of every rank and ends the job.
 """
 
 import faulthandler
@@ -22,13 +22,13 @@ from pathlib import Path
 
 import pytest
 
-REFERENCE = 500e6  # bytes per second that a core of the reference machine hashes with BLAKE2b
-TEARDOWN = 10  # minimum seconds for the fixtures of a test past its limit
+REFERENCE = 500e6  # BLAKE2b hashing speed of a core of the reference machine, in bytes per second
+TEARDOWN = 10  # minimum time in seconds for the fixtures' teardown after a limit expired
 GRACE = 30  # seconds until faulthandler ends a process that ignores the alarm
 
 
 def slowness(seconds: float = 0.3) -> float:
-    """Return how many times slower than the reference a core is now, at least 1.
+    """Return the factor by which a core is slower than the reference now, at least 1.
 
     Other work on the machine and a CPU quota slow this measurement as they slow the tests.
     """
@@ -40,7 +40,7 @@ def slowness(seconds: float = 0.3) -> float:
 
 
 def exceeded(start: float, seconds: float) -> bool:
-    """Return whether more seconds of a quiet machine have passed since `start`.
+    """Return whether more than `seconds` seconds of an idle machine have passed since `start`.
 
     `start` is a value of time.monotonic().
     """
@@ -49,9 +49,9 @@ def exceeded(start: float, seconds: float) -> bool:
 
 
 def wait_until(condition, seconds: float = 0.01) -> None:
-    """Return once condition() is true, which is called every `seconds`.
+    """Wait until condition() is true, calling it every `seconds`.
 
-    The test's limit ends a wait that never succeeds.
+    The test's time limit ends a wait that never succeeds.
     """
     while not condition():
         time.sleep(seconds)
@@ -64,14 +64,14 @@ def without_pytest(stacks: str) -> str:
 
 
 def settled(value, expected) -> bool:
-    """Wait until value() is `expected`; return whether it still is a moment later."""
+    """Wait until value() is `expected`. Return whether it is still `expected` a moment later."""
     wait_until(lambda: value() == expected)
     time.sleep(0.02)
     return value() == expected
 
 
 class Alarm:
-    """The limit of the running test in a single process: the test fails, and the next one runs."""
+    """The time limit of tests in a single process: a late test fails, and the next test runs."""
 
     def __init__(self):
         self.stderr = os.dup(2)  # before pytest captures it
@@ -87,8 +87,8 @@ class Alarm:
         faulthandler.cancel_dump_traceback_later()
 
     def _arm(self, seconds):
-        # A process that stays in C code never calls _expire(). The thread of faulthandler ends it
-        # and prints its stack.
+        # A process that stays in C code never calls _expire(). In this case, faulthandler's thread
+        # ends the process and prints its stack.
         faulthandler.dump_traceback_later(3 * seconds + GRACE, exit=True, file=self.stderr)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -109,11 +109,11 @@ class Alarm:
 
 
 class Watch:
-    """The limit of the running test under mpirun, if all ranks are on this host.
+    """The time limit of tests under mpirun, if all ranks are on this host.
 
-    Each rank writes its position into a table that all ranks map. The first rank whose limit
-    expires names the test that the others wait for, has every rank write its stack, and ends the
-    job.
+    Each rank writes its position to a table in memory shared by all ranks. The first rank whose
+    limit expires names the test that the others wait for, lets every rank write its stack, and ends
+    the job.
     """
 
     POSITION, START, LIMIT, PID = range(4)
@@ -136,14 +136,14 @@ class Watch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def number(self, items):
-        """Assign positions to the tests, whose list is the same on all ranks."""
+        """Number the tests, whose list is the same on all ranks. The numbers are the positions."""
         self.names |= {i: item.nodeid for i, item in enumerate(items)}
         self.names[len(items)] = "the end of the run"
         self.positions = {item: i for i, item in enumerate(items)}
         self.cancel()
 
     def enter_last(self):
-        """Set the position to the wait for the other ranks at the end of the run."""
+        """Set the position to the end of the run, where ranks wait for each other."""
         self.enter(len(self.positions), 60)
 
     def set(self, item, limit):
@@ -168,7 +168,7 @@ class Watch:
                 self._end_the_job(factor)
 
     def _is_hindmost_due(self, factor):
-        """Return whether this rank and all ranks at the earliest position exceed their limits."""
+        """Return whether this rank and all ranks at the earliest position are past their limits."""
         now, rows = time.monotonic(), self.table.tolist()
         due = [now - start > factor * limit for _, start, limit, _ in rows]
         last = min(position for position, *_ in rows)
@@ -206,9 +206,9 @@ class Watch:
 
 
 class Limits:
-    """The plugin that sets pytest-timeout's limits by an Alarm or a Watch.
+    """The plugin that implements pytest-timeout's limits with an Alarm or a Watch.
 
-    Without pytest-timeout, as on a machine without network access, no test has a limit.
+    Without pytest-timeout, as on a machine without network access, tests have no limit.
     """
 
     def __init__(self, timer):

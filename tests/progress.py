@@ -1,8 +1,8 @@
 """Report the progress of a test run: a line every few seconds with the remaining time.
 
-The expected times are in tests/durations.json, {run: {file: [seconds, tests]}}, measured on a quiet
-machine with two cores; the tests that have ended show how much slower this machine is.
-`run/test --record` writes the file.
+The expected times are in tests/durations.json, {run: {file: [seconds, tests]}}, measured on an idle
+machine with two cores. The completed tests show how much slower this machine is. `run/test
+--record` writes the file.
 """
 
 import functools
@@ -18,8 +18,8 @@ import pytest
 VARIABLE = "MPIDL_TEST_RUN"
 TABLE = Path(__file__).with_name("durations.json")
 LINE_PERIOD = 10  # seconds between two lines
-PRIOR = 10  # seconds at the table's speed, which dampen the first measurements
-UNKNOWN = 0.2  # seconds of a test whose file the table lacks
+PRIOR = 10  # seconds at the table's speed, added to dampen the first measurements
+UNKNOWN = 0.2  # expected seconds of a test whose file is not in the table
 
 
 class Facts(NamedTuple):
@@ -27,8 +27,8 @@ class Facts(NamedTuple):
 
     name: str = "tests"
     position: str = "1 of 1"
-    later: float = 0.0  # expected seconds of the following runs, on a quiet machine
-    processes: int = 1  # tests that run at a time
+    later: float = 0.0  # expected seconds of the following runs, on an idle machine
+    processes: int = 1  # number of tests that run at the same time
     record: bool = False
 
     @classmethod
@@ -45,7 +45,7 @@ def table():
 
 
 def seconds_of_files(name):
-    """Return the seconds of each file of a run on a quiet machine."""
+    """Return the expected seconds of each file of a run on an idle machine."""
     return [seconds for seconds, _ in table().get(name, {}).values()]
 
 
@@ -58,7 +58,7 @@ def clock(seconds):
 
 
 class Progress:
-    """The plugin of the process that reports."""
+    """The pytest plugin that reports progress, in the process that reports."""
 
     def __init__(self, config):
         self.run = Facts.of_environment()
@@ -76,7 +76,7 @@ class Progress:
         return seconds / count
 
     def expect(self, nodeids):
-        """Set the tests of the run, which another process may have collected."""
+        """Set the tests of the run. Another process may have collected them."""
         self.total = len(nodeids)
         self.expected = sum(map(self.weight, nodeids))
         self.start = self.last = time.monotonic()
@@ -118,7 +118,7 @@ class Progress:
     def line(self):
         elapsed = time.monotonic() - self.start
         spent, total = self.spent / self.run.processes, self.expected / self.run.processes
-        pace = (elapsed + PRIOR) / (spent + PRIOR)  # this machine's seconds per second of the table
+        pace = (elapsed + PRIOR) / (spent + PRIOR)  # seconds here per second of the table
         left = pace * max(total - spent, 0)
         text = (
             f"run {self.run.position} ({self.run.name}): {len(self.finished)} of {self.total} tests"
@@ -126,13 +126,13 @@ class Progress:
         text += f", {self.failed} failed" if self.failed else ""
         text += f"; {clock(left)} left"
         if self.run.later:
-            text += f", {clock(left + pace * self.run.later)} with the runs behind it"
+            text += f", {clock(left + pace * self.run.later)} with the following runs"
         return text
 
     def say(self, text):
         self.terminal.ensure_newline()
         self.terminal.write_line(text)
-        self.terminal.flush()  # also into a pipe or a file
+        self.terminal.flush()  # also to a pipe or a file
 
     def pytest_sessionfinish(self, exitstatus):
         if self.run.record and exitstatus == pytest.ExitCode.OK:
@@ -141,7 +141,7 @@ class Progress:
 
 
 def write(durations):
-    """Write the table with a line per file."""
+    """Write the table with one line per file."""
     runs = []
     for name, files in durations.items():
         lines = ",\n".join(f"  {json.dumps(file)}: {json.dumps(v)}" for file, v in files.items())

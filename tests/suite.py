@@ -1,15 +1,15 @@
 """The runs of `run/test` and their expected times.
 
-    run/test [ARGUMENT ...]             every promise once; the arguments go to pytest
-    run/test --all [ARGUMENT ...]       and every slow cross-check
+    run/test [ARGUMENT ...]             all tests except slow ones; the arguments go to pytest
+    run/test --all [ARGUMENT ...]       also all slow cross-checks
     run/test --part NAME [...]          one part of the slow cross-checks
-    run/test --budget SECONDS [...]     every promise once, then the parts that should end within
-                                        so many seconds from the start; each day other ones are
-                                        the first
-    run/test --list                     the runs and the parts, with their times
-    run/test --record [...]             also writes those times anew (tests/durations.json)
+    run/test --budget SECONDS [...]     all tests except slow ones, then those slow parts that
+                                        should end within this time from the start; the first
+                                        part changes every day
+    run/test --list                     list the runs and the parts, with their expected times
+    run/test --record [...]             also record the times in tests/durations.json
 
-The first run needs no mpirun and uses all cores; the others are jobs of several ranks.
+The first run needs no mpirun and uses all cores. The other runs are jobs of several ranks.
 """
 
 import argparse
@@ -26,14 +26,16 @@ from typing import NamedTuple
 import progress
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTHING_SELECTED = 5  # pytest's exit code
-MAX_PROCESSES = 16  # limit per run; each needs some hundred MB
+NOTHING_SELECTED = 5  # pytest's exit code if no test was selected
+MAX_PROCESSES = 16  # limit per run, because each process needs several hundred MB
 
 
 class Run(NamedTuple):
-    """A run of pytest: under mpirun on `ranks` ranks or, with 0, without mpirun on all cores.
+    """A run of pytest: under mpirun on `ranks` ranks or, if `ranks` is 0, without mpirun on all
+    cores.
 
-    spread: how pytest-xdist deals tests to processes; by files, each module's fixtures run once.
+    `spread` tells how pytest-xdist distributes tests to processes. By files, each module's fixtures
+    run once.
     """
 
     description: str
@@ -43,17 +45,17 @@ class Run(NamedTuple):
     spread: str = "loadfile"
 
     def processes(self, cores):
-        """Return the number of pytest processes: one more than cores, because jobs also wait."""
+        """Return the number of pytest processes: one more than cores, because tests also wait."""
         return 1 if self.ranks or cores == 1 else cores + 1
 
     def expected(self, name, cores):
-        """Return the expected seconds of the run on a quiet machine."""
+        """Return the expected seconds of the run on an idle machine."""
         files, processes = progress.seconds_of_files(name), self.processes(cores)
         longest = max(files, default=0) if self.spread == "loadfile" else 0
         return max(sum(files) / processes, longest)
 
     def command(self, cores, arguments):
-        """Return the command line; `arguments` are pytest's and may select tests of this run."""
+        """Return the command line. `arguments` are arguments of pytest and may select tests."""
         pytest = [sys.executable, "-m", "pytest"]
         if self.ranks:
             start = ["mpirun", "-n", str(self.ranks), *pytest]
@@ -72,7 +74,7 @@ class Run(NamedTuple):
 
 
 def marked(description, part, **keywords):
-    """Return the run of the tests marked `slow(part)`."""
+    """Return the run of tests with the mark `slow(part)`."""
     return Run(description, arguments=("--slow", part), **keywords)
 
 
@@ -84,15 +86,15 @@ CORE = (
 )
 KERNELS = ("tests/backends/test_conformance.py", "tests/backends/cpu", "tests/training/optimizers")
 QUICK = {
-    "one rank": Run("every test but the slow ones"),
-    "2 ranks": Run("the exchanges of an even number of ranks", 2, CORE),
-    "3 ranks": Run("every test of a world", 3),
+    "one rank": Run("all tests except slow ones"),
+    "2 ranks": Run("exchanges on an even number of ranks", 2, CORE),
+    "3 ranks": Run("all tests that use a world", 3),
 }
 PARTS = {
     "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs"),
     "ranks": marked("more ranks, threads and builds; other algorithms of convolutions", "ranks"),
     "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
-    "pages": marked("the live page in a headless Chromium, beside jobs", "pages"),
+    "pages": marked("the live page in a headless Chromium, next to jobs", "pages"),
     "stores": marked("data in an object store, and its faults", "stores"),
     "slurm": marked("jobs on a real Slurm of three nodes", "slurm", spread="worksteal"),
     "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
@@ -116,7 +118,7 @@ PARTS = {
         environment=(("MPIDL_TEST_THREADS", "1,2,3,5"),),
     ),
     "fuzz": Run(
-        "damaged data and weight files, others each time",
+        "damaged data and weight files, with new examples each time",
         arguments=(
             "tests/data/formats/test_fuzz_data.py",
             "tests/interchange/test_fuzz_weights.py",
@@ -125,8 +127,8 @@ PARTS = {
         environment=(("MPIDL_FUZZ", "400"),),
         spread="worksteal",
     ),
-    "all on 2 ranks": Run("every test of a world", 2, ("--slow", "all")),
-    "all on 4 ranks": Run("every test of a world", 4, ("--slow", "all")),
+    "all on 2 ranks": Run("all tests that use a world", 2, ("--slow", "all")),
+    "all on 4 ranks": Run("all tests that use a world", 4, ("--slow", "all")),
 }
 RUNS = QUICK | PARTS
 
@@ -161,7 +163,7 @@ class Suite:
         command = run.command(self.cores, self.arguments)
         expected = progress.clock(self.expected([name]))
         print(
-            f"\n== run {position}: {name}, {run.description}; about {expected} on a quiet machine"
+            f"\n== run {position}: {name}, {run.description}; about {expected} on an idle machine"
         )
         print(" ".join([Path(command[0]).name, *command[1:]]), flush=True)
         facts = progress.Facts(
@@ -181,7 +183,7 @@ class Suite:
             self.run(name, f"{i + 1} of {len(names)}", self.expected(names[i + 1 :]))
 
     def run_within(self, budget):
-        """Run the parts that fit into the budget; the first part changes every day."""
+        """Run the parts that fit into the budget. The first part changes every day."""
         names, today = list(PARTS), datetime.date.today().toordinal()
         pace = max((time.monotonic() - self.start) / max(self.expected(QUICK), 1), 1)
         parts, left = [], self.start + budget - time.monotonic()
@@ -202,7 +204,7 @@ class Suite:
 
 
 def main():
-    # A background process ignores INT, which the tests' jobs would inherit.
+    # A background process ignores SIGINT, and the tests' jobs would inherit this setting.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options, arguments = parser().parse_known_args()
     if options.list:

@@ -1,4 +1,4 @@
-"""Blocks: shares of a mini-batch, lanes, and values with an entry per image."""
+"""Test blocks: shares of a mini-batch, lanes, and values with an entry per image."""
 
 from types import SimpleNamespace
 

@@ -1,7 +1,7 @@
-"""The documents are correct: Python blocks run; commands, options, names and links exist.
+"""Test that the documents are correct: Python blocks run; commands, options, names and links exist.
 
-The blocks of a document share a namespace. A small data set replaces the digits, `photos` is a
-small folder of images, and a training of many epochs ends after an iteration.
+The Python blocks of a document share a namespace. A small data set replaces the digits, `photos` is
+a small folder of images, and trainings of many epochs end after one iteration.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(dl.data, "digits", small_digits)
     monkeypatch.setattr(dl, "train", short_training)
-    # Undo what the documents set for object stores.
+    # Undo changes of the documents to the settings of object stores.
     monkeypatch.setattr(settings, "_settings", settings.current())
     if world.size > 1:  # ranks cannot start ranks
 
@@ -116,7 +116,7 @@ def test_commands_exist(path):
     ],
 )
 def test_a_wrong_command_is_found(command, problem):
-    """The negative control."""
+    """Negative control: a wrong command is reported."""
     assert documented_commands.is_command(command)
     assert problem in documented_commands.problem(command)
 
@@ -147,7 +147,7 @@ def test_files_of_options_can_be_read(tmp_path):
 
 
 def test_public_names_exist():
-    """Every `dl.name` in a document is a name of mpidl."""
+    """Every `dl.name` in a document exists in mpidl."""
     unknown = []
     for path in PAGES:
         for name in sorted(set(re.findall(r"\bdl((?:\.[A-Za-z_]\w*)+)", path.read_text()))):
@@ -168,7 +168,7 @@ def test_every_row_of_the_matlab_tables_is_complete():
 
 
 def test_linked_files_exist():
-    """run/site writes the pages of the API, and checks the links to them."""
+    """Linked files exist. Links to API pages are not checked here, but by run/site."""
     missing = [
         f"{path.name}: {target}"
         for path in [*PAGES, ROOT / "CHANGELOG.md"]

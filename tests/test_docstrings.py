@@ -1,7 +1,7 @@
-"""The docstrings of all public names are complete: a summary, each parameter, and the result.
+"""Test that docstrings of public names are complete: a summary, each parameter, and the result.
 
-The names are those of the API reference (docs/extensions/api_pages.py), with the public methods of
-each class. A method that overrides another one may leave its sections to the base class.
+The public names are the names in the API reference (docs/extensions/api_pages.py), and the public
+methods of each class. The sections of an overriding method may be in the base class.
 """
 
 import inspect
@@ -17,7 +17,7 @@ NO_RESULT = {"None", "NoReturn"}
 
 
 def sections_of(documented):
-    """Return {title: text} of the docstring of a function or class; "" is the summary."""
+    """Return {title: text} of the docstring of a function or class. The title "" is the summary."""
     parts = SECTION.split(inspect.cleandoc(documented.__doc__ or ""))
     return dict(zip(["", *parts[1::2]], parts[::2], strict=True))
 
@@ -37,7 +37,7 @@ def parameters_of(function):
 
 
 def problems_of(path, definitions, parameters, has_result):
-    """Return a line for each omission in the docstrings of the definitions."""
+    """Return a line for each part that is missing in the docstrings of the definitions."""
     sections = [sections_of(definition) for definition in definitions]
     if not any(section[""].strip() for section in sections):
         return [f"{path}: no docstring"]
@@ -49,7 +49,7 @@ def problems_of(path, definitions, parameters, has_result):
 
 
 def function_problems(path, functions):
-    """Return the problems of a function, or of a method and those that it overrides."""
+    """Return the problems of a function, or of a method and the methods that it overrides."""
     function = inspect.unwrap(functions[0])
     result = str(function.__annotations__.get("return", None))
     return problems_of(path, functions, parameters_of(function), result not in NO_RESULT)
@@ -114,7 +114,7 @@ class Incomplete:
 
 @pytest.mark.parametrize("member", ["parameter size", "the result", "silent", "size: no doc"])
 def test_what_is_missing_is_found(member, monkeypatch):
-    """The negative control."""
+    """Negative control: missing parts of a docstring are reported."""
     monkeypatch.setattr(Incomplete, "__module__", "mpidl.example")
     problems = problems_of_name(api_pages.PublicName("mpidl.Incomplete", Incomplete))
     assert len(problems) == 4 and any(member in problem for problem in problems)

@@ -1,4 +1,4 @@
-"""The fold tree, its counter, and Partials; a loop simulates the ranks."""
+"""Test the fold tree, its counter, and Partials. A loop simulates the ranks."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def node_of(start, stop):
 
 
 def ranges_of(start, stop):
-    """Return all nodes (start, stop) of that tree."""
+    """Return all nodes (start, stop) of the tree over blocks start..stop-1."""
     if stop - start == 1:
         return {(start, stop)}
     middle = middle_of(start, stop)
@@ -151,7 +151,7 @@ def test_sums_have_the_same_bytes_on_any_number_of_ranks(leaves):
 
 
 def test_without_the_tree_the_bytes_depend_on_the_ranks():
-    """The negative control: each rank adds its run from left to right (`plain`)."""
+    """Negative control: if each rank adds its run from left to right (`plain`), bytes differ."""
     values = wide(1, 37, 41)
     sums = {
         ranks: add_up([counted(t, values).partial((41,)) for t in shares(37, ranks, plain=True)])
@@ -208,7 +208,7 @@ def combined(ranks):
 
 
 def test_sums_and_multiples_of_partials_do_not_depend_on_the_ranks():
-    """Each term is folded, then scaled; then the terms are added, and finally `once`."""
+    """Each term is folded, then scaled. Then the terms are added, and finally `once`."""
     a, b = (tree_sum(wide(seed, 37, 41), 0, 37) for seed in (3, 4))
     expected = a * np.float32(0.3) + b * np.float32(-1 / 7) + np.float32(2)
     for ranks in (1, 2, 3, 5, 8, 12):
@@ -216,10 +216,10 @@ def test_sums_and_multiples_of_partials_do_not_depend_on_the_ranks():
 
 
 def test_adding_node_by_node_would_depend_on_the_ranks():
-    """The reason for separate terms: adding or scaling at the nodes rounds there.
+    """Negative control: adding or scaling at the nodes gives other bytes, so terms stay separate.
 
     (a0 + b0) + (a1 + b1) is not (a0 + a1) + (b0 + b1) in floating point, and the number of ranks
-    decides which nodes exist.
+    determines which nodes exist.
     """
 
     def node_by_node(ranks):

@@ -1,4 +1,4 @@
-"""The counts of house.py, the number of vague names, and the names of test files."""
+"""Test house.py's counts, the number of vague names, and the names of test files."""
 
 import collections
 
@@ -47,7 +47,7 @@ def test_the_repository_has_few_vague_names():
     assert len(bindings) <= 5, "\n".join(bindings)
 
 
-# Tests that belong to no single module of the package.
+# Tests that do not belong to a single module of the package.
 CROSS_CUTTING = {
     "backends/test_conformance.py": "all functions of all backends",
     "backends/cpu/test_cpu_winograd.py": "kernels/cpu/winograd*, which no module calls by itself",
@@ -95,13 +95,13 @@ def test_tests_mirror_the_package():
 
 
 def test_names_of_test_files_are_unique():
-    """pytest imports them by their name, without their folder."""
+    """Names of test files are unique, because pytest imports the files by name, without folders."""
     tests = house.ROOT / "tests"
     names = collections.Counter(path.name for path in tests.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_quick_suite_is_short():
-    """By its recorded times on two cores; variants of a check belong to the slow parts."""
+    """The recorded times on two cores are short. Variants of a check belong to the slow parts."""
     seconds = {name: run.expected(name, cores=2) for name, run in suite.QUICK.items()}
     assert sum(seconds.values()) < 240, seconds

@@ -1,4 +1,4 @@
-"""Imports go in one direction, from commands to kernels; the sources are checked."""
+"""Test that imports go in one direction, from commands to kernels, by checking the sources."""
 
 import ast
 import functools
@@ -15,8 +15,7 @@ BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
 SERVICES = {"comm", "data", "report"}
-LABEL_LOSSES = {"cross_entropy_loss", "binary_cross_entropy_loss", "soft_dice_loss"}
-LOSSES = NN | {"nn", "data"} | LABEL_LOSSES
+LOSSES = NN | {"nn", "data"}
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
@@ -30,7 +29,6 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "phases", "side_process"},
-    **dict.fromkeys(LABEL_LOSSES, LOSSES),
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,
@@ -40,7 +38,7 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
 
-# The modules that may import a foreign package, and the packages for imports inside functions only.
+# Modules that may import a third-party package, and packages imported only inside functions.
 ONLY_IN = {
     "mpi4py": ("mpidl.comm",),
     "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl"),
@@ -49,7 +47,7 @@ ONLY_IN = {
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
 ONLY_LATE |= {"aiohttp", "asyncio", "bokeh", "fsspec", "jinja2", "ssl", "tornado", "yarl"}
 ONLY_LATE |= {"mlflow", "tensorboardX", "wandb"}
-# Modules that may import such packages at the top, and that other modules import only late.
+# Modules that may import such packages at the top. Other modules import them only late.
 LATE_MODULES = tuple(
     f"mpidl.report.live.{name}" for name in ("figures", "page", "ranks_panel", "server")
 )
@@ -68,7 +66,7 @@ def read_package():
 def imports_of(module, text, modules):
     """Return (module, line, time: EARLY, LATE or TYPING) of each import in the text.
 
-    `from mpidl import fold` names mpidl.fold; `from mpidl import World` names mpidl itself.
+    `from mpidl import fold` imports mpidl.fold, and `from mpidl import World` imports mpidl.
     """
     is_package = any(name.startswith(module + ".") for name in modules)
 
@@ -85,11 +83,11 @@ def imports_of(module, text, modules):
     return [(name, node.lineno, time) for node, time in import_nodes(text) for name in names(node)]
 
 
-@functools.cache  # most tests change only a line or two of the package
+@functools.cache  # most tests change only one or two lines of the package
 def import_nodes(text):
-    """Return (import, time) of each import of a text.
+    """Return (import, time) of each import in a text.
 
-    EARLY: when the module is imported; LATE: when a function runs; TYPING: for a type checker only.
+    EARLY: when the module is imported; LATE: when a function runs; TYPING: only for a type checker.
     """
 
     def walk(node, time):
@@ -106,7 +104,7 @@ def import_nodes(text):
 
 
 def violations(texts):
-    """Return a line for each import that breaks a rule; texts: {dotted module name: source}."""
+    """Return a line for each import that breaks a rule. `texts` is {dotted module name: source}."""
     errors, graph = [], {}
     for module, text in texts.items():
         package = (module.split(".") + [""])[1]
@@ -131,7 +129,7 @@ def violations(texts):
 
 
 def cycles(graph):
-    """Return cycles of a graph {node: set of nodes}, found by a walk in sorted order."""
+    """Return cycles of a graph {node: set of nodes}, found by a traversal in sorted order."""
     paths, visited, path = [], set(), []
 
     def visit(node):
@@ -183,7 +181,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("expected", BROKEN)
 def test_a_broken_rule_is_found(expected):
-    """Negative control: a module that breaks a rule is found among the real ones."""
+    """Negative control: a module that breaks a rule is found among the real modules."""
     lines = violations(read_package() | BROKEN[expected])
     assert any(expected in line for line in lines), lines
 

@@ -1,4 +1,4 @@
-"""Keyed random numbers, which must never change: the weights of past runs depend on them."""
+"""Test keyed random numbers, which must never change, because past runs' weights depend on them."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ def philox(counter, key, rounds=10):
 
 
 def test_the_plain_generator_has_the_published_values():
-    """The known answers that come with the authors' Random123 library (kat_vectors)."""
+    """The plain generator has the known answers of the authors' Random123 library (kat_vectors)."""
     zeros = philox([0] * 4, [0] * 2)
     assert zeros == [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
     ones = philox([MASK] * 4, [MASK] * 2)
@@ -48,7 +48,7 @@ def test_words_of_many_samples():
 
 
 def test_the_numbers_are_frozen():
-    """These hashes must never change, because other numbers would change every past run."""
+    """These hashes must never change, because past runs must stay reproducible."""
     initial = keyed.words(1, "initial conv1.weight", 500, epoch=2, sample=3)
     for numbers, dtype, digest in (
         (keyed.words(0, "shuffle", 100), "<u8", "eca2b56bcb0e2941"),

@@ -1,4 +1,4 @@
-"""MATLAB's names and arguments raise one line that names a call of mpidl that exists."""
+"""Test that MATLAB's names and arguments raise a one-line error with an existing mpidl call."""
 
 import inspect
 import re
@@ -47,7 +47,7 @@ def missing_attributes(text):
 
 
 def test_a_call_that_does_not_exist_is_found():
-    """The negative control."""
+    """Negative control: calls that do not exist are reported."""
     assert missing_attributes("dl.trian(net), world.gplus(x), images.split(0.9)") == ["dl.trian"]
     assert missing_attributes("dl.nn.zoo.resnet51(), net.fold()") == [
         "dl.nn.zoo.resnet51",
@@ -56,7 +56,7 @@ def test_a_call_that_does_not_exist_is_found():
 
 
 def test_the_page_has_no_name_without_an_answer():
-    """Each name in the first columns of docs/matlab.md is a name of mpidl or in the table."""
+    """Each name in the first columns of docs/matlab.md is in mpidl or in the table of names."""
     unanswered = []
     for line in PAGE.read_text().splitlines():
         first = line.split("|")[1] if line.startswith("| ") else ""
@@ -104,7 +104,7 @@ def test_a_function_explains_unknown_arguments():
     "function", [dl.ImageFolder, dl.ArrayDatastore, dl.MinibatchQueue, dl.predict]
 )
 def test_arguments_of_matlab_in_the_functions(function):
-    """None of them is taken for an argument that only has a similar name, such as labelled."""
+    """A MATLAB argument is not mistaken for an argument with a similar name, such as labelled."""
     parameters = inspect.signature(function).parameters
     for name in {**matlab_names.ARGUMENTS, **matlab_names.REMARKS}:
         ours, remark = matlab_names.ARGUMENTS.get(name), matlab_names.REMARKS.get(name)

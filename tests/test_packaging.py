@@ -1,4 +1,4 @@
-"""packaging/: its versions and dependencies are those of setup.cfg; the module files load."""
+"""Test that versions and dependencies in packaging/ match setup.cfg, and module files load."""
 
 import configparser
 import re
@@ -34,7 +34,7 @@ PYTHON = SETUP["options"]["python_requires"].removeprefix(">=")
 
 
 class SpackRecipe:
-    """The content of a Spack recipe, read with stand-ins for the names that it imports."""
+    """The content of a Spack recipe, read with replacements for the imported names."""
 
     def __init__(self, path):
         self.versions, self.dependencies, self.variants = [], defaultdict(dict), set()
@@ -92,7 +92,7 @@ def test_conda():
 
 
 def test_easybuild():
-    """The versions of the toolchain's modules are new enough."""
+    """The versions of the toolchain's modules are new enough for setup.cfg."""
     (path,) = (PACKAGING / "easybuild").glob("*.eb")
     recipe: dict = {}
     exec(compile(path.read_text(), path, "exec"), recipe)
@@ -125,7 +125,7 @@ def test_apptainer():
 
 @pytest.fixture
 def modules(tmp_path):
-    """A folder with the module files for this environment, in a stand-in for a checkout."""
+    """A folder with the module files for this environment, in a simulated checkout."""
     shutil.copytree(PACKAGING / "modulefiles", tmp_path / "modules")
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / ".venv").symlink_to(sys.prefix)
@@ -141,7 +141,7 @@ PROGRAMS = [("lmod", "lua"), ("lmod", "tcl"), ("modulecmd", "tcl")]
 
 @pytest.mark.parametrize(("program", "language"), PROGRAMS)
 def test_module_files(modules, program, language):
-    """`module load` finds the command, and `module unload` leaves nothing."""
+    """`module load` makes the command available, and `module unload` undoes all changes."""
     if program == "lmod":
         if not LMOD.exists():
             pytest.skip(f"no {LMOD}: apt-get install lmod")

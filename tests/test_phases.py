@@ -1,4 +1,4 @@
-"""Phases and spans, with a clock that the tests set."""
+"""Test phases and spans with a clock that the tests control."""
 
 import threading
 
@@ -9,7 +9,7 @@ from mpidl import phases
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A function that moves the clock of the phases forward by milliseconds."""
+    """A function that advances the clock of the phases by milliseconds."""
     time = [phases.now()]
     monkeypatch.setattr(phases, "now", lambda: time[0])
 
@@ -113,7 +113,7 @@ def test_memory_for_spans_is_bounded():
     assert not spans.is_full
     spans.add("main", "span", "x", 3, 4)
     assert spans.is_full and spans.array()["end"].tolist() == [1, 2, 3]
-    spans.add("main", "span", "x", 4, 5)  # by a thread that has not noticed the end
+    spans.add("main", "span", "x", 4, 5)  # from a thread that has not noticed the end
 
 
 def test_threads_store_spans_at_the_same_time():

@@ -1,4 +1,4 @@
-"""Values and networks print as one readable line, and as a table in a notebook."""
+"""Test that values and networks print as one readable line, and as a table in a notebook."""
 
 import numpy as np
 from single_rank import SingleRank

@@ -1,4 +1,4 @@
-"""A process beside this one: it ends with its stdin, and the signals of a job do not reach it."""
+"""Test that a side process ends with its stdin, and that signals to the job do not end it."""
 
 import os
 import signal

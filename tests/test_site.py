@@ -1,4 +1,4 @@
-"""The documentation site: its pages, pictures and links; the notebooks and the tutorial run."""
+"""Test the documentation site: pages, pictures and links; notebooks and tutorial run."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ LARGE = 200_000  # bytes
 
 
 def load(name):
-    """Import a program of docs/, which is no package."""
+    """Import a program of docs/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -86,7 +86,7 @@ def test_notebooks_run(path, monkeypatch):
     ]
 
 
-# What differs from run to run in the output of a training.
+# Parts of a training's output that differ between runs.
 TIMES = re.compile(r"(Images/s: )\d+|(Elapsed: |time: )[\d:]+")
 
 

@@ -1,4 +1,4 @@
-"""The start of a command: signals that arrive during it, and its imports."""
+"""Test the start of a command: signals that arrive during the start, and imports."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ TRAIN = ["--epochs", "2"]
     ],
 )
 def test_the_command_of_a_process(monkeypatch, words, argv, expected):
-    """While Python imports the package for `python -m mpidl.train`, sys.argv[0] is "-m"."""
+    """The command is recognized although sys.argv[0] is "-m" during `python -m mpidl.train`."""
     monkeypatch.setattr(sys, "orig_argv", words)
     monkeypatch.setattr(sys, "argv", argv)
     assert startup.command() == expected
@@ -42,7 +42,7 @@ def test_the_command_of_the_program_mpidl(monkeypatch):
 
 @pytest.fixture
 def handlers():
-    """The handlers of the signals before the test, which are set again after it."""
+    """The signal handlers before the test. They are restored after the test."""
     before = {number: signal.getsignal(number) for number in startup.NUMBERS}
     yield before
     for number, handler in before.items():
@@ -77,7 +77,7 @@ def test_a_command_without_checkpoints_keeps_the_default(monkeypatch, handlers):
 
 
 def test_signals_of_a_user_program_are_not_early(monkeypatch):
-    """Without the handler of a command, a context does not look at earlier signals."""
+    """Without a command's signal handler, earlier signals are ignored."""
     monkeypatch.setattr(startup, "early_signal", "SIGUSR1")
     with Signals() as signals:
         assert signals.name is None

@@ -1,4 +1,4 @@
-"""Texts of messages."""
+"""Test the formatting of messages."""
 
 import configparser
 import importlib.metadata
@@ -29,7 +29,7 @@ def test_any_string_is_one_printable_line(text, expected):
 
 
 def test_the_message_of_an_error_is_one_short_line():
-    """It may quote a value of a file."""
+    """A message is one short line, even if it quotes a long value from a file."""
     assert str(UserError("a.toml: found b")) == "a.toml: found b"
     assert str(UserError("found a\nb\udcff")) == "found a\\nb\\xff"
     text = str(UserError(f"a.toml: found {'9' * 5000}; expected a number"))
@@ -39,7 +39,7 @@ def test_the_message_of_an_error_is_one_short_line():
 
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_pip_install(monkeypatch, is_installed):
-    """Without an installed package, the command names the checkout, not a package of an index."""
+    """If mpidl is not installed, the command names the checkout instead of an index's package."""
 
     def distribution(name):
         if not is_installed:
@@ -51,7 +51,7 @@ def test_pip_install(monkeypatch, is_installed):
 
 
 def test_messages_name_extras_that_exist():
-    """Each call of pip_install, and each command in a docstring, names an extra of setup.cfg."""
+    """Each call of pip_install and each command in a docstring names an extra of setup.cfg."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     names, other = set(), []

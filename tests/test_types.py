@@ -1,4 +1,4 @@
-"""Types of the public API, as type checkers and editors see them in a user's program."""
+"""Test the types of the public API, as type checkers and editors see them in users' programs."""
 
 import ast
 import inspect
@@ -50,7 +50,7 @@ dl.trainNetwork
 dl.ImageFolder("photos", include_subfolders=True)
 """
 
-# Attributes and results that may be Any, by reason.
+# Attributes and results that may be Any, grouped by reason.
 OPAQUE = {
     "values of JSON": "as_dict facts input_transform optimizer_spec spec",
     "a World, which mpidl.data may not import": "MinibatchQueue.world NodeCache.world",
@@ -68,7 +68,7 @@ MAY_BE_ANY = {name for names in OPAQUE.values() for name in names.split()}
 
 
 def public_objects():
-    """Return the public functions and classes with the names that programs use for them."""
+    """Return the public functions and classes, with the names that programs use."""
     objects = {}
     for package in PACKAGES:
         for name, member in vars(package).items():
@@ -105,7 +105,7 @@ def functions_of(name, member):
 
 
 def incomplete_annotations(name, function):
-    """Return a line for each parameter without a type, and for a result that is Any."""
+    """Return a line for each parameter without a type, and for a result of type Any."""
     lines = [
         f"{name}: {parameter.name}"
         for parameter in inspect.signature(function).parameters.values()
@@ -178,7 +178,7 @@ def messages(tmp_path_factory, request):
 
 
 def revealed_types(lines):
-    """Return (expression, type) pairs; NumPy's own Any of an array's shape and type is left out."""
+    """Return (expression, type) pairs. NumPy's own Any in an array's shape and type is removed."""
     pairs = []
     for source, message in lines:
         if match := re.fullmatch(r'note: Revealed type is "(.*)"', message):
@@ -218,7 +218,7 @@ def test_public_functions_are_annotated():
 
 
 def test_options_have_their_defaults_in_the_signature():
-    """Editors show option types and defaults, such as `epochs: int = 30`."""
+    """The signature has the types and defaults of options, such as `epochs: int = 30`."""
     parameters = inspect.signature(dl.TrainingOptions).parameters
     for name, declared in OPTIONS.items():
         assert parameters[name].annotation == declared.type

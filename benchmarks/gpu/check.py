@@ -32,7 +32,7 @@ class Stage(NamedTuple):
     required: bool = True
 
 
-# The last stage also gets the time that the other stages did not use.
+# The last stage also gets the time that the earlier stages did not use.
 STAGES = (
     Stage("machine", "versions; all kernels compile", 90),
     Stage("parity", "each op at the networks' sizes against float64 NumPy", 60),
@@ -55,7 +55,7 @@ def main(argv=None, find_gpus=visible, stage_command=None):
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name. None means those of this process.
+        Words after the program's name. None means the command line of this process.
     find_gpus : callable
         Returns the visible GPUs, as `visible` does.
     stage_command : callable or None
@@ -132,7 +132,7 @@ def _command(name, folder, seconds):
 
 
 def run(command, seconds):
-    """Run a stage and stop all its processes at the end; return "" or the reason of a failure."""
+    """Run a stage, and stop all its processes at the end. Return "" or the reason of a failure."""
     process = subprocess.Popen(
         command, env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -152,7 +152,7 @@ def run(command, seconds):
 
 
 def verdict(folder, stages, outcomes):
-    """Return two lists of messages: failures, and optional stages that did not finish."""
+    """Return two lists of messages: about failures, and about unfinished optional stages."""
     problems, notes = [], []
     for stage in stages:
         record = report.load(folder, stage.name)

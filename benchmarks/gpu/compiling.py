@@ -1,6 +1,6 @@
 """Compile the kernels of the networks' training steps on all cores, and report the time.
 
-A kernel that was compiled before is read from its cache file (see `cubins`). The first run
+A kernel that has been compiled before is read from its cache file (see `cubins`). The first run
 therefore measures compiling, and later runs measure reading.
 """
 
@@ -35,7 +35,7 @@ class Collector:
 
 
 def units_of(world, network, batch, precision, **options):
-    """Record a training step without running it; return the Units that it needs."""
+    """Record a training step without running it. Return the Units that the step needs."""
     device, collector = world.device, Collector(world.device)
     world.device = launching.open(collector)
     try:
@@ -93,7 +93,7 @@ def compile_all(units, architecture, compile):
 
 
 def seconds_of(unit, architecture):
-    """Compile a Unit, or read it from its file; return the seconds that it took."""
+    """Compile a Unit, or read it from its cache file. Return the elapsed seconds."""
     start = time.monotonic()
     nvrtc.cubin(unit, architecture)
     return time.monotonic() - start

@@ -1,16 +1,19 @@
 """Compute a lower bound on the time of a training step from the GPU's peak rates.
 
 The compute bound is the number of floating-point operations of the multiply-adds divided by the
-GPU's peak FLOP/s. It counts forward, backward-data (of all layers but the first) and
+GPU's peak FLOP/s. The number includes forward, backward-data (of all layers but the first) and
 backward-weights, with two operations per multiply-add. The memory bound is the number of bytes
-moved divided by the memory bandwidth. The bytes are the size of the convolutions' outputs times the
-number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU as they
-load, and accumulate the batch statistics as they store; 13 if these are separate kernels. Data that
-stays in the L2 cache is not modelled, so the memory bound can exceed the actual time.
+moved divided by the memory bandwidth. This number is the size of the convolutions' outputs times
+the number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU
+while loading, and accumulate batch statistics while storing. There are 13 if separate kernels do
+this work. The model ignores that data may stay in the L2 cache, so the memory bound can exceed the
+actual time.
 """
 
 import math
 from typing import NamedTuple
+
+from benchmarks import floors
 
 FUSED, APART = 9, 13  # passes over the convolutions' outputs with fused and separate kernels
 
@@ -39,8 +42,8 @@ GPU_RATES = {
 class Work(NamedTuple):
     """Work of a step per image, and the number of learnables.
 
-    `products` is the number of multiply-adds in the forward pass, and `first` is the number of
-    those in the first layer. `outputs` is the number of values that the convolutions compute.
+    `products` is the number of multiply-adds in the forward pass, and `first` is the part of
+    `products` in the first layer. `outputs` is the number of values that the convolutions compute.
     """
 
     products: int
@@ -96,11 +99,13 @@ def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[st
     """
     speed = {"fp32": rate.tf32 / 3, "tf32": rate.tf32, "bf16": rate.bf16, "fma": rate.fp32}
     size = 2 if precision == "bf16" else 4
-    products = step.flop * batch / speed[precision] * 1e3
-    fused, apart = (step.outputs * batch * size * n / rate.copy * 1e3 for n in (FUSED, APART))
+    flop, pass_bytes = step.flop * batch, step.outputs * batch * size
+    fused, apart = (
+        floors.floor(flop, n * pass_bytes, speed[precision], rate.copy) for n in (FUSED, APART)
+    )
     return {
-        "products": products,
-        "bytes fused": fused,
-        "bytes apart": apart,
-        "floor": max(products, fused),
+        "products": fused.products * 1e3,
+        "bytes fused": fused.bytes * 1e3,
+        "bytes apart": apart.bytes * 1e3,
+        "floor": fused.seconds * 1e3,
     }

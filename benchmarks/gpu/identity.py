@@ -15,7 +15,7 @@ from benchmarks.turns import last_message
 from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import UserError
 
-# An epoch has 71 iterations, the last on a smaller mini-batch: 90 exceeds an epoch, 40 does not.
+# An epoch has 71 iterations and ends with a smaller mini-batch. Only ITERATIONS exceed an epoch.
 ITERATIONS, STOP = 90, 40
 
 
@@ -32,9 +32,9 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
     ranks : tuple of int
         Numbers of ranks to compare with 1 rank.
     checkpoints : bool
-        Whether checkpoints work, so that runs can be resumed.
+        Whether checkpoints are available, so that runs can be resumed.
     iterations, stop : int
-        Iterations of a full run, and of the first part of a run that is resumed.
+        Iterations of a full run, and of the first part of a resumed run.
     """
     options = {"max_iterations": iterations, "epochs": 1000}
 
@@ -74,7 +74,7 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
 
 
 def _compare(report, expected, name, run):
-    """Check that a run gave the expected bytes; skip failed runs (None), reported before."""
+    """Check that a run gave the expected bytes. Skip failed runs (None), reported earlier."""
     if run is None:
         return
     text = "the same weights and losses"
@@ -132,12 +132,12 @@ class Starter:
 
 
 def other_rank_counts(report):
-    """Return the numbers of ranks above 1 that can run; add a note if there are none."""
+    """Return the possible numbers of ranks above 1. Add a note if there are none."""
     try:
         launcher(2)
         if importlib.util.find_spec("mpi4py") is None:
             raise UserError("mpi4py is not installed")
     except UserError as error:
-        report.note(f"one rank alone: {error}")
+        report.note(f"only one rank was tested: {error}")
         return ()
     return (2, 4)

@@ -11,16 +11,16 @@ from benchmarks import turns
 from benchmarks.mpidl_step import RecordedStep
 from mpidl.comm import World
 
-# Names that the kernels give to a convolution's P, Q, R, S, C, K and number of groups.
+# The kernels' names of a convolution's P, Q, R, S, C, K and number of groups.
 SHAPES = (
     ("P", "Q", "R", "S", "C", "K", "groups"),
     ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
 )
-DELAY_BYTES = 1 << 28  # bytes copied before a step, so that its kernels queue up meanwhile
+DELAY_BYTES = 1 << 28  # bytes copied before a step, while the step's kernels queue up
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection; `argv` holds the address."""
+    """Answer questions until the other end closes the connection. `argv` has the address."""
     (address,) = sys.argv[1:] if argv is None else argv
     world, steps = World(threads=None), {}
     world.use_device("gpu")
@@ -46,7 +46,7 @@ def main(argv=None):
 
 
 def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES) -> list[dict]:
-    """Return the kernels of a step by name and shape, sorted by time.
+    """Return the kernels of a step by name and shape, sorted by their time.
 
     Parameters
     ----------
@@ -60,9 +60,9 @@ def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES
     Returns
     -------
     list of dict
-        For each kernel "name" and "shape", and "times", the number of its launches per step. "ms"
-        is the median time of these launches together, "bytes" and "flop" are their bytes and
-        operations.
+        For each kernel "name" and "shape": "times", the number of launches per step; "ms", the
+        median time of these launches together; "bytes" and "flop", the bytes and operations of
+        these launches.
     """
     program, device = step.program, step.device
     timed = [TimedStep(part) for segment in program.segments for part in segment]
@@ -96,7 +96,7 @@ def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES
 
 
 class TimedStep:
-    """A step of a program that is timed by two events around it."""
+    """A step of a program, timed by an event before the step and one after it."""
 
     captured = True
 
@@ -135,7 +135,7 @@ def _arrays(launch):
 
 
 def bytes_of(launch) -> int:
-    """Return the size in bytes of all arrays of a launch; each array counts once.
+    """Return the size in bytes of all arrays of a launch. Each array counts once.
 
     A kernel reads and writes at least this many bytes, unless it gathers from a larger array.
     """
@@ -146,8 +146,8 @@ def bytes_of(launch) -> int:
 def operations(launch) -> int:
     """Return the floating-point operations of a launch's products.
 
-    Convolutions and dense layers have such products, in each of their three directions. For other
-    kernels the result is 0.
+    Convolutions and dense layers have such products, in each of the forward, backward-data and
+    backward-weights passes. For other kernels, the result is 0.
     """
     pairs = zip(launch.parameters, launch.arguments, strict=True)
     numbers = {p.name: value for p, value in pairs if p.element is None}

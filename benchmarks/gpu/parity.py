@@ -30,7 +30,7 @@ KINDS = (
 
 
 class Lanes(NamedTuple):
-    """Values (blocks, ..., 16), a lane per image; `image_shape` if they are flattened images."""
+    """Values (blocks, ..., 16), one lane per image. `image_shape` is set for flattened images."""
 
     array: np.ndarray
     image_shape: tuple = ()
@@ -50,7 +50,7 @@ class Plain(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Number of images: NumPy gets it per block, the GPU for the whole share."""
+    """A number of images. NumPy gets one number per block, the GPU one for the whole share."""
 
     batch: Any
 
@@ -89,7 +89,7 @@ def check_all(report, networks, kinds=KINDS, count=COUNT):
             with arithmetic(precision, direct):
                 for case in cases(net, count):
                     if kind != "fp32" and not case.products:
-                        continue  # only products depend on the kind
+                        continue  # other functions do not depend on the kind
                     error = compare(case)
                     limit = tolerance if case.products else EXACT
                     errors.setdefault(case.function, []).append((error / limit, error, case.layer))
@@ -115,7 +115,7 @@ def check_all(report, networks, kinds=KINDS, count=COUNT):
 
 @contextlib.contextmanager
 def arithmetic(precision, direct):
-    """Compute products with this precision, or directly, inside the `with` block."""
+    """Inside the `with` block, compute products with this precision, or with direct kernels."""
     original = settings.precision, settings.direct
     settings.precision, settings.direct = precision, direct
     try:
@@ -263,7 +263,7 @@ def _convert(arguments, convert):
 
 
 def _for_numpy(value):
-    """Return an argument in float64; bytes and integers do not change."""
+    """Return an argument in float64. Bytes and integers are unchanged."""
     if isinstance(value, Images):
         return value.batch.counts()
     if not isinstance(value, (Lanes, Weights, Plain)):

@@ -1,4 +1,4 @@
-"""Check our kernels by NVIDIA's compute-sanitizer: memory, races, unset memory, barriers."""
+"""Check mpidl's kernels with NVIDIA's compute-sanitizer: memory, races, unset memory, barriers."""
 
 import glob
 import importlib.util
@@ -17,7 +17,7 @@ ERROR_CODE = 99  # exit code of the sanitizer if it finds an error
 def find():
     """Search PATH, CUDA toolkits and pip's packages for compute-sanitizer; return its path.
 
-    Return None if it is not found.
+    Return None if compute-sanitizer is not found.
     """
     places = [shutil.which("compute-sanitizer")]
     toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]

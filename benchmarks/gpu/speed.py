@@ -1,9 +1,10 @@
 """`python -m benchmarks gpu`: compare our step with PyTorch's on one GPU and time our kernels.
 
-Our step and PyTorch's run in separate processes that take turns: one works while the others wait in
-a read. CUDA events around consecutive steps give the times. The tables show their medians over the
-rounds. Only steps of the same precision are compared: fp32 (our kernels use three TF32 products
-per product) with PyTorch without TF32, and TF32 with TF32. The tables also list PyTorch's bf16.
+mpidl's step and PyTorch's run in separate processes that take turns: one works while the others
+wait in a read. CUDA events around consecutive steps give the times. The tables show medians over
+the rounds. Only steps of the same precision are compared: fp32 (mpidl's kernels use three TF32
+products per product) with PyTorch without TF32, and TF32 with TF32. The tables also list PyTorch's
+bf16.
 """
 
 import argparse
@@ -25,7 +26,7 @@ VARIANTS = {  # PyTorch's variants by precision; COMPILED runs last, because it 
     "bf16": ("channels_last", "graph+channels_last"),
 }
 COMPILED = "compile+channels_last"
-# Largest relative differences of the first loss that rounding explains.
+# Largest relative differences of the first loss that rounding can explain.
 SAME_LOSS = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 2e-2}
 TURN = 0.03  # duration of a turn in seconds
 COMPILE_SECONDS = 45  # minimum time left for starting a compiled variant
@@ -37,22 +38,13 @@ def main(options: argparse.Namespace) -> dict:
     if not gpus.gpus:
         raise UserError(f"bench gpu requires a GPU that mpidl can use: {gpus.reason}")
     report = reports.Report("timing")
-    settings = [parse_setting(text) for text in options.settings]
-    measure(report, settings, options.rounds, options.limit, gpus.gpus[0].name)
+    measure(report, options.settings, options.rounds, options.limit, gpus.gpus[0].name)
     print(reports.markdown([report.record]))
     record = reports.header(options, {}) | {"gpu": gpus.gpus[0].name} | report.record
     if report.failed:
         reports.write_json(options.json, record)
         raise Fault(f"failed: {', '.join(report.failed)}")
     return record
-
-
-def parse_setting(text: str) -> tuple[str, int]:
-    """Parse "digits:128" to ("digits", 128); raise UserError if the format is wrong."""
-    network, _, batch = text.rpartition(":")
-    if not network or not batch.isdigit() or not int(batch):
-        raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {text}")
-    return network, int(batch)
 
 
 def measure(report, settings, rounds, limit, gpu):
@@ -82,7 +74,7 @@ def measure(report, settings, rounds, limit, gpu):
 
 
 def take_turns(report, results, rounds, sides, gpu):
-    """Ask the Sides for all measurements; store them in the Timings and the report."""
+    """Ask the Sides for all measurements, and store these in the Timings and the report."""
     rate = _rates(report, sides, gpu)
     for result in results:
         if sides.left() < 10:
@@ -123,7 +115,7 @@ class Timing:
 
 
 class Sides:
-    """The processes that take turns; each starts when it is first asked."""
+    """The processes that take turns. A process starts when it is first asked."""
 
     def __init__(self, folder, deadline):
         self.folder, self.deadline, self.alive, self.count = folder, deadline, {}, 0
@@ -134,9 +126,9 @@ class Sides:
         return self.deadline - time.monotonic()
 
     def ask(self, kind, *question):
-        """Send a question to "ours" or "theirs" and return the answer; raise Lost without one.
+        """Send a question to "ours" or "theirs" and return the answer. Raise Lost on failure.
 
-        If the process has ended, the next question starts a new process, which has no steps yet.
+        If the process has ended, the next question starts a new process, without steps.
         """
         if kind not in self.alive:
             self.count += 1
@@ -176,7 +168,7 @@ def _ask(report, sides, kind, *question):
 
 
 def _rates(report, sides, gpu):
-    """Return the Rates for the floors; report these and the measured rates as facts."""
+    """Return the Rates for the floors. Report these and the measured rates as facts."""
     copy = _ask(report, sides, "ours", "copy_rate")
     products = _ask(report, sides, "theirs", "product_rates") if sides.torch else None
     if copy:
@@ -219,7 +211,7 @@ def _time_compiled(report, result, precision, rounds, sides):
 
 
 def _prepare(report, sides, prepared, result, kind, variant, precision):
-    """Have a side build a step and add it to `prepared`, {name: key}; return True on success."""
+    """Let a side build a step; add it to `prepared`, {name: key}. Return whether this succeeds."""
     if kind == "ours":
         options = result.step_options(precision=precision, graphs=variant == "graphs")
         name = f"{result.name} {precision}" + ("" if options["graphs"] else " no graphs")
@@ -236,7 +228,7 @@ def _prepare(report, sides, prepared, result, kind, variant, precision):
 
 
 def _time(report, sides, prepared, result, rounds):
-    """Time all prepared steps in turns; the first round sets the number of steps per turn."""
+    """Time all prepared steps in turns. The first round sets the number of steps per turn."""
     counts, times = {}, {name: [] for name in prepared}
     for number, name in turns.alternate(prepared, rounds + 1):
         if name not in times or sides.left() < 1:
@@ -262,7 +254,7 @@ def compare_losses(report, result):
             report.check(
                 f"{result.name}: first loss of {kind} {variant} {precision}",
                 False,
-                f"{losses[0]:.8f}, that of ours {ours[0]:.8f}",
+                f"{losses[0]:.8f}, ours {ours[0]:.8f}",
             )
 
 

@@ -66,7 +66,7 @@ def gpu_world():
 def cpu_world():
     """Return a second world that computes on the CPU."""
     world = World()
-    world.device_request = "cpu", None  # does not close the device, which the other world uses
+    world.device_request = "cpu", None  # this does not close the device, which the other world uses
     return world
 
 
@@ -189,8 +189,7 @@ def sanitizer_stage(report, folder, seconds):
 def timing_stage(report, folder, seconds):
     """Time our training step and PyTorch's."""
     defaults = arguments.parse(["gpu"])
-    settings = [speed.parse_setting(text) for text in defaults.settings]
-    speed.measure(report, settings, defaults.rounds, seconds, visible().gpus[0].name)
+    speed.measure(report, defaults.settings, defaults.rounds, seconds, visible().gpus[0].name)
 
 
 def small(world, kinds=parity.KINDS):

@@ -19,7 +19,7 @@ def best(result, precision):
 
 
 def steps(results, rate):
-    """Return the table of our step, PyTorch's fastest step at the same precision, and the floor."""
+    """Return the table of our step, PyTorch's fastest step of the same precision, and the floor."""
     head = ["step", "precision", "ours, ms", "floor, ms", "ours / floor", "TFLOP/s", "GB/s"]
     head += ["PyTorch, ms", "PyTorch / ours", "PyTorch bf16, ms"]
     rows = []
@@ -73,7 +73,7 @@ def variants(results):
 
 
 def kernels(result):
-    """Return the table of our kernels, sorted by time; GB/s count each array of a kernel once."""
+    """Return the table of our kernels, sorted by time. GB/s count each array of a kernel once."""
     total = sum(row["ms"] for row in result.kernels)
     rows = [_kernel(row, total) for row in result.kernels[:ROWS]]
     rest = result.kernels[ROWS:]

@@ -1,8 +1,8 @@
 """Run PyTorch's side of the GPU timing: `python -m benchmarks.gpu.theirs ADDRESS`.
 
 This side has the same layers, initial weights and images as mpidl's side. The images are stored on
-the GPU in the layout that the network uses. A variant is one of these words, or several joined by
-"+":
+the GPU in the layout that the network uses. A variant consists of one or more of these words,
+joined by "+":
 
     eager          PyTorch runs op by op
     compile        torch.compile(mode="max-autotune") compiles the network and the loss
@@ -20,11 +20,11 @@ import time
 from benchmarks import subject, torch_step, turns
 
 WARMUP = 11  # steps before a capture, enough for PyTorch to choose kernels; DDP needs 11
-PRODUCT_SIZE = 8192  # size of square matrices whose product keeps the tensor cores busy
+PRODUCT_SIZE = 8192  # size of square matrices; their product keeps the tensor cores busy
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection; `argv` holds the address."""
+    """Answer questions until the other end closes the connection. `argv` has the address."""
     (address,) = sys.argv[1:] if argv is None else argv
     steps = {}
 
@@ -59,7 +59,7 @@ class GpuStep(torch_step.TorchStep):
     batch : int
         Number of images in the mini-batch.
     variant, precision : str
-        Words that the module's docstring explains.
+        Words; see the module's docstring.
     image : sequence of int or None
         Image shape (C, H, W). None means the default shape of the network.
     device : str
@@ -100,7 +100,7 @@ class GpuStep(torch_step.TorchStep):
         torch.backends.cuda.matmul.allow_tf32 = self.precision == "tf32"
 
     def precision_context(self):
-        """Return torch.autocast as a context manager, which is enabled only for bf16."""
+        """Return torch.autocast as a context manager, enabled only for bf16."""
         import torch
 
         if self.precision != "bf16":

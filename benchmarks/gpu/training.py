@@ -1,4 +1,4 @@
-"""Train on the GPU, and compare the losses with the CPU's and the weights byte for byte.
+"""Train on the GPU, and compare losses with the CPU's, and weights byte for byte.
 
 `python -m benchmarks.gpu.training TASK` runs one training, on any number of ranks. TASK is a JSON
 object (see `main`).
@@ -23,11 +23,11 @@ from mpidl.training.options import training_options
 from mpidl.training.train import train as train_network
 
 # Largest relative differences between the GPU's and the CPU's losses in the first epoch of the
-# digits, by learning rate. Rounding alone makes the losses of NumPy and the C kernels differ by
+# digits, by learning rate. Rounding alone makes the losses of NumPy and of the C kernels differ by
 # 1.6e-6 at the lower rate and by 9.3e-5 at the higher rate. A gradient error of 1 % changes the
 # losses by 5e-4 at the lower rate. At the recipe's rate, 0.01, the effect of rounding grows to a
-# tenth of the loss within 71 iterations on any two machines. At that rate the check compares the
-# mean loss of the epoch, which differs by 1 %.
+# tenth of the loss within 71 iterations on any two machines. At that rate, the check compares the
+# mean losses of the epoch, which differ by about 1 %.
 TOLERANCES = {1e-5: 1e-5, 1e-4: 1e-3}
 MEAN_TOLERANCE = 0.05
 TOLERANCES_TF32 = {1e-5: 5e-3}  # between TF32 and float32 products on the GPU
@@ -37,9 +37,9 @@ MIN_ACCURACY = 0.995  # on the digits' test images; CPUs reach 0.9990 to 1.0000
 def main(argv=None):
     """Run the training that `argv` describes and return the exit code.
 
-    `argv` holds a JSON object with these entries: "data" is the file for `digits`, "options" are
+    `argv` has a JSON object with these entries: "data" is the file for `digits`, "options" are
     training options, "out" is the folder of checkpoints or null, "resume" says whether to continue
-    from the checkpoint in it, and "result" is the output file for {"losses", "sha256"}.
+    from the checkpoint in "out", and "result" is the output file for {"losses", "sha256"}.
     """
     task = json.loads((sys.argv[1:] if argv is None else argv)[0])
     world = World(threads=None)
@@ -78,7 +78,7 @@ class TrainedRun(NamedTuple):
 
 
 def train(world, net, train_set, options, out=None, resume=None):
-    """Train by the recipe of the digits network and these options; return the TrainedRun.
+    """Train with the recipe of the digits network and these options. Return the TrainedRun.
 
     The training runs on the world's device, unless the options name another device.
     """
@@ -98,7 +98,7 @@ def network(train_set, seed=0):
 def digits(path):
     """Load the digits from a file and split them into training and test set.
 
-    If the file is missing, draw the digits and write it.
+    If the file is missing, draw the digits and write the file.
     """
     if not os.path.exists(path):
         images, labels = draw_digits()
@@ -138,7 +138,7 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
     make : callable
         Returns a Network for a data set.
     tf32 : bool
-        Whether to compare training with TF32 and with float32 products, too.
+        Whether to also compare training with TF32 and with float32 products.
     """
     train_set, test_set = sets
 
@@ -179,7 +179,7 @@ def compare(report, name, losses, expected, tolerance):
 
 
 def accuracy(report, world, sets, epochs, make=network):
-    """Train by the recipe and check the accuracy on the test images."""
+    """Train with the recipe and check the accuracy on the test images."""
     train_set, test_set = sets
     run = train(world, make(train_set), train_set, {"epochs": epochs})
     evaluation = evaluate.evaluate(run.net, test_set, world=world)

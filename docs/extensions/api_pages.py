@@ -1,6 +1,6 @@
 """Write the pages of the API reference: every public name, grouped by the package that defines it.
 
-The pages are written before Sphinx looks for its sources; a new public name needs no edit here.
+The pages are written before Sphinx looks for its sources. A new public name needs no edit here.
 `tests/test_docstrings.py` checks the docstrings of the same names.
 """
 
@@ -14,7 +14,7 @@ DOCS = Path(__file__).resolve().parents[1]
 
 
 class Group(NamedTuple):
-    """A page of the reference: a title, a sentence, and the modules whose names it has."""
+    """A page of the reference: its title, a summary, and the modules of its public names."""
 
     title: str
     summary: str
@@ -25,7 +25,7 @@ class Group(NamedTuple):
 GROUPS = {
     "training": Group(
         "Training",
-        "Train a network, and see or change what a run does.",
+        "Train a network, and observe or change a run.",
         ("mpidl.training",),
     ),
     "networks": Group(
@@ -35,13 +35,13 @@ GROUPS = {
     ),
     "layers": Group(
         "Layers",
-        "The layers of a network. Each is a dataclass whose fields are its options.",
+        "The layers of a network. Each layer is a dataclass whose fields are its options.",
         ("mpidl.nn.layers",),
         has_methods=False,
     ),
     "zoo": Group(
         "Named networks",
-        "Networks of MATLAB's documents and of torchvision, each a function that builds it.",
+        "Functions that build the networks of MATLAB's documents and of torchvision.",
         ("mpidl.nn.zoo",),
     ),
     "ops": Group(
@@ -51,12 +51,12 @@ GROUPS = {
     ),
     "differentiation": Group(
         "Differentiation and values",
-        "Gradients, custom ops, and the values of a mini-batch that is spread over the ranks.",
+        "Gradients, custom ops, and values of a mini-batch that is divided among the ranks.",
         ("mpidl.autodiff", "mpidl.blocks", "mpidl.fold", "mpidl.backends", "mpidl.keyed"),
     ),
     "optimizers": Group(
         "Optimizers",
-        "Solvers, and the transforms from which they and your own are made.",
+        "Solvers, and the transforms for built-in and custom solvers.",
         ("mpidl.training.optimizers",),
     ),
     "data": Group(
@@ -66,12 +66,12 @@ GROUPS = {
     ),
     "evaluation": Group(
         "Evaluation and prediction",
-        "Scores, classes, activations, accuracy and errors, shared by the ranks.",
+        "Scores, classes, activations, accuracy and errors, computed on all ranks.",
         ("mpidl.evaluation", "mpidl.losses"),
     ),
     "ranks": Group(
         "Ranks",
-        "The ranks of a job, their sums and messages, and ranks started from a notebook.",
+        "The ranks of a job, their sums and messages, and ranks started in a notebook.",
         ("mpidl.comm",),
     ),
     "exchange": Group(
@@ -80,12 +80,12 @@ GROUPS = {
         ("mpidl.interchange",),
     ),
     "errors": Group("Errors", "The exceptions that mpidl raises.", ("mpidl.errors",)),
-    "results": Group("Results", "Records of runs, and what reads them.", ("mpidl",)),
+    "results": Group("Results", "Records of runs, and functions that read them.", ("mpidl",)),
 }
-# The modules whose names users write, in the order in which a name is looked up.
+# The modules through which users access names, in the order of lookup.
 PUBLIC = ("mpidl", "mpidl.data", "mpidl.nn", "mpidl.nn.zoo", "mpidl.keyed")
 PUBLIC += ("mpidl.training.optimizers",)
-# What hooks and output functions receive.
+# Classes of the objects that hooks and output functions receive.
 RECEIVED = {
     "mpidl.training.trainer": ("Trainer",),
     "mpidl.training.steps": ("StepInfo", "StepResult"),
@@ -94,7 +94,7 @@ RECEIVED = {
 
 
 class PublicName(NamedTuple):
-    """A public function or class and the dotted name that users write."""
+    """A public function or class, and the dotted name by which users access it."""
 
     path: str
     target: object
@@ -105,7 +105,7 @@ class PublicName(NamedTuple):
 
 
 def public_names():
-    """Return every public function and class of mpidl once, by its shortest name."""
+    """Return every public function and class of mpidl once, with its shortest name."""
     names = {}
     for module_name in PUBLIC:
         module = importlib.import_module(module_name)
@@ -123,7 +123,7 @@ def public_names():
 
 
 def group_of(name):
-    """Return the key of the group with the longest module that holds the name."""
+    """Return the key of the name's group: the group with the longest matching module."""
     origin = name.target.__module__ + "."
     return max(
         (len(module), key)
@@ -142,7 +142,7 @@ def summary_of(target):
 def own_methods(name):
     """Return the public methods and properties of a class in the order of the source.
 
-    Methods of a public base class stand on the base's own page.
+    Methods of a public base class are documented only with the base class.
     """
     members = {}
     for base in name.target.__mro__:
@@ -179,7 +179,7 @@ def page(group, names):
 
 
 def pages():
-    """Return {path in docs/: text} of all pages, with the index."""
+    """Return {path in docs/: text} of all pages, including the index."""
     members = {key: [] for key in GROUPS}
     for name in public_names():
         members[group_of(name)].append(name)
@@ -198,7 +198,7 @@ def pages():
 
 
 def write(app):
-    """Write the pages that have changed, and remove those of groups that no longer exist."""
+    """Write the pages that have changed, and remove the pages of groups that no longer exist."""
     texts = pages()
     folder = DOCS / "api"
     folder.mkdir(exist_ok=True)
@@ -212,7 +212,7 @@ def write(app):
 
 
 def escape_stars(app, what, name, target, options, lines):
-    """Escape stars and bars outside of back quotes: `(n, *shape)` is not emphasis."""
+    """Escape stars and bars outside backticks, because `(n, *shape)` is not emphasis."""
     for i, line in enumerate(lines):
         if not re.match(r"\*{1,2}\w+( :|$)", line):  # numpydoc escapes the names of parameters
             parts = re.split(r"(`[^`]*`)", line)

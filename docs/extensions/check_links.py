@@ -1,8 +1,9 @@
-"""Check that each internal link of a built site leads to a file and to an anchor in it.
+"""Check that each internal link of a built site leads to an existing file and anchor.
 
     python docs/extensions/check_links.py FOLDER
 
-Links to other sites are not followed. A broken link prints one line and gives exit code 1.
+Links to other sites are not followed. For each broken link, the program prints a line. The exit
+code is then 1.
 """
 
 import functools
@@ -15,7 +16,7 @@ SOURCES = {"a": "href", "link": "href", "img": "src", "script": "src", "object":
 
 
 class Page(HTMLParser):
-    """The links of a page and the anchors that it has."""
+    """The links and the anchors of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -36,7 +37,7 @@ def page_of(path):
 
 
 def problem_of(page, target):
-    """Return the problem with a link of the page, or None."""
+    """Return a description of the problem with a link of a page, or None."""
     parts = urlsplit(target)
     if parts.scheme:
         return None
@@ -50,7 +51,7 @@ def problem_of(page, target):
 
 
 def broken_links(folder):
-    """Return a line for each broken link of the pages in a folder, and the number of links."""
+    """Return a line per broken link of the pages in a folder, and the number of all links."""
     lines, count = [], 0
     pages = folder.resolve().rglob("*.html")
     for page in sorted(path for path in pages if "_static" not in path.parts):

@@ -1,6 +1,6 @@
-"""Read notebooks as pages: their text, their code, and the outputs that they hold.
+"""Convert notebooks to pages, with their text, code and stored outputs.
 
-The site shows the stored outputs and runs nothing. `docs/run_notebooks.py` runs the notebooks.
+Building the site does not run notebooks. `docs/run_notebooks.py` runs them and stores the outputs.
 """
 
 import json
@@ -12,7 +12,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def fence(language, text):
-    """Return a fenced block that is longer than any fence in the text."""
+    """Return a fenced block, with a fence that is longer than any fence in the text."""
     marks = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     return f"{marks}{language}\n{text.rstrip()}\n{marks}"
 
@@ -33,7 +33,7 @@ def output_blocks(output):
 
 
 def markdown_of(source):
-    """Return the Markdown of a notebook's JSON."""
+    """Convert the JSON of a notebook to Markdown."""
     blocks = []
     for cell in json.loads(source)["cells"]:
         text = "".join(cell["source"])
@@ -47,7 +47,7 @@ def markdown_of(source):
 
 
 class NotebookParser(MystParser):
-    """Parse a notebook as the Markdown that it would print."""
+    """A parser that converts a notebook to Markdown and parses the Markdown."""
 
     supported = ("notebook",)
 

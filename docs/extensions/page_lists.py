@@ -1,6 +1,6 @@
-"""Fill lists of pages: a line `{rest}` in a toctree stands for the pages of docs/ in no other list.
+"""Replace the line `{rest}` in a toctree by the pages of docs/ that are in no toctree.
 
-A new page therefore appears on the site without an edit of any list.
+Therefore, a new page appears on the site without an edit of any toctree.
 """
 
 import re
@@ -11,7 +11,7 @@ TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.M | re.S)
 
 
 def listed_pages():
-    """Return the names of the pages that a toctree in docs/ names, with the root page."""
+    """Return the names of the pages in any toctree in docs/, and of the root page."""
     names = {"index"}
     for path in DOCS.glob("*.md"):
         for entries in TOCTREE.findall(path.read_text()):

@@ -1,4 +1,4 @@
-"""Put a block of MATLAB and the block of Python or commands after it side by side."""
+"""Show a block of MATLAB and the following block of Python or commands side by side."""
 
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
@@ -7,7 +7,7 @@ TITLES = {"matlab": "MATLAB", "python": "mpidl", "sh": "mpidl"}
 
 
 class SideBySide(SphinxTransform):
-    """Wrap each pair of neighbouring blocks in a container of two columns."""
+    """A transform that wraps each such pair of blocks in a container with two columns."""
 
     default_priority = 500
 

@@ -1,4 +1,4 @@
-/* The identity of this library. build.py defines SOURCES and DECLARATIONS. */
+/* Information about this library. build.py defines the macros SOURCES and DECLARATIONS. */
 #include "mpidl.h"
 
 #ifndef SOURCES

@@ -1,8 +1,8 @@
-/* Batch normalization and ReLU of one channel of one block. Fused and separate passes use these
- * functions, so their results are equal bit for bit.
+/* Batch normalization and ReLU of one channel of one block. The fused and the separate passes call
+ * these functions, so their results are equal bit for bit.
  *
  * A sum over pixels adds pixel i to accumulator i % 4, separately in each lane. The sum over lanes
- * uses the tree of lanes.h. Unused lanes are masked in values, and zero in gradients. */
+ * uses the tree of lanes.h. Unused lanes are masked in values; in gradients they are zero. */
 #ifndef MPIDL_ACTIVATION_H
 #define MPIDL_ACTIVATION_H
 
@@ -10,8 +10,8 @@
 
 #include "lanes.h"
 
-/* An input of a kernel: x itself or, if mean is not NULL, max(0, (x - mean) * scale + beta) per
- * channel, which is computed when it is read and never stored. */
+/* An input of a kernel. If mean is NULL, the input is x. Otherwise it is max(0, (x - mean) * scale
+ * + beta) per channel, computed when it is read and never stored. */
 struct source {
     const float *x, *mean, *scale, *beta;
 };
@@ -28,8 +28,8 @@ INLINE struct norm norm_of(const struct source *s, int64_t channel) {
     return n;
 }
 
-/* What follows a convolution before its output is stored: the addition of `addend`, which has the
- * layout of the output (NULL: none), and ReLU. */
+/* The operations on a convolution's output before it is stored. `addend` (same layout as the
+ * output, or NULL) is added, and then ReLU follows if `relu`. */
 struct finish {
     const float *addend;
     int relu;
@@ -41,7 +41,7 @@ INLINE vec floor_of(struct finish f) { return splat(f.relu ? 0.0f : -INFINITY); 
 INLINE vec normalize(vec x, struct norm n) { return muladd(x - n.mean, n.scale, n.beta); }
 
 INLINE vec activate(vec x, struct norm n) {
-    return larger(zero(), normalize(x, n)); /* in this order, NaN stays NaN */
+    return larger(zero(), normalize(x, n)); /* this order of arguments keeps NaN */
 }
 
 /* Backpropagate dy through ReLU to the normalized value. */
@@ -78,8 +78,8 @@ static inline float channel_sum(const float *x, int64_t rows, int64_t columns, i
     return lanes_total(total);
 }
 
-/* Compute the mean and M2 of a channel over `pixels` pixels of `valid` lanes. M2 is computed about
- * the rounded mean, and then corrected for the rounding of the mean. */
+/* Compute the mean and M2 of a channel over `pixels` pixels of `valid` lanes. M2 is the sum of
+ * squared differences from the rounded mean, corrected for the rounding of the mean. */
 static inline void channel_moments(const float *x, int64_t pixels, int valid, double *mean,
                                    double *m2) {
     vec total[PARTS], error[PARTS], square[PARTS];
@@ -114,9 +114,9 @@ static inline void channel_moments(const float *x, int64_t pixels, int valid, do
     *m2 = lanes_total(square) - count * off * off;
 }
 
-/* Compute *sum, the sum of dz over a channel's pixels, and *product, the sum of dz * (x - mean). dz
- * is da where the activation is > 0, else 0; if source->scale is NULL, dz is da. x points to this
- * channel. */
+/* Compute *sum, the sum of dz over a channel's pixels, and *product, the sum of dz * (x - mean). If
+ * source->scale is NULL, dz is da. Otherwise dz is da at pixels with an activation > 0, and 0 at
+ * the other pixels. x points to this channel. */
 static inline void channel_norm_sums(const float *da, const float *x, int64_t pixels,
                                      const struct source *source, int64_t channel, double *sum,
                                      double *product) {

@@ -114,7 +114,8 @@ void mpidl_batchnorm_dx(const float *dy, const float *x, const float *mean, cons
     each_channel(dx_tile, job, blocks, channels, 1, pixels);
 }
 
-/* The arithmetic between the passes is in double precision and rounded to float at its end. */
+/* The arithmetic between the passes is in double precision. Only the results are rounded to float.
+ */
 void mpidl_statistics(const double *moments, const float *gamma, double epsilon, double *rstd,
                       double *variance, float *shift, float *scale, int64_t channels) {
     double count = moments[0] > 1 ? moments[0] : 1;
@@ -127,7 +128,8 @@ void mpidl_statistics(const double *moments, const float *gamma, double epsilon,
     }
 }
 
-/* sums (2 * channels): of dy and of dy * (x - mean), see backends/reference/batchnorm.py */
+/* sums (2 * channels): the sums of dy, then of dy * (x - mean); see backends/reference/batchnorm.py
+ */
 void mpidl_batchnorm_factors(const double *sums, const float *gamma, const double *count,
                              const double *rstd, float *a, float *b, float *c, float *dgamma,
                              float *dbeta, int64_t channels) {
@@ -155,7 +157,7 @@ void mpidl_predict_scale(const float *gamma, const float *variance, double epsil
         scale[c] = (float)(gamma[c] / sqrt(variance[c] + epsilon));
 }
 
-/* ReLU uses the same tiles; one channel of one block of x is a run of floats. */
+/* The tiles of ReLU are also one channel of one block. */
 static void relu_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     PLACE(job, tile);

@@ -8,8 +8,8 @@ enum { ROWS = 1024 };
 
 struct job {
     const float *logits, *targets;
-    const int32_t *labels, *counts; /* labels: the targets if those are NULL */
-    const double *weights;          /* of positive targets, for each class; NULL for 1 */
+    const int32_t *labels, *counts; /* labels: the targets if `targets` is NULL */
+    const double *weights;          /* weight of positive targets per class; NULL: 1 */
     double *sums;                   /* one per tile */
     float *dlogits;
     double scale, gamma;
@@ -32,7 +32,7 @@ struct weights {
     double positive[LANES], negative[LANES];
 };
 
-/* Compute the factors of the element at float i. Labels other than 0 and 1 get zeros. */
+/* Compute the factors of the element at float i. Labels other than 0 and 1 get factors of zero. */
 static void weights_of(const struct job *job, int64_t i, int64_t class, struct weights *w) {
     double weight = job->weights ? job->weights[class] : 1;
     if (job->labels)

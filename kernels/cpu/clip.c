@@ -1,6 +1,6 @@
 /* Clip gradients at a threshold, or scale them by trust ratios. Squares are summed in double, in an
- * order that does not depend on the number of threads. A tile has 16 lanes, which a tree sums; tiles
- * and then parameters are added in order. */
+ * order that does not depend on the number of threads: a tree sums the 16 lanes of a tile, and then
+ * the sums of tiles and of parameters are added in order. */
 #include <math.h>
 
 #include "lanes.h"
@@ -8,8 +8,8 @@
 #include "team.h"
 
 enum { CHUNK = 1 << 14 };             /* floats per tile */
-enum { EACH, ALL, NUMBERS };          /* method: what the threshold limits */
-enum { LARS, LAMB };                  /* method: the divisor of a trust ratio */
+enum { EACH, ALL, NUMBERS };          /* method of mpidl_clip: what the threshold limits */
+enum { LARS, LAMB };                  /* method of mpidl_trust: the divisor of the ratio */
 
 struct parameter { /* int64_t[4] in Python */
     int64_t weight, gradient, clipped; /* addresses */
@@ -24,7 +24,7 @@ struct job {
     float threshold;
 };
 
-struct part { /* the part of a parameter that belongs to a tile */
+struct part { /* the part of a parameter in one tile */
     const float *weight, *gradient;
     float *clipped, decay;
     int64_t which, count;
@@ -75,7 +75,7 @@ static void square_tile(void *argument, int64_t tile, float *own) {
     job->sums[tile] = squares(to, part.count);
 }
 
-/* Store the sums of squares for the ratio: of the weights, and of its divisor. */
+/* Store the sums of squares of a tile's weights and of the trust ratio's divisor. */
 static void trust_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct part part = part_of(job, tile);
@@ -93,7 +93,7 @@ static void scale_tile(void *argument, int64_t tile, float *own) {
     for (int64_t i = 0; i < part.count; i++) part.clipped[i] *= scale;
 }
 
-/* Return the factor that limits the norm of a gradient, given the norm's square. NaN stays NaN. */
+/* Return the factor that limits a gradient's norm, given the square of the norm. NaN stays NaN. */
 static double factor(double square, double threshold) {
     double norm = sqrt(square);
     return norm <= threshold ? 1 : threshold / norm;

@@ -1,7 +1,7 @@
 /* Forward and backward passes of a convolution over a rank's blocks. A pass also does work that is
  * cheap while a block is in cache. The forward pass applies the preceding activation to its input
- * and computes the moments of its output. The backward pass backpropagates through the activation
- * that follows and computes the sums that the preceding batch normalization needs. */
+ * and computes the moments of its output. The backward pass backpropagates through the following
+ * activation and computes the sums that the preceding batch normalization needs. */
 #include "conv.h"
 
 #include "fold.h"
@@ -11,9 +11,9 @@
 
 enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES, SPREAD }; /* scratch slots */
 
-/* A phase: the output pixels whose row and column, divided by the step of the pass, leave the
- * remainders `row` and `column`. A phase is a direct convolution with the filter's taps that reach
- * these pixels. A forward pass has one phase. */
+/* A phase: the output pixels whose row and column leave the remainders `row` and `column` when they
+ * are divided by the step of the pass. A phase is a direct convolution with the filter's taps that
+ * reach these pixels. A forward pass has one phase. */
 struct phase {
     int64_t row, column, rows, columns, taps;
     const int32_t *offset;
@@ -57,8 +57,9 @@ static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t pha
     p->channel_stride = p->rows * p->row_stride;
 }
 
-/* Winograd convolutions have stride 1. If the stride is s, they see s * s channels for each channel
- * of x, one for each phase of rows and columns, and filters spread over them:
+/* Winograd convolutions have stride 1. A convolution of stride s is computed as one of stride 1:
+ * each channel of x becomes s * s channels, one for each phase of rows and columns, and the filters
+ * are spread over these channels:
  *
  *     spread[k][(c * s + r % s) * s + column % s][r / s][column / s] = weight[k][c][r][column]
  *
@@ -78,7 +79,7 @@ static struct pixels pixels_of(const struct padded *p, const float *group, int64
                            .phase_column = p->columns / s * LANES};
 }
 
-/* Return the floats of the spread filters of one output. */
+/* Return the number of floats of one output's spread filters. */
 static int64_t spread_floats(const struct winograd *w) { return w->inputs * w->r * w->r; }
 
 /* Copy the filters of one output between weight (C / groups, R, S) and spread. */
@@ -99,7 +100,7 @@ static void gather_filters(const struct conv *c, const float *spread, float *wei
                 *weight++ = spread[(((ci * s + i % s) * s + j % s) * r + i / s) * r + j / s];
 }
 
-/* Set the layout of x in scratch. `w` is the Winograd convolution that reads it; its m is 0 if there
+/* Set the layout of x in scratch. `w` is the Winograd convolution that reads x; w->m is 0 if there
  * is none. */
 static void lay_out_x(struct pass *pass, const struct winograd *w) {
     const struct conv *c = &pass->c;
@@ -131,7 +132,7 @@ static void find_taps(struct pass *pass) {
             }
 }
 
-/* Return the block's x for the kernels to read, either padded in scratch or in place. */
+/* Return the x of a block as the kernels read it: a padded copy in scratch, or x in place. */
 static const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
     const struct conv *c = &pass->c;
     const float *x = pass->x.x + block * c->C * c->H * c->W * LANES;
@@ -163,7 +164,7 @@ static void transform_tile(void *job, int64_t tile, float *own) {
                      w->m, w->r, pass->backward, tile % each);
 }
 
-/* Transform the weights for Winograd; return the floats of scratch that winograd_conv needs. */
+/* Transform the weights for Winograd. Return the scratch floats that winograd_conv needs. */
 static int64_t transform_weights(struct pass *pass) {
     const struct winograd *w = &pass->shape;
     pass->filters = pass->weight;
@@ -177,8 +178,8 @@ static int64_t transform_weights(struct pass *pass) {
     return winograd_conv_floats(w);
 }
 
-/* Compute the block's y from padded x, or its dx from padded dy. The addend of `finish` is that of
- * the block. */
+/* Compute the block's y from padded x, or its dx from padded dy. The addend of `finish` starts at
+ * this block. */
 static void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
                      const float *in, struct finish finish, float *out) {
     const struct winograd *w = &pass->shape;
@@ -310,8 +311,8 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
 
 /* The backward pass */
 
-/* Set the layout of dy in scratch. The border is as wide as the taps of dx reach, and rows and
- * columns are rounded up to whole Winograd tiles. */
+/* Set the layout of dy in scratch. The border is as wide as the reach of the taps of dx, and rows
+ * and columns are rounded up to whole Winograd tiles. */
 static void lay_out_dy(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t reach_h = (c->R - 1) * c->dilation_h - c->top,
@@ -346,7 +347,7 @@ static void find_phases(struct pass *pass) {
         PHASES, least(c->stride_h, c->H) * least(c->stride_w, c->W) *
                     (int64_t)(sizeof *phases / sizeof(float)));
     if (!offset || !index || !packed || !phases) return;
-    offset += pass->taps; /* find_taps writes the offsets before */
+    offset += pass->taps; /* find_taps writes the first `taps` offsets */
     pass->phases = phases;
     for (int64_t row = 0; row < c->stride_h && row < c->H; row++)
         for (int64_t column = 0; column < c->stride_w && column < c->W; column++) {
@@ -425,7 +426,7 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
         fill_gradient(&out, k, &pass->dy, pass->dy.dy + at + k * pixels,
                       pass->dy.y.mean ? pass->dy.y.x + at + k * pixels : NULL, pass->counts[block],
                       c->P, c->Q, pass->before, pass->left);
-        if (leaf) /* the gradient of the bias follows that of the weights */
+        if (leaf) /* the gradient of the bias follows the gradient of the weights */
             leaf[c->K * pass->taps + k] =
                 channel_sum(out.data + k * out.channel_stride + pass->before * out.row_stride +
                                 pass->left * LANES,

@@ -1,4 +1,5 @@
-/* Declarations for convolutions: shapes, copies of blocks in padded scratch, direct kernels. */
+/* Declarations for convolutions: shapes, copies of blocks to padded scratch memory, direct kernels.
+ */
 #ifndef MPIDL_CONV_H
 #define MPIDL_CONV_H
 
@@ -12,10 +13,9 @@ struct conv {
 };
 
 /* The layout of a block's images with a border. `data` points to the first pixel of the border.
- * Rows and columns include the border. If `phases` is not 1, pixels of equal column % phases are
- * adjacent in a row, so that a strided kernel reads adjacent pixels. Each phase is `columns /
- * phases` wide.
- */
+ * `rows` and `columns` include the border. If `phases` is not 1, pixels with equal column % phases
+ * are adjacent in a row, so that a strided kernel reads adjacent pixels. Each phase is `columns /
+ * phases` wide. */
 struct padded {
     float *data;
     int64_t rows, columns, phases, row_stride, channel_stride; /* strides in floats */
@@ -30,8 +30,8 @@ struct gradient {
     const float *a, *b, *c;
 };
 
-/* Copy one channel of one block, which begins at x, with a border of `top` rows and `left` columns.
- */
+/* Copy one channel of one block, which begins at x or dy, into `p`, with a border of `top` rows and
+ * `left` columns. */
 void fill_source(const struct padded *p, int64_t channel, const struct source *source,
                  const float *x, int64_t height, int64_t width, int64_t top, int64_t left);
 void fill_gradient(const struct padded *p, int64_t channel, const struct gradient *gradient,
@@ -49,15 +49,15 @@ void block_norm_sums(const struct team *team, const struct conv *c, const float 
 enum { OUTPUTS = 4 };
 
 /* The arguments of a sum of shifted images: out[k] = bias[k] + sum over t of weight[t][k] * image
- * at offset[t], finished. */
+ * at offset[t]. `finish` is applied to the sum. */
 struct direct {
     int64_t taps;            /* channels of the group times taps of the filter */
     const int32_t *offset;   /* offset of each tap from the pixel, in floats */
-    const float *weight;     /* [outputs / 4][taps][4], the last tile narrower */
+    const float *weight;     /* [outputs / 4][taps][4], the last tile may be narrower */
     const float *bias;       /* or NULL */
     int64_t outputs;
     float *out;              /* first pixel of the first output */
-    struct finish finish;    /* its addend belongs to `out` */
+    struct finish finish;    /* its addend starts at the same pixel as `out` */
     int64_t out_channel, out_row, out_pixel; /* strides in floats */
     int64_t rows, columns;   /* size of the output */
     const float *in;         /* the input at output pixel (0, 0) */
@@ -72,8 +72,9 @@ void direct_rows(const struct team *team, const struct direct *d);
 void pack_weights(float *out, const float *weight, int64_t outputs, int64_t output_stride,
                   int64_t taps, const int32_t *index);
 
-/* The arguments for leaf[k * taps + t] = sum over pixels and lanes of dy[k] * image at offset[t],
- * in the tile of outputs k .. k + 3. `own` has direct_dweight_floats(taps) floats. */
+/* The arguments of direct_dweight_tile, which computes leaf[k * taps + t] = sum over pixels and
+ * lanes of dy[k] * image at offset[t], for the four outputs k of a tile. `own` has
+ * direct_dweight_floats(taps) floats. */
 struct direct_dweight {
     int64_t taps, outputs;
     const int32_t *offset;

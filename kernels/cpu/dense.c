@@ -3,8 +3,8 @@
 
 #include "mpidl.h"
 
-/* A tile has TILE outputs of `group` blocks. It processes one panel of features after the other, so
- * that the panel's x stays in cache for all outputs. */
+/* A tile has TILE outputs of `group` blocks. It processes the panels of features one after the
+ * other, so that a panel's x stays in cache for all outputs. */
 enum { TILE = 64 };
 
 struct job {
@@ -55,7 +55,7 @@ static void forward_tile(void *argument, int64_t tile, float *own) {
     const struct dense *d = job->dense;
     int64_t first = tile / job->tiles * job->group, blocks = least(job->group, d->blocks - first);
     int64_t k0 = tile % job->tiles * TILE, outputs = least(TILE, d->outputs - k0);
-    int64_t steps = parts_of(outputs, ROWS); /* steps have about the same number of rows */
+    int64_t steps = parts_of(outputs, ROWS); /* all steps have about the same number of rows */
     float *y = d->y + (first * d->outputs + k0) * LANES;
 
     for (int64_t b = 0; b < blocks; b++)
@@ -98,8 +98,9 @@ void mpidl_dense(const float *x, const float *mean, const float *scale, const fl
                       .outputs = outputs,
                       .channels = channels};
     struct job job = {.dense = &d, .tiles = parts_of(outputs, TILE)};
-    /* With few outputs, distribute blocks over the threads, in pairs if there are enough. With many
-     * outputs, distribute outputs; each weight is then read once per MANY_BLOCKS blocks. */
+    /* With few outputs, distribute blocks over the threads, in pairs if there are enough blocks.
+     * With many outputs, distribute outputs, so that each weight is read once per MANY_BLOCKS
+     * blocks. */
     job.group = job.tiles > 1 ? MANY_BLOCKS : blocks >= 2 * teams_for(blocks) ? 2 : 1;
     job.panel = job.tiles > 1 ? PANEL : SEGMENT;
     each_tile(job.tiles * parts_of(blocks, job.group), forward_tile, &job,

@@ -1,12 +1,13 @@
 /* Declarations for fully connected layers: y = weight x + bias with x (blocks, features, 16),
  * weight (outputs, features), bias (outputs) or NULL, y (blocks, outputs, 16).
  *
- * No sum is one long chain, which would have larger rounding errors. The forward pass divides a sum
- * over features into segments of SEGMENT consecutive features. It sums each segment from first to
- * last, then adds the segments to the bias in order. The backward pass divides a sum over outputs
- * in the same way into groups of at most GROUP outputs, all of about the same size. A sum over the
- * images of a block, from image 0 to image 15, is a leaf of the tree. The sizes of tiles affect
- * when terms are added, but not in which order. Therefore no result depends on them. */
+ * No sum is one long chain, because a long chain has larger rounding errors. The forward pass
+ * divides a sum over features into segments of SEGMENT consecutive features. It sums each segment
+ * from first to last, then adds the segments to the bias in order. The backward pass divides a sum
+ * over outputs in the same way, into groups of about the same size and of at most GROUP outputs. A
+ * sum over the images of a block, from image 0 to image 15, is a leaf of the tree. The sizes of
+ * tiles affect when terms are added, but not in which order. Therefore no result depends on the
+ * sizes of tiles. */
 #ifndef MPIDL_DENSE_H
 #define MPIDL_DENSE_H
 
@@ -19,7 +20,7 @@ enum { SEGMENT = 256, GROUP = 8 };
 /* The numbers of features and of blocks that are computed together. */
 enum { PANEL = 512, MANY_BLOCKS = 8 };
 
-/* The number of rows of weights whose sums, for two vectors of images, fill the registers. */
+/* The number of rows of weights whose sums for two vectors of images fit into the registers. */
 #if REGISTERS == 32
 enum { ROWS = 8 };
 #else
@@ -36,7 +37,7 @@ struct dense {
     int64_t blocks, features, outputs, channels; /* a channel has features / channels pixels */
 };
 
-/* Return the job of a backward pass; the caller sets the members that only some passes use. */
+/* Return the arguments of a backward pass. The caller sets members that only some passes use. */
 static inline struct dense backward_of(struct source x, const float *dy, const int64_t *tree,
                                        int64_t features, int64_t channels, int64_t outputs) {
     const struct tree *t = (const struct tree *)tree;
@@ -59,8 +60,8 @@ static inline struct dense backward_of(struct source x, const float *dy, const i
 /* Return the start of part i if `count` is divided into `parts` parts of about the same size. */
 INLINE int64_t part(int64_t count, int64_t i, int64_t parts) { return count * i / parts; }
 
-/* Return the features [first, first + count) of a block. If they are an activation that must be
- * computed, they are stored in `room` (count, 16). */
+/* Return the features [first, first + count) of a block. If the features are an activation that
+ * must be computed, store them in `room` (count, 16) and return `room`. */
 static inline const float *read_features(const struct dense *d, int64_t block, int64_t first,
                                          int64_t count, float *room) {
     const float *x = d->x.x + (block * d->features + first) * LANES;
@@ -76,14 +77,14 @@ static inline const float *read_features(const struct dense *d, int64_t block, i
     return room;
 }
 
-/* In dense_dx.c: compute dx of `count` features, starting at f, of `blocks` blocks, starting at
- * `first`. */
+/* Compute dx of `count` features, starting at feature f, of `blocks` blocks, starting at block
+ * `first` (in dense_dx.c). */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first, int64_t blocks);
 /* Compute the batch-norm sums of the channels that the features [first, stop) of a block form. dx
- * must be complete. */
+ * must already be complete. */
 void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t stop);
-/* Return the number of features of a tile: about PANEL. Tiles have whole channels if the channels'
- * sums are needed. */
+/* Return the number of features of a tile, about PANEL. Tiles consist of whole channels if the sums
+ * of the channels are needed. */
 int64_t dense_tile(const struct dense *d);
 
 #endif

@@ -1,19 +1,20 @@
 /* Fully connected layers: the gradients with respect to weight and bias, and a backward pass that
  * computes all gradients at once for layers with few outputs. See dense.h for the order of sums.
  *
- * A leaf of the gradient is as large as the weights, so leaves are never written to memory. For one
- * small tile of the weights at a time, the leaves of all blocks are computed one after the other
- * and folded in registers and caches. Only this rank's nodes are written to memory. */
+ * A leaf of the gradient is as large as the weights, so leaves are never written to memory.
+ * Instead, a small tile of the weights is processed at a time: the leaves of all blocks are
+ * computed one after the other and folded in registers and caches. Only this rank's nodes are
+ * written to memory. */
 #include "dense.h"
 #include "mpidl.h"
 
-/* The step of the binary counter at a block: how often the new value is combined with the value
- * below it, and whether the result is a node of this rank. */
+/* The step of the binary counter (see fold.h) at a block: how often the new value is combined with
+ * the value below it, and whether the result is one of this rank's nodes. */
 struct plan {
     uint8_t joins, stays;
 };
 
-/* Compute the steps for all blocks. room has one float per block. */
+/* Compute the steps for all blocks. `room` is scratch memory of one float per block. */
 static struct plan *make_plan(const struct tree *tree, float *room) {
     struct plan *plan = (struct plan *)room;
     int64_t last[SLOTS]; /* the last block whose value was stored at each height */
@@ -61,7 +62,7 @@ INLINE void streamed(void) {
 #endif
 }
 
-/* Compute one block's leaf and fold it with the `height` values below it. */
+/* Compute one block's leaf and fold it with the values below it in the counter. */
 INLINE void fold_leaf(const struct tile *t, struct plan plan, int height, const int rows) {
     vec sum[ROWS][2], x[2];
     UNROLL for (int j = 0; j < rows; j++)
@@ -169,8 +170,8 @@ static void dweight_tile(void *argument, int64_t number, float *own) {
     if (job->stream) streamed();
 }
 
-/* Return whether the gradient is written to memory past the caches. Its rows must then start at
- * cache lines. */
+/* Return whether the gradient is written to memory past the caches. This requires rows that start
+ * at cache lines. */
 static int streams(const struct dense *d) {
     const int64_t large = 4 << 20; /* floats */
     return d->outputs * d->features >= large && d->features % LANES == 0 &&
@@ -184,7 +185,7 @@ void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, con
                                  channels, outputs);
     d.nodes = nodes;
     if (d.blocks == 0) return;
-    int64_t room = (1 << 17) / (d.blocks * LANES); /* so that all blocks' x stays in the cache */
+    int64_t room = (1 << 17) / (d.blocks * LANES); /* the x of all blocks must stay in cache */
     struct job job = {.dense = &d, .groups = parts_of(outputs, MANY_OUTPUTS)};
     job.stream = streams(&d);
     job.panel = least(PANEL, room > 2 * ACROSS ? room / ACROSS * ACROSS : 2 * ACROSS);
@@ -196,7 +197,7 @@ void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, con
 
 /* dbias *************************************************************************************** */
 
-/* Compute dbias of one tile, LANES outputs. The 16 images of a row are added as in channel_sum. */
+/* Compute dbias of one tile (LANES outputs). The 16 images of a row are added as in channel_sum. */
 static void dbias_tile(void *argument, int64_t tile, float *own) {
     const struct dense *d = argument;
     int64_t k = tile * LANES, count = least(LANES, d->outputs - k);
@@ -226,7 +227,7 @@ void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64
 /* All of backward ***************************************************************************** */
 
 /* A tile has dense_tile features. CHUNK features of a pair of blocks fit into the first-level
- * cache. All gradients are computed for them before the next features are read. */
+ * cache. All gradients of a chunk are computed before the features of the next chunk are read. */
 enum { CHUNK = 128 };
 
 static void backward_tile(void *argument, int64_t number, float *own) {

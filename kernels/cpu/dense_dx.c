@@ -2,16 +2,16 @@
 #include "dense.h"
 #include "mpidl.h"
 
-/* Groups of outputs that are added to dx at once. With enough registers there are several, so that
- * dx is read and written less often. */
+/* The number of groups of outputs that are added to dx at once. If there are enough registers, it
+ * is more than 1, so that dx is read and written less often. */
 #if REGISTERS == 32
 enum { GROUPS = 4 };
 #else
 enum { GROUPS = 1 };
 #endif
 
-/* The arguments for adding `groups` groups of outputs to dx: weights, and dy of the vectors of
- * images. If `add` is 0, the result replaces dx. */
+/* The arguments for adding the products of `groups` groups of outputs to dx: the weights, and dy
+ * for the vectors of images. If `add` is 0, the result replaces dx. */
 struct visit {
     const float *weight;
     int64_t row;
@@ -20,7 +20,7 @@ struct visit {
     float *dx[2];
 };
 
-/* Compute a visit for `features` features, starting at f, and `vectors` vectors of images. */
+/* Add a visit's products to `features` features, starting at f, of `vectors` vectors of images. */
 INLINE void back(const struct visit *v, int64_t f, const int features, const int vectors) {
     vec total[8][2];
     UNROLL for (int q = 0; q < features; q++)
@@ -50,7 +50,7 @@ INLINE void back(const struct visit *v, int64_t f, const int features, const int
         UNROLL for (int i = 0; i < vectors; i++) store(v->dx[i] + (f + q) * LANES, total[q][i]);
 }
 
-/* Compute a visit for `count` features, and prefetch the weights of `fetch` rows, starting at
+/* Add a visit's products to `count` features. Prefetch the weights of `fetch` rows, starting at
  * `next`. */
 INLINE void back_features(const struct visit *v, int64_t count, const float *next, int fetch,
                           const int vectors) {
@@ -62,7 +62,7 @@ INLINE void back_features(const struct visit *v, int64_t count, const float *nex
     for (; f < count; f++) back(v, f, 1, vectors);
 }
 
-/* Compute dx of `count` features of `blocks` blocks, starting at feature f. */
+/* Compute dx of `count` features, starting at feature f, of `blocks` blocks. */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first,
                     int64_t blocks) {
     int64_t groups = parts_of(d->outputs, GROUP);

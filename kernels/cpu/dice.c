@@ -5,7 +5,7 @@
 struct job {
     const double *p, *weights;
     const int32_t *labels, *counts;
-    double *sums, *slopes; /* sums: 3 * 16 per class of a block: p g, p p and g */
+    double *sums, *slopes; /* sums (blocks, classes, 3, 16): of p g, p p and g */
     double *rows;
     float *dp;
     double smooth, scale;

@@ -1,8 +1,8 @@
 /* Direct convolution as a sum of shifted images. One kernel covers all filter sizes, strides,
- * dilations and groups, because a table has the offset of each tap of each channel. */
+ * dilations and groups, because a table contains the offset of each tap of each channel. */
 #include "conv.h"
 
-/* The width of the widest tiles whose sums and operands fit into registers. */
+/* The largest width of a tile whose sums and operands fit into registers. */
 #if REGISTERS == 32
 #define PIXELS 6
 #else
@@ -45,7 +45,7 @@ typedef void tile_kernel(const float *, const int32_t *, int64_t, const float *,
         tile(in, offset, taps, w, bias, finish, out, channel, pixel, X, K);                        \
     }
 
-/* Define kernel(X, K) for each width X and number of outputs K, and a table of them. */
+/* Define kernel(X, K) for each width X and number of outputs K, and a table of these functions. */
 #define ROW_OF(kernel, X) kernel(X, 1) kernel(X, 2) kernel(X, 3) kernel(X, 4)
 #define NAMES(name, X) {name##X##x1, name##X##x2, name##X##x3, name##X##x4}
 #if PIXELS == 6
@@ -140,7 +140,7 @@ int64_t direct_dweight_floats(int64_t taps) {
 void direct_dweight_tile(const struct direct_dweight *d, int64_t index, float *own) {
     int64_t k = index * OUTPUTS, taps = d->taps;
     int64_t high = least(d->outputs - k, OUTPUTS);
-    /* bands of rows whose dy stays in the first-level cache while all taps pass over it */
+    /* bands of rows: dy of a band stays in the first-level cache for all taps */
     int64_t band = most(80 / d->columns, 1);
     int64_t groups = parts_of(taps, PIXELS);
     for (int64_t p = 0; p < d->rows; p += band) {

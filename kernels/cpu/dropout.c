@@ -1,7 +1,7 @@
 /* Dropout. A random number for each element decides whether the element is kept. The random number
  * depends only on (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al.,
- * "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Therefore forward and backward use the
- * same function, and no mask is stored.
+ * "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Therefore the forward and backward
+ * passes use the same function, and no mask is stored.
  *
  * Each call of the generator provides 16 bits for each of GROUP consecutive elements, in WIDTH
  * samples of a block. mpidl/backends/reference/dropout.py computes the same bytes. */

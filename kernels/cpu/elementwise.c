@@ -15,9 +15,9 @@ struct job {
 
 /* ---- GELU, x Phi(x), where Phi is the normal distribution function ----
  *
- * The left tail is as small as exp(-x^2 / 2), and its relative error must be small. Therefore an
- * exponent is the sum of two numbers: a single float near 80 may have an error of 2^-18. Subnormal
- * results may be 0. */
+ * The left tail is as small as exp(-x^2 / 2), and its relative error must be small. A single float
+ * near 80 may have an error of 2^-18, so an exponent is the sum of two floats. Results below the
+ * smallest normal number may be 0. */
 
 struct two {
     vec high, low;
@@ -35,8 +35,9 @@ struct exponential {
     vec rest, power; /* (1 + rest) * power */
 };
 
-/* Return 2^32 e^(high + low) for a sum from -92 to 0. The factor is needed because e^-92 is
- * subnormal. Like `exponential_of_negative`, but with a rounding error of `rest` below 2^-25. */
+/* Return 2^32 e^(high + low) for a sum from -92 to 0. The factor 2^32 is needed because e^-92 is
+ * subnormal. The method is that of `exponential_of_negative`, but the rounding error of `rest` is
+ * below 2^-25. */
 INLINE struct exponential large_exponential(vec high, vec low) {
     vec shift = splat(0x1.8p23f);
     vec shifted = muladd(high, splat(0x1.715476p0f), shift), k = shifted - shift;
@@ -57,7 +58,7 @@ INLINE struct exponential large_gauss(vec t) {
 }
 
 /* Return 2 (1 + t) Phi(-t) exp(t^2 / 2) - 1, which is between -0.15 and 0.05 for t from 0 to 13.2.
- * The rational function has an error of at most 2^-27. */
+ * The error of the rational function is at most 2^-27. */
 INLINE vec tail_ratio(vec t) {
     vec p = muladd(splat(-0x1.3c896cp-9f), t, splat(-0x1.a6f19cp-7f));
     p = muladd(p, t, splat(-0x1.5bf8dp-6f));
@@ -84,7 +85,8 @@ INLINE vec gelu(vec x) {
     return choose(x >= 0, x - tail, negative);
 }
 
-/* Return Phi(x) + x phi(x), where phi is the normal density. It is 1 minus its value at -x. */
+/* Return Phi(x) + x phi(x), where phi is the normal density. Its value at x is 1 minus its value
+ * at -x. */
 INLINE vec gelu_slope(vec x) {
     vec t = clipped_magnitude(x, 13.2f), half = splat(0.5f) / (t + splat(1));
     struct exponential gauss = large_gauss(t);
@@ -95,8 +97,8 @@ INLINE vec gelu_slope(vec x) {
     return choose(x >= 0, splat(1) - slope, slope);
 }
 
-/* The tanh approximation x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. It equals x times the
- * logistic function of twice the argument of tanh. */
+/* The tanh approximation of GELU is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. It equals x
+ * times the logistic function of twice the argument of tanh. */
 
 /* Return 2^32 e^-w for w = b t + c t^3, b = sqrt(8 / pi), c = 0.044715 b. Each term is a sum of two
  * floats. */
@@ -141,7 +143,7 @@ INLINE vec hard_swish_slope(vec x) {
     return keep(x > -3, slope);
 }
 
-/* Return x / (1 + e^-x), with an error of at most 3.5 ulp for x >= -87.3, else 0. */
+/* Return x / (1 + e^-x), with an error of at most 3.5 ulp. Return 0 for x < -87.3. */
 INLINE vec swish(vec x) { return keep(~(x < -87.3f), x * logistic(x)); }
 
 INLINE vec swish_slope(vec x) {
@@ -273,7 +275,7 @@ void mpidl_hard_swish_dx(const float *dy, const float *x, float *dx, int64_t row
 static void prelu_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     (void)own;
-    /* without a gradient, the slope multiplies x itself */
+    /* in the forward pass, the slope multiplies x instead of dy */
     const float *positive = job->dy ? job->dy : job->x;
     vec slope = splat(job->slope[tile % job->slopes]);
     int64_t stop = (tile + 1) * job->pixels * LANES;

@@ -27,7 +27,7 @@ void counter_pop(struct counter *counter) { counter->count--; }
 int counter_slots(int64_t blocks) {
     int levels = 0;
     while (((int64_t)1 << levels) < blocks) levels++;
-    return 2 * levels + 2; /* at most two values per level, and the new one */
+    return 2 * levels + 2; /* at most two values per level, and the new value */
 }
 
 static float *slot_of(const struct leaves *leaves, int team, int slot) {
@@ -62,7 +62,7 @@ void leaf_done(const struct team *team, struct leaves *leaves, int64_t block) {
     meet(team);
     for (; counter_joins(counter); counter_pop(counter)) {
         float *left = slot_of(leaves, team->index, counter->count - 2);
-        /* each member adds its own part of the values */
+        /* each member adds its part of the values */
         add_floats(left, slot_of(leaves, team->index, counter->count - 1),
                    TILES_BEGIN(team, leaves->size), TILES_END(team, leaves->size));
     }

@@ -1,6 +1,6 @@
-/* Convert pixels of images, bytes or floats, to blocks of normalized floats. A line of a block has
- * one pixel of 16 images. Threads that read ahead call these functions while the main thread
- * computes, so they do not use team.h. */
+/* Convert pixels of images, bytes or floats, to blocks of normalized floats. A `line` has one pixel
+ * of 16 images. The threads that load data call these functions while the main thread computes, so
+ * the functions do not use team.h. */
 #include "bytes.h"
 #include "mpidl.h"
 
@@ -8,8 +8,8 @@ enum { CHUNK = 16 }; /* pixels of a row that are transposed together */
 
 typedef uint8_t line __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* A window of P x Q pixels in images (C, H, W); Python passes it as int64_t[6]. of_pixels: whether
- * centre and divisor have a number per pixel (C, P, Q) instead of per channel (C). */
+/* A window of P x Q pixels in images (C, H, W); Python passes it as int64_t[6]. If of_pixels,
+ * centre and divisor have one number per pixel (C, P, Q), else one per channel (C). */
 struct crop {
     int64_t C, H, W, P, Q, of_pixels;
 };
@@ -24,7 +24,7 @@ static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
 
-/* Convert floats, one at a time; they are not normalized if centre is NULL. */
+/* Convert floats, one at a time. If centre is NULL, the floats are not normalized. */
 void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
@@ -60,8 +60,8 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
 #define ZIP(a, b, half) __builtin_shuffle(a, b, (line){PAIRS(half)})
 #endif
 
-/* Transpose 16 x 16 bytes. Each round interleaves the bytes of rows i and i + 8; after four rounds,
- * rows have become columns. */
+/* Transpose 16 x 16 bytes. Each round interleaves the bytes of rows i and i + 8. After four rounds,
+ * the rows have become columns. */
 INLINE void turn(line *rows) {
     UNROLL for (int round = 0; round < 4; round++) {
         line to[16];
@@ -85,7 +85,7 @@ INLINE line reversed(line v) {
 }
 #endif
 
-/* Return v, reversed if `mirrored`. There is no branch, because images are mirrored at random. */
+/* Return v, reversed if `mirrored`, without a branch, because images are mirrored at random. */
 INLINE line ordered(line v, int64_t mirrored) {
 #if defined(__AVX2__)
     static const int8_t order[2][CHUNK] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
@@ -96,15 +96,15 @@ INLINE line ordered(line v, int64_t mirrored) {
 #endif
 }
 
-/* The window of an image. row is the image's row at the current row of the window, or NULL if that
- * is outside the image. */
+/* The window of an image. `row` is the row of the image that corresponds to the current row of the
+ * window, or NULL if that row is outside the image. */
 struct look {
     int64_t top, left, mirrored;
     const uint8_t *row;
 };
 
-/* Return the pixels [q, q + CHUNK) of the window's row, mirrored or not, with the value `outside`
- * outside the image. The image has rows of W pixels; memory from `all` to `end` may be read. */
+/* Return the pixels [q, q + CHUNK) of the window's row, mirrored if necessary. Pixels outside the
+ * image are `outside`. The image has rows of W pixels. Memory from `all` to `end` may be read. */
 INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8_t *all,
                       const uint8_t *end, line outside) {
     static const uint8_t index[CHUNK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -126,7 +126,8 @@ INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8
     return load_line(chunk);
 }
 
-/* Prefetch the next row of a mirrored image: processors prefetch only from left to right. */
+/* Prefetch the next row of a mirrored image, because processors prefetch only from left to right.
+ */
 INLINE void soon(const struct look *look, const struct crop *s, const uint8_t *all,
                  const uint8_t *end) {
     if (!(look->mirrored & LEFT_TO_RIGHT)) return;
@@ -233,7 +234,7 @@ void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes) 
     }
 }
 
-/* The struct that the Arrow C data interface defines. */
+/* The struct of the Arrow C data interface. */
 struct ArrowArray {
     int64_t length, null_count, offset, n_buffers, n_children;
     const void **buffers; /* a mask, the values */

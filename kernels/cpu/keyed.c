@@ -1,6 +1,6 @@
 /* Compute random words for a key with Philox4x64-10 (Salmon et al., "Parallel random numbers: as
- * easy as 1, 2, 3", SC 2011). The counters are those of NumPy's generator: (element, sample, epoch,
- * 0), where the element starts at 1. */
+ * easy as 1, 2, 3", SC 2011). A counter is (block, sample, epoch, 0), where the blocks of four words
+ * are counted from 1, as NumPy's generator counts them. */
 #include <string.h>
 
 #include "mpidl.h"

@@ -8,9 +8,9 @@
  *         ... load(x + pixel * LANES + part) ...
  *
  * The result of a lane does not depend on the width. `muladd` adds a product, with one rounding if
- * the machine has FMA. The compiler may not contract any other expression (-ffp-contract=off). Sums
- * over lanes use the same tree for all widths. Therefore the results of the AVX2 and AVX-512 builds
- * are equal bit for bit.
+ * the machine has FMA. The compiler must not contract any other expression (-ffp-contract=off).
+ * Sums over lanes use the same tree for all widths. Therefore the AVX2 and AVX-512 builds return
+ * results that are equal bit for bit.
  */
 #ifndef MPIDL_LANES_H
 #define MPIDL_LANES_H
@@ -117,8 +117,8 @@ INLINE ivec lanes_below(int valid, int part) {
 #define LOW_LANE(j, s) (((j) & (s)) ? WIDTH + (j) - (s) : (j))
 #define HIGH_LANE(j, s) (((j) & (s)) ? WIDTH + (j) : (j) + (s))
 /* Form pairs of lanes that are s apart, where s is a power of two. LOWER takes the lower lane of
- * each pair of a and of b. HIGHER takes the higher lanes. In the result, lanes whose index has bit
- * s clear come from a, and the others from b. */
+ * each pair of a and of b; HIGHER takes the higher lanes. Bit s of a lane's index in the result
+ * tells where the lane comes from: from a if the bit is clear, from b if it is set. */
 #define LOWER(a, b, s) SHUFFLE(a, b, EACH_LANE(LOW_LANE, s))
 #define HIGHER(a, b, s) SHUFFLE(a, b, EACH_LANE(HIGH_LANE, s))
 
@@ -185,8 +185,8 @@ INLINE vec sum_of_parts(const vec *part) {
 #endif
 }
 
-/* Set sums[i] to the sum of the 16 lanes of rows + i * LANES, for 16 rows. The lanes are added by a
- * binary tree, adjacent lanes first, for every width. */
+/* Set sums[i] to the sum of the 16 lanes of rows + i * LANES, for 16 rows. A binary tree adds the
+ * lanes, adjacent lanes first, for every width. */
 INLINE void lane_sums(const float *rows, float *sums) {
     UNROLL for (int i = 0; i < LANES; i += WIDTH) {
         vec part[PARTS];
@@ -199,7 +199,7 @@ INLINE void lane_sums(const float *rows, float *sums) {
     }
 }
 
-/* Return the sum of one row's 16 lanes, added by the same tree. */
+/* Return the sum of one row's 16 lanes, added by the tree of lane_sums. */
 INLINE float lane_sum(const float *row) {
     float s[LANES];
     memcpy(s, row, sizeof s);

@@ -1,7 +1,7 @@
-/* Softmax, cross-entropy and error sums, computed in double, and the gradients with which the
- * backward pass starts. The compiler vectorizes loops over the 16 lanes.
+/* Softmax, cross-entropy and error sums, computed in double, and the gradients that start the
+ * backward pass. The compiler vectorizes loops over the 16 lanes.
  *
- * A tile has up to STRIP pixels of a block with all classes, or up to ROWS elements. Tiles do not
+ * A tile has all classes of up to STRIP pixels of a block, or up to ROWS elements. Tiles do not
  * depend on the number of threads. A block's sum adds the sums of its tiles in order. */
 #include <math.h>
 
@@ -59,8 +59,8 @@ static struct strip strip_of(const struct job *job, int64_t tile) {
 }
 
 /* Return the logits of a strip, with classes count * 16 floats apart. If images have several
- * pixels, the logits are copied, because classes are often a large power of two apart, and caches
- * hold few lines at such distances. */
+ * pixels, the logits are copied, because the distance between classes is often a large power of
+ * two. Caches hold few lines at such distances. */
 static const float *gathered(const struct job *job, const struct strip *s, float *own) {
     const float *x = job->logits + s->at;
     if (job->pixels == 1) return x;
@@ -97,7 +97,7 @@ static void softmax_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-/* Return whether a label is a class. Labels outside the classes are left out. */
+/* Return whether a label is a class. Pixels with other labels are ignored. */
 static int is_class(const struct job *job, int32_t label) {
     return label >= 0 && label < job->classes;
 }
@@ -145,8 +145,8 @@ struct slopes {
     double push[LANES], pull[LANES], share[LANES];
 };
 
-/* Compute the slopes of 16 images, given the logits x of one pixel. Labels outside the classes
- * and unused lanes get zeros. */
+/* Compute the slopes of 16 images, given the logits x of one pixel. Labels that are not classes and
+ * unused lanes get slopes of zero. */
 static void slopes_of(const struct job *job, const int32_t *label, int images, const float *x,
                       int64_t step, const double *top, const double *sum, double all_weights,
                       struct slopes *slopes) {
@@ -195,7 +195,7 @@ static void dlogits_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-/* Add up the class weights of a block's labels. Here a tile is a block. */
+/* Add up the class weights of a block's labels. A tile is a block. */
 static void weight_tile(void *argument, int64_t block, float *own) {
     const struct job *job = argument;
     double total = 0;

@@ -1,4 +1,4 @@
-/* What the sources of losses share: tiles of a block, and their sums. */
+/* Functions for all losses: tiles of a block, and the sums of tiles. */
 #ifndef MPIDL_LOSS_H
 #define MPIDL_LOSS_H
 
@@ -8,9 +8,9 @@
 #include "team.h"
 
 #define EACH_LANE_OF_ALL for (int lane = 0; lane < LANES; lane++)
-enum { FEW = 2048 }; /* up to this amount of work, one thread is faster */
+enum { FEW = 2048 }; /* up to this amount of work, one thread is fastest */
 
-/* Run `work` on each tile. `amount` is the number of logits or elements, 16 floats each. */
+/* Run `work` on each tile. `amount` counts the logits or elements of 16 floats. */
 INLINE void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t amount) {
     if (amount > FEW || own) {
         each_tile(tiles, work, job, own);

@@ -1,19 +1,18 @@
 /* Cross-channel (local response) normalization: y = x d^-beta, where d = k + a (sum of x^2 over a
  * window of channels) and a = alpha / window; see ops/lrn.py. A tile is a run of pixels of one
- * block with all channels. The channels of a window are read once from memory, and later from
- * cache. */
+ * block with all channels. Each channel is read once from memory, and later from cache. */
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"
 
-enum { RUN = 32, USUAL = 5 }; /* pixels of a tile; channels of an unrolled window */
+enum { RUN = 32, USUAL = 5 }; /* RUN: pixels per tile; USUAL: the window size with unrolled loops */
 #define FEW _Pragma("GCC unroll 8")
 
 struct job {
     const float *x, *dy;
     float *out;
     int64_t channels, pixels, runs, before, behind;
-    int64_t mask; /* rows of a ring - 1; a ring has a power of two of rows, at least a window */
+    int64_t mask; /* number of rows of a ring - 1; see `backward` */
     float k, a, factor; /* factor: 2 a beta */
     double beta;
 };
@@ -32,8 +31,7 @@ INLINE vec power(vec d, double beta, vec *ratio) {
     return result;
 }
 
-/* Return k + a * (sum of squares over `count` channels). x points to the first of these channels.
- * */
+/* Return k + a * (sum of squares over `count` channels). x points to the first channel. */
 INLINE vec denominator(const struct job *job, const float *x, int64_t count, int64_t stride) {
     vec sum = zero();
     FEW for (int64_t c = 0; c < count; c++) {
@@ -43,8 +41,8 @@ INLINE vec denominator(const struct job *job, const float *x, int64_t count, int
     return muladd(sum, splat(job->a), splat(job->k));
 }
 
-/* The channels [low, high) of the window of channel c or, in gradients, of the windows that contain
- * channel c. */
+/* The channels [low, high) of the window of channel c. In the backward pass: the channels whose
+ * windows contain channel c. */
 struct channels {
     int64_t low, high;
 };
@@ -80,8 +78,8 @@ INLINE void forward(const struct job *job, int64_t tile, double beta) {
     }
 }
 
-/* Compute channel c of the gradient's first part, dy d^-beta, and of products, dy x d^(-beta - 1).
- * */
+/* Compute channel c of the first part of the gradient, dy d^-beta, and of the products dy x
+ * d^(-beta - 1). */
 INLINE void products_channel(const float *x, const float *dy, float *dx, float *products,
                              const struct job *job, int64_t floats, int64_t stride, int64_t own,
                              int64_t count, double beta) {
@@ -93,7 +91,8 @@ INLINE void products_channel(const float *x, const float *dy, float *dx, float *
     }
 }
 
-/* Subtract from dx: factor x (sum of `count` rows of products, starting at row `low` of a ring). */
+/* Subtract from dx: factor * x * (sum of `count` rows of products from row `low` of the ring on).
+ */
 INLINE void sum_channel(const float *x, float *dx, const float *ring, const struct job *job,
                         int64_t floats, int64_t low, int64_t count) {
     for (int64_t i = 0; i < floats; i += WIDTH) {
@@ -104,8 +103,9 @@ INLINE void sum_channel(const float *x, float *dx, const float *ring, const stru
     }
 }
 
-/* Compute the gradient of a tile. `own` is a ring with the products of the most recent channels, at
- * least as many as a window has. The sum for a channel is complete `before` channels later. */
+/* Compute the gradient of a tile. `own` is a ring buffer for the products of the most recent
+ * channels. Its number of rows is a power of two and at least the size of a window. The sum for a
+ * channel is complete `before` channels later. */
 INLINE void backward(const struct job *job, int64_t tile, double beta, float *own) {
     TILE(job, tile);
     for (int64_t c = 0; c < job->channels + job->before; c++) {
@@ -132,7 +132,7 @@ INLINE void backward(const struct job *job, int64_t tile, double beta, float *ow
     }
 }
 
-/* The usual beta is passed as a constant, so that the loops contain no function call. */
+/* The usual beta is a constant argument, so that the loops contain no function call. */
 static void norm_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     if (job->beta == 0.75)

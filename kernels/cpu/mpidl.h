@@ -1,14 +1,13 @@
 /* Functions that the library exports. mpidl/backends/cpu/builds.py reads their names and argument
- * types from this file. An argument is an int64_t, double or float, a pointer to one of these or to
- * int32_t or uint8_t, or a function without arguments. A result is a number or a string. A pointer
- * may be NULL only if its comment says so. Python checks the arguments. A function fails only if
- * the system refuses scratch memory: it then sets mpidl_missing_bytes, and its results are
+ * types from this file. An argument is an int64_t, double or float, a pointer to one of these types
+ * or to int32_t or uint8_t, or a function without arguments. A result is a number or a string. A
+ * pointer may be NULL only if its comment says so. Python checks the arguments. A function fails
+ * only if the system refuses scratch memory. It then sets mpidl_missing_bytes, and its results are
  * undefined.
  *
- * x has the shape (blocks, C, H, W, 16). A source is an input of a kernel: `x` itself or, if `mean`
- * is not NULL, max(0, (x - mean) * scale + beta) per channel, which is computed when it is read and
- * never stored.
- */
+ * x has the shape (blocks, C, H, W, 16). A "source" is an input of a kernel. If its `mean` is NULL,
+ * the source is `x`. Otherwise it is max(0, (x - mean) * scale + beta) per channel, computed when it
+ * is read and never stored. */
 #ifndef MPIDL_H
 #define MPIDL_H
 
@@ -17,36 +16,36 @@
 #pragma GCC visibility push(default) /* all other symbols are hidden */
 
 /* about.c */
-const char *mpidl_compiler(void);     /* "gcc 12.2.0" */
+const char *mpidl_compiler(void);     /* for example "gcc 12.2.0" */
 const char *mpidl_sources(void);      /* a hash of the library's sources */
-const char *mpidl_declarations(void); /* this file when it was compiled */
+const char *mpidl_declarations(void); /* the declarations in this file at compile time */
 
 /* team.c */
-int64_t mpidl_set_threads(int64_t count); /* returns the number that could be started */
-/* The bytes of scratch memory that the system refused, else 0. The caller sets it to 0 again. */
+int64_t mpidl_set_threads(int64_t count); /* returns the number of threads that started */
+/* The bytes of scratch memory that the system refused, or 0. The caller resets the value to 0. */
 extern int64_t mpidl_missing_bytes;
-/* Make the calling thread run `function` about every millisecond of a pass; NULL stops this. */
+/* Let the calling thread run `function` about every millisecond during a pass. NULL: none. */
 void mpidl_set_hook(void (*function)(void));
 
-/* play.c: calls functions of this file, one after the other, until one lacks scratch memory or waits
- * for other ranks. Returns the number of calls that are complete. Each call is stored as the position
- * of the function in this file, the number of its arguments, and the arguments: integers, addresses,
- * or the bits of a number. */
+/* play.c: call functions of this file in sequence, until one of them lacks scratch memory or waits
+ * for other ranks. Return the number of completed calls. Each call is stored as the position of the
+ * function in this file, the number of its arguments, and the arguments: integers, addresses, or
+ * the bits of floating-point numbers. */
 int64_t mpidl_play(const int64_t *calls, int64_t count);
 
-/* sums.c: sums over the ranks of a host. A queue and a sum are the structs of sums.c, and the caller
- * keeps their memory. These functions may be called from the hook. */
+/* sums.c: sums over the ranks of a host. `queue` and `sum` are structs of sums.c, in memory that
+ * the caller owns. These functions may be called from the hook. */
 void mpidl_sums_start(int64_t *queue, int64_t *sum);
 void mpidl_sums_advance(int64_t *queue); /* without waiting */
-/* Wait for a sum, but not longer than the queue's patience; set mpidl_sums_waiting to 1 if the sum is
- * not complete then, else to 0. */
+/* Wait for a sum, at most for the queue's time limit (`patience`). Set mpidl_sums_waiting to 1 if
+ * the sum is still incomplete, else to 0. */
 void mpidl_sums_wait(int64_t *queue, const int64_t *sum);
-void mpidl_sums_leave(const int64_t *queue); /* nobody advances the queue any more */
+void mpidl_sums_leave(const int64_t *queue); /* no thread advances the queue afterwards */
 extern int64_t mpidl_sums_waiting;
 
 /* peak.c */
-/* Adds products in registers, `iterations` times; returns the number of operations, two per
- * product. result: 32 floats; the first 16 hold the factor and the last 16 the term. */
+/* Add products in registers, `iterations` times. Return the number of operations, two per product.
+ * result: 32 floats; the first 16 hold the factor and the last 16 the term. */
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
 
 /* batchnorm.c: x and y (blocks, channels, pixels, 16) */
@@ -119,7 +118,7 @@ void mpidl_add_relu_dx(const float *dy, const float *more_dy, const float *y, fl
                        const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
                        int64_t pixels, const int64_t *tree);
 
-/* concat.c: x has the channels of y that start at channel `first`; y has `all` channels. In
+/* concat.c: x has `channels` of the `all` channels of y, starting at channel `first` of y. In
  * mpidl_concat, x is a source. */
 void mpidl_concat(const float *x, const float *mean, const float *scale, const float *beta,
                   float *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t all,
@@ -128,7 +127,7 @@ void mpidl_split(const float *y, float *x, int64_t blocks, int64_t channels, int
                  int64_t all, int64_t first);
 
 /* dropout.c: samples (blocks, 16); rows: elements per image; threshold: dropout probability in
- * 65536ths */
+ * units of 1/65536 */
 void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
 
@@ -139,10 +138,10 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
                                  int64_t channels, int64_t pixels, int64_t window, double alpha,
                                  double beta, double k);
 
-/* conv.c: shape is struct conv of conv.h; m and dweight_m are Winograd tile sizes, 0 for direct
- * sums (filters: see winograd.h). moments (blocks, 1 + 2K) or NULL receives (count, mean, M2) of y,
- * folded into the first rows. addend or NULL has the shape of y and is added to it; if relu,
- * max(0, y) follows. */
+/* conv.c: shape is struct conv of conv.h. m and dweight_m are Winograd tile sizes, or 0 for direct
+ * sums (winograd.h lists the filter sizes). moments (blocks, 1 + 2K) or NULL receives (count, mean,
+ * M2) of y, folded into the first rows. addend (shape of y) or NULL is added to y. If relu, max(0,
+ * y) follows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
@@ -162,22 +161,23 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            int64_t dweight_m);
 
 /* pool.c: shape is struct windows of pool.c. x is a source. If argmax is NULL, pooling takes the
- * mean, else the maximum; argmax (blocks, C, P, Q, 16) then holds places in the windows. sums
- * (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
+ * mean, else the maximum. argmax (blocks, C, P, Q, 16) then holds the position of the maximum in
+ * each window. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
 void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
                   float *y, uint8_t *argmax, int64_t blocks, const int64_t *shape);
 void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, const float *mean,
                      const float *scale, const float *beta, float *dx, double *sums,
                      int64_t blocks, const int64_t *shape, const int64_t *tree);
 
-/* pad.c: channels of all blocks; shape is struct geometry of pad.c */
+/* pad.c: `channels` counts the channels of all blocks together; shape is struct geometry of pad.c
+ */
 void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const int64_t *shape);
 
-/* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m, r,
- * backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and dy (outputs,
- * rows, columns, 16). Rows and columns of x and dy are extended to whole tiles (see winograd.h). w
- * and dweight are (outputs, inputs, r, r); backward, w is (inputs, outputs, r, r). u receives the
- * transformed weights. */
+/* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m,
+ * r, backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and dy (outputs,
+ * rows, columns, 16). The rows and columns of x and dy are extended to whole tiles (see
+ * winograd.h). dweight is (outputs, inputs, r, r), and so is w, except that w is (inputs, outputs,
+ * r, r) if `backward`. u receives the transformed weights. */
 int64_t mpidl_winograd_weights_floats(const int64_t *shape);
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape);
@@ -185,8 +185,8 @@ void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight, con
 
 /* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
  * elements, 16). rows (blocks) receives the sums over each block's images, folded into the first
- * rows. class_weights (classes, or NULL for 1), smoothing, gamma: see LabelRule in
- * backends/training_interface.py. power: 1 or 2, see backends/reference/loss.py */
+ * rows. class_weights (classes) may be NULL, which means weights of 1. For smoothing and gamma, see
+ * LabelRule in backends/training_interface.py. power is 1 or 2, see backends/reference/loss.py. */
 void mpidl_exp(const double *x, double *y, int64_t count);
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes, int64_t pixels);
 void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
@@ -210,8 +210,9 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements);
 
-/* binary.c: targets are floats or, if those are NULL, the ints in labels; both have the shape of the
- * logits. positive_weights (classes, or NULL for 1), gamma: see BinaryRule */
+/* binary.c: the targets are floats (`targets`) or, if `targets` is NULL, ints (`labels`), with the
+ * shape of the logits. positive_weights (classes) may be NULL, which means weights of 1. For gamma,
+ * see BinaryRule. */
 void mpidl_binary_cross_entropy(const float *logits, const float *targets, const int32_t *labels,
                                 const int32_t *counts, double *rows, int64_t blocks,
                                 int64_t classes, int64_t pixels, const int64_t *tree,
@@ -225,9 +226,9 @@ void mpidl_binary_correct_count(const float *logits, const float *targets, const
                                 const int32_t *counts, double *rows, int64_t blocks,
                                 int64_t classes, int64_t pixels, const int64_t *tree);
 
-/* dice.c: p (blocks, classes, pixels, 16); slopes (blocks, 2, classes, 16): derivatives of an image's
- * loss with respect to p, see backends/reference/dice.py. class_weights (classes, or NULL for 1),
- * smooth, generalized: see DiceRule */
+/* dice.c: p (blocks, classes, pixels, 16). slopes (blocks, 2, classes, 16) are derivatives of an
+ * image's loss with respect to p, see backends/reference/dice.py. class_weights (classes) may be
+ * NULL, which means weights of 1. For smooth and generalized, see DiceRule. */
 void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
                 double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                 const int64_t *tree, const double *class_weights, double smooth,
@@ -236,13 +237,14 @@ void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts
                    const double *slopes, double scale, float *dp, int64_t blocks, int64_t classes,
                    int64_t pixels);
 
-/* optimizer.c, clip.c: parameters are structs of those files; decays, factors and scales have the
- * shape (count). formula is a name. numbers (given) has the learning rate and the formula's other
- * numbers. The formula keeps `arrays` arrays for each parameter. mpidl_optimizer_step returns 0 if
- * no formula with this name has `given` numbers and `arrays` arrays. method says what mpidl_clip
- * limits: 0 the norm of each gradient, 1 the norm of all together, 2 each number. sums has one
- * element for each run of at most 2^14 floats of a parameter, two for mpidl_trust, whose method is 0
- * for LARS and 1 for LAMB. */
+/* optimizer.c, clip.c: `parameters` points to structs of these files. decays, factors, coefficients
+ * and scales have the shape (count). `formula` is a name. numbers (given) has the learning rate and
+ * the formula's other numbers. The formula keeps `arrays` arrays for each parameter.
+ * mpidl_optimizer_step returns 0 if no formula with this name has `given` numbers and `arrays`
+ * arrays. In mpidl_clip, `method` is 0 to limit the norm of each gradient, 1 to limit the norm of
+ * all gradients together, and 2 to limit each number. In mpidl_trust, it is 0 for LARS and 1 for
+ * LAMB. In mpidl_clip, sums has one element for each run of at most 2^14 floats of a parameter; in
+ * mpidl_trust, two. */
 int64_t mpidl_optimizer_step(const char *formula, const int64_t *parameters, const float *decays,
                              const float *factors, int64_t count, const float *numbers,
                              int64_t given, int64_t arrays);
@@ -257,8 +259,8 @@ void mpidl_trust(const int64_t *parameters, const float *decays, const float *co
 void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
                  const float *weight, const float *bias, float *y, int64_t blocks,
                  int64_t features, int64_t channels, int64_t outputs);
-/* sums (blocks, 2 * channels) or NULL receives the mpidl_batchnorm_sums of dx; x is read only for
- * them */
+/* sums (blocks, 2 * channels) or NULL receives the mpidl_batchnorm_sums of dx; x is used only to
+ * compute sums */
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
                     const float *beta, const float *weight, float *dx, double *sums,
                     const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
@@ -266,20 +268,20 @@ void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, con
                          const float *beta, float *nodes, const int64_t *tree, int64_t features,
                          int64_t channels, int64_t outputs);
 void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs);
-/* Computes dx, its sums and dweight in one pass over x, for layers with few outputs. The results
+/* Compute dx, its sums and dweight in one pass over x, for layers with few outputs. The results
  * equal those of mpidl_dense_dx and mpidl_dense_dweight bit for bit. */
 void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
                           const float *beta, const float *weight, float *dx, double *sums,
                           float *nodes, const int64_t *tree, int64_t features, int64_t channels,
                           int64_t outputs);
 
-/* images.c: converts pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16), zero in unused lanes.
- * shape is struct crop of images.c. mirrored, top and left may be NULL. For each image, mirrored
- * says how the image is mirrored: 1 left to right, 2 top to bottom, 3 both. top and left are the
- * first pixel of the window in the mirrored image. Pixels outside the image have the value fill
- * (C), or 0 if it is NULL. A value is (pixel - centre) / divisor, both (C) or (C, P, Q). If they
- * are NULL, bytes are divided by 255 and floats are unchanged. Any thread may call these functions.
- * */
+/* images.c: convert pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16), with zeros in unused
+ * lanes. shape is struct crop of images.c. mirrored, top and left may be NULL, which means zeros.
+ * For each image, mirrored is 1 to mirror it left to right, 2 for top to bottom, 3 for both, and 0
+ * for neither. top and left are the position of the window's first pixel in the mirrored image.
+ * Pixels outside the image have the value of fill (C), or 0 if fill is NULL. A result is (pixel -
+ * centre) / divisor, where both have the shape (C) or (C, P, Q). If centre and divisor are NULL,
+ * bytes are divided by 255 and floats are unchanged. Any thread may call these functions. */
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                   const int32_t *mirrored, const int32_t *top, const int32_t *left,
                   const uint8_t *fill, const float *centre, const float *divisor, float *lanes);
@@ -287,24 +289,24 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes);
-/* converts rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
+/* convert rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
-/* the same for a struct ArrowArray of the Arrow C data interface, given by its address */
+/* the same for a picture in a struct ArrowArray (Arrow C data interface) at the address `array` */
 void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes);
 
-/* warp.c: transforms images (count, C, H, W) to (count, C, P, Q), each by its affine map m of maps
+/* warp.c: transform images (count, C, H, W) to (count, C, P, Q), each by its affine map m of maps
  * (count, 6). Pixel (p, q) is the image at row m[3] * q + m[4] * p + m[5] and at column m[0] * q +
- * m[1] * p + m[2], interpolated bilinearly. Pixels outside the image have the value fill (C).
+ * m[1] * p + m[2], interpolated bilinearly. Pixels outside the image have the value of fill (C).
  * shape: C, H, W, P, Q. Any thread may call these functions. */
 void mpidl_warp(const uint8_t *pixels, int64_t count, const int64_t *shape, const double *maps,
                 const uint8_t *fill, uint8_t *out);
 void mpidl_warp_of_floats(const float *pixels, int64_t count, const int64_t *shape,
                           const double *maps, const float *fill, float *out);
 
-/* keyed.c: computes the random words (samples, count) that mpidl/keyed.py defines for each sample,
+/* keyed.c: compute the random words (samples, count) that mpidl/keyed.py defines for each sample,
  * with Philox4x64-10. key has two words. Any thread may call this function. */
 void mpidl_keyed_words(const int64_t *key, int64_t epoch, const int64_t *samples, int64_t n,
                        int64_t count, int64_t *words);
 
-#pragma GCC visibility pop /* all declarations stand above */
+#pragma GCC visibility pop /* end of the exported declarations */
 #endif

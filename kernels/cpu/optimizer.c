@@ -1,8 +1,9 @@
-/* Optimizer steps: SGD with momentum, Adam and RMSProp with moving averages of the gradient and its
- * square, and averages of weights. Expressions are not contracted, so that results equal those of NumPy bit for bit.
+/* Optimizer steps: SGD with momentum, Adam and RMSProp, which keep moving averages of the gradient
+ * and its square, and averages of weights. Expressions are not contracted, so the results equal
+ * NumPy's results bit for bit.
  *
- * A store to a line that is not in the cache first reads the line. If there are more new weights
- * than a cache can keep until they are read, they are stored to memory past the caches. */
+ * A store to a line that is not in the cache first reads the line. If the new weights are larger
+ * than a cache, they are stored to memory past the caches. */
 #include <math.h>
 
 #include "lanes.h"
@@ -12,11 +13,11 @@
 enum {
     CHUNK = 1 << 14,   /* floats of a tile */
     PASSING = 1 << 22, /* with this many floats or more, new weights are stored past the caches */
-    NUMBERS = 7,       /* the most numbers that a formula takes, with the rate */
-    ARRAYS = 2         /* the most arrays that a formula keeps per parameter */
+    NUMBERS = 7,       /* largest number of numbers of a formula, including the rate */
+    ARRAYS = 2         /* largest number of arrays that a formula keeps per parameter */
 };
 
-/* The formulas: their names, and how many numbers and arrays each takes. */
+/* The name of each formula, and the number of its numbers and arrays. */
 enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, AVERAGE, FORMULAS };
 static const struct {
     const char *name;
@@ -68,7 +69,7 @@ INLINE vec root(vec v) {
 #endif
 }
 
-/* Step WIDTH numbers, starting at i, by a formula of backends/reference/optimizer.py. */
+/* Update WIDTH weights, starting at i, by a formula of backends/reference/optimizer.py. */
 INLINE void step(const float *numbers, int formula, int past, float decay, float rate,
                  struct arrays a, int64_t i) {
     vec w = load(a.weight + i), g = load(a.gradient + i), first = load(a.kept[0] + i), stepped;
@@ -81,7 +82,7 @@ INLINE void step(const float *numbers, int formula, int past, float decay, float
         first = numbers[1] * first - change;
         stepped = w + (numbers[1] * first - change);
     } else if (formula == ADAM || formula == ADAMW) {
-        /* numbers: decay and share of both means, epsilon, ADAMW's correction; arrays: the means */
+        /* numbers: decay and share of both means, epsilon, correction (ADAMW); arrays: means */
         vec square = load(a.kept[1] + i);
         first = numbers[1] * first + numbers[2] * g;
         square = numbers[3] * square + numbers[4] * (g * g);
@@ -109,7 +110,7 @@ INLINE void step(const float *numbers, int formula, int past, float decay, float
 INLINE void steps(const struct job *job, int formula, float decay, float rate, struct arrays a,
                   int64_t count) {
     int64_t i = 0;
-    /* whole lines at once; lines that were read are in the cache already */
+    /* stores past the caches need whole lines that were not read before */
     int past = job->past && a.stepped != a.weight && (intptr_t)a.stepped % 64 == 0;
     for (; i + WIDTH <= count; i += WIDTH)
         step(job->numbers, formula, past, decay, rate, a, i);

@@ -3,8 +3,8 @@
 #include "mpidl.h"
 #include "team.h"
 
-/* The geometry; Python passes it as int64_t[6]. Pixel (0, 0) of x is pixel (top, left) of y, where
- * top and left may be negative. */
+/* The geometry; Python passes it as int64_t[6]. Pixel (0, 0) of x becomes pixel (top, left) of y,
+ * where top and left may be negative. */
 struct geometry {
     int64_t H, W, P, Q, top, left;
 };

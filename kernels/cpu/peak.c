@@ -1,9 +1,9 @@
-/* Measure the peak rate of multiply-adds of a core. Only the benchmarks use this file. */
+/* Measure the peak rate of multiply-adds of a core. Only the benchmarks call it. */
 #include "lanes.h"
 #include "mpidl.h"
 
-/* The number of independent sums that fit into registers beside the factors. They hide the latency
- * of multiply-adds. */
+/* The number of independent sums that fit into registers next to the factors. Independent sums hide
+ * the latency of multiply-adds. */
 #if REGISTERS == 32
 #define SUMS 24
 #else

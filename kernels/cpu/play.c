@@ -1,5 +1,5 @@
-/* Call a recorded sequence of functions. build.py defines CALLS from mpidl.h: a case for each function
- * with the casts of its arguments. */
+/* Call a recorded sequence of functions. build.py defines CALLS from mpidl.h: one case for each
+ * function, which casts the arguments. */
 #include "mpidl.h"
 
 #include <string.h>
@@ -28,7 +28,7 @@ int64_t mpidl_play(const int64_t *calls, int64_t count) {
         const int64_t function = calls[0], *arguments = calls + 2;
         switch (function) {
             CALLS
-            default: return i; /* a string or a hook is not an argument of a recorded call */
+            default: return i; /* this function cannot be recorded */
         }
         if (mpidl_missing_bytes || mpidl_sums_waiting) return i;
         calls = arguments + calls[1];

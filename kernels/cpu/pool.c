@@ -5,8 +5,8 @@
 #include "mpidl.h"
 #include "team.h"
 
-/* The geometry of pooling; Python passes it as int64_t[12]. count_padding: whether the mean of a
- * window counts padding as zeros. */
+/* The geometry of pooling; Python passes it as int64_t[12]. If count_padding, padding counts as
+ * zeros in the mean of a window. */
 struct windows {
     int64_t C, H, W, P, Q, R, S, stride_h, stride_w, top, left, count_padding;
 };
@@ -20,8 +20,8 @@ struct job {
     double *sums;
 };
 
-/* One axis of a window: [first, stop) are the places that are not padding, and `start` is the pixel
- * at place 0, which may be padding. */
+/* A window along one axis. Its positions [first, stop) are not padding. `start` is the pixel at
+ * position 0, which may be padding. */
 struct span {
     int64_t start, first, stop;
 };
@@ -53,11 +53,11 @@ INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
     return deferred ? activate(v, c->norm) : v;
 }
 
-/* Unroll only four times: fixed windows are small, and other windows would not become faster. */
+/* Unroll only four times: windows of constant size are small, and others would not get faster. */
 #define FEW _Pragma("GCC unroll 4")
 
-/* Find the largest pixel at the places [i0, i1) x [j0, j1) of a window; ties go to the first. NaN
- * is larger than all numbers. `at` is the pixel at place (0, 0). */
+/* Find the largest pixel at the positions [i0, i1) x [j0, j1) of a window. The first of equal
+ * pixels wins, and NaN is larger than all numbers. `at` is the pixel at position (0, 0). */
 INLINE void largest(const struct channel *c, int deferred, int64_t at, int64_t width, int64_t i0,
                     int64_t i1, int64_t j0, int64_t j1, int64_t S, vec *best, ivec *place) {
     vec value = pixel(c, at + i0 * width + j0, deferred);
@@ -137,8 +137,8 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
 
 /* ---- backward ---- */
 
-/* Return the gradient that a window passes to the pixel at `place`. For a mean, dy is already
- * divided by the size of the window. */
+/* Return the gradient that a window passes to the pixel at position `place`. For a mean, dy is
+ * already divided by the size of the window. */
 INLINE vec handed(const float *dy, const uint8_t *argmax, int64_t window, int64_t place) {
     vec d = load(dy + window * LANES);
     return argmax ? keep(load_bytes(argmax + window * LANES) == (int32_t)place, d) : d;
@@ -166,8 +166,8 @@ INLINE void spread(const struct windows *w, int64_t R, int64_t S, const float *d
     }
 }
 
-/* Along one axis, the windows [first, last] that contain the pixel `at`, where `at` counts from the
- * start of the border. */
+/* The windows [first, last] along one axis that contain the pixel `at`. `at` counts from the start
+ * of the border. */
 struct holders {
     int64_t first, last;
 };
@@ -177,8 +177,8 @@ INLINE struct holders holders_of(int64_t at, int64_t stride, int64_t size, int64
     return (struct holders){before < 0 ? 0 : before / stride + 1, least(windows - 1, at / stride)};
 }
 
-/* Compute dx for windows that overlap: each pixel sums over the windows that contain it. The last
- * window comes first, so that the pixel's places in the windows are in increasing order. */
+/* Compute dx for windows that overlap: each pixel sums over the windows that contain it. The sum
+ * starts with the last window, so that the pixel's positions in the windows increase. */
 INLINE void collect_pixel(const struct windows *w, const float *dy, const uint8_t *argmax,
                           int64_t h, struct holders rows, int64_t v, float *dx) {
     struct holders columns = holders_of(v, w->stride_w, w->S, w->Q);

@@ -1,5 +1,5 @@
-/* Elementary functions of doubles and vectors, computed from sums and products alone. The results
- * of the C library's functions differ between its versions. */
+/* Elementary functions of doubles and vectors, computed only from sums and products, because the
+ * results of the C library's functions differ between its versions. */
 #ifndef MPIDL_SPECIAL_H
 #define MPIDL_SPECIAL_H
 
@@ -19,7 +19,7 @@ INLINE double muladd_double(double a, double b, double c) {
  * without FMA.
  *
  * x = k ln 2 + r with |r| <= ln 2 / 2, and e^x = 2^k e^r. The Taylor series of e^r has terms up to
- * r^13 / 13!; the next term is below 2^-57. ln 2 is split as in fdlibm's e_exp.c into a number with
+ * r^13 / 13!; the next term is below 2^-57. As in fdlibm's e_exp.c, ln 2 is split into a number of
  * 33 bits, whose product with k is exact, and a remainder. */
 INLINE double exponential(double x) {
     const double shift = 0x1.8p52; /* rounds a sum to an integer in its low bits */
@@ -44,8 +44,8 @@ INLINE double exponential(double x) {
 /* Return the natural logarithm of a normal, finite x > 0, with an error of at most 1e-16 or 1 ulp,
  * whichever is larger.
  *
- * x = 2^k m with m between sqrt(1/2) and sqrt(2). ln m = 2 atanh(s) with s = (m - 1) / (m + 1). The
- * series of atanh has terms up to s^21 / 21; the next term is below 2^-60. */
+ * x = 2^k m with m between sqrt(1/2) and sqrt(2). Then ln m = 2 atanh(s) with s = (m - 1) / (m +
+ * 1). The series of atanh has terms up to s^21 / 21; the next term is below 2^-60. */
 INLINE double logarithm(double x) {
     int64_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -74,11 +74,11 @@ INLINE vec exponential_terms(vec r) {
 }
 
 /* Return e^x for x <= 0, with an error of at most 1.5 ulp. Below -87.3, return e^-87.3, which is
- * near the smallest normal number. The method is that of `exponential`, with terms up to r^7 / 7!;
- * the next term is below 2^-27. */
+ * near the smallest normal number. The method is the same as in `exponential`, with terms up to r^7
+ * / 7!; the next term is below 2^-27. */
 INLINE vec exponential_of_negative(vec x) {
     vec shift = splat(0x1.8p23f);
-    x = larger(splat(-87.3f), x); /* in that order: NaN stays NaN */
+    x = larger(splat(-87.3f), x); /* this order of arguments keeps NaN */
     vec shifted = muladd(x, splat(0x1.715476p0f), shift), k = shifted - shift;
     vec r = muladd(k, splat(-0.693359375f), x); /* 10 bits: the product is exact */
     r = muladd(k, splat(2.12194440e-4f), r);
@@ -106,9 +106,9 @@ INLINE vec logistic(vec x) {
     return choose(x >= 0, splat(1), e) / (splat(1) + e);
 }
 
-/* Return x^(-1/4) for normal x > 0, with an error of at most 1.5 ulp. The first guess, from the
- * exponent, has a relative error e of 3 %. Each of three steps of Newton's method reduces e to 5/2
- * e^2. */
+/* Return x^(-1/4) for normal x > 0, with an error of at most 1.5 ulp. The first guess, computed
+ * from the exponent, has a relative error e of 3 %. Each of three steps of Newton's method reduces
+ * e to 5/2 e^2. */
 INLINE vec inverse_fourth_root(vec x) {
     vec y = (vec)(0x4f584000u - ((uvec)x >> 2));
     UNROLL for (int i = 0; i < 3; i++) {

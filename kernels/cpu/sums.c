@@ -1,11 +1,13 @@
-/* Sums over the ranks of a host, in memory that they share. mpidl/comm/host_memory.py explains the
- * memory and describes each sum by a plan.
+/* Sums over the ranks of a host in shared memory. mpidl/comm/host_memory.py explains the memory, and
+ * sum_plans.py creates a plan of each sum.
  *
- * A sum is cut into chunks, and all ranks number the chunks of all sums alike. A chunk goes through
- * three stages on each rank. `place` copies this rank's nodes into its slot. `fold` combines the
- * nodes of all ranks, and `take` copies the results out of the slots. In shared memory each rank
- * counts the chunks that have passed each stage. A rank waits only for these counts, so that no rank
- * sends a message, and a slot is used again when all ranks have taken its results. */
+ * A sum is divided into chunks, and all ranks number the chunks of all sums in the same way. A
+ * chunk goes through three stages on each rank. `place` copies this rank's nodes into its slot.
+ * `fold` combines the nodes of all ranks, and `take` copies the results out of the slots. In shared
+ * memory, each rank counts the chunks that have passed each stage. A rank waits only for these
+ * counts, so no rank sends a message. A slot is reused when all ranks have taken its results. Each
+ * rank also notes which sum each slot belongs to, because ranks that start different sums would
+ * read each other's values at the wrong places. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -18,49 +20,54 @@ enum { FLOATS, DOUBLES, MOMENTS }; /* kinds of a plan */
 
 /* The counts of a rank, in shared memory. */
 enum stage { PLACED, FOLDED, TAKEN, STAGES };
+enum { MOST_SLOTS = 8 };
 struct counts {
     _Atomic int64_t of[STAGES];
-    char pad[128 - STAGES * 8]; /* processors fetch lines of 64 bytes in pairs */
+    char pad[128 - STAGES * 8];   /* processors fetch lines of 64 bytes in pairs */
+    int64_t identity[MOST_SLOTS]; /* of the plan of the chunk in each slot */
+    int64_t width[MOST_SLOTS];    /* 4 times the width of the chunk's sum, plus its kind */
 };
 
-/* A description of a sum. After it come the rank and the row of each node, the left and the right
- * node of each join, and the node that each result ends in. */
+/* The description of a sum. `table` holds the rank and the row of each node, the left and the right
+ * node of each join, and the node that contains each result. */
 struct plan {
     int64_t kind, width; /* values of a node */
-    int64_t chunk;       /* values of a chunk; of moments, channels */
+    int64_t chunk;       /* values of a chunk; for moments, channels */
     int64_t chunks;
     int64_t stride;      /* bytes between two nodes of a chunk */
     int64_t direct;      /* 1: each rank folds all values; 0: each rank folds a segment */
     int64_t own;         /* nodes of this rank */
     int64_t nodes, joins, results;
+    int64_t identity;    /* a hash that differs if another rank describes another sum */
     int64_t table[];
 };
 
-/* A sum. The caller keeps it and its memory until all of its chunks have been taken. */
+/* A sum. The caller keeps the struct and its memory until all chunks have been taken. */
 struct sum {
     const struct plan *plan;
-    const int64_t *pieces; /* their number; then, of each, its values and addresses of own nodes */
+    const int64_t *pieces; /* their number; for each, its values and the addresses of own nodes */
     char *out;             /* results x width; NULL if this rank does not need them */
     struct sum *next;
     int64_t chunks[STAGES]; /* chunks that have passed each stage */
 };
 
-/* A rank's view of the sums that are not complete, in the order of their start. */
+/* A rank's view of the incomplete sums, in the order in which they were started. */
 struct queue {
     char *memory; /* counts of all ranks, then slots of the first rank, and so on */
     int64_t rank, ranks, slots, slot_bytes;
-    int64_t patience;             /* ns that mpidl_sums_wait may wait */
-    int64_t waited;               /* ns that it has waited */
+    int64_t patience;             /* longest wait of mpidl_sums_wait, in ns */
+    int64_t waited;               /* total wait of mpidl_sums_wait, in ns */
     int64_t chunks[STAGES];       /* chunks that have passed each stage */
-    int64_t least[STAGES];        /* a lower bound of these chunks on all ranks */
+    int64_t least[STAGES];        /* a lower bound of `chunks` over all ranks */
     struct sum *current[STAGES];  /* the sum of the next chunk */
     struct sum *last;
-    char *scratch; /* for the nodes of a chunk of a direct sum */
+    int64_t differs; /* 1 + a rank whose chunk belongs to another sum, or 0 */
+    char *scratch;   /* for the nodes of a chunk of a sum with `direct` 1 */
 };
 
 int64_t mpidl_sums_waiting;
-static _Atomic(struct queue *) ticking; /* advanced by `advance_sums` */
-static pthread_t owner;                 /* the thread that started a sum in it */
+static _Atomic(struct queue *) ticking; /* the queue that `advance_sums` advances */
+static pthread_t owner;                 /* the thread that started a sum in the queue */
 
 _Static_assert(sizeof(void *) == sizeof(int64_t), "Python stores addresses in int64_t");
 
@@ -109,7 +116,7 @@ static int64_t item_of(const struct plan *plan) {
 
 static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* A chunk of a sum: its first value and its number of values, or channels of moments. */
+/* A chunk of a sum: its first value and its number of values (for moments, of channels). */
 struct part {
     int64_t first, count;
 };
@@ -120,7 +127,7 @@ static struct part part_of(const struct plan *plan, int64_t chunk) {
     return (struct part){first, least_of(plan->chunk, whole - first)};
 }
 
-/* Copy moments of some channels: between a whole node with `channels` and one with `part.count`. */
+/* Copy the moments of `count` channels between a node of all channels and a node of a chunk. */
 static void copy_moments(double *to, int64_t to_channels, int64_t to_first, const double *from,
                          int64_t channels, int64_t first, int64_t count) {
     to[0] = from[0];
@@ -129,7 +136,7 @@ static void copy_moments(double *to, int64_t to_channels, int64_t to_first, cons
            (size_t)count * sizeof(double));
 }
 
-/* Copy a node of this rank, which consists of pieces, into its place. */
+/* Copy the pieces of a node of this rank to the node's memory in the slot. */
 static void copy_pieces(const struct sum *sum, int64_t row, struct part part, char *to) {
     const int64_t *piece = sum->pieces + 1, item = item_of(sum->plan), own = sum->plan->own;
     for (int64_t p = 0, start = 0; p < sum->pieces[0]; p++, piece += 1 + own) {
@@ -161,6 +168,9 @@ static int place(struct queue *q) {
             copy_pieces(sum, row, part, to);
         row++;
     }
+    struct counts *counts = counts_of(q, q->rank);
+    counts->identity[q->chunks[PLACED] % q->slots] = plan->identity;
+    counts->width[q->chunks[PLACED] % q->slots] = 4 * plan->width + plan->kind;
     publish(q, PLACED);
     return 1;
 }
@@ -173,7 +183,7 @@ static void add_doubles(double *out, const double *left, const double *right, in
     for (int64_t i = 0; i < count; i++) out[i] = left[i] + right[i];
 }
 
-/* As fold.merge_moments; sets without images are ignored. */
+/* Merge moments like fold.merge_moments. Sets without images are ignored. */
 static void merge(double *out, const double *left, const double *right, int64_t channels) {
     double n = left[0], m = right[0];
     if (n == 0 || m == 0) {
@@ -210,7 +220,7 @@ static void write_result(const struct sum *sum, int64_t row, struct part part, c
         memcpy(out + part.first * item, from, (size_t)(part.count * item));
 }
 
-/* Fold all nodes of a chunk. Nodes in shared memory stay as they are, because all ranks read them. */
+/* Fold all nodes of a chunk without changing the nodes in shared memory, which all ranks read. */
 static void fold_alone(const struct queue *q, const struct sum *sum, struct part part) {
     const struct plan *plan = sum->plan;
     const int64_t *joins = plan->table + 2 * plan->nodes, *results = joins + 2 * plan->joins;
@@ -244,9 +254,17 @@ static void fold_segment(const struct queue *q, const struct sum *sum, struct pa
     }
 }
 
+/* Return whether all ranks have placed a chunk of this sum. Otherwise, stop the queue. */
+static int is_same(struct queue *q, const struct sum *sum) {
+    int64_t slot = q->chunks[FOLDED] % q->slots;
+    for (int64_t r = 0; r < q->ranks && !q->differs; r++)
+        if (counts_of(q, r)->identity[slot] != sum->plan->identity) q->differs = 1 + r;
+    return !q->differs;
+}
+
 static int fold(struct queue *q) {
     struct sum *sum = q->current[FOLDED];
-    if (!sum || !have_passed(q, PLACED, q->chunks[FOLDED] + 1)) return 0;
+    if (!sum || !have_passed(q, PLACED, q->chunks[FOLDED] + 1) || !is_same(q, sum)) return 0;
     struct part part = part_of(sum->plan, sum->chunks[FOLDED]);
     unsigned before = standard_rounding();
     if (!sum->plan->direct)

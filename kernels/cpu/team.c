@@ -18,7 +18,7 @@ struct barrier {
     char pad[56];
 };
 
-/* The scratch memory of a thread or a team, which is kept from pass to pass. */
+/* The scratch memory of a thread or a team. It is kept between passes. */
 struct room {
     float *data;
     int64_t floats;
@@ -43,15 +43,15 @@ static pthread_cond_t begin = PTHREAD_COND_INITIALIZER;
 static atomic_int generation, busy; /* number of the pass; workers still in it */
 static int sleeping, leaving;
 static void (*hook)(void);
-static pthread_t watcher; /* the thread that set the hook; only it runs the hook */
+static pthread_t watcher; /* the thread that set the hook and runs it */
 static long last_tick;
 
 int64_t mpidl_missing_bytes;
 
-/* Return NULL if the system refuses the memory; mpidl_missing_bytes then says how much. */
+/* Return memory, or NULL if the system refuses it; mpidl_missing_bytes is then the size. */
 static void *reserve(size_t bytes) {
     const size_t huge = 2 << 20;
-#if !defined(__SANITIZE_ADDRESS__) /* or ASan would not see accesses past `bytes` */
+#if !defined(__SANITIZE_ADDRESS__) /* so that ASan sees accesses past `bytes` */
     bytes = (bytes + huge - 1) / huge * huge;
 #endif
     void *memory = NULL;
@@ -110,7 +110,7 @@ void meet(const struct team *team) {
     while (atomic_load(&b->round) == round) relax(&spins);
 }
 
-/* If the division leaves a remainder, the first teams have one member more. */
+/* If the threads do not divide evenly, the first teams have one more member. */
 int members_of(int index, int teams) { return threads / teams + (index < threads % teams); }
 
 unsigned standard_rounding(void) {
@@ -202,7 +202,7 @@ static void stop_workers(void) {
     leaving = 0;
 }
 
-/* A forked child has the memory but not the threads, so it continues with one thread. */
+/* A forked child inherits the memory but not the threads, so it continues with one thread. */
 static void in_child(void) {
     threads = 1, sleeping = 0, leaving = 0;
     hook = NULL; /* the hook sends the parent's messages */

@@ -1,9 +1,9 @@
 /* Distribute blocks and tiles over threads.
  *
- * A pass over a rank's blocks is divided among teams. A team owns a run of consecutive blocks and
- * computes one block after the other. If there are fewer blocks than threads, a team has several
- * members, which share each block's tiles. As MPI ranks run the same program, all members run the
- * same function on a block. Each member computes its own tiles, and `meet` is their barrier:
+ * A pass over a rank's blocks is divided among teams of threads. A team owns a run of consecutive
+ * blocks and computes one block after the other. If there are fewer blocks than threads, teams have
+ * several members, which share the tiles of each block. Like MPI ranks, all members run the same
+ * function on a block. Each member computes its own tiles, and `meet` is their barrier:
  *
  *     static void work(const struct team *team, void *job, int64_t block) {
  *         EACH_TILE(team, c, channels) fill(job, block, c, team->shared);
@@ -11,7 +11,7 @@
  *         EACH_TILE(team, row, rows) convolve(job, block, row, team->shared, team->own);
  *     }
  *
- * A tile is a range of channels, rows or weights that depends on the layer's shape alone. No sum is
+ * A tile is a range of channels, rows or weights that depends only on the layer's shape. No sum is
  * divided between tiles. Therefore results do not depend on the number of threads.
  */
 #ifndef MPIDL_TEAM_H
@@ -42,17 +42,16 @@ struct team {
 typedef void block_work(const struct team *team, void *job, int64_t block);
 typedef void tile_work(void *job, int64_t tile, float *own);
 
-/* Run `work` on each of `blocks` blocks and wait until all are done. shared and own are the floats
- * of scratch memory per team and per member; the memory is 64-byte aligned and uninitialized. If
- * the system has refused scratch memory in this call of the library (see mpidl_missing_bytes),
- * no work is run. The same holds for each_tile. */
+/* Run `work` on each of `blocks` blocks and wait until all are done. `shared` and `own` are the
+ * numbers of floats of scratch memory per team and per member. The memory is 64-byte aligned and
+ * uninitialized. If the system has refused scratch memory in this call of the library (see
+ * mpidl_missing_bytes), do nothing. each_tile has the same rules. */
 void each_block(int64_t blocks, block_work *work, void *job, int64_t shared, int64_t own);
 
 /* Return the number of teams into which each_block(blocks) divides the threads. */
 int teams_for(int64_t blocks);
 
-/* Return the number of threads of team `index` of `teams`. Team 0 has the first threads, and so on.
- */
+/* Return the number of threads of team `index` of `teams` teams. */
 int members_of(int index, int teams);
 
 /* Run `work` on each of `tiles` independent tiles. */
@@ -61,26 +60,27 @@ void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own);
 /* Wait for all members of the team. */
 void meet(const struct team *team);
 
-/* Run the hook if it is due. Kernels call this often enough for a hook every millisecond. It does
- * nothing on threads other than the one that set the hook. */
+/* Run the hook if it is due and this thread has set it. Kernels call this function often enough for
+ * one run of the hook per millisecond. */
 void tick(void);
 
-/* Select IEEE 754 arithmetic on the calling thread and return its former mode, for `former_rounding`.
- * A library that was compiled with -ffast-math may have disabled subnormal numbers on the thread that
- * loaded it. */
+/* Select IEEE 754 arithmetic on the calling thread and return its previous mode, for
+ * `former_rounding`. A library compiled with -ffast-math may have disabled subnormal numbers on the
+ * thread that loaded it. */
 unsigned standard_rounding(void);
 void former_rounding(unsigned before);
 
-/* Pause in a loop that waits; after some thousand times, leave the core to another thread. */
+/* Pause in a waiting loop. After thousands of calls, yield the core to another thread. */
 void relax(int *spins);
 
-/* sums.c: advance the sums over ranks that this thread has started; stop this. */
+/* sums.c: advance the sums over ranks that this thread has started; stop advancing them. */
 void advance_sums(void);
 void stop_sums(void);
 
 /* Return 64-byte aligned memory for `floats` floats, on huge pages if the system supports them.
- * `slot` identifies the buffer. It is valid until a call requests more memory for the same slot.
- * Return NULL if the system refuses the memory. Call this on the main thread only. */
+ * `slot` identifies the buffer, which is valid until the next request for the same slot that needs
+ * more memory. Return NULL if the system refuses the memory. Only the main thread may call this
+ * function. */
 float *scratch(int slot, int64_t floats);
 
 #endif

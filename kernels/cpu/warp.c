@@ -1,7 +1,7 @@
-/* Rotate, scale and shear images: each output pixel is interpolated at its place in the input.
- * Threads that read ahead call these functions, so they do not use team.h. Each sum and each
- * product is rounded separately, in the order written, so the results of all builds are equal bit
- * for bit. */
+/* Rotate, scale and shear images: each output pixel is interpolated at its position in the input.
+ * The threads that load data call these functions, so the functions do not use team.h. Each sum and
+ * each product is rounded separately, in the order written, so the results of all builds are equal
+ * bit for bit. */
 #include <math.h>
 
 #include "mpidl.h"
@@ -11,14 +11,14 @@ struct warp {
     int64_t C, H, W, P, Q;
 };
 
-/* The place of an output pixel in the input: the input pixel above and left of it, and the distance
- * from that pixel, 0 to 1. */
+/* The position of an output pixel in the input: the input pixel above and to the left, and the
+ * distance from that pixel (0 to 1). */
 struct from {
     int64_t h, w;
     float down, across;
 };
 
-/* Clamp places far outside the image. All of them have the same value. */
+/* Clamp a position far outside the image, where all pixels have the same value. */
 static double near(double at, int64_t size) {
     return at < -2 ? -2 : at > (double)size + 1 ? (double)size + 1 : at;
 }

@@ -4,11 +4,11 @@
 #include "mpidl.h"
 #include "winograd_tiles.h"
 
-/* Winograd convolution of one block; see winograd.h. Sizes depend on the layer's shape alone.
+/* Winograd convolution of one block; see winograd.h. Sizes depend only on the layer's shape.
  *
  * The tiles of a block are processed in bands of consecutive tiles, so that the transformed inputs
- * V and the products M stay in cache. The layouts in a band are:
- *     V[point][panel][input][tiles of the panel]   a panel: as many vectors as the registers hold
+ * V and the products M stay in cache. The layouts within a band are:
+ *     V[point][panel][input][tiles of the panel]   a panel: up to PANEL vectors of tiles
  *     u[point][quad of outputs][input][4]
  *     M[point][output][tile]
  * For each point, M = u V is a matrix product. */
@@ -49,7 +49,8 @@ int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m, int r) {
 int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
 
 /* Copy the filters of up to four inputs and four outputs to taps[tap][input * 4 + output], with
- * zeros for missing filters. In w, outputs are `to` floats apart, and inputs `from` floats. */
+ * zeros for missing filters. In w, outputs are `to` floats apart, and inputs are `from` floats
+ * apart. */
 INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs, int64_t inputs,
                         float (*taps)[16], const int count) {
     memset(taps, 0, (size_t)count * sizeof *taps);
@@ -58,7 +59,7 @@ INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t output
             for (int tap = 0; tap < count; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
 }
 
-/* Like gather_taps for exactly four inputs and four outputs. Reads 7 floats after the last. */
+/* Like gather_taps for exactly four inputs and four outputs. Reads up to 7 floats past the end. */
 INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16],
                             const int count) {
     for (int f = 0; f < 16; f += WIDTH)
@@ -72,7 +73,7 @@ INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*ta
         }
 }
 
-/* Compute G g G^T of the 16 filters of four inputs and four outputs at a time. */
+/* Compute G g G^T of one quad of outputs, for the 16 filters of four inputs at a time. */
 INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
                             const int r, const int backward, int64_t quad) {
     const int n = m + r - 1, filter = r * r;
@@ -120,7 +121,7 @@ void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int
 #undef SIZE
 }
 
-/* Return the number of panels, which divide the vectors of a band evenly. */
+/* Return the number of panels into which the vectors of a band are divided. */
 static int64_t panel_count(int64_t vectors) { return parts_of(vectors, PANEL); }
 static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
     return vectors * panel / count;

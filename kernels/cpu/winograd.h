@@ -5,12 +5,11 @@
  *
  *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g r x r, d a tile of the input
  *
- * For r = 3, this is 2.25 times fewer products for m = 2, and 4 times fewer for m = 4. For r = 5, it
- * is 2.78 and 6.25 times fewer. A filter of stride s is computed as one of stride 1 on s x s times
- * as many channels, each with every s-th row and column of an image (see struct pixels). All
- * members of a team (see team.h) call these functions for a block with the same arguments. The
- * inputs must be complete, so callers `meet` before. The outputs are complete after the caller's
- * next `meet`.
+ * For r = 3, this saves a factor of 2.25 for m = 2 and of 4 for m = 4. For r = 5, the factors are
+ * 2.78 and 6.25. A filter of stride s is computed as a filter of stride 1 on s x s times as many
+ * channels; each channel has every s-th row and column of an image (see struct pixels). All members
+ * of a team (see team.h) call these functions for a block with the same arguments. The inputs must
+ * be complete, so callers `meet` before. The outputs are complete after the caller's next `meet`.
  */
 #ifndef MPIDL_WINOGRAD_H
 #define MPIDL_WINOGRAD_H
@@ -21,9 +20,9 @@
 #include "team.h"
 
 /* A convolution of one block, or of one group of its channels. Tiles cover the output, starting at
- * its first pixel. Tiles at the right and the bottom may extend beyond the output. There x, and dy
- * for dweight, must be zero. x has at least winograd_extent(rows, m, r) rows and
- * winograd_extent(columns, m, r) columns. */
+ * its first pixel. Tiles at the right and the bottom may extend beyond the output. In these parts
+ * of tiles, x must be zero, and so must dy for dweight. x has at least winograd_extent(rows, m, r)
+ * rows and winograd_extent(columns, m, r) columns. */
 struct winograd {
     int64_t inputs, outputs; /* channels */
     int64_t rows, columns;   /* pixels of the output */
@@ -35,8 +34,8 @@ struct winograd {
 enum { MOST_OUTPUTS = 4 }; /* the largest m */
 
 /* The pixels of a block, 16 floats each. Strides are in floats. If `phases` is not 1, each channel
- * of an image is phases^2 channels here, one for each pair of remainders of row and column divided
- * by phases. They are phase_row and phase_column floats apart. */
+ * of an image is divided into phases^2 channels, one for each pair of remainders of row and column
+ * divided by `phases`. Adjacent phases are phase_row and phase_column floats apart. */
 struct pixels {
     float *at; /* channel 0, row 0, column 0 */
     int64_t channel, row; /* strides of the image's channels and of the rows of one phase */
@@ -56,24 +55,24 @@ static inline int64_t winograd_extent(int64_t outputs, int m, int r) {
 }
 
 /* Compute the transformed weights u of a pass from w (K, C, r, r). In the forward pass, u maps C
- * inputs to K outputs. Backward, for the gradient with respect to the input, u maps K inputs to C
- * outputs. u consists of independent tiles, for each_tile. */
+ * inputs to K outputs. If `backward` (the gradient with respect to the input), u maps K inputs to C
+ * outputs. The work consists of independent tiles, for each_tile. */
 int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m, int r);
 int64_t winograd_weights_tiles(int64_t outputs);
 void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int r, int backward,
                       int64_t tile);
 
-/* Compute y, the convolution of x plus bias (NULL: no bias), and finish it. x is padded. y is not:
- * pixels outside its rows and columns are not written. `scratch` has winograd_conv_floats floats of
- * the team's scratch memory. */
+/* Compute y, the convolution of x plus bias (or NULL), and apply `finish`. x is padded. y is not
+ * padded: pixels outside its rows and columns are not written. `scratch` has winograd_conv_floats
+ * floats of the team's scratch memory. */
 int64_t winograd_conv_floats(const struct winograd *shape);
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
                    const float *u, const float *bias, struct pixels y, struct finish finish,
                    float *scratch);
 
-/* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights; m is 4.
- * x is padded. dy starts at its first pixel and is zero beyond its rows and columns up to the end of
- * the tiles (a multiple of 4). */
+/* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights; m is
+ * 4. x is padded. `dy` starts at its first pixel and is zero beyond its rows and columns up to the
+ * end of the tiles (a multiple of 4). */
 int64_t winograd_dweight_floats(const struct winograd *shape);
 void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
                       struct pixels dy, float *dweight, float *scratch);

@@ -12,11 +12,11 @@
  * and D = A dy A^T stay in cache. For each point, the sum S is a matrix product, in one of two
  * layouts:
  *
- *  - If the number of outputs is a multiple of 16, D is transposed. A vector holds outputs, and the
- *    sum runs over one dimension of tiles and images:
+ *  - If the number of outputs is a multiple of 16, D is transposed. A vector holds outputs, and S
+ *    sums over tiles and images:
  *        V[point][input][tile, image]   D[point][panel of outputs][tile, image][output]
  *        S[point][16 outputs][input][output]
- *  - Otherwise a vector holds images, which are summed at the end of a band:
+ *  - Otherwise a vector holds images, which are added up at the end of a band:
  *        V[point][input][tile, image]   D[point][output][tile, image]
  *        S[point][quad of outputs][input][4]
  */
@@ -28,8 +28,8 @@ enum {
     BAND_BYTES = 512 << 10,           /* size of V and D for two lines of points */
 };
 
-/* How the work for a shape is divided. It depends on the shape alone, except for the width of
- * panels, which affects no sum. */
+/* How the work for a shape is divided. The division depends only on the shape, except for the width
+ * of panels, which affects no sum. */
 struct plan {
     int n;
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
@@ -149,7 +149,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
 #define ADD_LANES(a, b, step) (LOWER(a, b, step) + HIGHER(a, b, step))
 
 /* Sum over tiles for `inputs` inputs and four outputs, in one part of the lanes. Each input has
- * LANES floats of `sums`. Two stages of the sum over lanes are already done: lane j belongs to
+ * LANES floats of `sums`. Two stages of the sum over lanes are already complete: lane j belongs to
  * output j % 4. */
 INLINE void multiply_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                            float *sums, const int inputs) {
@@ -194,7 +194,7 @@ INLINE void add_lanes(const float *sums, float *S, int add) {
 
 static void point_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                         float *S, int add) {
-    enum { CHUNK = 48 }; /* inputs at once; a multiple of 4 and of INPUTS */
+    enum { CHUNK = 48 }; /* inputs per pass; a multiple of 4 and of INPUTS */
     float sums[CHUNK * LANES] __attribute__((aligned(64)));
     for (int64_t first = 0; first < p->inputs; first += CHUNK) {
         const int64_t count = least(p->inputs - first, CHUNK);
@@ -236,7 +236,7 @@ INLINE void filters(const float *S, int64_t point, float (*taps)[16], const int 
 }
 
 /* Write tile `tile` of dweight, which has 16 outputs. Sixteen inputs at a time are collected, so
- * that each output is written in one piece. */
+ * that each output is written contiguously. */
 INLINE void finish_transposed(const struct plan *p, int64_t tile, float *dweight, const int r) {
     enum { MOST_FILTER = MOST_TAPS * MOST_TAPS, ALL = 32 }; /* whole transposes of taps */
     const int filter = r * r, row = 16 * filter + 16;

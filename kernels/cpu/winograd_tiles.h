@@ -2,13 +2,13 @@
  *
  * The values of a product of polynomials at enough points determine the product. F(m, r) computes m
  * outputs of a filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and
- * -p, and infinity. In exact arithmetic any points work, but rounding errors depend on them. The
- * points of POINT have the smallest error of all points tried, less than half of that of the
- * classic 1 and 2 for n = 6 (tests/backends/cpu/test_cpu_winograd.py prints it). The elements of B
- * and A are sums of products of small dyadic fractions, so they are exact in float32.
+ * -p, and infinity. In exact arithmetic any points work, but rounding errors depend on the points.
+ * Of all points tried, those of POINT have the smallest error: for n = 6, less than half the error
+ * of the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors). The
+ * elements of B and A are sums of products of small dyadic fractions, so they are exact in float32.
  *
  * Each row of B^T and A below belongs to a point. The points p and -p share even and odd parts.
- * Therefore points are computed in groups: the first point, each pair, infinity.
+ * Therefore points are computed in groups: the first point, each pair, and infinity.
  */
 #ifndef MPIDL_WINOGRAD_TILES_H
 #define MPIDL_WINOGRAD_TILES_H
@@ -36,8 +36,8 @@ INLINE float power_of(const int n, const int pair, const int exponent) {
 #define FIRST(group) ((group) == 0 ? 0 : 2 * (group)-1)
 #define IN_GROUP(n, group) ((group) == 0 || (group) == GROUPS(n) - 1 ? 1 : 2)
 
-/* Apply the polynomial with the squares of all points but those of `pair` as its roots (pair =
- * PAIRS(n): of all points) to d[0], d[2], d[4] and so on. */
+/* Apply a polynomial to d[0], d[2], d[4] and so on. Its roots are the squares of all points except
+ * those of `pair`, or of all points if `pair` is PAIRS(n). */
 INLINE vec without(const vec *d, const int n, const int pair) {
     float root[MOST_PAIRS];
     int roots = 0;

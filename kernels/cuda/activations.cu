@@ -1,13 +1,13 @@
-// Elementwise activations, four elements at a time, because lanes are a multiple of 16 floats. They
-// use the IEEE operations of the CPU's kernels with FMA in the same order, and so give the same
-// bytes. The file kernels/cpu/special.h states their error bounds.
+// Elementwise activations. A thread processes four elements at a time, because sizes are multiples
+// of 16 floats. The kernels perform the same IEEE and FMA operations as the CPU's kernels, in the
+// same order, so the results have the same bytes. kernels/cpu/special.h states the error bounds.
 
 struct alignas(16) Four {
     float of[4];
 };
 
-// Computes y[i] = f(x[i]) or dx[i] = f(dy[i], y[i]) for n numbers. The gradient of GELU passes x
-// instead of y.
+// Computes y[i] = f(x[i]) or dx[i] = f(dy[i], y[i]) for n numbers. For the gradient of GELU, y is
+// the input instead of the output.
 template <class F>
 __device__ __forceinline__ void each(const float* x, float* y, long long n, F f) {
     const long long step = (long long)gridDim.x * blockDim.x;
@@ -41,9 +41,9 @@ __device__ __forceinline__ float exponential_terms(float r) {
     return fmaf(y, r, 0.5f);
 }
 
-// Returns e^x for x <= 0. Below -87.3, the result is that of -87.3.
+// Returns e^x for x <= 0. Below -87.3, returns e^-87.3.
 __device__ __forceinline__ float exponential_of_negative(float x) {
-    const float shift = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer
+    const float shift = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
     x = x < -87.3f ? -87.3f : x;     // NaN stays NaN
     const float shifted = fmaf(x, 1.44269502f, shift), k = shifted - shift;
     float r = fmaf(k, -0.693359375f, x);
@@ -74,7 +74,7 @@ __device__ __forceinline__ float logistic(float x) {
     return (x >= 0.f ? 1.f : e) / (1.f + e);
 }
 
-// GELU, computed as in kernels/cpu/elementwise.c, which states the errors.
+// GELU, computed as in kernels/cpu/elementwise.c, which states the error bounds.
 
 struct Two {
     float high, low;
@@ -190,8 +190,9 @@ __device__ __forceinline__ float swish_slope(float x) {
     return x < -87.3f ? 0.f : x > 87.3f ? 1.f : slope;
 }
 
-// Computes out[i] = x[i] > 0 ? v[i] : v[i] * slope of the channel, where v is dy or, without a
-// gradient, x. Channels are adjacent in memory; `slopes` is the number of channels, or 1.
+// Computes out[i] = x[i] > 0 ? v[i] : v[i] * slope of the channel. v is dy in the backward pass,
+// and x in the forward pass. Channels are adjacent in memory. `slopes` is the number of channels,
+// or 1.
 __device__ __forceinline__ void prelu(const float* v, const float* x, float* out,
                                       const float* slope, int slopes, long long n) {
     const long long step = (long long)gridDim.x * blockDim.x;

@@ -1,12 +1,12 @@
 // Batch normalization and ReLU. A value is a matrix (images x pixels, C) in C order.
 //
 // A block processes the channels of one tile (blockIdx.y) for a range of rows. Thread t has VEC
-// channels from VEC * (t % tile) on, and rows t / tile, t / tile + rows, ... So its channels stay
-// the same, and neighbouring threads read neighbouring memory. VEC is 4 if C is a multiple of 4,
-// else 1.
+// channels, starting at VEC * (t % tile), and rows t / tile, t / tile + rows, and so on. So a
+// thread's channels are constant, and neighbouring threads read neighbouring memory. VEC is 4 if C
+// is a multiple of 4, else 1.
 
 constexpr int THREADS = 256;
-constexpr int TOGETHER = 8;  // rows loaded and summed at a time: more loads in flight, shorter sums
+constexpr int TOGETHER = 8;  // rows loaded and summed at a time: for parallel loads and short sums
 
 template <int VEC> struct alignas(4 * VEC) Floats {
   float at[VEC];
@@ -28,7 +28,7 @@ template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vect
 }
 
 struct Place {
-  int channel, row, rows;  // first channel, first row, rows that a block processes at a time
+  int channel, row, rows;  // first channel, first row, rows per block at a time
   bool inside;
 };
 
@@ -50,7 +50,7 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
 
-// Formulas for one channel. Fused and separate functions use them and so give the same bytes.
+// Formulas for one channel, used by fused and separate kernels, so that both give the same bytes.
 __device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
   return fmaf(x - mean, scale, beta);
 }
@@ -61,10 +61,11 @@ __device__ __forceinline__ float gradient(float dz, float x, float mean, float a
   return fmaf(a, dz, fmaf(x - mean, b, c));
 }
 
-// Adds up v over the rows of each column, in an order that `tile` fixes; row 0 gets the sum.
+// Adds up v over the rows of each column, in an order that depends only on `tile`. Row 0 gets the
+// sum.
 template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place p, int tile) {
   __shared__ double shared[N][THREADS];
-  for (int live = p.rows; live > 1;) {  // each place of `shared` is written once
+  for (int live = p.rows; live > 1;) {  // each element of `shared` is written once
     const int half = (live + 1) / 2;
     if (p.row >= half && p.row < live)
 #pragma unroll
@@ -108,7 +109,7 @@ __device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, 
       leaves[(long long)blockIdx.x * channels + p.channel + k] = (float)total[k];
 }
 
-// leaves (leaves, C): each is the sum of x over `images` images of `pixels` rows.
+// leaves (leaves, C): each leaf is the sum of x over `images` images of `pixels` rows.
 extern "C" __global__ void __launch_bounds__(256)
 channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
              int channels, int tile) {
@@ -117,10 +118,10 @@ channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images
 
 // Computes leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows, in one pass.
 //
-// The first row of the leaf is subtracted from all rows, so that a mean far from 0 costs no digits.
-// A few rows at a time, first their mean and then M2 about it are computed; Chan's formula merges
-// them. Because the subtracted row belongs to the leaf, the double sums at the end do not cancel by
-// more than n.
+// The first row of the leaf is subtracted from all rows, so that a mean far from 0 costs no
+// precision. For a few rows at a time, first the mean and then M2 about this mean are computed, and
+// Chan's formula merges the results. The subtracted row belongs to the leaf, so cancellation in the
+// final sums in double precision loses at most a factor of n.
 template <int VEC>
 __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int n, int all,
                                              int channels, int tile) {
@@ -173,7 +174,7 @@ __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int
   }
 }
 
-// leaves (leaves, 1 + 2C): each is (count, mean, M2) over the valid ones of `images` images.
+// leaves (leaves, 1 + 2C): each leaf is (count, mean, M2) over the valid images of `images`.
 extern "C" __global__ void __launch_bounds__(256)
 moments(const float* __restrict__ x, const int* __restrict__ valid, double* __restrict__ leaves,
         int images, int pixels, int channels, int tile) {
@@ -182,8 +183,8 @@ moments(const float* __restrict__ x, const int* __restrict__ valid, double* __re
   BY_WIDTH(leaf_moments, x, leaves, here * pixels, images * pixels, channels, tile);
 }
 
-// Computes leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] over n rows. dz is dy; if scale is
-// not null, it is 0 where the activation is not > 0.
+// Computes leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] over n rows. If scale is null, dz
+// is dy. Otherwise dz is dy if the activation is > 0, else 0.
 template <int VEC>
 __device__ __forceinline__ void leaf_products(const float* dy, const float* x, const float* mean,
                                               const float* scale, const float* beta,
@@ -196,7 +197,7 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
     if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
     const long long at = (long long)blockIdx.x * n * channels + p.channel;
     dy += at, x += at;
-    constexpr int FEW = TOGETHER / 2;  // half as many rows, of two arrays
+    constexpr int FEW = TOGETHER / 2;  // half as many rows, but of two arrays
     for (int row = p.row; row < n; row += FEW * p.rows) {
       Floats<VEC> g[FEW] = {}, v[FEW] = {};
 #pragma unroll
@@ -233,7 +234,7 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
   }
 }
 
-// leaves (leaves, 2C) over `images` images each, see leaf_products. scale and beta may be null.
+// leaves (leaves, 2C): sums over `images` images each, see leaf_products. scale, beta: may be null.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,
@@ -317,8 +318,8 @@ __device__ __forceinline__ void normalize_back(const float* dy, const float* x, 
   }
 }
 
-// dx = a * dz + b * (x - mean) + c for n rows, with dz as in leaf_products; zero from image number
-// *valid on. dx may be dy.
+// dx = a * dz + b * (x - mean) + c for n rows, with dz as in leaf_products. dx is 0 for unused
+// images (number *valid and above). dx may be dy.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restrict__ mean,
              const float* __restrict__ scale, const float* __restrict__ beta,
@@ -329,7 +330,7 @@ batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restri
   BY_WIDTH(normalize_back, dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
 }
 
-// ReLU and its gradient, four elements at a time, because lanes are a multiple of 16 floats.
+// ReLU and its gradient, four elements at a time, because sizes are multiples of 16 floats.
 extern "C" __global__ void __launch_bounds__(256)
 relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
   const long long step = (long long)gridDim.x * THREADS;

@@ -1,8 +1,8 @@
-// Clips gradients to a threshold, or scales them by trust ratios. Norms are sums of squares in double precision, in a fixed order:
-// a tree over each block of threads, a tree over the blocks of a parameter, then the parameters one
-// after the other.
+// Clips gradients to a threshold, or scales them by trust ratios. Norms are sums of squares in
+// double precision, in a fixed order: a tree over each block of threads, a tree over the blocks of
+// a parameter, then a sum over the parameters in order.
 
-// Returns the sum over the block's 256 threads to all of them.
+// Returns the sum of `own` over the block's 256 threads, in each thread.
 __device__ __forceinline__ double sum_of_block(double own, double* sums) {
     __syncthreads();
     sums[threadIdx.x] = own;
@@ -15,11 +15,12 @@ __device__ __forceinline__ double sum_of_block(double own, double* sums) {
 }
 
 // clipped = gradient + decay * weight, limited to [-limit, limit]; an infinite limit has no effect.
-// squares: for each block of threads, the sum of the squares of its up to `chunk` floats before
+// squares: for each block of threads, the sum of the squares of its floats (at most `chunk`) before
 // they are limited.
 //
-// parameters: for each, the addresses of weight, gradient and clipped, and its number of floats.
-// places: for each block of threads, its parameter and its first float in that.
+// parameters: for each parameter, the addresses of weight, gradient and clipped, and its number of
+// floats. places: for each block of threads, its parameter and the index of its first float in this
+// parameter.
 extern "C" __global__ void __launch_bounds__(256)
     clip_numbers(const long long* __restrict__ parameters, const int* __restrict__ places,
                  const float* __restrict__ decays, float limit, int chunk,
@@ -43,15 +44,15 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) squares[blockIdx.x] = square;
 }
 
-// The factor for a gradient with this squared norm. NaN stays NaN.
+// Returns the factor that limits a gradient's norm, given the square of the norm. NaN stays NaN.
 __device__ __forceinline__ float scale_of(double square, double threshold) {
     const double norm = sqrt(square);
     return norm <= threshold ? 1.0f : (float)(threshold / norm);
 }
 
-// scales: for each parameter, the factor that limits its norm to the threshold; with `together`,
-// the norm is that of all parameters. firsts: for each parameter, the index of its first square;
-// the last entry is the number of squares. Runs as one block of threads.
+// scales: for each parameter, the factor that limits its norm to the threshold. If `together`, the
+// norm of all parameters together is limited instead. firsts: for each parameter, the index of its
+// first square; the last entry is the number of squares. Runs as one block of threads.
 extern "C" __global__ void __launch_bounds__(256)
     clip_scales(const double* __restrict__ squares, const int* __restrict__ firsts, int count,
                 int together, double threshold, float* __restrict__ scales) {
@@ -82,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // scaled = update + decay * weight. squares: for each block of threads, the sums of the squares of
-// its weights and of its updates; with `regularized`, the updates include the decay.
+// its weights and of its updates. If `regularized`, the updates include the decay.
 //
-// parameters: for each, the addresses of weight, update and scaled, and its number of floats.
-// places: see clip_numbers.
+// parameters: for each parameter, the addresses of weight, update and scaled, and its number of
+// floats. places: see clip_numbers.
 extern "C" __global__ void __launch_bounds__(256)
     trust_squares(const long long* __restrict__ parameters, const int* __restrict__ places,
                   const float* __restrict__ decays, int regularized, int chunk,
@@ -115,9 +116,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// scales: for each parameter, coefficient * |weight| / |update|, or 1 if one of them is 0. With
-// `separate`, the divisor is |update| + decay * |weight|. firsts: for each parameter, the index of
-// its first block of threads; the last entry is their number. Runs as one block of threads.
+// scales: for each parameter, coefficient * |weight| / |update|, or 1 if one of the three is 0.
+// If `separate`, the divisor is |update| + decay * |weight|. firsts: for each parameter, the index
+// of its first block of threads; the last entry is the number of blocks. Runs as one block of
+// threads.
 extern "C" __global__ void __launch_bounds__(256)
     trust_scales(const double* __restrict__ squares, const int* __restrict__ firsts,
                  const float* __restrict__ decays, const float* __restrict__ coefficients,

@@ -1,5 +1,5 @@
-// Prepended to every .cu file as text: functions that CUDA C lacks. tests/emulator/shim.h defines
-// the same names for kernels that run on the CPU.
+// Functions that CUDA C lacks. This file is prepended to every .cu file as text.
+// tests/emulator/shim.h defines the same names for kernels that run on the CPU.
 #ifndef MPIDL_EMULATED
 
 typedef unsigned int u32;
@@ -7,7 +7,7 @@ typedef unsigned int u32;
 // Declares dynamic shared memory, whose size is given at launch.
 #define DYN_SMEM(T, name) extern __shared__ __align__(128) T name[]
 
-// All 32 lanes of a warp must call it.
+// Returns v of the lane whose number is this lane's number XOR mask. All 32 lanes must call it.
 template <class T> __device__ __forceinline__ T shfl_xor(T v, int mask) {
     return __shfl_xor_sync(0xffffffffu, v, mask);
 }
@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 }
 
 // Copies 16 or 4 bytes from global to shared memory asynchronously, or writes zeros if not `ok`
-// (`from` must still be a valid address). After cp_wait, this thread alone can rely on the data.
+// (`from` must still be a valid address). After cp_wait, only this thread can rely on the data.
 __device__ __forceinline__ void cp_async16(void* to, const void* from, bool ok) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
                  :: "r"(shared_address(to)), "l"(from), "r"(ok ? 16 : 0) : "memory");
@@ -70,8 +70,8 @@ __device__ __forceinline__ void cp_async(float* to, const float* from, bool ok) 
 }
 #endif
 
-// The shape of a convolution: the constants CONV_SHAPE if defined, else the kernel's arguments from
-// `height` on.
+// The shape of a convolution: the constants CONV_SHAPE if defined, else the kernel's arguments,
+// starting with `height`.
 #ifdef CONV_SHAPE
 #define DEFINE_SHAPE(shape) constexpr int shape[] = {CONV_SHAPE}
 #else
@@ -95,9 +95,10 @@ __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
 }
 
 // Splits a float into numbers for tensor cores, which read only the upper 19 bits. If TERMS is 3,
-// `high` is the nearest number of 19 bits, and `low` is exactly the rest (12 bits, of which 11 are
-// read). If TERMS is 1, `high` is rounded to the nearest number when its lower bits are dropped.
-// Infinity and NaN then stay as they are, because the addition could turn them into numbers.
+// `high` is the nearest number of 19 bits, and `low` is exactly the remainder (12 bits, of which 11
+// are read). If TERMS is 1, half a unit is added, so that dropping the lower bits rounds to the
+// nearest number. Infinity and NaN are not changed, because the addition could turn them into
+// numbers.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
         high = (value + 0x1000u) & 0xffffe000u;

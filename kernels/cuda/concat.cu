@@ -1,7 +1,7 @@
 // Concatenates values along the channels, and splits them again.
 //
-// part: `rows` rows of `words` numbers, the channels of a pixel. whole: rows of `pitch` numbers, in
-// which the part begins at number `first`.
+// part: `rows` rows of `words` numbers, the channels of a pixel. whole: rows of `pitch` numbers.
+// The part begins at number `first` of a row of `whole`.
 
 struct alignas(16) Four {
     float of[4];

@@ -10,19 +10,18 @@
 //
 // A CTA computes a tile of 64 x 32 elements of the product within one group. It loops over t in
 // chunks of 32, and loads both operands of a chunk into shared memory. Consecutive threads read
-// consecutive channels or filters of a pixel, so reads coalesce. Padding is read as zeros. Each
-// chunk is added up separately, by fused multiply-add in the order of t, and the sums of the chunks
-// are added in their order. So the order depends on the shape alone, and the short sums keep the
-// error small.
+// consecutive channels or filters of a pixel, so reads coalesce. Padding is read as zeros. A chunk
+// is added up by fused multiply-add in the order of t, and then the sums of the chunks are added in
+// order. So the order depends only on the shape, and the short sums keep the error small.
 //
-// Images are NHWC, weights KRSC: (K, R, S, C/groups). Offsets within an image and within the
-// weights are int; the caller checks the sizes.
+// Images are NHWC; weights are KRSC, i.e. (K, R, S, C/groups). Offsets within an image and within
+// the weights are int; the caller checks the sizes.
 
 constexpr int ROWS = 64, COLUMNS = 32, DEPTH = 32;
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int OWN = ROWS / WARPS; // consecutive rows of the tile that a thread computes
 
-// The operands of one chunk. The rows of `a` are aligned to 16 bytes, for vector reads. Those of
+// The operands of one chunk. The rows of `a` are aligned to 16 bytes, for vector reads. The rows of
 // `b` are one float longer than the 32 banks of shared memory, so that writes along rows or columns
 // use different banks.
 struct alignas(16) Operands {
@@ -31,21 +30,21 @@ struct alignas(16) Operands {
 };
 
 // A pixel of y or x: its row and column in its image (the padding begins at -top, -left), and the
-// offset of that image, which is -1 if there is no such pixel.
+// offset of the image, which is -1 if the pixel does not exist.
 struct Pixel {
     long long image;
     int row, column;
 };
 
-// A tap of the filters, with a channel or a filter: the distance by which the tap moves a pixel,
-// the offset of the channel or filter in a pixel, and the offset of the weights. `channel` is -1 if
-// there is no such tap.
+// A tap of the filters, combined with a channel or a filter: the distance by which the tap moves a
+// pixel, the offset of the channel or filter in a pixel, and the offset of the weights. `channel`
+// is -1 if the tap does not exist.
 struct Tap {
     int down, across, channel, weights;
 };
 
-// Adds a chunk to the sums of this thread, which are in the rows from OWN * warp on and in the
-// column of its lane.
+// Adds the products of a chunk to the sums of this thread. Its elements are in the column of its
+// lane and in OWN rows, starting with row OWN * warp.
 __device__ __forceinline__ void add_product(const Operands& from, float (&sums)[OWN]) {
     int row = threadIdx.x / 32 * OWN, column = threadIdx.x % 32;
     float part[OWN] = {};
@@ -59,8 +58,8 @@ __device__ __forceinline__ void add_product(const Operands& from, float (&sums)[
     for (int i = 0; i < OWN; i++) sums[i] += part[i];
 }
 
-// Returns pixel number n of images of rows x columns. The images that the offsets refer to have
-// `values` numbers each.
+// Returns pixel number n of images with rows x columns pixels. The offset counts `values` numbers
+// per image.
 __device__ __forceinline__ Pixel pixel_of(long long n, long long pixels, int rows, int columns,
                                           long long values) {
     if (n >= pixels) return {-1, 0, 0};
@@ -69,16 +68,16 @@ __device__ __forceinline__ Pixel pixel_of(long long n, long long pixels, int row
     return {image * values, place / columns, place % columns};
 }
 
-// Returns the row or column of y to which a tap contributes from a row or column of x, which has
-// been moved by the tap, or -1 if there is none.
+// Returns the row or column of y to which a tap contributes from a row or column of x. `moved` is
+// that row or column of x, moved by the tap. Returns -1 if there is no such row or column.
 __device__ __forceinline__ int output_of(int moved, int stride, int outputs) {
     if (moved < 0) return -1;
     int place = stride == 1 ? moved : moved / stride;
     return place * stride == moved && place < outputs ? place : -1;
 }
 
-// y = cross-correlation of x with the weights, plus bias unless it is null. x is (images, H, W, C), y is (images, P,
-// Q, K). Grid: tiles of pixels, tiles of the filters of a group, groups.
+// y = cross-correlation of x with the weights, plus bias unless bias is null. x is (images, H, W,
+// C), y is (images, P, Q, K). Grid: tiles of pixels, tiles of the filters of a group, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ y, int images, int C, int H, int W, int K, int P, int Q, int R, int S,
@@ -128,8 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     }
 }
 
-// dx: each pixel of x adds up contributions of the pixels of y that read it. dy is (images, P, Q,
-// K), dx is (images, H, W, C). Grid: tiles of pixels, tiles of the channels of a group, groups.
+// dx: each pixel of x adds up contributions of the pixels of y that read this pixel. dy is (images,
+// P, Q, K), dx is (images, H, W, C). Grid: tiles of pixels, tiles of the channels of a group,
+// groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h, int stride_w,
@@ -178,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
     }
 }
 
-// The gradient of the weights, with one leaf for images_per_leaf consecutive images: leaves
-// (leaves, K, R, S, C/groups). dy is zero in unused images, so these add nothing.
+// The gradient with respect to the weights, with one leaf for images_per_leaf consecutive images:
+// leaves (leaves, K, R, S, C/groups). dy is zero in unused images, so unused images add nothing.
 // Grid: x is (leaf, tile of a group's filters, tile of a filter's weights), the last fastest; y is
 // 1; z is the group.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(

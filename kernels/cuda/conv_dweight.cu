@@ -6,14 +6,14 @@
 // c), where c is the channel within the group. X[pixel][m] is the pixel of x under tap (r, s), or 0
 // outside the image. A leaf is (K, R, S, C/groups), the memory order of the filters.
 //
-// The rows of both matrices are the index of the sum, so fragments are read by plain loads. Row
-// pitches of 8 (or 24) modulo 32 floats use all banks. A lane reads 4 or NJ adjacent elements at
-// once, which permutes the rows and columns of the products. Warps divide a tile along m and n, and
-// the pixels of a step into SPLIT parts, whose sums are added in order at the end. A block of
-// threads computes one tile of one leaf, so a leaf depends on its images alone.
+// The sum runs over the rows of both matrices, so fragments are read by plain loads. Row pitches of
+// 8 (or 24) modulo 32 floats use all banks. A lane reads 4 or NJ adjacent elements at once, which
+// permutes the rows and columns of the products. Warps divide a tile along m and n. Warps also
+// divide the pixels of a step into SPLIT parts, whose sums are added in order at the end. A block
+// of threads computes one tile of one leaf, so a leaf depends only on its images.
 //
-// Definitions: as in conv_gemm.cu. VECTOR_X and VECTOR_Y are the numbers of floats of x and of dy
-// that are copied at once; SPLIT is explained above.
+// Definitions: as in conv_gemm.cu, and SPLIT (see above). VECTOR_X and VECTOR_Y are the numbers of
+// floats of x and of dy that are copied at once.
 #ifndef BM
 #define BM 64
 #define BN 64
@@ -96,7 +96,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
 
     float sum[2][NJ][4] = {};
 #if PRECISION == 3
-    float total[2][NJ][4] = {};  // as in conv_gemm.cu
+    float total[2][NJ][4] = {};  // see conv_gemm.cu
 #else
     float(&total)[2][NJ][4] = sum;
 #endif
@@ -167,7 +167,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
     }
 
     if (SPLIT > 1) {
-        __syncthreads();  // all are done with the last step
+        __syncthreads();  // all warps have finished the last step
         const int at = (warp % WARPS_MN) * 32 + lane;
 #pragma unroll
         for (int i = 0; i < 2 * NJ * 4; ++i)

@@ -1,5 +1,5 @@
-// Convolution as a matrix product on tensor cores, for forward and backward-data. The two differ in
-// how a row of the left matrix is gathered:
+// Convolution as a matrix product on tensor cores, for the forward and backward-data passes. The
+// passes differ in how a row of the left matrix is gathered:
 //
 //   y[m][n] = sum over k of A[m][k] w[n][k] (+ bias[n])
 //
@@ -12,8 +12,9 @@
 //
 // A block of threads computes BM x BN elements of y, and loops over k in steps of BK. The parts of
 // A and w for a step are copied to shared memory while earlier steps are multiplied. PRECISION 3 is
-// 3xTF32: each operand is split into two TF32 numbers, and the three largest of their four products
-// are added. The products of an element and the order of their sum are the same for every tile size.
+// 3xTF32: each operand is split into two TF32 numbers, and the three largest of the four products
+// are added. The products of an element and the order of their sum are the same for every tile
+// size.
 //
 // Definitions: BM x BN and WM x WN are the tiles of a block and of a warp. STAGES is the number of
 // steps in shared memory. VECTOR is the number of floats copied at once: 4 if the channels of a
@@ -129,7 +130,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
 #if PRECISION == 3
-    float total[MI][NJ][4] = {};  // tensor cores may truncate as they add, so their sums are of one step
+    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so they add only one step
 #endif
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
@@ -138,7 +139,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     }
     for (int step = 0, stage = 0; step < steps; ++step) {
         cp_wait<STAGES - 2>();
-        __syncthreads();  // the step has arrived, and all are done with the one before
+        __syncthreads();  // the step has arrived, and all warps have finished the previous step
         const int next = step + STAGES - 1;
         if (next < steps) load(next, stage == 0 ? STAGES - 1 : stage - 1);
         cp_commit();
@@ -149,7 +150,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             u32 b[NJ][2], b_low[NJ][2];
 #pragma unroll
             for (int j = 0; j < NJ; j += 2) {
-                u32 two[2][2];  // columns j, j + 1; the last one twice if their number is odd
+                u32 two[2][2];  // columns j, j + 1; an odd last column is loaded twice
                 const int again = j + 1 < NJ ? 0 : (lane >> 4) * 8 * BK;
                 ldsm4(two[0][0], two[0][1], two[1][0], two[1][1],
                       bs + j * 8 * BK - again + (of_b ^ k));
@@ -181,7 +182,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     }
 
     const int g = lane >> 2, t = lane & 3;
-    const bool pairs = KG % 2 == 0;  // then two adjacent filters are aligned to 8 bytes
+    const bool pairs = KG % 2 == 0;  // two adjacent filters are then aligned to 8 bytes
 #pragma unroll
     for (int j = 0; j < NJ; ++j) {
         const int n = n0 + wn + j * 8 + 2 * t;

@@ -1,12 +1,12 @@
 // Fully connected layers in float32: three matrix products, computed from tiles in shared memory.
 //
 // The matrices in memory are x (images, features), weight (outputs, features), y and dy (images,
-// outputs). A thread adds up the products of an element by fmaf in their order, in runs of RUN
-// products, and then the runs in their order. So the sum of an element does not depend on the tile.
+// outputs). A thread adds up the products of an element by fmaf in order, in runs of RUN products.
+// It then adds the runs in order. So the sum of an element does not depend on the tile.
 
 enum {
     THREADS = 128,
-    DEPTH = 16,  // products per stage; for dweight the images of a block, which are one leaf
+    DEPTH = 16,  // products per stage; for dweight, the images of one block (a leaf)
     RUN = 256,   // products that are added up separately, to keep rounding errors small
 };
 
@@ -16,8 +16,8 @@ template <int WIDTH> __device__ __forceinline__ int turned(int k, int i) {
     return i ^ ((k / 4 * 8) & (WIDTH - 1));
 }
 
-// Returns `count` floats from p on, at most 4, and zeros for the rest of the quad. aligned: whole
-// quads are aligned to 16 bytes.
+// Returns `count` floats, at most 4, starting at p, and zeros in the rest of the quad. aligned:
+// whether whole quads are aligned to 16 bytes.
 __device__ __forceinline__ float4 quad(const float* p, int count, int aligned) {
     if (aligned && count >= 4) return *(const float4*)p;
     float4 found;
@@ -42,8 +42,8 @@ template <int WIDTH, bool ALONG> struct Stage {
         return ALONG ? n % (DEPTH / 4) * 4 : n / (WIDTH / 4);
     }
 
-    // Loads columns from `first` on and products from k on. Elements from column `columns` or from
-    // product `stop` on are zero.
+    // Loads columns, starting at `first`, and products, starting at k. Elements past the end
+    // (column >= `columns` or product >= `stop`) are zero.
     __device__ __forceinline__ void fetch(const float* matrix, int pitch, int first, int columns,
                                           int k, int stop, int aligned) {
 #pragma unroll
@@ -76,8 +76,8 @@ template <int WIDTH, bool ALONG> struct Stage {
     }
 };
 
-// A tile of ROWS x COLUMNS elements. A thread has T x U of them, in groups of 4 (or 2) adjacent
-// ones.
+// A tile of ROWS x COLUMNS elements. A thread has T x U of these elements, in groups of 4 (or 2)
+// adjacent elements.
 template <int ROWS, int COLUMNS, int T, int U> struct Tile {
     static constexpr int ACROSS = COLUMNS / U;  // threads side by side
     static_assert(ROWS / T * ACROSS == THREADS, "a thread for each group of elements");
@@ -140,8 +140,9 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
         }
     }
 
-    // Writes the tile to a matrix (rows, columns) from `first_row` and `first_column` on, without
-    // the elements outside of the matrix. bias: a number that is added to each column, or null.
+    // Writes the tile to a matrix (rows, columns), starting at `first_row` and `first_column`.
+    // Elements outside the matrix are skipped. bias: a number that is added to each column, or
+    // null.
     __device__ __forceinline__ void write(float* to, const float* bias, int first_row,
                                           int first_column, int rows, int columns,
                                           int aligned) const {
@@ -167,9 +168,9 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
     }
 };
 
-// Returns one tile of a (rows x products) times b (products x columns), from product k to `stop`.
-// The products are contiguous in a, and if ALONG also in b. The block's x and y select the columns
-// and rows of the tile.
+// Returns one tile of a (rows x products) times b (products x columns), for the products k to
+// `stop`. The products are contiguous in a and, if ALONG, also in b. blockIdx.x and blockIdx.y
+// select the columns and rows of the tile.
 template <int ROWS, int COLUMNS, int T, int U, bool ALONG>
 __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
     float (*tile_a)[DEPTH][ROWS], float (*tile_b)[DEPTH][COLUMNS], const float* a, const float* b,
@@ -203,7 +204,7 @@ __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
 // ---- forward ----
 
 // sums[blockIdx.z] (images, outputs): the sums over chunk blockIdx.z of the features. If one chunk
-// has all features, sums is y and the bias is added; otherwise bias is null.
+// has all features, `sums` is y and the bias is added. Otherwise bias is null.
 #define FORWARD(ROWS, COLUMNS, T, U)                                                               \
     alignas(16) __shared__ float tile_a[2][DEPTH][ROWS];                                           \
     alignas(16) __shared__ float tile_b[2][DEPTH][COLUMNS];                                        \
@@ -213,7 +214,7 @@ __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
         .write(sums + (long long)blockIdx.z * images * outputs, bias, blockIdx.y * ROWS,           \
                blockIdx.x * COLUMNS, images, outputs, aligned_out)
 
-// For at most 16 outputs, with tiles of 64 images x 16 outputs.
+// The forward pass for at most 16 outputs, with tiles of 64 images x 16 outputs.
 extern "C" __global__ void __launch_bounds__(128) dense_few(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_few(
     FORWARD(64, 16, 4, 2);
 }
 
-// With tiles of 64 images x 64 outputs.
+// The forward pass with tiles of 64 images x 64 outputs.
 extern "C" __global__ void __launch_bounds__(128) dense_many(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
@@ -229,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_many(
     FORWARD(64, 64, 8, 4);
 }
 
-// With tiles of 128 images x 64 outputs.
+// The forward pass with tiles of 128 images x 64 outputs.
 extern "C" __global__ void __launch_bounds__(128) dense_large(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
@@ -237,7 +238,8 @@ extern "C" __global__ void __launch_bounds__(128) dense_large(
     FORWARD(128, 64, 8, 8);
 }
 
-// y = bias (if not null) + the sum of the chunks in their order, for `count` elements, which is images x outputs.
+// y = bias (if not null) + the sum of the chunks in order, for `count` elements, which is images x
+// outputs.
 extern "C" __global__ void __launch_bounds__(256) dense_chunks(
     const float* __restrict__ sums, const float* __restrict__ bias, float* __restrict__ y,
     long long count, int outputs, int chunks) {
@@ -260,14 +262,14 @@ extern "C" __global__ void __launch_bounds__(256) dense_chunks(
         .write(dx, (const float*)0, blockIdx.y * ROWS, blockIdx.x * COLUMNS, images, features,     \
                aligned)
 
-// With tiles of 64 images x 64 features.
+// dx with tiles of 64 images x 64 features.
 extern "C" __global__ void __launch_bounds__(128) dense_dx(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int outputs, int features, int aligned_dy, int aligned) {
     BACKWARD(64, 64, 8, 4);
 }
 
-// With tiles of 128 images x 64 features.
+// dx with tiles of 128 images x 64 features.
 extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int outputs, int features, int aligned_dy, int aligned) {
@@ -283,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
 // LEVELS registers per element are enough for 2^LEVELS leaves. If `plain`, all leaves are added up
 // from left to right.
 //
-// ranges: for each, its first block, counted from the first of this rank's share, and its number of
-// blocks.
+// ranges: for each range, its first block, counted from the first block of this rank's share, and
+// its number of blocks.
 template <int LEVELS, int ROWS, int COLUMNS, int T, int U>
 __device__ __forceinline__ void fold_leaves(float (*tile_a)[DEPTH][ROWS],
                                             float (*tile_b)[DEPTH][COLUMNS], const float* dy,
@@ -339,7 +341,7 @@ __device__ __forceinline__ void fold_leaves(float (*tile_a)[DEPTH][ROWS],
     fold_leaves<LEVELS, ROWS, COLUMNS, T, U>(tile_a, tile_b, dy, x, nodes, ranges, outputs,       \
                                              features, plain, aligned_dy, aligned)
 
-// For at most 16 outputs and ranges of up to 2^6 blocks.
+// dweight for at most 16 outputs and ranges of up to 2^6 blocks.
 extern "C" __global__ void __launch_bounds__(128) dense_dweight_few(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ nodes,
     const int* __restrict__ ranges, int outputs, int features, int plain, int aligned_dy,
@@ -347,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_dweight_few(
     DWEIGHT(6, 16, 64, 2, 4);
 }
 
-// For ranges of up to 2^4 blocks.
+// dweight for ranges of up to 2^4 blocks.
 extern "C" __global__ void __launch_bounds__(128) dense_dweight_short(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ nodes,
     const int* __restrict__ ranges, int outputs, int features, int plain, int aligned_dy,
@@ -355,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_dweight_short(
     DWEIGHT(4, 64, 64, 8, 4);
 }
 
-// For ranges of up to 2^8 blocks.
+// dweight for ranges of up to 2^8 blocks.
 extern "C" __global__ void __launch_bounds__(128) dense_dweight_long(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ nodes,
     const int* __restrict__ ranges, int outputs, int features, int plain, int aligned_dy,

@@ -13,7 +13,7 @@ __device__ __forceinline__ bool is_labelled(int label, int class_number, int cla
 }
 
 // sums (images, classes, 3): the sums over the pixels of p g, p p and g, where g is 1 if the pixel
-// has the class, else 0. A block of threads has one class of an image.
+// has the class, else 0. A block of threads processes one class of an image.
 extern "C" __global__ void __launch_bounds__(256)
     dice_sums(const double* __restrict__ p, const int* __restrict__ labels,
               const int* __restrict__ valid, double* __restrict__ sums, int classes, int pixels) {
@@ -44,8 +44,9 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x < 3) sums[(long long)blockIdx.x * 3 + threadIdx.x] = of_threads[threadIdx.x][0];
 }
 
-// losses (images): the loss of each image; 0 for unused images. slopes (images, classes, 2): the
-// derivative with respect to the p of a pixel is slope 0, if it has the class, plus p times slope 1.
+// losses (images): the loss of each image, or 0 for unused images. slopes (images, classes, 2): the
+// derivative with respect to the p of a pixel is p times slope 1, plus slope 0 if the pixel has the
+// class.
 extern "C" __global__ void __launch_bounds__(256)
     dice_losses(const double* __restrict__ sums, const int* __restrict__ valid,
                 const double* __restrict__ weights, double* __restrict__ losses,
@@ -81,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// d (images, pixels, classes): the derivative of the loss of each image, times factor * late; zero
-// in unused images and for labels that are no classes.
+// d (images, pixels, classes): the derivative of the loss of each image, times factor * late. d is
+// 0 for unused images and for labels that are not classes.
 extern "C" __global__ void __launch_bounds__(256)
     dice_dp(const double* __restrict__ p, const int* __restrict__ labels,
             const int* __restrict__ valid, const double* __restrict__ slopes, double factor,

@@ -1,8 +1,8 @@
-// Dropout. A random number for each element decides whether the element is kept. It depends only on
-// (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al., "Parallel random
-// numbers: as easy as 1, 2, 3", SC 2011). The results have the same bytes as those of
-// kernels/cpu/dropout.c and mpidl/backends/reference/dropout.py. Forward and backward use the same
-// kernel.
+// Dropout. A random number for each element decides whether the element is kept. The random number
+// depends only on (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al.,
+// "Parallel random numbers: as easy as 1, 2, 3", SC 2011). kernels/cpu/dropout.c and
+// mpidl/backends/reference/dropout.py compute the same bytes. The forward and backward passes use
+// the same kernel.
 
 typedef unsigned long long u64;
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ Words philox(u32 a, u32 b, u32 c, u32 d, u32 low, u32
 
 // x and y are (images, pixels, C), epoch is (1,), samples is (images,). Pixel p of channel c is
 // element number c * pixels + p. A thread processes up to 8 pixels of one channel, and neighbouring
-// threads have neighbouring channels. `parts` blocks share an image.
+// threads have neighbouring channels. `parts` blocks of threads share an image.
 extern "C" __global__ void __launch_bounds__(256)
 dropout(const float* __restrict__ x, float* __restrict__ y, const int* __restrict__ epoch,
         const int* __restrict__ samples, int threshold, float scale, int key0, int key1, int C,

@@ -12,8 +12,7 @@ add_double(const double* __restrict__ a, const double* __restrict__ b, double* _
   EACH_INDEX(i, n) y[i] = a[i] + b[i];
 }
 
-// y = x * (factor * late), where the factor is rounded to the type of x first. late (1,) may be
-// null.
+// y = x * (factor * late). The factor is first rounded to the type of x. late (1,) may be null.
 extern "C" __global__ void __launch_bounds__(256)
 scaled_float(const float* __restrict__ x, double factor, const double* __restrict__ late,
              float* __restrict__ y, long long n) {
@@ -33,14 +32,19 @@ cast_double_float(const double* __restrict__ x, float* __restrict__ y, long long
   EACH_INDEX(i, n) y[i] = (float)x[i];
 }
 
+extern "C" __global__ void __launch_bounds__(256)
+cast_float_double(const float* __restrict__ x, double* __restrict__ y, long long n) {
+  EACH_INDEX(i, n) y[i] = x[i];
+}
+
 // Sets n words of 4 bytes to 0.
 extern "C" __global__ void __launch_bounds__(256)
 zero_words(int* __restrict__ x, long long n) {
   EACH_INDEX(i, n) x[i] = 0;
 }
 
-// Copies the piece that row blockIdx.y of `table` describes: source, destination, number of rows,
-// words per row, and the pitch of source and destination in words of 4 bytes.
+// Copies one array. Row blockIdx.y of `table` describes it: source, destination, number of rows,
+// words per row, and the pitches of source and destination in words of 4 bytes.
 extern "C" __global__ void __launch_bounds__(256)
 copy_pieces(const long long* __restrict__ table) {
   const long long* piece = table + 6 * blockIdx.y;

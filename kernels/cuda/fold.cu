@@ -3,9 +3,9 @@
 // A node of n rows splits at the largest power of two below n. Folding from left to right works
 // like a binary counter: row i is combined with levels 0, 1, ... as long as the bits of i are set,
 // and is kept at the first level whose bit is not set. The last row is combined with all levels
-// whose bit is set. A run of 2^l rows that begins at a multiple of 2^l is a node of the same tree.
-// So threads may divide a node into such runs, and combine their results by the tree again, without
-// changing the bytes.
+// whose bits are set. A run of 2^l rows that begins at a multiple of 2^l is a node of the same
+// tree. So threads may divide a node into such runs and combine the results by the same tree,
+// without changing the bytes.
 
 struct Moments {
   double count, mean, m2;
@@ -14,7 +14,7 @@ struct Moments {
 __device__ __forceinline__ float combined(float left, float right) { return left + right; }
 __device__ __forceinline__ double combined(double left, double right) { return left + right; }
 
-// Does the same operations as `fold.merge_moments`, in the same order.
+// Merges moments with the same operations as `fold.merge_moments`, in the same order.
 __device__ __forceinline__ Moments combined(Moments left, Moments right) {
   if (right.count == 0) return left;
   if (left.count == 0) return right;
@@ -25,8 +25,8 @@ __device__ __forceinline__ Moments combined(Moments left, Moments right) {
           __dadd_rn(left.m2, __dadd_rn(right.m2, square))};
 }
 
-// Access to matrices in C order. Sums are (rows, width); moments are (rows, 1 + 2 width), where a
-// row is [count, mean, M2].
+// Access to matrices in C order. Sums are (rows, width). Moments are (rows, 1 + 2 width), and a row
+// is [count, mean, M2].
 template <class T> struct Matrix {
   typedef T Value;
   static __device__ __forceinline__ T load(const T* x, long long row, int column, int width) {
@@ -53,8 +53,9 @@ struct MomentsMatrix {
   }
 };
 
-// Adds a node of 2^lowest rows (the last node may have fewer) that begins at row `start`. Returns
-// the value of the largest node that it completes. The recursion keeps each level in a register.
+// Adds a node of 2^lowest rows that begins at row `start`; the last node may have fewer rows.
+// Returns the value of the largest node that this node completes. The recursion keeps each level in
+// a register.
 template <int L = 0, int LEVELS, class T>
 __device__ __forceinline__ T push(T (&level)[LEVELS], T value, int start, int lowest, bool last) {
   if constexpr (L < LEVELS) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ typename M::Value folded(const E* x, long long first,
   return value;
 }
 
-// Returns the fold of at most 4 rows without a counter, because merging moments is much code.
+// Returns the fold of at most 4 rows, without a counter, because code to merge moments is large.
 template <class M, class E>
 __device__ __forceinline__ typename M::Value folded_few(const E* x, long long first, int n,
                                                         int column, int width) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ typename M::Value folded_few(const E* x, long long fi
 }
 
 // Folds `columns` columns of one node per block. Thread (row, column) folds up to `chunk` rows of
-// the node, from row * chunk on, where chunk is a power of two. The results of the threads of a
+// the node, starting at row * chunk, where chunk is a power of two. The results of the threads of a
 // column are combined through `shared`.
 template <int LEVELS, class M, class E>
 __device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* roots, int width,
@@ -123,7 +124,7 @@ __device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* 
       value = folded_few<M>(values, start, own, column, width);
   }
 #pragma unroll 1
-  for (int half = 1; half < rows; half *= 2) {  // each place of `shared` is written once
+  for (int half = 1; half < rows; half *= 2) {  // each element of `shared` is written once
     if (row % (2 * half) == half) shared[threadIdx.x] = value;
     __syncthreads();
     if (inside && row % (2 * half) == 0 && row + half < rows)
@@ -132,7 +133,7 @@ __device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* 
   if (inside && row == 0) M::store(roots, blockIdx.y, column, width, value);
 }
 
-// roots[node] = the fold of the rows of `values` that nodes[node] = (first, count) selects, where
+// roots[node] is the fold of the rows of `values` that nodes[node] = (first, count) selects, where
 // node is blockIdx.y.
 extern "C" __global__ void __launch_bounds__(512)
 fold_float(const float* __restrict__ values, const int* __restrict__ nodes,
@@ -148,7 +149,7 @@ fold_double(const double* __restrict__ values, const int* __restrict__ nodes,
   fold_node<16, Matrix<double>>(values, nodes, roots, width, columns, chunk, shared);
 }
 
-// As fold_float, for moments; chunk must be at most 4.
+// Like fold_float, for moments. chunk must be at most 4.
 extern "C" __global__ void __launch_bounds__(1024)
 fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
              double* __restrict__ roots, int width, int columns, int chunk) {
@@ -156,9 +157,9 @@ fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
   fold_node<2, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
 }
 
-// Computes the root of a tree from its nodes, which are the rows of `values`, in their order.
-// order[row] = (first leaf, level), where a node of level l has at most 2^l leaves. Each thread has
-// one column.
+// Computes the root of a tree from its nodes, which are the rows of `values` in order. order[row] =
+// (first leaf, level), where a node of level l has at most 2^l leaves. Each thread processes one
+// column.
 template <class M, class E>
 __device__ __forceinline__ void combine_nodes(const E* values, const int* order, E* root, int rows,
                                               int width) {

@@ -1,5 +1,5 @@
-// Gathers images of a data set, stored as (n, C, H, W), into the lanes of a mini-batch, stored as
-// (image, P, Q, C), which is NHWC.
+// Gathers images of a data set, stored as (n, C, H, W), into the values of a mini-batch, stored as
+// (image, P, Q, C), i.e. in NHWC layout.
 
 enum { THREADS = 256, EACH = 4 };  // threads per block, elements per thread
 
@@ -13,11 +13,11 @@ __device__ __forceinline__ int said(const int* option, int image) {
     return option ? option[image] : 0;
 }
 
-// Cuts the window (P, Q) that begins at pixel (top, left) from each image, after mirroring it as
-// `mirrored` says. Pixels outside of the image have the value of `fill` (C), or 0. The result is
-// (pixel - centre) / divisor, where centre and divisor are given for each channel or, if of_pixels,
-// for each (c, p, q). Image i is number indices[i] of `pixels`, or number i if indices is null.
-// Images from number *valid on become zero. `parts` blocks of threads share an image.
+// Mirrors each image as `mirrored` says, and cuts out the window (P, Q) that begins at pixel (top,
+// left). Pixels outside the image have the value of `fill` (C), or 0. The result is (pixel -
+// centre) / divisor, where centre and divisor are given for each channel or, if of_pixels, for each
+// (c, p, q). Image i is number indices[i] of `pixels`, or number i if indices is null. Unused
+// images (number *valid and above) become zero. `parts` blocks of threads share an image.
 template <class T>
 __device__ __forceinline__ void window(const T* pixels, const int* indices, const int* valid,
                                        const int* mirrored, const int* top, const int* left,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void window(const T* pixels, const int* indices, cons
     }
 }
 
-// Images of bytes, which are divided by 255 if centre is null.
+// Windows of images of bytes. If centre is null, bytes are divided by 255.
 extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
     const unsigned char* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
            of_pixels, count, parts);
 }
 
-// Images of floats, which are not changed if centre is null.
+// Windows of images of floats. If centre is null, floats are not normalized.
 extern "C" __global__ void __launch_bounds__(256) images_of_floats(
     const float* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
@@ -93,8 +93,9 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Gathers the targets of images, from table (n, channels, places) into lanes (image, places,
-// channels), by words of four bytes. Images from number *valid on become zero; see `window`.
+// Gathers the targets of images, as words of four bytes, from table (n, channels, places) to
+// (image, places, channels), where places are pixels. Unused images (number *valid and above)
+// become zero; see `window`.
 extern "C" __global__ void __launch_bounds__(256)
     images_targets(const int* __restrict__ table, const int* __restrict__ indices,
                    const int* __restrict__ valid, int* __restrict__ lanes, int channels, int places,

@@ -1,15 +1,15 @@
 // Softmax, cross-entropy and errors in double precision: the reported losses, and the gradients
-// with which the backward pass starts.
+// that start the backward pass.
 //
-// logits are stored as (rows, classes), where a row is an image or, for images of scores, a pixel.
-// A block of threads has 16 rows at once, one per warp. A lane adds up every 32nd class, and a tree
-// adds up the lanes. Errors have one element per thread.
+// logits are stored as (rows, classes), where a row is an image or, in segmentation, a pixel. A
+// block of threads processes 16 rows at once, one per warp. A lane adds up every 32nd class, and a
+// tree adds up the lanes. Kernels for errors process one element per thread.
 
 enum { ROWS = 16, LANES_OF_WARP = 32 };
 
 // Returns the rows or elements of leaf blockIdx.x of a sum over images, without unused images. An
-// image has `size` of them. A leaf has `images` whole images, or one of the `parts` of an image,
-// and at most `chunk` rows or elements.
+// image has `size` rows or elements. A leaf consists of `images` whole images, or of one of the
+// `parts` of an image, and has at most `chunk` rows or elements.
 struct Range {
     long long first, stop;
 };
@@ -22,8 +22,7 @@ __device__ __forceinline__ Range leaf(const int* valid, int size, int images, in
     return {first, min(first + chunk, stop)};
 }
 
-// Adds up `value` over the warps of the block, in their order, and stores the sum in
-// rows[blockIdx.x].
+// Adds up `value` over the warps of the block, in order, and stores the sum in rows[blockIdx.x].
 __device__ __forceinline__ void add_warps(double* of_warp, double value, double* rows) {
     if (threadIdx.x % LANES_OF_WARP == 0) of_warp[threadIdx.x / LANES_OF_WARP] = value;
     __syncthreads();
@@ -34,14 +33,14 @@ __device__ __forceinline__ void add_warps(double* of_warp, double value, double*
     }
 }
 
-// Returns the sum over a warp's lanes to each of them.
+// Returns the sum of `value` over a warp's lanes, in each lane.
 __device__ __forceinline__ double sum_of_warp(double value) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
     return value;
 }
 
-// For a row: its largest logit `top`, and the sum of e^(logit - top) over the classes.
+// The largest logit of a row (`top`), and the sum of e^(logit - top) over the classes.
 struct Normalizer {
     double top, sum;
 };
@@ -90,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(512)
         dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
 }
 
-// Labels outside 0..K-1 are left out.
+// Labels outside 0..K-1 are not classes, and the losses ignore them.
 __device__ __forceinline__ bool is_class(int label, int classes) {
     return label >= 0 && label < classes;
 }
@@ -101,7 +100,7 @@ __device__ __forceinline__ double weight_of(const double* weights, int label) {
 
 // rows (leaves): for each leaf, the sum of the terms of LabelRule in
 // mpidl/backends/training_interface.py. valid: the number of images in this rank's share. weights:
-// of the classes, or null.
+// the class weights, or null.
 extern "C" __global__ void __launch_bounds__(512)
     loss_cross_entropy(const float* __restrict__ logits, const int* __restrict__ labels,
                        const int* __restrict__ valid, double* __restrict__ rows,
@@ -128,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(512)
     add_warps(of_warp, value, rows);
 }
 
-// d (rows, classes): the gradient of the terms of LabelRule, times factor * late; zero in unused
+// d (rows, classes): the gradient of the terms of LabelRule, times factor * late. d is 0 for unused
 // images. late: a number that becomes known only when the kernel runs, or null.
 extern "C" __global__ void __launch_bounds__(512)
     loss_dlogits(const float* __restrict__ logits, const int* __restrict__ labels,
@@ -185,8 +184,8 @@ extern "C" __global__ void loss_reciprocal(const double* __restrict__ total,
     if (threadIdx.x == 0) *inverse = *total == 0.0 ? 0.0 : 1.0 / *total;
 }
 
-// Returns whether (value, place) is preferred to (best, at) in the search for the largest value.
-// NaN is preferred to numbers, and the first of equal values to the others.
+// Returns whether (value, place) beats (best, at) in the search for the largest value. NaN beats
+// numbers, and the first of equal values beats the others.
 __device__ __forceinline__ bool before(float value, int place, float best, int at) {
     const bool strange = value != value, best_strange = best != best;
     if (strange != best_strange) return strange;
@@ -194,7 +193,7 @@ __device__ __forceinline__ bool before(float value, int place, float best, int a
     return (strange || value == best) && place < at;
 }
 
-// rows (leaves): for each leaf, the number of rows whose largest logit is that of their label.
+// rows (leaves): for each leaf, the number of rows whose largest logit belongs to the row's label.
 extern "C" __global__ void __launch_bounds__(512)
     loss_correct(const float* __restrict__ logits, const int* __restrict__ labels,
                  const int* __restrict__ valid, double* __restrict__ rows, int classes, int pixels,
@@ -218,8 +217,9 @@ extern "C" __global__ void __launch_bounds__(512)
     add_warps(of_warp, value, rows);
 }
 
-// Returns the place in a target of element i of y. Element k of an image of y in memory corresponds
-// to element k % near * far + k / near of the target. That is k itself if `near` is `elements`.
+// Returns the index in a target of element i of y. In memory, element k of an image of y
+// corresponds to element k % near * far + k / near of the target, which is k if `near` is
+// `elements`.
 __device__ __forceinline__ long long in_target(long long i, int elements, int near, int far) {
     if (near == elements) return i;
     const long long image = i / elements * elements;
@@ -232,7 +232,7 @@ __device__ __forceinline__ double error(const float* y, const float* target, lon
     return (double)y[i] - target[in_target(i, elements, near, far)];
 }
 
-// rows (leaves): for each leaf, the sum of |y - target|, or of its square if power is 2.
+// rows (leaves): for each leaf, the sum of |y - target|, or of (y - target)^2 if power is 2.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors(const float* __restrict__ y, const float* __restrict__ target,
                 const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
@@ -247,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(256)
     add_warps(of_warp, sum_of_warp(value), rows);
 }
 
-// dy = e * factor * late, where e is y - target, or its sign if power is 1; zero in unused images.
+// dy = e * factor * late, where e is y - target, or the sign of y - target if power is 1. dy is 0
+// for unused images.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors_dy(const float* __restrict__ y, const float* __restrict__ target,
                    const int* __restrict__ valid, double factor, const double* __restrict__ late,
@@ -264,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // The factors of -log p and -log q of an element; see BinaryRule in
-// mpidl/backends/training_interface.py. Labels other than 0 and 1 have zeros.
+// mpidl/backends/training_interface.py. Labels other than 0 and 1 have factors of zero.
 struct BinaryWeights {
     double positive, negative;
 };
@@ -288,8 +289,8 @@ __device__ __forceinline__ Chances chances(double x) {
 }
 
 // rows (leaves): for each leaf, the sum of the terms of BinaryRule. targets, labels: the targets as
-// floats or as ints; the other is null. positive_weights: of the classes, or null. In memory,
-// elements of an image with consecutive numbers have consecutive classes.
+// floats or as ints; the other pointer is null. positive_weights: one weight per class, or null. In
+// memory, elements of an image with consecutive numbers have consecutive classes.
 extern "C" __global__ void __launch_bounds__(256)
     loss_binary(const float* __restrict__ logits, const float* __restrict__ targets,
                 const int* __restrict__ labels, const int* __restrict__ valid,
@@ -311,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(256)
     add_warps(of_warp, sum_of_warp(value), rows);
 }
 
-// d: the gradient of the terms of BinaryRule, times factor * late; zero in unused images.
+// d: the gradient of the terms of BinaryRule, times factor * late. d is 0 for unused images.
 extern "C" __global__ void __launch_bounds__(256)
     loss_binary_dlogits(const float* __restrict__ logits, const float* __restrict__ targets,
                         const int* __restrict__ labels, const int* __restrict__ valid,
@@ -338,8 +339,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// rows (leaves): for each leaf, the number of elements whose logit is above 0 if and only if the
-// target is 1. Labels other than 0 and 1 do not count.
+// rows (leaves): for each leaf, the number of correct elements: the logit is > 0 and the target is
+// 1, or neither. Labels other than 0 and 1 do not count.
 extern "C" __global__ void __launch_bounds__(256)
     loss_binary_correct(const float* __restrict__ logits, const float* __restrict__ targets,
                         const int* __restrict__ labels, const int* __restrict__ valid,

@@ -45,8 +45,9 @@ lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, i
 }
 
 // dx = dy d^-beta - factor x S, where S is the sum of dy x d^(-beta - 1) over the channels whose
-// windows contain this one. A block of threads processes `height` rows and `width` channels of each
-// (blockIdx.y). It computes the products of these channels and of those around them, then the sums.
+// windows contain this channel. A block of threads processes `height` rows, and `width` channels of
+// each row (blockIdx.y). It computes the products of these channels and of the channels around
+// them, then the sums.
 extern "C" __global__ void __launch_bounds__(256)
 lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
        long long rows, int C, int before, int behind, float a, float k, double beta, float factor,

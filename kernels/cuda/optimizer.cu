@@ -1,14 +1,16 @@
 // Optimizer steps: one kernel for each formula of backends/reference/optimizer.py. No operations
 // are contracted, so the results have the same bytes as those of kernels/cpu/optimizer.c.
 //
-// parameters: for each, its number of floats, and the addresses of its weight, its gradient, the
-// new weight (`stepped`) and the arrays that the formula keeps. `stepped` may be the weight itself.
-// places: for each block of threads, its parameter and the first of its up to `chunk` floats.
-// decays and factors: one number for each parameter. The numbers of a formula are read from memory,
-// so that a replay of a recorded step may change them.
+// parameters: for each parameter, its number of floats, and the addresses of its weight, its
+// gradient, the new weight (`stepped`) and the arrays that the formula keeps. `stepped` may be the
+// weight itself. places: for each block of threads, its parameter and the index of its first float;
+// a block processes at most `chunk` floats. decays and factors: one number for each parameter. The
+// numbers of a formula are read from memory, because they may change between replays of a recorded
+// step.
 
-// Calls step.take(weight, gradient, state) for each number of a block of threads. `take` changes the
-// weight, and the numbers of the state arrays. step.decay and step.rate are those of the parameter.
+// Calls step.take(weight, gradient, state) for each number of a block of threads. `take` updates
+// the weight and the numbers of the state arrays. step.decay and step.rate are the parameter's
+// values.
 template <int ARRAYS, typename Step>
 __device__ __forceinline__ void each_number(Step step, const long long* parameters,
                                             const int* places, const float* decays,

@@ -4,8 +4,8 @@ struct alignas(16) Four {
     float of[4];
 };
 
-// Writes y (images, P, Q, C) from x (images, H, W, C). Pixel (0, 0) of x is pixel (top, left) of y;
-// both may be negative. Pixels outside x have the value `outside`.
+// Writes y (images, P, Q, C) from x (images, H, W, C). Pixel (0, 0) of x becomes pixel (top, left)
+// of y, where top and left may be negative. Pixels outside x have the value `outside`.
 template <class T>
 __device__ __forceinline__ void pad(const T* x, T* y, T outside, int C, int H, int W, int P, int Q,
                                     int top, int left, long long images) {

@@ -2,9 +2,9 @@
 //
 // A CTA writes one row of the output, which is Q * C or W * C consecutive numbers. A thread
 // processes POOL_WIDTH consecutive channels, so reads and writes coalesce. Gradients are gathered,
-// not scattered: each pixel of x adds up dy of the windows that contain it, in the order of its
-// places in them, row by row. Windows may overlap and reach into the padding, but each contains at
-// least one pixel. Offsets within a row are int.
+// not scattered: each pixel of x adds up dy of the windows that contain the pixel, in the order of
+// its positions in the windows, row by row. Windows may overlap and extend into the padding, but
+// each window contains at least one pixel. Offsets within a row are int.
 
 #ifndef POOL_WIDTH
 #define POOL_WIDTH 1 // channels per thread: 4 if C is a multiple of 4, else 1
@@ -26,8 +26,8 @@ __device__ __forceinline__ void store(float* to, const Values& values) {
     *reinterpret_cast<Values*>(to) = values;
 }
 
-// The places [first, stop) of a window that are not padding, along one axis. `start` is the pixel
-// at place 0, which may be padding.
+// A window along one axis. Its positions [first, stop) are not padding. `start` is the pixel at
+// position 0, which may be padding.
 struct Span {
     int start, first, stop;
 };
@@ -43,8 +43,9 @@ __device__ __forceinline__ float divisor(Span rows, Span columns, int size, bool
     return (float)((rows.stop - rows.first) * (columns.stop - columns.first));
 }
 
-// The windows that contain a pixel, along one axis. Window number `window` has the pixel at place
-// `place`, the window before it at place + stride, and so on, as far as places and windows exist.
+// The windows that contain a pixel, along one axis. The pixel is at position `place` of window
+// number `window`, at position place + stride of the previous window, and so on, as long as such
+// positions and windows exist.
 struct Containing {
     int place, window;
 };
@@ -58,8 +59,9 @@ __device__ __forceinline__ Containing containing(int pixel, int stride, int befo
     return {place, window};
 }
 
-// Computes a CTA's row of y. If MAX, y is the largest pixel of each window, and argmax its place;
-// else y is the mean of the window, which counts padding as zeros if `count_padding`.
+// Computes a CTA's row of y. If MAX, y is the largest pixel of each window, and argmax is the
+// position of that pixel. Otherwise y is the mean of the window, which counts padding as zeros if
+// `count_padding`.
 template <bool MAX>
 __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char* argmax, int C,
                                          int H, int W, int P, int Q, int R, int S, int stride_h,
@@ -97,7 +99,7 @@ __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char
 }
 
 // Computes a CTA's row of dx. If MAX, each pixel adds up dy of the windows whose largest pixel it
-// is, else its part of dy of all windows that contain it.
+// is. Otherwise each pixel adds up its part of dy of all windows that contain it.
 template <bool MAX>
 __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char* argmax,
                                             float* dx, int C, int H, int W, int P, int Q, int R,
@@ -128,9 +130,9 @@ __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char
     }
 }
 
-// y: the largest pixel of each window, or NaN if a pixel is NaN. argmax: the place of the first
-// such pixel in the window, counted row by row. x is (images, H, W, C), y and argmax are
-// (images, P, Q, C). Grid: images * P.
+// y: the largest pixel of each window, or NaN if a pixel is NaN. argmax: the position of the first
+// such pixel in the window, counted row by row. x is (images, H, W, C), y and argmax are (images,
+// P, Q, C). Grid: images * P.
 extern "C" __global__ void __launch_bounds__(256) max_pool2d(
     const float* __restrict__ x, float* __restrict__ y, unsigned char* __restrict__ argmax, int C,
     int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left) {

@@ -1,8 +1,8 @@
-// The first and the last kernel of a recorded step: they read its numbers and store its results.
+// The first and the last kernel of a recorded step: they read its inputs and store its results.
 
-// The host writes one row of `ring`, in pinned memory, for each step, and does not wait. `counter`
-// counts the steps on the device. The kernel copies the row of this step to `controls`, from which
-// all kernels of the program read.
+// For each step, the host writes one row of `ring`, in pinned memory, without waiting. `counter`
+// counts the steps on the device. The kernel copies the row of this step to `controls`, and all
+// kernels of the program read `controls`.
 extern "C" __global__ void __launch_bounds__(256)
 program_begin(const int* __restrict__ ring, int rows, int words, int* __restrict__ counter,
               int* __restrict__ controls) {
@@ -17,7 +17,7 @@ program_begin(const int* __restrict__ ring, int rows, int words, int* __restrict
     controls[i] = ring[(long long)row * words + i];
 }
 
-// results[row][i] = *addresses[i], in pinned memory, for the row that program_begin has read.
+// results[row][i] = *addresses[i], in pinned memory, for the same row as program_begin.
 extern "C" __global__ void __launch_bounds__(32)
 program_end(const long long* __restrict__ addresses, int count, const int* __restrict__ counter,
             double* __restrict__ results) {

@@ -22,8 +22,8 @@ def check_vjp(
 ) -> float:
     """Check the vjp of `f(*args)` along one random direction d: <v, J d> = <vjp(v), d>.
 
-    J is the Jacobian of f, and v is a random cotangent. The check is collective if an argument is
-    a Blocked value.
+    J is the Jacobian of f, and v is a random cotangent. If an argument is a Blocked value, all
+    ranks must call this function.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ def check_vjp(
         Step size t of the central difference (f(args + t d) - f(args - t d)) / (2 t), which
         approximates J d.
     tolerance
-        Largest accepted relative difference between <v, J d> and <vjp(v), d>.
+        Maximum relative difference between <v, J d> and <vjp(v), d>.
     seed
-        Seed of the direction d and of v.
+        Seed of the random d and v.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Compute the value and the gradients of a function of a network or of a dict of arrays."""
+"""Compute the value and the gradients of a function of a network or a dict of arrays."""
 
 from __future__ import annotations
 
@@ -80,27 +80,27 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     Parameters
     ----------
     f
-        A function f(model, *args, **options). It returns a scalar loss or a tuple (loss, *others);
-        only the loss is differentiated. f receives a copy of the model whose learnables are Vars.
+        A function f(model, *args, **options) that returns a scalar loss or a tuple (loss, *others).
+        Only the loss is differentiated. f receives a copy of the model whose learnables are Vars.
         If the model is a network, the copy is in training mode.
     reduce
         A `World` that adds up the gradients over the ranks during the backward pass, and then the
         loss. By default, the ranks exchange only the sums that ops need, such as the moments of
-        batch normalization. The loss and the gradients are then Partials, this rank's parts of
-        sums, and `world.gplus` adds them up over the ranks.
+        batch normalization. The loss and the gradients are then Partials: sums that
+        `world.gplus` can add up over the ranks.
 
     Returns
     -------
     callable
-        A function of (model, *args, **options). For a dict of arrays, it returns
-        (value, gradients). For a Network, it returns (value, gradients, state), where state is the
-        new state of the network. The gradients are a dict from the name of each trained learnable
-        (`Network.trainable`) to its gradient.
+        A function of (model, *args, **options). If the model is a dict of arrays, the function
+        returns (value, gradients). If the model is a Network, the function returns (value,
+        gradients, state), where state is the new state of the network. `gradients` is a dict with
+        the gradient of each array of the dict, or of each learnable in `Network.trainable`.
 
     Raises
     ------
     TypeError
-        If the loss is not a scalar. The returned function raises this error.
+        Raised by the returned function if the loss is not a scalar.
     """
 
     def run(model, *args, **options):
@@ -156,6 +156,6 @@ def _as_partial(value):
 
 
 def is_one_number(value: Any) -> bool:
-    """Return whether a value can be a loss: a Partial or array of shape (), or a Python number."""
+    """Return whether a value is a single number: a Partial or array of shape (), or a number."""
     value = value_of(value)
     return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()

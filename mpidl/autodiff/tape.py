@@ -1,14 +1,15 @@
-"""Reverse-mode differentiation with a tape of ops that is played back once.
+"""Reverse-mode differentiation: ops are recorded on a tape, and `backward` plays the tape back.
 
 There are three kinds of values:
 
-- A *blocked* value (`Blocked`) has one entry per image. Each rank stores its images in blocks
-  of 16. A lane is the slot of one image in a block.
-- A *replicated* value is a NumPy array with the same bytes on every rank. Learnables and values
-  computed only from them are replicated.
+- A *blocked* value (`Blocked`) has one entry per image. Each rank stores the entries of its images
+  in blocks of 16. A lane is the slot of one image in a block.
+- A *replicated* value is a NumPy array with the same bytes on every rank. Learnables, and values
+  computed only from learnables, are replicated.
 - A `Partial` is a sum over the images that is not yet added up over the ranks.
 
-The kind of a value determines the kind of its cotangent:
+The cotangent of a value is the gradient of the loss with respect to the value. The kind of a value
+determines the kind of its cotangent:
 
     value        cotangent
     Blocked      Blocked, with zeros in unused lanes
@@ -16,10 +17,10 @@ The kind of a value determines the kind of its cotangent:
     replicated   a Partial from a blocked op, replicated from any other op
 
 The sum of a Partial and a replicated cotangent is a Partial. If the gradient of a learnable is a
-Partial, the caller adds it up over the ranks. If a replicated value that an op computed, such as a
-tied weight, gets a Partial as its cotangent, all ranks add up that Partial at the same point of the
-tape, before they call the op's vjp (vector-Jacobian product). A vjp is never applied to parts of a
-sum.
+Partial, the caller adds it up over the ranks. A replicated value that an op computed, such as a
+tied weight, may also get a Partial as cotangent. In this case all ranks add up the Partial at the
+same point of the tape, before they call the vjp (vector-Jacobian product) of the op. A vjp
+therefore always receives complete sums.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ _clock = itertools.count()
 
 
 class Var:
-    """A value that remembers the op that computed it. A Var without parents is a leaf.
+    """A value on the tape, with the op that computed it. A Var without parents is a leaf.
 
     Parameters
     ----------
     value
         A Blocked, a Partial or an array.
     parents
-        The positional arguments of the op, whether they are Vars or not.
+        All positional arguments of the op, including those that are not Vars.
     vjp
         A function vjp(dy, needs) that returns a tuple with one cotangent per parent. None for a
         leaf.
     name
-        The name of the op, or of the learnable if the Var is a leaf.
+        Name of the op, or of the learnable if the Var is a leaf.
     """
 
     __slots__ = ("value", "parents", "vjp", "name", "index", "layer")
@@ -80,7 +81,7 @@ class Var:
     ) -> None:
         self.value, self.parents, self.vjp, self.name = value, parents, vjp, name
         self.index: int = next(_clock)
-        self.layer = phases.current_layer()  # the layer whose op computed the value
+        self.layer = phases.current_layer()  # the layer that computed the value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,11 +122,11 @@ class Var:
 
 
 def value_of(x: Any) -> Any:
-    """Return the value of a Var, and any other object unchanged."""
+    """Return the value of a Var. Return any other object unchanged."""
     return x.value if isinstance(x, Var) else x
 
 
-Array: TypeAlias = np.ndarray | Var  # a replicated value, differentiated if it is a Var
+Array: TypeAlias = np.ndarray | Var  # a replicated value; a Var is differentiated
 Operand: TypeAlias = Array | Blocked | Partial | float
 Vjp: TypeAlias = Callable[..., Sequence[Any]]
 X_contra = TypeVar("X_contra", contravariant=True)
@@ -137,7 +138,7 @@ WithVjp: TypeAlias = tuple[Y, Vjp]  # the result of a forward function
 
 
 class Op(Protocol[X_contra, Options, Y_co]):
-    """Type of an op with the signature of its forward function. A Var argument gives a Var."""
+    """Type of an op, with the signature of its forward function. A Var argument gives a Var."""
 
     __name__: str
 
@@ -148,7 +149,7 @@ class Op(Protocol[X_contra, Options, Y_co]):
 
 
 class ArrayOp(Protocol):
-    """Type of an op of plain arrays. The result has the type of the first non-scalar argument."""
+    """Type of an op on plain arrays. The result has the type of the first non-scalar argument."""
 
     __name__: str
 
@@ -179,16 +180,16 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     Parameters
     ----------
     forward
-        Without `blocks`, a function of plain arrays. If any argument is blocked, the op calls
-        forward once per block; otherwise it calls forward once. For a block of n <= 16 images,
-        forward gets C-ordered arrays (n, ...) and the full replicated arguments. It must return y
-        of shape (n, ...). On a rank without blocks, the op calls forward with one image of zeros to
-        learn the shape of y. `vjp(dy)` returns a tuple with one cotangent per positional argument.
-        The entry is None for an argument without a cotangent. Cotangents of replicated arguments
-        are added up over the blocks.
+        If `blocks` is False, a function of plain arrays. If an argument of the op is blocked, the
+        op calls forward once per block, else only once. For a block of n <= 16 images, forward gets
+        C-ordered arrays (n, ...) and the full replicated arguments, and must return y of shape
+        (n, ...). On a rank without blocks, the op calls forward with one image of zeros to find the
+        shape of y. `vjp(dy)` returns a tuple with one cotangent per positional argument, or None
+        for an argument that has no cotangent. Cotangents of replicated arguments are added up over
+        the blocks.
     blocks
         If True, forward gets Blocked values that hold all images of the rank. `vjp(dy, needs)`
-        returns Partials for replicated arguments; needs[i] says whether argument i needs a
+        must then return Partials for replicated arguments. needs[i] is whether argument i needs a
         cotangent.
 
     Returns
@@ -206,7 +207,7 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     """
     if forward is None:
         return functools.partial(op, blocks=blocks)
-    name = forward.__name__.removeprefix("_")  # as errors and timelines show it
+    name = forward.__name__.removeprefix("_")  # the name in errors and timelines
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **options: Any) -> Any:
@@ -222,7 +223,7 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
 
 
 def _by_block(name, forward, values, options):
-    """Run a plain-array op once per block of this rank, or once if no argument is blocked."""
+    """Run an op on plain arrays once per block of this rank, or once if no argument is blocked."""
     if any(isinstance(v, Partial) for v in values):
         raise TypeError(
             f"{name}: got a Partial, which is not yet summed over the ranks; before "
@@ -283,7 +284,7 @@ def _by_block(name, forward, values, options):
 
 
 def refuse_gpu(name: str, *values: Any) -> None:
-    """Raise a TypeError if a value is on a GPU, because the op `name` has no GPU kernel."""
+    """Raise TypeError if a value is on a GPU, because the op `name` has no GPU kernel."""
     for value in values:
         array = value.source if isinstance(value, Blocked) else value
         if is_device_array(getattr(array, "x", array)):  # a DeferredInput holds its array in x
@@ -293,7 +294,7 @@ def refuse_gpu(name: str, *values: Any) -> None:
 
 
 def _empty_result(name, forward, values, options):
-    """Return a result for zero images, after calling forward with one image to learn its shape."""
+    """Call forward with one image of zeros, and return a result of the same shape for no images."""
     args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
         y, _ = forward(*args, **options)
@@ -302,7 +303,7 @@ def _empty_result(name, forward, values, options):
 
 
 def _check_rows(name, y, rows):
-    """Raise a ValueError unless y has one row per image."""
+    """Raise ValueError unless y has one row per image."""
     if np.ndim(y) == 0 or len(y) != rows:
         raise ValueError(
             f"{name}: expected one result per image, ({rows}, ...), got shape {np.shape(y)}; for "
@@ -311,7 +312,7 @@ def _check_rows(name, y, rows):
 
 
 def _check_cotangents(name, cotangents, args):
-    """Return the cotangents; raise a ValueError if their number or a shape is wrong."""
+    """Return the cotangents, or raise ValueError if their number or a shape is wrong."""
     if not isinstance(cotangents, (tuple, list)) or len(cotangents) != len(args):
         count = f"{len(cotangents)}" if isinstance(cotangents, (tuple, list)) else "no tuple"
         raise ValueError(
@@ -337,7 +338,7 @@ def _accumulate(a, b):
 
 
 def _in_type(cotangent, dtype):
-    """Convert a cotangent to the dtype of its value, because a vjp may return another dtype."""
+    """Convert a cotangent to the dtype of its value. A vjp may have returned another dtype."""
     if isinstance(cotangent, Partial):
         return cotangent.astype(dtype)
     if isinstance(cotangent, Blocked):
@@ -362,10 +363,10 @@ def backward(
     on_ready: Callable[[Var, Any], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[Var, Any]:
-    """Compute gradients by playing the tape back from `root`.
+    """Compute the gradients of `root` by playing the tape back.
 
-    Every rank plays back the ops in the reverse of the order in which they were recorded. A tape
-    can be played back only once, because saved arrays are freed after use.
+    Every rank calls the vjps in the reverse order of the recorded ops. A tape can be played back
+    only once, because saved arrays are freed after use.
 
     Parameters
     ----------
@@ -376,15 +377,14 @@ def backward(
     fold
         A function that adds up a Partial over all ranks, such as `world.gplus`.
     on_ready
-        A function called as on_ready(leaf, gradient) as soon as a gradient is final. The gradient
-        is then left out of the result.
+        A function that is called as on_ready(leaf, gradient) as soon as a gradient is final.
     progress
         A function without arguments that is called after each vjp.
 
     Returns
     -------
     dict
-        The gradient of each leaf; empty if `on_ready` is given.
+        The gradient of each leaf. The dict is empty if `on_ready` is given.
 
     Raises
     ------

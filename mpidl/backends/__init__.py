@@ -1,8 +1,8 @@
-"""Backends: implementations of the same functions for different kinds of arrays.
+"""Select the backend that computes on an array, and set the options of backends.
 
-`of(x)` selects the `Backend` for a Blocked value by the dtype and the memory (host or GPU) of the
-array that holds the value.
-`interface` documents the functions; `reference`, `cpu` and `gpu` implement them.
+All backends implement the functions that `interface` documents: `reference` in NumPy, `cpu` in C,
+and `gpu` in CUDA. `of_value` selects the backend of a Blocked value by the dtype and the memory
+(host or GPU) of the array that holds the value.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def of_array(array: Any) -> Backend:
 def of_type(dtype: Any) -> Backend:
     """Return the backend for NumPy arrays of a dtype.
 
-    For float32 this is the CPU backend if this process has a build of the C kernels. In all other
-    cases it is the NumPy backend.
+    Return the CPU backend for float32 if this process can run the C kernels, else the NumPy
+    backend.
     """
     return CPU if dtype == np.float32 and builds.kernels() is not None else REFERENCE
 
@@ -51,7 +51,7 @@ def of_type(dtype: Any) -> Backend:
 def configure(
     *, threads: int | None = None, winograd: str | None = None, precision: str | None = None
 ) -> None:
-    """Set options of this process. All options except `threads` must be equal on all ranks.
+    """Set options of the backends. All options except `threads` must be equal on all ranks.
 
     Parameters
     ----------
@@ -59,19 +59,19 @@ def configure(
         Number of threads that the C kernels use on this rank. Results do not depend on this
         number.
     winograd : {"auto", "off", "fast"}, optional
-        How to compute 3x3 and 5x5 convolutions with stride 1, and larger ones with a stride, such
-        as 11x11 with stride 4. "auto" uses Winograd's algorithm: tiles of 2x2 outputs in forward
-        passes with at least 32 channels, and mostly 4x4 in backward passes. "off" computes direct
-        sums. "fast" also uses 4x4 in forward passes, with a larger error. Results depend on this
-        option.
+        Algorithm for 3x3 and 5x5 convolutions with stride 1, and for larger filters with a stride,
+        such as 11x11 with stride 4. "auto" uses Winograd's algorithm. Its tiles have 2x2 outputs in
+        forward passes with at least 32 channels, and mostly 4x4 outputs in backward passes. "off"
+        computes direct sums. "fast" uses 4x4 tiles in forward passes too, with a larger error.
+        Results depend on this option.
     precision : {"fp32", "tf32"}, optional
-        Precision of multiplications on a GPU's tensor cores. "fp32" uses 3xTF32. Results depend on
-        this option.
+        Precision of multiplications on a GPU's tensor cores. "fp32" computes each product from
+        three TF32 products (3xTF32). Results depend on this option.
 
     Raises
     ------
     ValueError
-        If an option has another value, or `threads` is less than 1.
+        If `winograd` or `precision` is none of these values, or if `threads` is less than 1.
     """
     if precision is not None:
         if precision not in PRECISION:
@@ -85,16 +85,17 @@ def configure(
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         library, settings.threads_chosen = builds.kernels(), True
-        # fewer threads if the system cannot start as many
+        # `set_threads` returns a smaller number if the system cannot start as many threads
         settings.threads = library.set_threads(threads) if library is not None else 1
 
 
 @contextlib.contextmanager
 def fast_convolutions() -> Iterator[None]:
-    """Compute 3x3 convolutions by F(4x4) in forward passes, as predictions do.
+    """Use Winograd tiles of 4x4 outputs in forward passes within the `with` block.
 
-    The option `winograd` "off" takes precedence. In training, the larger error of F(4x4) could flip
-    a ReLU and so change gradients. Scores differ by rounding alone.
+    Predictions use these tiles, because their scores change only by rounding. Training uses 2x2
+    tiles, because the larger error of 4x4 tiles could flip a ReLU and change gradients. If the
+    option `winograd` is "off", it stays "off".
     """
     winograd = settings.winograd
     settings.winograd = "fast" if winograd == "auto" else winograd

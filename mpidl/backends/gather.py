@@ -1,4 +1,4 @@
-"""Collect the functions of several modules into a Backend."""
+"""Create a Backend from the modules that define its functions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FAMILIES = (
 
 
 class _Functions(types.SimpleNamespace):
-    """The Backend that `gather` returns. The backend's functions are plain attributes."""
+    """The Backend that `gather` returns, with the backend's functions as attributes."""
 
     def __repr__(self):
         return f"<backend {self.name}>"
 
 
 def families(package: str) -> list[types.ModuleType]:
-    """Import the modules FAMILIES from a backend's package."""
+    """Import the modules named in FAMILIES from a backend's package, and return them."""
     return [importlib.import_module(f"{package}.{family}") for family in FAMILIES]
 
 
@@ -48,15 +48,20 @@ def gather(
 
     Parameters
     ----------
+    name : str
+        Name of the backend.
     families : modules
         The modules that define the functions of `Backend`.
     fallback : Backend, optional
-        The backend that provides the functions that no module defines.
+        Backend that provides the functions missing from the modules. By default, none may be
+        missing.
+    fuses_convolutions, arrays_on_device : bool
+        Capabilities of the backend; see `Backend`.
 
     Raises
     ------
     TypeError
-        If a function of `Backend` is missing although a backend with these capabilities needs it.
+        If a function is missing that a backend with these capabilities must have.
     """
     functions = {
         function: value

@@ -18,19 +18,19 @@ Unused lanes
     The lanes after the last image. Their elements are finite, and are zero in gradients. Functions
     with an argument `counts` leave unused lanes out of sums and set them to zero in results.
 counts
-    The number of valid images in each block, (B,) int32. On a GPU, the number of valid images on
-    this rank, (1,) int32.
+    Number of valid images in each block, (B,) int32. On a GPU, `counts` is instead the number of
+    valid images on this rank, (1,) int32.
 tree
-    The `fold.Tree` of the mini-batch, the binary tree by which blocks are summed. A function that
-    sums over images computes one leaf of this tree per block. It returns a `fold.Partial`, which
-    the caller sums over the ranks.
+    The `fold.Tree` of the mini-batch: the binary tree that fixes the order in which blocks are
+    summed. A function that sums over images computes one leaf of this tree per block. The function
+    returns a `fold.Partial`, which the caller sums over the ranks.
 stride, dilation, size
     (down, across), integers >= 1.
 padding, cropping
     ((top, bottom), (left, right)), integers >= 0.
 needs
-    Three booleans: whether x, weight and bias need a gradient. A gradient that is not needed is
-    None.
+    Three booleans: whether x, weight and bias need a gradient. The function returns None for a
+    gradient that is not needed.
 labels
     Class indices (B, ..., 16) int32, one per pixel of scores (B, K, ..., 16).
 """
@@ -64,9 +64,10 @@ class Backend(TrainingFunctions, Protocol):
     name : str
         "reference", "cpu" or "gpu".
     fuses_convolutions : bool
-        Whether functions accept a DeferredInput and the functions in FUSED exist.
+        Whether the backend has the functions in FUSED, and `Readable` arguments may be a
+        DeferredInput.
     arrays_on_device : bool
-        Whether arrays are in device memory. If so, the functions in HOST do not exist.
+        Whether arrays are in device memory. If so, the backend lacks the functions in HOST.
     """
 
     name: str
@@ -101,9 +102,10 @@ class Backend(TrainingFunctions, Protocol):
         groups: int,
         addend: Lanes | None,
     ) -> Lanes:
-        """Return max(0, conv2d(x, weight, bias) + addend), with the bytes of separate functions.
+        """Return max(0, conv2d(x, weight, bias) + addend).
 
-        If `addend` is given, it has the shape of the result.
+        The bytes are the same as if separate functions computed the convolution, sum and ReLU.
+        `addend` has the shape of the result, or is None.
         """
 
     def conv2d_moments(
@@ -148,14 +150,14 @@ class Backend(TrainingFunctions, Protocol):
             a * dz + b * (y - mean) + c, where dz is dy if the activation is > 0, else 0. For a
             NormalizedInput, which has no ReLU, dz is dy.
         sums : bool
-            Whether to compute also the `activation_sums` of dx. x must then be a DeferredInput.
+            Whether to compute the `activation_sums` of dx too. x must then be a DeferredInput.
         overwrite : bool
-            Whether the function may overwrite the memory of dy with a gradient.
+            Whether the function may write a gradient to the memory of dy.
 
         Returns
         -------
         dx, dweight, dbias, sums : Lanes, Partial, Partial, Partial
-            Each is None unless requested by `needs` or `sums`.
+            Each value is None unless `needs` or `sums` requests it.
         """
 
     # transposed
@@ -165,8 +167,8 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Lanes:
         """Return the transposed convolution of x (B, C, H, W, 16), plus bias (K,) if given.
 
-        A convolution with weight (C, K, R, S) maps K channels to C channels. If x is the gradient
-        of this convolution's output, the transposed convolution is the gradient of its input.
+        A convolution with weight (C, K, R, S) maps K channels to C channels. The transposed
+        convolution maps a gradient of this convolution's output to the gradient of its input.
         """
 
     def transposed_conv2d_backward(
@@ -182,8 +184,8 @@ class Backend(TrainingFunctions, Protocol):
     ) -> tuple[Lanes | None, Partial | None, Partial | None]:
         """Return (dx, dweight, dbias) of `transposed_conv2d`.
 
-        dx is the convolution of dy with weight. dweight is the weight gradient of this convolution,
-        with x as the gradient of its output.
+        dx is the convolution of dy with weight. dweight is the gradient of this convolution with
+        respect to its weight, if x is the gradient of the convolution's output.
         """
 
     # dense
@@ -205,8 +207,8 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Gradients:
         """Return (dx, dweight, dbias, sums) of `dense`.
 
-        dx has the shape (B, F, 16). `sums` is the `activation_sums` of dx if x is a DeferredInput
-        and dx is needed, else None.
+        dx has the shape (B, F, 16). If x is a DeferredInput and dx is needed, `sums` is the
+        `activation_sums` of dx, else None.
         """
 
     # batchnorm
@@ -217,8 +219,8 @@ class Backend(TrainingFunctions, Protocol):
     def moments(self, x: Lanes, counts: Array, tree: Tree) -> Partial:
         """Return the count, means and M2 of the channels, packed for `fold.merge_moments`.
 
-        The result is (1 + 2C,) float64: the number of elements per channel, the C means, and the
-        C sums M2 of squared deviations from the mean.
+        The result has the shape (1 + 2C,) and dtype float64. It contains the number of elements per
+        channel, the C means, and the C sums of squared deviations from the mean (M2).
         """
 
     def statistics(self, moments: Array, gamma: Vector, epsilon: float) -> tuple:
@@ -227,9 +229,10 @@ class Backend(TrainingFunctions, Protocol):
         Returns
         -------
         count, mean, rstd, variance : float64
-            rstd = 1 / sqrt(variance + epsilon); the variance is biased (divided by the count).
+            Number of elements per channel, and three Vectors. rstd is
+            1 / sqrt(variance + epsilon), and the variance is biased (divided by the count).
         shift, scale : Vector
-            shift is the mean, and scale is gamma * rstd, in the dtype that `batchnorm` accepts.
+            The mean and gamma * rstd, in the dtype that `batchnorm` accepts.
         """
 
     def batchnorm(self, x: Lanes, mean: Vector, scale: Vector, beta: Vector) -> Lanes:
@@ -241,7 +244,7 @@ class Backend(TrainingFunctions, Protocol):
     def batchnorm_factors(self, sums: Array, gamma: Vector, statistics: tuple) -> tuple:
         """Compute (a, b, c, dgamma, dbeta), each (C,), from `batchnorm_sums` folded over blocks.
 
-        The gradient is dx = a * dy + b * (x - mean) + c. dgamma and dbeta have the dtype of gamma.
+        The gradient of x is a * dy + b * (x - mean) + c. dgamma and dbeta have the dtype of gamma.
         """
 
     def batchnorm_dx(
@@ -252,7 +255,7 @@ class Backend(TrainingFunctions, Protocol):
     def running(
         self, olds: Sequence[Vector], values: Sequence[Vector], decay: float
     ) -> list[Vector]:
-        """Return new running values, old + decay * (value - old), in the dtypes of `olds`."""
+        """Return the new running values, old + decay * (value - old), in the dtypes of `olds`."""
 
     def predict_scale(self, gamma: Vector, variance: Vector, epsilon: float) -> Vector:
         """Return gamma / sqrt(variance + epsilon), computed in float64."""
@@ -278,7 +281,7 @@ class Backend(TrainingFunctions, Protocol):
         """Return x where x > 0, else scale * x."""
 
     def leaky_relu_dx(self, dy: Lanes, y: Lanes, scale: float) -> Lanes:
-        """Return dy where y > 0, else scale * dy. Since scale >= 0, y has the sign of x."""
+        """Return dy where y > 0, else scale * dy. y has the sign of x, because scale >= 0."""
 
     def tanh(self, x: Lanes) -> Lanes:
         """Return the hyperbolic tangent."""
@@ -293,23 +296,24 @@ class Backend(TrainingFunctions, Protocol):
         """Return dy * y * (1 - y)."""
 
     def gelu(self, x: Lanes, approximate: str) -> Lanes:
-        """Return x * Phi(x), where Phi is the normal distribution function; -inf gives -0.
+        """Return x * Phi(x), where Phi is the standard normal distribution function.
 
-        If `approximate` is "tanh" instead of "none", return
-        x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. Subnormal results may be 0.
+        This is the result if `approximate` is "none". If `approximate` is "tanh", return
+        x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. The result for -inf is -0.
+        Subnormal results may be 0.
         """
 
     def gelu_dx(self, dy: Lanes, x: Lanes, approximate: str) -> Lanes:
         """Return dy times the derivative of `gelu` at x."""
 
     def swish(self, x: Lanes) -> Lanes:
-        """Return x / (1 + exp(-x)); below -87.3 it is 0."""
+        """Return x / (1 + exp(-x)), or 0 if x < -87.3."""
 
     def swish_dx(self, dy: Lanes, x: Lanes) -> Lanes:
         """Return dy times the derivative of `swish` at x."""
 
     def clip_range(self, x: Lanes, low: float, high: float) -> Lanes:
-        """Return min(max(x, low), high); NaN stays NaN. A bound may be infinite."""
+        """Return min(max(x, low), high). NaN stays NaN. `low` and `high` may be infinite."""
 
     def clip_range_dx(self, dy: Lanes, y: Lanes, low: float, high: float) -> Lanes:
         """Return dy where low < y < high, else 0."""
@@ -327,7 +331,10 @@ class Backend(TrainingFunctions, Protocol):
         """Return 0 where x <= -3, dy where x >= 3, else (x / 3 + 1 / 2) * dy."""
 
     def prelu(self, x: Lanes, slope: Vector) -> Lanes:
-        """Return x where x > 0, else slope * x. The slopes are (C,), or (1,) for all channels."""
+        """Return x where x > 0, else slope * x.
+
+        `slope` is (C,), or (1,) for one slope shared by all channels.
+        """
 
     def prelu_dx(self, dy: Lanes, x: Lanes, slope: Vector) -> Lanes:
         """Return dy where x > 0, else slope * dy."""
@@ -343,11 +350,11 @@ class Backend(TrainingFunctions, Protocol):
     def max_pool2d(
         self, x: Readable, size: Pair, stride: Pair, padding: Pads
     ) -> tuple[Lanes, Lanes]:
-        """Return the largest pixel of each window, and its index in the window.
+        """Return the largest pixel of each window, and the index of this pixel in the window.
 
         An index is a uint8 that counts the pixels of a window row by row. If several pixels are
-        equally large, the first one is chosen. Padding is never chosen. The maximum is NaN if a
-        pixel of the window is NaN.
+        equally large, the first of these pixels is chosen. Padding is never chosen. The maximum is
+        NaN if a pixel of the window is NaN.
         """
 
     def max_pool2d_dx(
@@ -370,7 +377,7 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Lanes:
         """Return the mean of each window.
 
-        If `count_padding` is True, padding counts as zeros, else not at all.
+        If `count_padding` is True, padding counts as zeros. Otherwise, the mean leaves padding out.
         """
 
     def average_pool2d_dx(
@@ -383,12 +390,15 @@ class Backend(TrainingFunctions, Protocol):
         count_padding: bool,
         tree: Tree,
     ) -> tuple[Lanes, Partial | None]:
-        """Return the gradient with respect to x, and the same sums as `max_pool2d_dx`."""
+        """Return the gradient with respect to x, and its `activation_sums` or None.
+
+        See `max_pool2d_dx`.
+        """
 
     # pad
 
     def pad2d(self, x: Lanes, padding: Pads, value: float) -> Lanes:
-        """Surround images (C, H, W) by pixels of a value; negative padding removes pixels."""
+        """Surround images (C, H, W) with pixels of this value. Negative padding removes pixels."""
 
     # lrn
 
@@ -423,17 +433,18 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Lanes:
         """Multiply x by scale, and set elements to 0 if their random number is below `threshold`.
 
-        `reference.dropout.chances` defines the random numbers, from 0 to 65535, so every backend
-        drops the same elements. Applied to the gradient of the result, `dropout` returns the
-        gradient of x.
+        `reference.dropout.chances` defines the random numbers, which are from 0 to 65535. Every
+        backend therefore drops the same elements. Applied to the gradient of the result, `dropout`
+        returns the gradient of x.
 
         Parameters
         ----------
         key : tuple of int
-            Two 32-bit words.
+            Key of the random numbers, two 32-bit words.
         epoch, samples : int, (B * 16,) int64
-            The epoch, and the sample index of each image. On a GPU, they are int32 Arrays (1,) and
-            (B * 16,), which every replay of a recorded training step reads again.
+            The epoch, and the sample index of each lane. On a GPU, `epoch` is an int32 Array (1,)
+            and `samples` an int32 Array (B * 16,). Every replay of a recorded training step reads
+            these Arrays again.
         """
 
     # join

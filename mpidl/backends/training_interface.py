@@ -1,6 +1,7 @@
-"""Define the part of the backend interface that is not about layers: losses, optimizers, images.
+"""Define the backend functions for losses, optimizers and the preparation of images.
 
-The module `interface` explains the conventions for arguments and results.
+The module `interface` defines the functions for layers, and explains the conventions for arguments
+and results of all functions.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ Vector: TypeAlias = Any  # an Array (C,)
 
 
 class LabelRule(NamedTuple):
-    """How the label of an image or pixel enters the cross-entropy.
+    """Options of the cross-entropy of an image or pixel.
 
-    A label outside 0..K-1 adds 0. With p the softmax of the K scores, w the class weights and y the
-    label, an image or pixel adds
+    Let p be the softmax of the K scores, w the class weights, and y the label. A label outside
+    0..K-1 adds 0 to the loss. With any other label, the image or pixel adds
 
         -(1 - smoothing) w[y] (1 - p[y])**gamma log p[y] - smoothing / K sum_c w[c] log p[c]
 
     Attributes
     ----------
     class_weights : Vector or None
-        Weights of the classes, (K,) float64; None if all are 1.
+        Weights of the classes, (K,) float64; None if all weights are 1.
     smoothing : float
         Label smoothing, at least 0 and below 1; 0 if gamma is not 0.
     gamma : float
-        Exponent of the focal loss, at least 0; 0 is the cross-entropy.
+        Exponent of the focal loss, at least 0; 0 gives the cross-entropy.
     """
 
     class_weights: Any = None
@@ -43,20 +44,21 @@ PLAIN = LabelRule()
 
 
 class BinaryRule(NamedTuple):
-    """How a target t in 0..1 enters the binary cross-entropy.
+    """Options of the binary cross-entropy of an element with a target t in 0..1.
 
-    With x the logit of class c, p = 1 / (1 + exp(-x)) and w the positive weights, an element adds
+    Let x be the logit of class c, p = 1 / (1 + exp(-x)), and w the positive weights. The element
+    adds to the loss
 
         -t w[c] (1 - p)**gamma log p - (1 - t) p**gamma log(1 - p)
 
-    An integer target other than 0 and 1 adds 0.
+    An element with an integer target other than 0 and 1 adds 0.
 
     Attributes
     ----------
     positive_weights : Vector or None
-        Weights of the positive targets of each class, (K,) float64; None if all are 1.
+        Weights of the positive targets of each class, (K,) float64; None if all weights are 1.
     gamma : float
-        Exponent of the focal loss, at least 0; 0 is the cross-entropy.
+        Exponent of the focal loss, at least 0; 0 gives the binary cross-entropy.
     """
 
     positive_weights: Any = None
@@ -67,29 +69,29 @@ PLAIN_BINARY = BinaryRule()
 
 
 class DiceRule(NamedTuple):
-    """How the pixels of an image enter its Dice loss.
+    """Options of the Dice loss of an image.
 
-    For class k, let I be the sum over the image's pixels of p g, and U that of p**2 + g, where p is
-    the probability of the class, and g is 1 if the label is k, else 0. With w the class weights
-    divided by their sum, and s the smoothing, the loss of an image is
+    For class k, let p be the probability of the class at a pixel, and g be 1 if the label of the
+    pixel is k, else 0. I[k] is the sum of p g, and U[k] is the sum of p**2 + g, over the image's
+    pixels. With the class weights w divided by their sum, and the smoothing s, the loss is
 
         sum_k w[k] (1 - (2 I[k] + s) / (U[k] + s))
 
-    If `generalized`, it is instead, with v[k] = w[k] / max(sum of g, 1)**2,
+    If `generalized` is True, let v[k] = w[k] / max(sum of g, 1)**2. The loss is then
 
         1 - (2 sum_k v[k] I[k] + s) / (sum_k v[k] U[k] + s)
 
-    Pixels with a label outside 0..K-1 are left out. A single class has the label 1, and 0 stands
-    for the background. A denominator of 0 gives a loss of 0.
+    Sums leave out pixels with a label outside 0..K-1. If K is 1, the label 1 stands for the class,
+    and 0 for the background. A denominator of 0 gives a loss of 0.
 
     Attributes
     ----------
     class_weights : Vector or None
-        Weights of the classes, (K,) float64; None if all are 1.
+        Weights of the classes, (K,) float64; None if all weights are 1.
     smooth : float
-        Number of pixels that is added to numerator and denominator, at least 0.
+        The smoothing s, in pixels, at least 0.
     generalized : bool
-        Whether classes are weighted by the inverse square of their number of pixels.
+        Whether the weight of a class is divided by the square of its number of pixels.
     """
 
     class_weights: Any = None
@@ -109,7 +111,7 @@ class TrainingFunctions(Protocol):
         """Return the softmax of logits (B, K, ..., 16) over the K classes, in float64."""
 
     def softmax_dx(self, dy: Lanes, p: Lanes) -> Lanes:
-        """Return the gradient of the logits in the dtype of dy; p is the result of `softmax`."""
+        """Return the gradient of the logits in the dtype of dy. p is the result of `softmax`."""
 
     def cross_entropy(
         self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree, rule: LabelRule = PLAIN
@@ -119,24 +121,27 @@ class TrainingFunctions(Protocol):
     def cross_entropy_dlogits(
         self, logits: Lanes, labels: Lanes, scale: Any, counts: Array, rule: LabelRule = PLAIN
     ) -> Lanes:
-        """Return the gradient of the terms of `LabelRule`, times scale; unused lanes are 0.
+        """Return the gradient of the sum of `cross_entropy`, times scale.
 
-        A lane is the slot of one image in a block. `scale` is a scalar. On a GPU, `scale` may also
-        be a `fold.Late`, which the kernel reads when it runs.
+        Unused lanes of the result are 0. `scale` is a scalar. On a GPU, `scale` may also be a
+        `fold.Late`, a factor that the kernel reads when it runs.
         """
 
     def label_weight(
         self, labels: Lanes, counts: Array, tree: Tree, rule: LabelRule, classes: int
     ) -> Partial:
-        """Sum the class weights of the labels in 0..K-1: () float64. K is `classes`."""
+        """Sum the class weights of all labels in 0..K-1: () float64. K is `classes`."""
 
     def reciprocal(self, total: Any) -> Any:
-        """Return 1 / total, or 0 if total is 0, as a `scale`. total is a sum over all ranks, ()."""
+        """Return 1 / total, or 0 if total is 0, for use as a `scale`.
+
+        `total` is a scalar that has been summed over all ranks.
+        """
 
     def correct_count(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
-        """Count the images or pixels whose label has the largest logit: () float64.
+        """Count the images or pixels whose label is the class with the largest logit: () float64.
 
-        If several classes have the largest logit, the first of them is the prediction.
+        If several classes have the largest logit, the first of these classes is the prediction.
         """
 
     def binary_cross_entropy(
@@ -149,7 +154,7 @@ class TrainingFunctions(Protocol):
     ) -> Partial:
         """Sum the terms of `BinaryRule` over images and elements: () float64.
 
-        logits have shape (B, K, ..., 16). targets have the same shape and are float32 or int32.
+        logits has the shape (B, K, ..., 16). targets has the same shape and is float32 or int32.
         """
 
     def binary_cross_entropy_dlogits(
@@ -160,9 +165,9 @@ class TrainingFunctions(Protocol):
         counts: Array,
         rule: BinaryRule = PLAIN_BINARY,
     ) -> Lanes:
-        """Return the gradient of the terms of `BinaryRule`, times scale; unused lanes are 0.
+        """Return the gradient of the sum of `binary_cross_entropy`, times scale.
 
-        See `cross_entropy_dlogits` for `scale`.
+        Unused lanes of the result are 0. See `cross_entropy_dlogits` for `scale`.
         """
 
     def binary_correct_count(
@@ -170,7 +175,8 @@ class TrainingFunctions(Protocol):
     ) -> Partial:
         """Count the elements with logit > 0 and target 1, or logit <= 0 and target 0: () float64.
 
-        A float target is 1 if it is above 1/2, and 0 otherwise. Other integers do not count.
+        A float target above 1/2 counts as 1, and any other float target as 0. Elements with an
+        integer target other than 0 and 1 are not counted.
         """
 
     def errors(self, y: Lanes, target: Lanes, power: int, counts: Array, tree: Tree) -> Partial:
@@ -187,16 +193,16 @@ class TrainingFunctions(Protocol):
     def dice(
         self, p: Lanes, labels: Lanes, counts: Array, tree: Tree, rule: DiceRule = PLAIN_DICE
     ) -> tuple[Partial, Array]:
-        """Sum the losses of `DiceRule` over the images: () float64; also return slopes.
+        """Sum the losses of `DiceRule` over the images: () float64. Return (sum, slopes).
 
-        p (B, K, ..., 16) is float64. The slopes are an argument of `dice_dp`.
+        p (B, K, ..., 16) is float64. `slopes` is an argument of `dice_dp`.
         """
 
     def dice_dp(self, p: Lanes, labels: Lanes, slopes: Array, scale: Any, counts: Array) -> Lanes:
-        """Return the gradient of the losses with respect to p, times scale; unused lanes are 0.
+        """Return the gradient of the sum of `dice` with respect to p, times scale.
 
-        The result is float32; that of the reference has the dtype of p. See
-        `cross_entropy_dlogits` for `scale`.
+        Unused lanes of the result are 0. The result is float32, or has the dtype of p in the
+        reference backend. See `cross_entropy_dlogits` for `scale`.
         """
 
     def image_sums(self, x: Lanes, counts: Array, tree: Tree) -> Partial:
@@ -205,9 +211,9 @@ class TrainingFunctions(Protocol):
     # optimizer: lists have one array per parameter; new weights are new arrays
 
     def step_number(self, name: str, value: float) -> Any:
-        """Convert a scalar to an element of the argument `numbers` of `optimizer_step`.
+        """Convert a scalar for the argument `numbers` of `optimizer_step`.
 
-        On a GPU, replays of a recorded training step can change the scalar that has this name.
+        If a training step is being recorded, each replay can set this scalar by its name.
         """
 
     def zeros_like(self, x: Array) -> Array:
@@ -226,7 +232,7 @@ class TrainingFunctions(Protocol):
         decays: Sequence[float],
         factors: Sequence[float] | None = None,
     ) -> list[Array]:
-        """Apply one optimizer step and return the new weights; `state` changes in place.
+        """Apply one optimizer step, and return the new weights. `state` is updated in place.
 
         Parameters
         ----------
@@ -240,10 +246,10 @@ class TrainingFunctions(Protocol):
             The learning rate, then the other scalars of the formula. Each is a float or a result of
             `step_number`.
         decays : sequence of float
-            The weight decay of each parameter. The formula adds decay * weight to the gradient or,
-            if it decouples the decay, to the direction of the step.
+            The weight decay of each parameter. The formula adds decay * weight to the gradient, or
+            to the direction of the step if the formula has a decoupled weight decay.
         factors : sequence of float, optional
-            The factor of the learning rate for each parameter; 1 by default.
+            Factor by which the learning rate is multiplied, for each parameter; 1 by default.
 
         Notes
         -----
@@ -259,19 +265,19 @@ class TrainingFunctions(Protocol):
         method: str,
         threshold: float,
     ) -> list[Array]:
-        """Add decay * weight to the gradients and clip them at `threshold`.
+        """Add decay * weight to each gradient, clip the sums at `threshold`, and return them.
 
         Parameters
         ----------
         method : {"l2norm", "global-l2norm", "absolute-value"}
-            Limit the norm of each gradient, the norm of all gradients together, or the absolute
-            value of each element.
+            What `threshold` limits: the norm of each gradient, the norm of all gradients together,
+            or the absolute value of each element.
 
         Notes
         -----
         On the host, norms are computed in float64 in a fixed order. Each chunk of 16384 elements
-        has 16 partial sums, which are combined in a tree; the sums of the chunks are added one by
-        one. A GPU also adds in a fixed order.
+        has 16 partial sums, which are combined in a tree. The sums of the chunks are added one by
+        one. A GPU also adds in a fixed order, which is different.
         """
 
     def trust(
@@ -289,13 +295,13 @@ class TrainingFunctions(Protocol):
         coefficients : sequence of float
             Factor of the trust ratio of each parameter; 0 sets the ratio to 1.
         method : {"lars", "lamb"}
-            For "lars", the ratio is coefficient * |weight| / (|update| + decay * |weight|), and for
-            "lamb" coefficient * |weight| / |update + decay * weight|. It is 1 if the numerator or
-            the denominator is 0.
+            For "lars", the ratio is coefficient * |weight| / (|update| + decay * |weight|). For
+            "lamb", it is coefficient * |weight| / |update + decay * weight|. The ratio is 1 if its
+            numerator or denominator is 0.
 
         Notes
         -----
-        Norms are computed as by `clip`.
+        Norms are computed as in `clip`.
         """
 
     # images
@@ -321,17 +327,18 @@ class TrainingFunctions(Protocol):
         ----------
         pixels : (n, C, H, W) uint8 or float32
         size : (P, Q), optional
-            Size of the window that is cut from each image; by default the whole image.
+            Size of the window that is cut from each image, in pixels; by default the whole image.
         mirrored : (n,) int, optional
             How to mirror each image before the window is cut: 0 not at all, 1 left to right, 2 top
             to bottom, 3 both.
         top, left : (n,) int, optional
-            Row and column of the first pixel of the window; they may be negative.
+            Row and column of the window's first pixel, which may be negative; 0 by default.
         fill : (C,) in the dtype of the pixels, optional
             Value of pixels outside the image; 0 by default.
         centre, divisor : (C,) or (C, P, Q) float32, optional
+            Value to subtract and value to divide by, per channel or per pixel of the window.
         out : Lanes, optional
-            Array for the result.
+            Array to write the result to; by default a new array.
         """
 
     def warp(self, pixels: Array, maps: Array, size: Sequence[int], fill: Vector) -> Array:
@@ -341,8 +348,9 @@ class TrainingFunctions(Protocol):
         ----------
         pixels : (n, C, H, W) uint8 or float32
         maps : (n, 6) float64
-            Pixel (p, q) of the result is the value of the image at column m0 * q + m1 * p + m2 and
-            row m3 * q + m4 * p + m5, interpolated bilinearly between the four nearest pixels.
+            Affine map (m0, ..., m5) of each image. Pixel (p, q) of the result is the value of the
+            image at column m0 * q + m1 * p + m2 and row m3 * q + m4 * p + m5, interpolated
+            bilinearly between the four nearest pixels.
         size : (P, Q)
             Size of the resulting images.
         fill : (C,)
@@ -357,16 +365,20 @@ class TrainingFunctions(Protocol):
     def mirror(self, x: Lanes, turn: int, total: Lanes | None = None, factor: float = 1.0) -> Lanes:
         """Mirror images (B, C, H, W, 16), add `total` if given, and multiply the sum by `factor`.
 
-        `turn` is 1 for left to right, 2 for top to bottom, 3 for both and 0 for neither. Values of
-        other shapes, such as scores (B, K, 16), have turn 0. `total` has the shape of x.
+        `turn` is 1 to mirror left to right, 2 top to bottom, 3 both, and 0 not at all. It must be 0
+        if x has another shape, such as scores (B, K, 16). `total` has the shape of x.
         """
 
     def planes(self, pixels: Array, out: Array | None = None) -> Array:
-        """Convert a decoder's rows (H, W, stride) to planes (C, H, W) uint8, in `out` if given.
+        """Convert pixels (H, W, stride) from an image decoder to planes (C, H, W) uint8.
 
-        A pixel has 1, 3 or 4 bytes, and its first C = 1 or 3 bytes are used. There may be gaps
-        between rows.
+        `stride` is the number of bytes per pixel: 1, 3 or 4. C is 1 or 3, and only the first C
+        bytes of a pixel are used. There may be gaps between rows. If `out` is given, the result is
+        written to `out`.
         """
 
     def keyed_words(self, seed: int, purpose: str, count: int, epoch: int, samples: Array) -> Array:
-        """Return `count` words per sample, (len(samples), count) uint64; see `keyed.words`."""
+        """Return `count` random words per sample, (len(samples), count) uint64.
+
+        `keyed.words` defines the words.
+        """

@@ -22,7 +22,7 @@ exit codes: 0 success; 1 error; 2 invalid options or data; 75 stopped after writ
 a signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run again with --resume
 """
 
-# The ten commonest options of a command, in the order in which --help shows them.
+# The ten most common options of a command, in the order in which --help shows them.
 TRAIN_COMMON = (
     *("data", "network", "weights", "epochs", "batch_size", "solver", "learning_rate"),
     *("device", "out", "resume"),
@@ -50,12 +50,12 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     argv : sequence of str, optional
         The arguments; by default sys.argv[1:].
     quiet : bool
-        Whether --help ends the program without printing, as on all ranks but 0.
+        Whether --help exits without printing. True on all ranks except rank 0.
 
     Returns
     -------
     dict
-        The typed arguments, {name: value}. Names are the training options, the names in
+        The arguments that the user typed. Names are the training options, the names in
         `PREPROCESS` and `STORAGE`, and network, weights, new_layer_factor, freeze_up_to, data,
         test_data, validation_data, test_fraction, upload, mlflow, wandb, preview, out, resume,
         overwrite, monitor and config.
@@ -111,8 +111,8 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     parser.text(
         "--wandb",
         "PROJECT",
-        "Record the run for this project of Weights & Biases, in the results folder and without "
-        "network; wandb sync uploads it; default: none",
+        "Record the run for this project of Weights & Biases, offline in the results folder; "
+        "wandb sync uploads it; default: none",
     )
     parser.add_options(*training_options.NAMES)
     parser.text(
@@ -163,12 +163,13 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         PREDICT_COMMON,
         epilog=(
             "--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
-            "preprocessing, even if only one of them is given."
+            "preprocessing, even if only one of these options is given."
         ),
     )
     parser.text("--model", "FILE", MODEL_HELP, required=True)
     parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
-    parser.text("--data", "DATA", DATA_HELP, EMBEDDED, required=True)
+    text = f"{DATA_HELP}. If the data have a training and a test part, the test part is used"
+    parser.text("--data", "DATA", text, EMBEDDED, required=True)
     parser.text(
         "--out",
         "FILE",
@@ -189,7 +190,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     )
     parser.add_options("metrics")
     parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
-    add_preprocess(parser, "that of the model")
+    add_preprocess(parser, "the model's preprocessing")
     add_storage(parser)
     parser.add_options(*PREDICT)
     defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *PREDICT)}
@@ -235,8 +236,8 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
     parser.add_argument(
         "--srun",
         action="store_true",
-        help="Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets its "
-        "option --mpi",
+        help="Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets "
+        "srun's option --mpi",
     )
     _add_data(parser)
     add_preprocess(parser)
@@ -286,13 +287,13 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     parser.text(
         "--input-shape",
         "C,H,W",
-        "Shape of an image for --network; default: the shape that it was designed for",
+        "Shape of an image for --network; default: the network's usual shape",
         type=image_shape,
     )
     parser.text(
         "--classes",
         "N",
-        "Number of classes for --network; default: the number that it was designed for",
+        "Number of classes for --network; default: the network's usual number",
         type=count("--classes"),
     )
     parser.text(
@@ -329,7 +330,8 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     return namespace
 
 
-EMBEDDED = ("digits", "cells")  # the names of embedded sets, which shells complete for --data
+# Names of embedded data sets. Shell completion offers them for --data.
+EMBEDDED = ("digits", "cells")
 MODEL_HELP = (
     "Trained network: model.h5 of a run, an ONNX file (*.onnx), or a safetensors file that mpidl "
     "wrote (*.safetensors)"
@@ -362,10 +364,9 @@ def _add_data(parser):
     parser.text(
         "--weights",
         "FILE",
-        "Start from the weights in FILE, model.h5 of a run, ONNX or safetensors, and replace the "
-        "last layer with learnables by one for the classes of --data, unless FILE has the same "
-        "classes. The network is --network or, without it, the one that FILE describes; "
-        "default: none",
+        "Start from the weights in FILE (model.h5 of a run, ONNX or safetensors). A new layer for "
+        "the classes of --data replaces the last layer with learnables, unless FILE has the same "
+        "classes. Without --network, the network is the one that FILE describes; default: none",
         default=argparse.SUPPRESS,
     )
     parser.add(
@@ -392,7 +393,7 @@ def add_preprocess(parser: Parser, default: str = "none") -> None:
     texts = (
         "Convert images to gray or to RGB",
         "Resize images to this size, bilinearly",
-        "Resize images, keeping their proportions, to the smallest size that covers this one",
+        "Resize images, keeping their proportions, to the smallest size that covers this size",
         "Crop this size from the centre of images",
     )
     for name, text in zip(PREPROCESS, texts, strict=True):
@@ -405,12 +406,12 @@ def add_storage(parser: Parser) -> None:
     parser.text(
         "--endpoint-url",
         "URL",
-        "S3-compatible store of s3:// data; default: AWS_ENDPOINT_URL, else Amazon's",
+        "S3-compatible store for s3:// data; default: AWS_ENDPOINT_URL, else Amazon S3",
         **none,
     )
     parser.add(
         "requests",
-        "Requests to an object store per node at a time",
+        "Simultaneous requests to an object store per node",
         str(training_options.RUN["requests"]),
     )
     parser.text(
@@ -421,7 +422,7 @@ def add_storage(parser: Parser) -> None:
     )
     parser.add(
         "retry_seconds",
-        "Seconds for which a request is repeated if an object store is busy or does not answer",
+        "Seconds for which a request is retried if an object store is busy or does not answer",
         f"{training_options.RUN['retry_seconds']:g}",
     )
 

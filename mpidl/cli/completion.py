@@ -1,4 +1,4 @@
-"""`python -m mpidl.completion`: print a script with which a shell completes `mpidl` commands.
+"""`python -m mpidl.completion`: print a shell script that completes `mpidl` commands.
 
 The script contains all commands and options, so completing a word starts no Python.
 """
@@ -18,7 +18,7 @@ STARTERS = ("mpirun", "mpiexec", "srun")  # programs that run the command on sev
 
 
 class Value(NamedTuple):
-    """A value that may follow a flag, or that is a positional argument.
+    """A flag with its value, or a positional argument.
 
     Attributes
     ----------
@@ -64,14 +64,14 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     command = typed_command("mpidl.completion")
     parser = Parser(
         "mpidl.completion",
-        "Print a script with which a shell completes the commands and options of mpidl.",
+        "Print a shell script that completes the commands and options of mpidl.",
         quiet,
         epilog="Save the script in a folder that exists (mkdir -p), and open a new shell:\n\n"
         f"  {command} bash > ~/.local/share/bash-completion/completions/mpidl\n"
         f"  {command} zsh > DIR/_mpidl (DIR: a folder in $fpath)\n"
         f"  {command} fish > ~/.config/fish/completions/mpidl.fish\n\n"
-        "To complete behind mpirun and srun too, source the script for bash in ~/.bashrc. "
-        "Print it again after an update of mpidl.",
+        "To complete commands after mpirun and srun too, source the script for bash in ~/.bashrc. "
+        "After an update of mpidl, save the script again.",
     )
     parser.add_argument("shell", metavar="SHELL", choices=tuple(SHELLS), help=", ".join(SHELLS))
     return parser.parse(argv)
@@ -92,7 +92,7 @@ def described_commands() -> list[Command]:
 
 
 def described(name: str, summary: str) -> Command:
-    """Return a command with its options; without any if the command has no `Parser`."""
+    """Return a command with its options. A command without a `Parser` has no options."""
     flags, operands = [], []
     try:
         mpidl_command.load(name)(DESCRIBE)
@@ -108,7 +108,7 @@ def described(name: str, summary: str) -> Command:
         for action in parser.operands:
             value = _value("", action.help, str(action.metavar), action.choices or ())
             operands.append(value._replace(is_repeated=action.nargs == "+"))
-    helps = {"--help": "Show the commonest options", "--help-all": "Show all options"}
+    helps = {"--help": "Show the most common options", "--help-all": "Show all options"}
     flags += [_value(flag, text, "", ()) for flag, text in helps.items()]
     return Command(name, summary, flags, operands)
 

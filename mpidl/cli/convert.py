@@ -30,26 +30,26 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text(
         "--network",
         "NAME",
-        "Network whose weights SRC has, if SRC does not describe it: "
+        "Network for the weights in SRC, if SRC does not describe the network: "
         f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
         zoo.NETWORKS,
     )
     parser.text(
         "--input-shape",
         "C,H,W",
-        "Shape of an image; default: that of SRC, or the shape that --network is designed for",
+        "Shape of an image; default: the shape in SRC, or the usual shape of --network",
         type=image_shape,
     )
     parser.text(
         "--classes",
         "N",
-        "Number of classes for --network; default: the number that it was designed for",
+        "Number of classes for --network; default: the network's usual number",
         type=count("--classes"),
     )
     parser.text(
         "--names",
         "LIBRARY",
-        "Library whose names the arrays of a safetensors file have: "
+        "Library that defines the names of the arrays in a safetensors file: "
         f"{', '.join(weight_names.LIBRARIES)}; default: mpidl",
         default="mpidl",
         choices=weight_names.LIBRARIES,
@@ -104,7 +104,7 @@ def _source(parsed) -> Network:
 
 
 def _target(parsed) -> Network:
-    """Load the file that was written, ignoring mpidl's description in an ONNX file."""
+    """Load the written file, but ignore mpidl's description in an ONNX file."""
     if network_files.suffix_of(parsed.target) == ".onnx":
         return load_onnx(parsed.target, graph_alone=True)
     return network_files.load(parsed.target, start.user_layers(parsed.layers))

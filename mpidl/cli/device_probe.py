@@ -1,4 +1,4 @@
-"""Find the facts about one rank and its host that `mpidl.cli.device_report` compares."""
+"""Collect facts about one rank and its host for `mpidl.cli.device_report`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mpidl.comm.thread_budget import CGROUP_FOLDER, Cores
 from mpidl.training.options import configuration
 
 SHARED_MEMORY = "/dev/shm"
-PROBE_BYTES, PROBES = 1 << 20, 8  # bytes written to /dev/shm to measure its speed
+PROBE_BYTES, PROBES = 1 << 20, 8  # bytes per write and number of writes to measure /dev/shm
 MPI_SETTINGS = ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
 # {folder of the kernel: kind of network}
 NETWORKS = {"infiniband": "InfiniBand", "cxi": "Slingshot", "hfi1": "Omni-Path"}
 
 
 class Memory(NamedTuple):
-    """Memory in bytes; None if it is not known."""
+    """Amounts of memory in bytes; None if unknown."""
 
     total: int | None = None
     """Memory of the host."""
@@ -76,7 +76,7 @@ class RankReport(NamedTuple):
 
 
 def probe(world: World) -> RankReport:
-    """Return the report of this rank. The first rank of a host measures its shared memory."""
+    """Return the report of this rank. The first rank of each host measures the shared memory."""
     library, kernels = world.transport.MPI.Get_library_version(), builds.kernels()
     is_first = world.hosts.index(world.host) == world.rank
     return RankReport(
@@ -178,7 +178,7 @@ def _writing_speed(folder):
 
 
 def gpu_driver() -> str:
-    """Return the version of the GPU driver and of the newest CUDA that it runs, or ""."""
+    """Return the version of the GPU driver and of the newest CUDA that it supports, or ""."""
     newest = discovery.driver_version()
     if not newest:
         return ""
@@ -188,14 +188,14 @@ def gpu_driver() -> str:
 
 
 def fabric(library: str, kernel: str = "/sys/class") -> str:
-    """Describe the network that MPI uses: its adapters, the library's devices and its settings.
+    """Describe the network for MPI: the adapters, and the MPI library's devices and settings.
 
     Parameters
     ----------
     library : str
         Version text of the MPI library.
     kernel : str
-        Folder in which the kernel lists devices by kind.
+        Folder in which the Linux kernel lists devices by kind.
     """
     parts = []
     for kind, name in NETWORKS.items():
@@ -218,7 +218,7 @@ def fabric(library: str, kernel: str = "/sys/class") -> str:
 
 
 def _lines(path):
-    """Return the lines of a file of the kernel, or none if it cannot be read."""
+    """Return the lines of a file of the Linux kernel, or [] if the file cannot be read."""
     try:
         with open(path) as file:
             return file.read().splitlines()

@@ -1,4 +1,4 @@
-"""The table of all ranks of a job, and warnings about what will be slow."""
+"""Compare all ranks of a job: a table, and warnings about causes of slow training."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mpidl.text import aligned, host_list, ranges
 from mpidl.training.options.training_options import TrainingOptions
 
 ROWS = 16  # a job with more ranks gets a row per kind of rank
-MAX_KINDS = 32  # rows of the table at most
+MAX_KINDS = 32  # largest number of rows of the table
 SLOW_BYTES = 100e6  # bytes per second below which a host is busy or swaps
 IN_MEMORY = {"tmpfs", "ramfs", ""}  # kinds of file systems
 GB = 10**9
 
 
 class Report(NamedTuple):
-    """The ranks of a job, compared."""
+    """A comparison of the ranks of a job."""
 
     ranks: list[RankReport]
     threads: list[int]
     """Number of threads of each rank."""
     sharers: list[int]
-    """Number of ranks that may use the cores of each rank, itself included."""
+    """Number of ranks that may use the cores of each rank, including the rank itself."""
     gpus: list[Gpu | None]
     """GPU of each rank."""
     warnings: list[str]
@@ -49,7 +49,7 @@ def compare(
     count : int
         Number of threads per rank; 0 divides the cores among the ranks.
     binding : callable, optional
-        ``binding(threads)`` returns the command that binds each rank to as many cores.
+        ``binding(threads)`` returns the command that binds each rank to `threads` cores.
     """
     pairs = [(report.host, report.cores) for report in ranks]
     threads, warnings = thread_budget.assign_threads(pairs, count)
@@ -91,7 +91,7 @@ def binding_command(threads: int, mpi: str = "MPICH", slurm: bool = False) -> st
 
 
 def _unbound(report, by_host, binding):
-    """Warn about ranks that share cores, unless the host has too few of them for all ranks."""
+    """Warn about ranks that share cores, unless the host has too few cores for all ranks."""
     hosts, unbound = [], []
     for host, members in by_host.items():
         usable = thread_budget.usable_cores([report.ranks[rank].cores for rank in members])
@@ -147,12 +147,12 @@ def _shared_memory(report, by_host):
         elif memory.speed is not None and memory.speed < SLOW_BYTES:
             problem = (
                 f"/dev/shm on {{}} writes less than {SLOW_BYTES / 1e6:.0f} MB/s, and messages of "
-                "MPI go through it: see with free and top whether the host swaps or is busy"
+                "MPI go through it: check with free and top whether the host swaps or is busy"
             )
         elif memory.free < cache_bytes:
             advice = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
             if memory.total > 2 * cache_bytes:
-                advice = "remove the files that ended programs have left there"
+                advice = "remove the remaining files of ended programs"
             problem = (
                 f"/dev/shm on {{}} has less than the {TrainingOptions.cache_mb} MB free that the "
                 f"images of --cache-mb need: {advice}"
@@ -165,8 +165,8 @@ def _shared_memory(report, by_host):
 def table(report: Report) -> list[str]:
     """Return the lines of the table.
 
-    A job of at most `ROWS` ranks has a row per rank. A larger one has a row per kind of rank, with
-    the least free memory of these ranks.
+    A job of at most `ROWS` ranks has a row per rank. A larger job has a row per kind of rank, with
+    the smallest free memory among these ranks.
     """
     is_large = len(report.ranks) > ROWS
     kinds: dict[Any, list[int]] = {}
@@ -194,7 +194,7 @@ def table(report: Report) -> list[str]:
 
 
 def _kind(report, rank):
-    """Return the properties that ranks of a row have in common."""
+    """Return the properties that all ranks in a row of the table share."""
     probed, gpu = report.ranks[rank], report.gpus[rank]
     return (
         (len(probed.cores.allowed), _binding(report, rank), report.threads[rank], probed.build),
@@ -215,7 +215,7 @@ def _binding(report, rank):
 
 
 def _free_memory(memories):
-    """Describe the least free memory of hosts with equal memory, and its limit."""
+    """Describe the smallest free memory of hosts with equal memory, and the memory limit."""
     available = [memory.available for memory in memories if memory.available is not None]
     text = f"{_gigabytes(min(available, default=None))} of {_gigabytes(memories[0].total)}"
     limit = memories[0].limit
@@ -223,7 +223,7 @@ def _free_memory(memories):
 
 
 def facts(report: Report) -> dict[str, str]:
-    """Return the ranks' common properties; where they differ, each kind with its hosts."""
+    """Return properties of the ranks. If a property differs, list each value with its hosts."""
     values = {
         "CPU": [f"{rank.cpu}, {rank.host_cores} cores" for rank in report.ranks],
         "MPI": [rank.mpi for rank in report.ranks],

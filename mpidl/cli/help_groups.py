@@ -1,4 +1,4 @@
-"""Groups of the commands' options: --help and --help-all show them in this order."""
+"""Groups of options, in the order in which --help and --help-all show the groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COMMON = "Common options"
 UNGROUPED = "Other options"  # flags that `GROUPS` does not name
 SHORT_LIST = 13  # a command with more options than this has a short --help
 
-# {title of a group: names of options, as in Python}; flags are in the order of their declaration.
+# {title: option names in Python}. Within a group, --help keeps the order of declaration.
 GROUPS: dict[str, Sequence[str]] = {
     "Run and results": (
         *("ranks", "srun", "network", "model", "layers", "out", "resume", "overwrite", "config"),
@@ -86,7 +86,7 @@ def sections(
     actions : iterable of Action
         The options, without positional arguments and flags for help.
     common : sequence of str
-        Names of the commonest options, in the order in which the first section shows them.
+        Names of the most common options, in the order in which the first section shows them.
 
     Returns
     -------

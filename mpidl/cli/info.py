@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
         "kernels": _kernels(),
-        "CPU": "",  # sets the order; `facts` has the value
+        "CPU": "",  # sets the position; device_report.facts has the value
         "CPU features": ", ".join(_features()) or "not known",
         **device_report.facts(report),
         "mpi4py": configuration.version_of("mpi4py"),
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_network(parsed):
-    """Print the layers of a network, with default sizes where the user gave none."""
+    """Print the layers of a network. Sizes that the user omitted get the network's defaults."""
     name = parsed.network
     sizes = {"input_shape": parsed.input_shape, "classes": parsed.classes}
     if name in zoo.NETWORKS:
@@ -93,7 +93,7 @@ def _show_network(parsed):
 
 
 def _show_model(parsed):
-    """Print the layers of a trained network and what it expects of its images."""
+    """Print the layers of a trained network and the images that it expects."""
     net = network_files.load(parsed.model, start.user_layers(parsed.layers))
     names = f": {name_list(net.classes)}" if net.classes else ""
     print(f"{printable(parsed.model)}, outputs {times(net.output_shape)}{names}")

@@ -1,7 +1,7 @@
-"""`python -m mpidl.launch`: start a training, and start it again from its checkpoint if it dies.
+"""`python -m mpidl.launch`: start a training, and restart it from its checkpoint if it dies.
 
-This command is one process beside the job. (`dl.launch` is unrelated: it starts ranks from a
-notebook.)
+This command is a single process outside the MPI job. (`dl.launch` is unrelated: it starts ranks
+from a notebook.)
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser = Parser(
         "mpidl.launch",
         "Start a training, and restart it from its last checkpoint if it dies because a rank or\n"
-        "a node is lost or hangs. Put the words before -- in front of any command line that\n"
-        "starts a training under mpirun or srun.",
+        "a node is lost or hangs. Write this command and -- before any command line that starts a\n"
+        "training under mpirun or srun.",
         quiet,
         usage=f"{command} [--restarts N] -- mpirun -n 4 python\n"
         "           -m mpidl.train [OPTION VALUE] ...",
-        epilog="Without --out, the results are in a new folder in runs, as those of mpidl.train.\n"
-        f"{LOG} in the folder has the causes. A restart leaves out hosts on which the launcher "
+        epilog="Without --out, the results are in a new folder in runs, as with mpidl.train.\n"
+        f"{LOG} in that folder lists the causes. A restart leaves out hosts on which the launcher "
         "cannot start a program.\n\n"
-        "exit codes: those of the training if it ends with 0, 2 or 75; 1 if it has died once more\n"
+        "exit codes: 0, 2 or 75 if the training ends with this code; 1 if it has died once more\n"
         "than --restarts",
     )
     parser.text(
         "--restarts",
         "N",
-        f"Number of times to start the training again; 0: never; default: {RESTARTS}",
+        f"Largest number of restarts; 0: no restart; default: {RESTARTS}",
         type=_restarts,
         default=RESTARTS,
     )
@@ -95,7 +95,7 @@ class Supervisor:
     command : JobCommand
         The command line of the training.
     restarts : int
-        Number of times to start it again.
+        Largest number of restarts.
     signals : Signals
         Requests to stop.
 
@@ -127,7 +127,7 @@ class Supervisor:
         Raises
         ------
         Fault
-            If the training dies, and all restarts are used up.
+            If the training dies and no restart remains.
         """
         pause = FIRST_PAUSE
         for count in range(self.restarts + 1):
@@ -155,7 +155,7 @@ class Supervisor:
             self._log(f"start {count + 2}: {self._state()}")
         raise Fault(
             f"the training has died {self.restarts + 1} time(s) (--restarts {self.restarts}); the "
-            f"last cause: {cause}; {os.path.join(self.out, LOG)} has all of them"
+            f"last cause: {cause}; {os.path.join(self.out, LOG)} has all causes"
         )
 
     def _is_unfinished(self):

@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "--host",
         "ADDRESS",
         "Address on which to listen, such as 0.0.0.0 for all; default: 127.0.0.1, for this host "
-        "alone",
+        "only",
         default=address.LOOPBACK,
     )
     return parser.parse(argv)

@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     argv : sequence of str, optional
         The arguments; by default the command-line arguments of the process.
     quiet : bool
-        Whether --help ends the program without printing.
+        Whether --help exits without printing.
 
     Returns
     -------
@@ -69,13 +69,13 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text(
         "--shards",
         "N",
-        "Store the images in N files beside DST.h5; default: in DST.h5",
+        "Store the images in N files next to DST.h5; default: in DST.h5",
         type=count("--shards"),
     )
     parser.text(
         "--shard-mb",
         "MB",
-        "Store the images in files of about this size beside DST.h5; default: in DST.h5",
+        "Store the images in files of about this size next to DST.h5; default: in DST.h5",
         type=count("--shard-mb"),
     )
     arguments.add_preprocess(parser)
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     preprocess = start.preprocess(vars(parsed))
     shapes_file = parsed.shards or parsed.shard_mb or parsed.images != "decoded"
     if parsed.verify and (parsed.target or preprocess or shapes_file):
-        raise UserError("--verify: expected a packed file and nothing else")
+        raise UserError("--verify: expected only a packed file")
     if not parsed.verify and parsed.target is None:
         raise UserError("DST.h5: expected the file to write, found none")
     check_url(parsed.source, "SRC")

@@ -1,4 +1,4 @@
-"""The parser of the commands: one-line errors, flags of training options, and types of values."""
+"""The argument parser of all commands: one-line errors, training options, and types of values."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows af
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps the paragraphs of a text, and the lines that begin with a space, to the terminal."""
+    """Wraps paragraphs, and lines that begin with a space, to the width of the terminal."""
 
     def _fill_text(self, text, width, indent):
         lines = re.sub(r"(?<!\n)\n(?![ \n])", " ", text.strip("\n")).split("\n")
@@ -33,7 +33,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Help(argparse.Action):
-    """Prints the help, short for --help and complete for --help-all, and ends the program."""
+    """Prints the help, short for --help or complete for --help-all, and exits."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.is_complete = option_string == "--help-all"
@@ -45,7 +45,7 @@ class ParserReady(Exception):
     """Raised by `Parser.parse` for `DESCRIBE`; the argument is the parser with all its options."""
 
 
-DESCRIBE = ("--describe",)  # instead of a command line: raise ParserReady
+DESCRIBE = ("--describe",)  # with this command line, `Parser.parse` raises ParserReady
 
 
 def typed_command(module: str) -> str:
@@ -69,11 +69,11 @@ class Parser(argparse.ArgumentParser):
     description : str
         Text at the top of --help.
     quiet : bool
-        Whether --help ends the program without printing, as on all ranks but 0.
+        Whether --help exits without printing. True on all ranks except rank 0.
     common : sequence of str
-        Names of the commonest options, which --help shows first. If the command has many options,
-        --help shows only these with their help texts, and --help-all shows all options. Without
-        names, both show all options.
+        Names of the most common options, which --help shows first. If the command has many options,
+        --help shows help texts only for these names, and --help-all shows all options. Without
+        names, both flags show all options.
     **keywords
         Other arguments of ArgumentParser.
     """
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def format_help(self) -> str:
-        """Return the help: the commonest options, or all options in groups."""
+        """Return the help: the most common options, or all options in groups."""
         sections = help_groups.sections(self.options, self.common)
         is_long = self.common and len(self.options) > help_groups.SHORT_LIST
         is_short = is_long and not self.is_complete
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         ------
         UserError
             If an argument has an invalid value or is unknown. For an unknown option, the message
-            suggests the most similar one.
+            suggests the most similar option.
         """
         if argv is DESCRIBE:
             raise ParserReady(self)
@@ -185,7 +185,7 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         """Add a flag with a value and the help `text`; pass `keywords` to add_argument.
 
-        `suggestions` are values that a shell completes, besides any other.
+        `suggestions` are the values that shell completion offers; other values are allowed too.
         """
         self.suggestions[flag] = tuple(suggestions) or tuple(keywords.get("choices", ()))
         self.add_argument(flag, metavar=metavar, help=text, **keywords)
@@ -249,7 +249,7 @@ def _either(names):
 def count(spelled: str) -> Callable[[str], int]:
     """Return a function that converts a string to an integer of at least 1.
 
-    `spelled` is the flag that error messages name.
+    `spelled` is the flag to name in error messages.
     """
 
     def convert(text):
@@ -261,7 +261,7 @@ def count(spelled: str) -> Callable[[str], int]:
 def port_of(spelled: str) -> Callable[[str], int]:
     """Return a function that converts a string to the number of a port.
 
-    `spelled` is the flag that error messages name.
+    `spelled` is the flag to name in error messages.
     """
 
     def convert(text: str) -> int:

@@ -39,18 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
     layers = start.user_layers(parsed.layers)
     net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
-    classes = net.classes
     parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout has the results
     with console.stage("reading the data"):
         images = data.open_test_data(
-            parsed.data, world, classes=classes, labelled=False, option="--data"
+            parsed.data, world, classes=losses.label_names(net), labelled=False, option="--data"
         )
     preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
-    reason = getattr(images, "unlabelled", None)  # the preprocessed set lacks this attribute
+    reason = getattr(images, "unlabelled", None)  # `preprocessed` drops this attribute
     images = data.preprocessed(images, preprocess)
+    loss, classes = _loss_of(net, images), net.classes
     if classes is None and images.labels is not None and net.output_shape == (len(images.classes),):
-        classes = images.classes  # the model has no class names, such as a file of another library
+        classes = images.classes  # for example, a file of another library has no class names
     if not net.takes(images.image_shape):
         raise UserError(
             f"--data {parsed.data}: expected images of shape {net.input_shape}, as in training, "
@@ -60,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with console.stage(f"prediction for {len(images)} images"):
         if parsed.activations:
             _activations(parsed, world, net, images)
-        elif isinstance(net.layers[-1], Sigmoid) and len(net.output_shape) == 1:
-            _labels(parsed, world, net, images)
+        elif losses.has_label_scores(loss) and len(net.output_shape) == 1:
+            _labels(parsed, world, net, images, loss)
         elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
-            _outputs(parsed, world, net, images)
+            _outputs(parsed, world, net, images, loss)
         else:
-            _classes(parsed, world, net, images, classes, reason)
+            _classes(parsed, world, net, images, classes, loss, reason)
+    if world.rank == 0:
+        print(f"Data: {images.describe()}", file=sys.stderr)
     if parsed.bad_images and world.rank == 0:
         for _, text in sorted(parsed.bad_images.reasons.items()):
             print(f"warning: skipped an image: {text}", file=sys.stderr)
@@ -91,6 +93,21 @@ def _check_outputs(parsed):
         arrays.check_path(parsed.out, "--out")
 
 
+def _loss_of(net, images):
+    """Return the loss of the network's training; if unknown, a loss that fits the outputs."""
+    loss = losses.loss_of(net)
+    if loss is not None:
+        return loss
+    has_targets, outputs = images.targets_shape is not None, net.output_shape
+    if isinstance(net.layers[-1], Sigmoid):
+        is_vector = len(outputs) == 1
+        if is_vector or (has_targets and images.targets_dtype.kind in "iu"):
+            return "binary-crossentropy"
+    if has_targets and images.targets_dtype.kind not in "iu":
+        return "mse"
+    return "dice" if has_targets and outputs[0] == 1 else "crossentropy"
+
+
 def _activations(parsed, world, net, images):
     """Write the activations of the layer that --activations names."""
     try:
@@ -103,10 +120,14 @@ def _activations(parsed, world, net, images):
         print(f"Activations: {shape} of {parsed.activations}, {len(images)} images: {parsed.out}")
 
 
-def _outputs(parsed, world, net, images):
+def _outputs(parsed, world, net, images, loss):
     """Write outputs that are images, numbers or pixel classes; print the accuracy or the errors."""
-    classifies = images.targets_shape is not None and images.targets_dtype.kind in "iu"
-    for name in ("top_k",) if classifies else ("top_k", "confusion", "metrics"):
+    has_targets = images.targets_shape is not None
+    classifies = has_targets and losses.label_loss(loss) is not None
+    refused = ["top_k", *(() if classifies else ("metrics",))]
+    if not classifies or losses.has_label_scores(loss):
+        refused.append("confusion")
+    for name in refused:
         if getattr(parsed, name):
             raise UserError(
                 f"{training_options.flag(name)}: expected a model with a score for each class, and "
@@ -123,6 +144,7 @@ def _outputs(parsed, world, net, images):
             net,
             images,
             world=world,
+            loss=loss,
             batch_size=parsed.batch_size,
             confusion=bool(parsed.confusion),
             metrics=parsed.metrics or (),
@@ -136,7 +158,7 @@ def _outputs(parsed, world, net, images):
         text += _table(evaluation)
         if parsed.confusion:
             on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
-    elif images.targets_shape is not None:
+    elif has_targets:
         errors = evaluate.regression_errors(
             *(net, images),
             world=world,
@@ -151,34 +173,37 @@ def _outputs(parsed, world, net, images):
 
 
 def _table(evaluation):
-    """Return the table of the requested metrics on lines of its own, or an empty string."""
+    """Return the table of the requested metrics on separate lines, or an empty string."""
     return "" if evaluation.metrics is None else f"\n{evaluation.metrics}"
 
 
-def _labels(parsed, world, net, images):
+def _labels(parsed, world, net, images, loss):
     """Write the probabilities of several labels per image, and print how many are correct.
 
-    The network ends in a sigmoid. A label is predicted if its probability is above 1/2.
+    A label is predicted if its probability is above 1/2.
     """
-    has_labels = images.targets_shape is not None or images.labels is not None
+    (count,) = net.output_shape
+    has_labels = images.targets_shape is not None or (images.labels is not None and count == 1)
     for name in ("top_k", "confusion", *(() if has_labels else ("metrics",))):
         if getattr(parsed, name):
-            reason = f"{parsed.model} ends in a sigmoid" if has_labels else "there are no labels"
+            reason = "there are no labels"
+            if has_labels:
+                reason = f"the scores of {parsed.model} are probabilities of separate labels"
             raise UserError(
                 f"{training_options.flag(name)}: expected a model with a score for each class, and "
                 f"images with labels; {reason}"
             )
     if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
         raise UserError(f"--out {parsed.out}: the probabilities of labels are written as .csv")
-    count = net.output_shape[0]
     names = [printable(name) for name in class_names(net.classes, count)]
+    negative = printable(str((net.loss or {}).get("negative", "")))
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["image", "predicted", *names])
     if parsed.out:
-        for indices, values in _batches(parsed, world, net, images, predict.outputs):
+        for indices, values in _batches(parsed, world, net, images, predict.probabilities):
             for i, row in zip(indices, values, strict=True):
-                labels = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5)
+                labels = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5) or negative
                 rows.writerow([images.name(i), labels, *(f"{p:.9g}" for p in row)])
         content = text.getvalue().encode()
         on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
@@ -189,12 +214,13 @@ def _labels(parsed, world, net, images):
             images,
             world=world,
             batch_size=parsed.batch_size,
-            loss="binary-crossentropy",
+            loss=loss,
             metrics=parsed.metrics or (),
             bad_images=parsed.bad_images,
             test_flips=parsed.test_flips,
         )
-        images_text = f"{evaluation.images} images, {count} labels each"
+        images_text = f"{evaluation.images} images"
+        images_text += f", {count} labels each" if count > 1 else ""
         line = f"Accuracy: {evaluation.accuracy:.4f} ({images_text}){_table(evaluation)}"
     if world.rank == 0:
         print(line)
@@ -268,7 +294,7 @@ def _shortest(value):
     return str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
-def _classes(parsed, world, net, images, classes, reason):
+def _classes(parsed, world, net, images, classes, loss, reason):
     """Classify images, write the scores, and print the accuracy if the images have labels.
 
     `reason` explains why images in sub-folders have no labels; for other images it is None.
@@ -310,7 +336,7 @@ def _classes(parsed, world, net, images, classes, reason):
     evaluation = None
     if parsed.metrics:
         options = {"batch_size": parsed.batch_size, "bad_images": parsed.bad_images}
-        options |= {"test_flips": parsed.test_flips, "metrics": parsed.metrics}
+        options |= {"test_flips": parsed.test_flips, "metrics": parsed.metrics, "loss": loss}
         evaluation = evaluate.evaluate(net, images, world=world, **options)
     if world.rank == 0:
         if images.labels is not None and n:

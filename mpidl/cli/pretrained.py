@@ -31,7 +31,7 @@ RUN = ("new_layer_factor", "freeze_up_to")  # inputs of a run that need a weight
 
 
 class Pretrained(NamedTuple):
-    """The network with which a training starts.
+    """The network at the start of a training.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Pretrained(NamedTuple):
         {"path": ..., "sha256": ...} of the weight file. `network` adds "normalization", the source
         of the normalization.
     is_resumed : bool
-        Whether `net` is the network of the checkpoint, whose last layer is already the new one.
+        Whether `net` is the network of the checkpoint, whose last layer has already been replaced.
     """
 
     net: Network
@@ -57,8 +57,8 @@ def load(
 ) -> Pretrained | None:
     """Return the network that --weights names, or None without a weight file. Collective.
 
-    A resumed run needs the file only if the checkpoint does not describe the network, because it
-    has custom layers. If the file is still there, it must be the same.
+    A resumed run needs the file only if the checkpoint does not describe the network, because the
+    network has custom layers. If the file still exists, its content must be unchanged.
 
     Parameters
     ----------
@@ -68,15 +68,15 @@ def load(
         The checkpoint to resume from.
     images : Datastore
         The training images. Their shape and number of classes are used if neither the file nor
-        --network determines those of the network.
+        --network determines the shape and the classes of the network.
     world : World
         The ranks of the run.
 
     Raises
     ------
     UserError
-        If the file cannot be read or does not fit the network, or if it differs from that of the
-        resumed run.
+        If the file cannot be read or does not fit the network, or if the resumed run started from
+        another file.
     """
     run, saved = resolved.run, None if resume is None else resume[1].get("weights_file")
     path, typed = run["weights"], resolved.sources["weights"] != "resumed run"
@@ -96,7 +96,7 @@ def load(
             f"--weights {printable(path)}: expected a file on a file system, found a URL"
         )
     net = None if saved is None else _described(*resume)
-    if net is not None and typed and path == saved["path"]:  # a job script repeats
+    if net is not None and typed and path == saved["path"]:  # a job script repeats the option
         typed = on_rank_0(world, lambda: os.path.lexists(path))
     if net is not None and not typed:
         return Pretrained(net, saved, True)
@@ -108,7 +108,8 @@ def load(
             return Pretrained(net, file, True)
     network = run["network"]
     if network is not None and ".py:" in network:
-        start.load_user_function(network, "--network")  # for the layers from rank 0
+        # This defines the classes of the layers that rank 0 sends.
+        start.load_user_function(network, "--network")
     net = on_rank_0(world, lambda: _load(path, network, images))
     on_rank_0(world, lambda: last_layer(net))
     if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and _is_silent(net, path):
@@ -117,7 +118,7 @@ def load(
 
 
 def _is_silent(net, path):
-    """Return whether a file says nothing about the normalization of its network."""
+    """Return whether a file does not specify the normalization of its network."""
     if net.normalization is None:
         return True
     # The program that runs an ONNX file may normalize the images.
@@ -160,7 +161,7 @@ def _sha256(path):
 
 
 def _check_resumed(resolved, facts):
-    """Raise UserError if a resumed run starts from other weights or changes the transfer."""
+    """Raise UserError if a resumed run has a new weight file or changed transfer options."""
     saved, run = facts.get("run", {}), resolved.run
     if run["weights"] is not None and facts.get("weights_file") is None:
         raise UserError(
@@ -182,7 +183,7 @@ def _or_none(value):
 
 
 def _check_file(file, saved):
-    """Raise UserError if a weight file is not the one with which the resumed run started."""
+    """Raise UserError if the resumed run started from a different weight file."""
     if file["sha256"] != saved["sha256"]:
         raise UserError(
             f"--weights {printable(file['path'])}: expected {printable(saved['path'])}, with which "
@@ -192,11 +193,11 @@ def _check_file(file, saved):
 
 
 def conversion(net: Network, images: Datastore, options: TrainingOptions) -> Preprocess:
-    """Return the conversion of images to the input of a network if the user asks for none.
+    """Return the conversion of images to a network's input, if the user has not requested one.
 
-    It is the preprocessing of the weight file, if it has any. Otherwise, images are resized to
-    cover the input, and cropped; files of images may differ in size. With --random-crop or
-    --resized-crop, only their colour is converted.
+    If the weight file specifies preprocessing, the conversion is this preprocessing. Otherwise,
+    images are resized to cover the input and cropped, because image files may differ in size. With
+    --random-crop or --resized-crop, only their colour is converted.
     """
     if net.preprocess:
         return net.preprocess
@@ -242,7 +243,8 @@ def network(
     Raises
     ------
     UserError
-        If the last layer cannot be replaced, or --freeze-up-to names no layer before it.
+        If the last layer cannot be replaced, or if --freeze-up-to does not name a layer before the
+        last one.
     """
     run, net = resolved.run, source.net
     origin = resolved.sources["normalization"]
@@ -269,7 +271,7 @@ def network(
 
 
 def _classes_of(images):
-    """Return the names of the classes, or the number of outputs for targets."""
+    """Return the class names or, if the data have targets, the number of outputs."""
     if images.targets_shape is None:
         return images.classes
     outputs = start.outputs_of(images)
@@ -306,7 +308,7 @@ def describe(
 
 
 def _numbers(net):
-    """Describe the numbers of a normalization by channel; "" if there are none."""
+    """Describe the numbers of a normalization per channel. Return "" if there are none."""
     centre, divisor = net.normalization.centre, net.normalization.divisor
     if net.normalization.name == "none":
         return " (pixels from 0 to 255)"

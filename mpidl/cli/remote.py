@@ -22,9 +22,9 @@ def configure(options: Mapping[str, Any], world: World | None = None) -> None:
     Parameters
     ----------
     options : mapping
-        Options by name: those in `STORAGE` and `DATA`; each may be missing.
+        Options by name. Those in `STORAGE` and `DATA` are used; each may be missing.
     world : World, optional
-        The ranks; by default this rank alone.
+        The ranks; by default, only this rank.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def configure(options: Mapping[str, Any], world: World | None = None) -> None:
         raise UserError(
             f"--upload {printable(target)}: expected a URL such as s3://bucket/prefix, found a path"
         )
-    on_rank_0(world, lambda: store.store_of(target) and None)  # the packages are there
+    on_rank_0(world, lambda: store.store_of(target) and None)  # checks the packages
 
 
 def upload(folder: str, target: str) -> None:

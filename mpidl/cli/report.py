@@ -18,7 +18,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser = Parser(
         "mpidl.report",
         "Print the results of runs, and write a page about them: curves, options, confusion\n"
-        "matrices and devices. The page is one file, which opens without network.",
+        "matrices and devices. The page is one file, which opens offline.",
         quiet,
         epilog="exit codes: 0 success; 1 error; 2 invalid options, or a folder without a run",
     )

@@ -30,7 +30,7 @@ EXIT_CODES = """\
 exit codes: 0 success; 1 a training failed, or an error; 2 invalid options or data; 75 stopped by a
 signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run the same command again
 """
-# Arguments of mpidl.train that a study sets itself or cannot use.
+# Arguments of mpidl.train that a study does not accept.
 REFUSED = ("resume", "preview", "upload")
 DEFAULT_SECONDS = 60
 
@@ -103,7 +103,7 @@ def _parser(quiet):
     parser.text(
         "--repeat",
         "N",
-        "Trainings per number of ranks; the results are their medians; default: 1",
+        "Trainings per number of ranks; the study reports medians; default: 1",
         type=count("--repeat"),
         default=1,
     )
@@ -120,14 +120,14 @@ def _parser(quiet):
     parser.text(
         "--link",
         "US,GBIT",
-        "Network between nodes to assume: latency in microseconds, and Gbit/s; default: as "
+        "Assumed network between nodes: latency in microseconds, and Gbit/s; default: as "
         "measured, or the network inside the node if the probe runs on one node",
         type=_link,
     )
     parser.text(
         "--ranks-per-node",
         "N",
-        "Ranks per node to assume in the prediction; default: as in the probe",
+        "Assumed ranks per node in the prediction; default: as in the probe",
         type=count("--ranks-per-node"),
     )
     parser.text(
@@ -147,7 +147,7 @@ def _parser(quiet):
     parser.text(
         "--probe",
         "FILE",
-        "Only measure, on the ranks that mpirun or srun started, and write the result as JSON",
+        "Only run the probe on the ranks that mpirun or srun started, and write its result as JSON",
     )
     parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK")
     parser.add_argument(
@@ -240,10 +240,10 @@ def _cores():
 
 
 def _threads(command, options, earlier):
-    """Return the threads of every rank, the same in all runs.
+    """Return the number of threads per rank, which is the same in all runs.
 
-    By default, a continued study keeps its threads. In a new study, the largest run fills the cores
-    of this machine; with --srun, a rank fills the cores of a Slurm task.
+    By default, a continued study keeps its number of threads. In a new study, the largest run uses
+    all cores of this machine. With --srun, a rank uses all cores of its Slurm task.
     """
     if options.threads:
         return options.threads
@@ -326,7 +326,7 @@ def _run(command, runs, threads):
 
 
 def _print_sparsely():
-    """Return a function that prints a line if ten seconds have passed since the last one."""
+    """Return a function that prints a line if ten seconds have passed since the previous line."""
     last = time.monotonic()
 
     def show(line):

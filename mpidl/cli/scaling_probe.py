@@ -44,7 +44,7 @@ def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
     train_set, _ = start.with_test(
         run, train_set, test_set, world, conversion, seed=options.seed, typed=typed
     )
-    if run["validation_data"] is None:  # else the training images are all of them
+    if run["validation_data"] is None:  # otherwise no training images are held out
         train_set, options = validation.held_out(train_set, options)
     if source is None:
         shape = input_pipeline.image_shape(options, train_set.image_shape)

@@ -1,4 +1,4 @@
-"""Prepare a command: print warnings, load data sets and the network, make the output folder."""
+"""Prepare commands: return warnings, load data sets and networks, create the output folder."""
 
 import importlib.util
 import inspect
@@ -110,7 +110,7 @@ def warnings(world: World, batch_size: int) -> list[str]:
 
 
 def slow_mpi(world: World) -> list[str]:
-    """Return a warning if several hosts use an MPI that does not know the cluster's network."""
+    """Return a warning if several hosts use an MPI that may not support the cluster's network."""
     hosts = len(set(world.hosts))
     if hosts < 2 or not _is_mpi_from_pip():
         return []
@@ -203,14 +203,14 @@ def outputs_of(
     image_shape: tuple[int, ...] | None = None,
     loss: str | Callable[..., Any] = "crossentropy",
 ) -> int | tuple[int, ...]:
-    """Return the number or the shape of the outputs that a network needs for a data set.
+    """Return the number or the shape of a network's outputs for a data set.
 
     Parameters
     ----------
     datastore : Datastore
         The images.
     image_shape : tuple of int, optional
-        Shape (C, P, Q) to which the images are cropped, with targets that are images.
+        Shape (C, P, Q) to which images and target images are cropped.
 
     Returns
     -------
@@ -350,7 +350,7 @@ def load_user_function(text: str, option: str) -> Callable:
     text : str
         FILE.py:FUNCTION.
     option : str
-        The flag that error messages name.
+        The flag to name in error messages.
 
     Raises
     ------
@@ -373,7 +373,7 @@ def load_user_function(text: str, option: str) -> Callable:
 def user_layers(path: str | None) -> list[type[Layer]]:
     """Return the layer classes that a user's Python file defines or imports.
 
-    Classes of mpidl itself are left out. The list is empty if `path` is None.
+    Classes of mpidl itself are omitted. If `path` is None, the list is empty.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""`python -m mpidl.sweep`: train the networks of a sweep, on groups of ranks at the same time."""
+"""`python -m mpidl.sweep`: train many networks at the same time, each on a group of ranks."""
 
 import argparse
 import os
@@ -65,9 +65,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.add_argument(
         "--table", action="store_true", help="Write and print the table, without training"
     )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="Train the trials that have failed again"
-    )
+    parser.add_argument("--retry-failed", action="store_true", help="Train failed trials again")
     parsed = parser.parse(argv)
     modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
     modes += (("--ranks-per-model", parsed.ranks_per_model),)
@@ -117,7 +115,7 @@ def _table_only(parsed):
 
 
 class Command:
-    """The work of one call of the command.
+    """The work of one start of the command.
 
     Parameters
     ----------
@@ -136,7 +134,7 @@ class Command:
         self.skipped_code = 0  # the exit code if another job trains a trial of this group
 
     def select(self, number: int) -> None:
-        """Train only the trial with this number. Other jobs may train the others."""
+        """Train only the trial with this number. Other jobs may train the other trials."""
         if number > len(self.all):
             raise UserError(
                 f"--trial {number}: expected at most {len(self.all)}, the number of trials in "
@@ -221,7 +219,7 @@ class Command:
         print(f"Results: {self.out}", flush=True)
 
     def _attempt(self, group, folder, signals):
-        """Train a trial on a group; return the exit code that mpidl.train would have."""
+        """Train a trial on a group; return the exit code that mpidl.train would return."""
 
         def train_alone(world):
             with RunLock(world) as lock:
@@ -315,7 +313,7 @@ class Command:
     def finish(self, speed: tuple[int, float] | None) -> None:
         """Write table.csv and table.png, and print the table and the best trial.
 
-        `speed` is a pair: the number of models that this call trained to the end, and its seconds.
+        `speed` is a pair: the number of completed models, and the time in seconds.
         """
         rows, varied = self._rows(), self._columns()
         report.write_csv(self.out, rows, varied)

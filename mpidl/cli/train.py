@@ -60,7 +60,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
     signals : Signals
         Requests to stop.
     lock : RunLock
-        The lock of the results folder, which this function takes if the caller has not.
+        Lock of the results folder. This function takes the lock if the caller has not taken it.
     """
     if "preview" not in typed:
         _lock_folder(typed, lock, create=False)
@@ -155,7 +155,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         console,
         tracking_hooks.abandoned_on_error(trackers),
         status_hooks.watched(out, world, signals, lock),
-        # The page ends after the status, so that it shows the last status.
+        # The page ends after the status hook, so that it shows the final status.
         _served(page, out, console),
         status_hooks.StatusHook(out, world, lock) as status_hook,
     ):
@@ -246,7 +246,7 @@ def _open_page(typed, world):
 
 
 class _PageHook:
-    """Prints that the live page has ended with the rank that served it."""
+    """Hook that reports that the live page has ended, because its rank is lost."""
 
     def __init__(self, page: address.Address | None) -> None:
         self.page = page
@@ -261,7 +261,7 @@ class _PageHook:
 
 @contextlib.contextmanager
 def _served(page, out, console):
-    """Serve the live page of the run by a process beside this rank, if `page` is an address."""
+    """Serve the live page of the run in a separate process, unless `page` is None."""
     if page is None:
         yield
         return
@@ -300,7 +300,8 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
             run["data"], world, classes=train_set.classes, preprocess=preprocess
         )
         if images is not None:
-            _refuse_two_validations(settings, f"--data {run['data']} with validation images")
+            source = f"--data {run['data']} with validation images"
+            validation.refuse_second_validation(settings, source)
             _check_shape("--data", images, train_set)
             return train_set, replace(settings, validation=images)
         held_out = validation.held_out(train_set, settings)
@@ -310,7 +311,7 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
                 "images (--validation-data, --validation-fraction or --fold)"
             )
         return held_out
-    _refuse_two_validations(settings, f"--validation-data {source}")
+    validation.refuse_second_validation(settings, f"--validation-data {source}")
     images = test_set
     if source == "test" and test_set is None:
         raise UserError(
@@ -323,15 +324,6 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
         images = data.preprocessed(images, preprocess)
         _check_shape("--validation-data", images, train_set)
     return train_set, replace(settings, validation=images)
-
-
-def _refuse_two_validations(settings, source):
-    """Raise UserError if an option holds out images besides those of another `source`."""
-    for name in ("validation_fraction", "fold"):
-        if value := getattr(settings, name):
-            raise UserError(
-                f"{source} and {training_options.flag(name)} {value}: expected at most one of them"
-            )
 
 
 def _describe_position(position, settings):
@@ -348,7 +340,7 @@ def _describe_position(position, settings):
 
 
 def _validation_lines(result, settings):
-    """Return messages about an early stop and about a network chosen by validation loss."""
+    """Return messages about early stopping and about a network chosen by validation loss."""
     lines, best = [], result.best_iteration
     if result.stopped == progress.PATIENCE:
         lines.append(

@@ -1,7 +1,7 @@
 """`python -m mpidl.verify`: compare weights across numbers of ranks, or check a run's files.
 
-The command is run without mpirun; it starts mpirun or srun itself for each number of ranks. With
-the folder of a run it trains nothing, and needs no MPI.
+Run the command without mpirun; it starts mpirun or srun itself for each number of ranks. With the
+folder of a run, the command trains nothing and needs no MPI.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 if all weights are equal, else 1. For a run, 0 if its newest files are complete, else 2.
+        0 if all weights are equal, else 1. For a run, 0 if the newest files are complete, else 2.
     """
     parsed = arguments.verify(argv, quiet=failure.launched_rank() > 0)
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line)
     console = Console(stream=sys.stderr)
     print("ranks  iterations  loss          seconds  weights_sha256", flush=True)
-    # Rank 0 of a step of Slurm may be on another node, which sees the current folder.
+    # With srun, rank 0 may be on another node. All nodes can access the current folder.
     parent = os.getcwd() if parsed.srun else None
     with tempfile.TemporaryDirectory(prefix="mpidl-verify-", dir=parent) as folder:
         for number, ranks in enumerate(parsed.ranks):

@@ -1,9 +1,9 @@
-"""Publish what this process does at present, in memory that other processes of its host can read.
+"""Publish what this process is doing, in memory that other processes on the host can read.
 
-A rank that hangs cannot report over MPI what it does, and a stopped process cannot report at all.
-Each process therefore records its current *act*, a wait or an MPI call that may block, in a file in
-memory. Other ranks of the host read this file through /proc, and request the Python stacks by a
-signal.
+A rank that hangs cannot report its state over MPI, and a stopped process cannot report at all. Each
+process therefore records its current *act* in a file in memory. An act is a wait or an MPI call
+that may block. Other ranks on the host read this file through /proc, and request Python stacks by
+sending a signal.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
-# faulthandler writes the stacks of all threads when this signal arrives, even if the main thread
+# When this signal arrives, faulthandler writes the stacks of all threads, even if the main thread
 # never returns to the interpreter. Launchers and batch systems do not use real-time signals.
 STACK_SIGNAL = signal.SIGRTMIN + 5
 STACK_SECONDS = 0.4  # longest wait for the stacks of other processes
-TEXT_BYTES = 240
-PAGE = 4096  # the act is in the first page of the file, the stacks follow
+TEXT_BYTES = 240  # longest text in the file
+PAGE = 4096  # the first page of the file contains the act; the stacks follow
 _ACTIVITY = Struct(f"{TEXT_BYTES}s")
-_ACT = Struct(f"<d?{TEXT_BYTES}s")  # time, whether the operation still runs, its name
-_END = Struct("<d?")  # the beginning of `_ACT`
+_ACT = Struct(f"<d?{TEXT_BYTES}s")  # start time, whether the operation is running, name
+_END = Struct("<d?")  # the first two fields of `_ACT`
 
 ENDED, STOPPED, HIDDEN = ("", "X", "Z"), ("T", "t"), "?"
-# {state in /proc: text for messages}; a process in any other state "runs"
+# {state in /proc: text for messages}. Messages say "is running" for other states.
 STATES = dict.fromkeys(ENDED, "has ended") | {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
     "D": "waits for a disk or a driver",
-    HIDDEN: "is in another container, where no rank can look at it",
+    HIDDEN: "is in another container, so no rank can inspect it",
 }
 
 
 class Address(NamedTuple):
-    """Where other processes of the host find the acts of a process."""
+    """The location of a process's act file, for other processes on the host."""
 
     pid: int
     namespace: str
@@ -49,17 +49,17 @@ class Address(NamedTuple):
 
 
 class Sighting(NamedTuple):
-    """What one process sees of another one on its host.
+    """The state of a process, as seen by another process on the same host.
 
     Attributes
     ----------
     state : str
-        Letter of the state in /proc; "" if the process has ended, `HIDDEN` if it is in another
-        container.
+        Letter of the state in /proc; "" if the process has ended, `HIDDEN` if the process is in
+        another container.
     act : str
         The last act, such as "epoch 3, iteration 17: waits for gop max, for 12 s"; "" if unknown.
     stacks : str
-        Python stacks of its threads; "" if it does not answer.
+        Python stacks of the threads of the process; "" if the process does not respond.
     """
 
     state: str
@@ -73,13 +73,13 @@ class ActRecord:
     Attributes
     ----------
     address : Address
-        For `look_at` in other processes.
+        Location of the file, which other processes pass to `look_at`.
     operation : str or None
-        The operation in which the main thread waits or calls MPI; None while it does neither.
+        The operation for which the main thread waits or calls MPI; None while it does neither.
     limit : float
         Longest time in seconds between two calls of `renew` during an operation.
     count : int
-        A number that changes with each act and with each poll of a wait.
+        A counter that changes at the start and end of each act and at each call of `renew`.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class ActRecord:
         _ACT.pack_into(self._memory, TEXT_BYTES, time.monotonic(), False, b"the start")
 
     def activity(self, text: str) -> None:
-        """Record what the program works on, such as "epoch 3, iteration 17"."""
+        """Record the current activity of the program, such as "epoch 3, iteration 17"."""
         _ACTIVITY.pack_into(self._memory, 0, text.encode())
 
     def begin(self, operation: str, limit: float) -> tuple[str | None, float]:
-        """Record that an operation begins, and return the enclosing operation, for `end`."""
+        """Record that an operation begins; return the enclosing operation, to pass to `end`."""
         outer = self.operation, self.limit
         self.operation, self.limit = operation, limit
         self.count += 1
@@ -107,11 +107,11 @@ class ActRecord:
         return outer
 
     def renew(self) -> None:
-        """Note that MPI has returned to the main thread."""
+        """Record that MPI has returned to the main thread."""
         self.count += 1
 
     def end(self, outer: tuple[str | None, float]) -> None:
-        """Record that an operation has ended; `outer` is the result of `begin`."""
+        """Record that an operation has ended; `outer` is the value that `begin` returned."""
         operation, self.limit = outer
         if operation is not None:
             self.begin(operation, self.limit)
@@ -124,7 +124,7 @@ _record: ActRecord | None = None
 
 
 def record() -> ActRecord:
-    """Return the record of this process."""
+    """Return the `ActRecord` of this process; the first call creates it."""
     global _record
     if _record is None:
         _record = ActRecord()
@@ -132,14 +132,14 @@ def record() -> ActRecord:
 
 
 def look_at(addresses: Sequence[Address], stacks: bool = True) -> list[Sighting]:
-    """Return what this process sees of other processes of its host.
+    """Return a `Sighting` of each of some processes on this host.
 
     Parameters
     ----------
     addresses : sequence of Address
-        The processes.
+        Locations of the act files of the processes.
     stacks : bool
-        Whether to request their Python stacks. A stopped process cannot answer.
+        Whether to request Python stacks. A stopped process cannot respond.
     """
     with contextlib.ExitStack() as files:
         views = [_View(address, files) for address in addresses]
@@ -151,7 +151,7 @@ def look_at(addresses: Sequence[Address], stacks: bool = True) -> list[Sighting]
 
 
 class _View:
-    """The file of another process; `file` is None if the process has ended."""
+    """The act file of another process; `file` is None if the process has ended."""
 
     def __init__(self, address, files):
         self.address, self.state = address, state_of(address)
@@ -164,12 +164,12 @@ class _View:
             if os.fstat(file.fileno()).st_ino == address.inode:
                 self.file = file
             else:
-                self.state = ""  # another process has this number now
+                self.state = ""  # the process ID now belongs to another process
         except OSError:
-            self.state = state_of(address)  # it may have ended meanwhile
+            self.state = state_of(address)  # the process may have ended meanwhile
 
     def request_stacks(self):
-        """Send the signal, unless the process cannot answer; return whether it was sent."""
+        """Send the signal if the process can respond; return whether the signal was sent."""
         if self.file is None or self.state in STOPPED:
             return False
         self.start = self.size = os.fstat(self.file.fileno()).st_size
@@ -178,7 +178,7 @@ class _View:
         return True
 
     def has_stacks(self):
-        """Return whether the file has grown, and no longer grows."""
+        """Return whether the file has grown since the request and has stopped growing."""
         previous, self.size = self.size, os.fstat(self.file.fileno()).st_size
         return self.size == previous > self.start
 
@@ -190,7 +190,7 @@ class _View:
         stacks = self.file.read(self.size - self.start).decode(errors="replace").strip()
         since, is_waiting, operation = _ACT.unpack_from(page, TEXT_BYTES)
         act = f"{'waits for' if is_waiting else 'computes, after'} {_text(operation)}"
-        age = max(time.monotonic() - since, 0.0)  # the processes of a host share this clock
+        age = max(time.monotonic() - since, 0.0)  # all processes on a host share this clock
         activity = _text(page[:TEXT_BYTES])
         return Sighting(self.state, f"{activity}: {act}, for {age:.0f} s", stacks)
 
@@ -211,7 +211,7 @@ def state_of(address: Address) -> str:
 
 
 def _namespace():
-    """Return the name of this process's PID namespace; each container has a separate one."""
+    """Return the name of this process's PID namespace, which identifies its container."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -219,7 +219,7 @@ def _namespace():
 
 
 def _file_in_memory():
-    """Return the descriptor of a nameless file in memory, which vanishes with this process."""
+    """Return the descriptor of an anonymous file in memory, which disappears with this process."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpidl-acts")
     with tempfile.TemporaryFile() as file:  # a Python for glibc before 2.27

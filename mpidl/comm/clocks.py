@@ -10,12 +10,12 @@ from mpidl.comm.messaging import Messaging
 from mpidl.phases import now
 
 TAG = 6  # tag of the messages; exchanges use tags from FIRST_TAG on
-ROUNDS = 24  # round trips per rank; the fastest one counts
+ROUNDS = 24  # number of round trips per rank, of which the fastest is used
 OPERATION = "the comparison of the clocks"
 
 
 class ClockOffset(NamedTuple):
-    """The clock of a rank, compared with that of rank 0.
+    """The clock of a rank compared with the clock of rank 0.
 
     Attributes
     ----------
@@ -35,14 +35,15 @@ class ClockOffset(NamedTuple):
 def compare_clocks(world: Messaging) -> list[ClockOffset]:
     """Compare the clocks of all ranks with the clock of rank 0. Collective.
 
-    Rank 0 exchanges `ROUNDS` messages with each rank in turn, as NTP does. The offset comes from
-    the fastest round trip, whose two messages differ least in their travel time. Processes of one
-    host share a clock, so an offset within the error is 0 there.
+    Like NTP, rank 0 exchanges `ROUNDS` messages with one rank after another. The offset is computed
+    from the fastest round trip, because its two messages differ least in travel time. Processes on
+    one host share a clock, so an offset that is smaller than its error is set to 0 on the host of
+    rank 0.
 
     Returns
     -------
     list of ClockOffset
-        One per rank, on rank 0. The list is empty on the other ranks.
+        On rank 0, the offset of each rank. The list is empty on the other ranks.
     """
     transport, buffer = world.transport, np.zeros(1, np.int64)
     if world.rank:
@@ -77,12 +78,12 @@ def to_rank_0(times: np.ndarray, first: ClockOffset, last: ClockOffset) -> np.nd
     times : ndarray of int64
         Times of the rank in nanoseconds.
     first, last : ClockOffset
-        Two comparisons. Between them, the offset is assumed to change linearly.
+        Two comparisons of the rank's clock. The offset is assumed to change linearly between them.
 
     Returns
     -------
     ndarray of int64
-        Times in nanoseconds.
+        The times by the clock of rank 0, in nanoseconds.
     """
     span = max(last.time - first.time, 1)
     drift = (last.offset - first.offset) / span

@@ -1,4 +1,4 @@
-"""Let a rank that has ended its program wait for the other ranks, so that all exit together."""
+"""Let a rank that has ended its program wait for the others, so that all ranks exit together."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 LEAVING = "leaving"  # activity of a rank that has ended its program and waits for the others
 OPERATION = "the end of the program on all ranks"
-LOOK_SECONDS = 0.7  # time between two questions
+LOOK_SECONDS = 0.7  # time between two rounds of questions
 
 
 class Departure:
-    """Asks other ranks what they do while this rank waits at the end of its program.
+    """Asks other ranks what they are doing while this rank waits at the end of its program.
 
-    Other ranks may have work to finish, so a leaving rank waits for them without a time-out. But a
-    rank that waits for a sum or a broadcast would wait forever if this rank has called
-    ``sys.exit()``. The leaving rank therefore asks the lowest rank that has not left. A rank that
-    computes does not answer. If that rank gives the same answer twice, the leaving rank asks all
-    ranks. If all of them answer, each waits in vain, and the job ends.
+    Other ranks may have work to finish, so a leaving rank waits for them without a time-out. But if
+    this rank has called ``sys.exit()``, a rank that waits for a sum or a broadcast would wait
+    forever. The leaving rank therefore repeatedly asks the lowest rank that has not left. Only a
+    waiting rank answers; a computing rank does not. If the rank gives the same answer twice, the
+    leaving rank asks all other ranks. If all of them answer, they all wait in vain, and the leaving
+    rank ends the job.
 
     Parameters
     ----------
     transport : Transport
-        The transport of the ranks of the job.
+        The transport of all ranks of the job.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -42,7 +43,7 @@ class Departure:
         self._all_asked = False
 
     def look(self) -> None:
-        """Read the answers and ask again, if it is time; end the job if all ranks wait."""
+        """At most once per `LOOK_SECONDS`, read the answers, and ask again or end the job."""
         if time.monotonic() < self._look_time:
             return
         self._look_time = time.monotonic() + LOOK_SECONDS
@@ -57,7 +58,7 @@ class Departure:
             self._unanswered.add(rank)
 
     def _read_answers(self):
-        """Read the answers that have arrived; return whether a rank gave the same one as before."""
+        """Read the answers that have arrived; return whether a rank repeated its last answer."""
         answers = self.transport.roll_call.answers()
         self._unanswered -= answers.keys()
         self._left |= {rank for rank, act in answers.items() if act.startswith(f"{LEAVING}:")}
@@ -70,7 +71,7 @@ class Departure:
 
     def _end_the_job(self):
         transport = self.transport
-        # If several ranks have left, the lowest prints its message and ends the job.
+        # If several ranks have left, let the lowest of them print its message and end the job.
         time.sleep(0.3 * min(sum(rank < transport.rank for rank in self._left), 10))
         head = (
             f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} has ended its "
@@ -83,7 +84,7 @@ class Departure:
 
 
 def start_exit_guard(transport: Transport) -> None:
-    """On the first rank of each host, start the program that watches the ranks of the host exit.
+    """On the first rank of each host, start the exit guard, which watches the ranks of the host.
 
     All ranks must be about to call MPI_Finalize, in which they wait for each other.
     """
@@ -98,5 +99,6 @@ def start_exit_guard(transport: Transport) -> None:
             tick = exit_guard.start_tick(address.pid)
             name = f"rank {rank} on host {host} (process {address.pid})"
             words.append(f"{address.pid} {tick} {name}")
-    with contextlib.suppress(OSError):  # no memory for a process: nothing watches the ranks exit
-        os.posix_spawn(words[0], words, launcher.environment())  # it is no rank
+    with contextlib.suppress(OSError):  # if the process cannot be started, continue without it
+        # Remove the launcher's variables from the environment, because the guard is not a rank.
+        os.posix_spawn(words[0], words, launcher.environment())

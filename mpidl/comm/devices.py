@@ -1,4 +1,4 @@
-"""Assign a GPU to each rank according to its position among the ranks of its host."""
+"""Assign a GPU to each rank according to the rank's position among the ranks on its host."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RankGpus(NamedTuple):
     host: str
     gpus: tuple[Gpu, ...]
     reason: str = ""
-    """Why there are no GPUs; "" if there are some."""
+    """Why the rank has no GPUs; "" if it has GPUs."""
     driver_count: int = 0
-    """Number of GPUs that the driver reports; the rank may be unable to use them."""
+    """Number of GPUs that the driver reports, even if the rank cannot use them."""
     note: str = ""
-    """A warning to print, or ""."""
+    """A warning to print; "" if there is none."""
 
 
 class Assignment(NamedTuple):
@@ -50,7 +50,7 @@ def choose_device(
     device : {"auto", "cpu", "gpu"}
         "auto" chooses GPUs if every rank has one, and CPUs otherwise.
     gpus : str, optional
-        Indices of the GPUs to use, in order, such as "0,2".
+        Indices of the GPUs to use, in order, such as "0,2". By default all GPUs.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def choose_device(
     Raises
     ------
     UserError
-        If GPUs are requested and a rank has none. All ranks raise the error.
+        On all ranks, if GPUs are requested and a rank has none.
     """
     if device == "cpu":
         if gpus is not None:
@@ -70,7 +70,7 @@ def choose_device(
         return None, []
     if world.neighbours is None:
         ranks, position = world.allgather(find_gpus(world.host)), world.rank
-    else:  # the other groups of the job use the same GPUs
+    else:  # other groups of the job use the same GPUs
         ranks, position = world.neighbours.gpus, world.neighbours.first + world.rank
     assignment = assign_gpus(ranks, device, gpus)
     gpu = None if assignment.gpus is None else assignment.gpus[position]
@@ -78,10 +78,10 @@ def choose_device(
 
 
 def use_gpu(world: World, gpu: Gpu | None) -> None:
-    """Make this process compute on a GPU; collective.
+    """Make this process compute on a GPU or on the CPU; collective.
 
     The function sets the attributes `device`, `mover` and `counts` of the world. If every rank
-    already uses its GPU, nothing changes and arrays on the GPUs stay valid.
+    already uses its GPU, nothing changes, and arrays on the GPUs stay valid.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     Raises
     ------
     UserError
-        If a rank cannot use its GPU. All ranks raise the error.
+        On all ranks, if a rank cannot use its GPU.
     """
     from mpidl.backends.gpu import launching
     from mpidl.backends.gpu.sums import Counts
@@ -135,9 +135,8 @@ def open_gpu(gpu: Gpu) -> CudaDevice:
 def find_gpus(host: str, environ: Mapping[str, str] = os.environ) -> RankGpus:
     """Return the GPUs that this process may use.
 
-    These are the GPUs that CUDA sees. Under Slurm, they must also belong to this job. If no
-    installed NVRTC compiles for one of the GPUs, the result contains no GPUs, and `reason` says
-    why.
+    These are the GPUs that CUDA sees and, under Slurm, that belong to this job. If no installed
+    NVRTC can compile for one of the GPUs, the result contains no GPUs, and its `reason` says why.
     """
     visible_gpus = visible()
     gpus, note = slurm_gpus(visible_gpus.gpus, host, environ)
@@ -155,7 +154,7 @@ def slurm_gpus(
     """Select the visible GPUs that Slurm gave to this job.
 
     Slurm may set CUDA_VISIBLE_DEVICES, which CUDA obeys, or hide the GPUs of other jobs with a
-    cgroup. On clusters that do neither, Slurm only lists the indices of the job's GPUs.
+    cgroup. On some clusters, it does neither and only lists the indices of the job's GPUs.
 
     Parameters
     ----------
@@ -171,7 +170,7 @@ def slurm_gpus(
     gpus : tuple of Gpu
         The selected GPUs.
     note : str
-        A warning to print, or "".
+        A warning to print; "" if there is none.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
         return gpus, ""
@@ -182,8 +181,8 @@ def slurm_gpus(
         numbers = []
     if numbers:
         listed = tuple(gpu for gpu in gpus if gpu.index in numbers)
-        # If the list is not a proper subset, a cgroup hides GPUs, and CUDA renumbers the visible
-        # ones.
+        # If the listed GPUs are not a proper subset, a cgroup hides the GPUs of other jobs, and
+        # CUDA has renumbered the visible GPUs.
         is_subset = len(numbers) < len(gpus) and len(listed) == len(numbers)
         return (listed if is_subset else gpus), ""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -207,7 +206,7 @@ def parse_ranges(text: str) -> list[int]:
 def parse_gpus(text: str) -> list[int]:
     """Convert the value of --gpus to a list of GPU indices.
 
-    Raise UserError if it is malformed.
+    Raise UserError if the value is malformed.
     """
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -221,9 +220,9 @@ def parse_gpus(text: str) -> list[int]:
 def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None) -> Assignment:
     """Assign a GPU to each rank; the result is the same on all ranks.
 
-    Each rank of a host gets one of the GPUs that it sees. Ranks that see the same GPUs get
-    different ones. If there are more such ranks than GPUs, consecutive ranks share a GPU. With
-    `srun --gpus-per-task`, the ranks of a host see different GPUs, which may have the same index;
+    Each rank gets one of the GPUs that it sees. Ranks on a host that see the same GPUs get
+    different GPUs. If there are more such ranks than GPUs, consecutive ranks share a GPU. With
+    `srun --gpus-per-task`, the ranks on a host see different GPUs, which may have the same index.
     GPUs are therefore distinguished by identity, not by index.
 
     Parameters
@@ -233,12 +232,12 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
     device : {"auto", "gpu"}
         "auto" chooses CPUs if a rank has no GPU.
     gpus : str, optional
-        Value of --gpus.
+        Value of --gpus. By default all GPUs are used.
 
     Returns
     -------
     Assignment
-        GPU of each rank, and messages to print.
+        The GPU of each rank, and messages to print.
 
     Raises
     ------
@@ -274,9 +273,9 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
 
 
 def _candidates(rank, report, order, text):
-    """Return the GPUs that a rank may choose from, in the order of --gpus.
+    """Return the GPUs that a rank may choose from, in the order given by --gpus.
 
-    `order` is the parsed value of --gpus; `text` is the value as typed.
+    `order` is the parsed value of --gpus, and `text` is the value as the user typed it.
     """
     if order is None:
         return report.gpus
@@ -291,7 +290,7 @@ def _candidates(rank, report, order, text):
 
 
 def _lines_about_cpus(ranks, lacking):
-    """Return a note if only some ranks have a GPU, or if GPUs exist that cannot be used."""
+    """Return a note if only some ranks have a GPU, or if there are GPUs that cannot be used."""
     reasons = _by_host((ranks[r].host, ranks[r].reason) for r in lacking)
     if len(lacking) < len(ranks):
         hosts = ", ".join(dict.fromkeys(report.host for report in ranks if report.gpus))

@@ -1,19 +1,19 @@
-"""Algorithms that fold nodes of the reduction tree over the ranks.
+"""Define algorithms that combine (fold) nodes of the reduction tree over the ranks.
 
 The tree has one leaf per block of 16 images. A node combines the leaves of a range of blocks, and
 the root (the total) combines all leaves. All algorithms except `allreduce` follow the same tree, so
 they return the same bytes.
 
 Each algorithm is a generator. It posts messages, yields the requests that it waits for, and returns
-the root as a flat array on every rank. (`host_memory` also yields functions that return whether the
-generator can go on.) The caller decides how to wait: by blocking, or by testing
-the requests from time to time while other work continues. All messages are point to point and carry
-the tag of their exchange. Any number of exchanges can therefore be pending, and they can complete
-in any order.
+the root as a flat array on every rank. (The generators in `host_memory` also yield functions that
+return whether the generator can continue.) The caller decides how to wait: by blocking, or by
+testing the requests from time to time while other work continues. All messages are point-to-point
+and carry the tag of their exchange. Any number of exchanges can therefore be pending, and they can
+complete in any order.
 
-The table gives upper bounds on what one rank sends; the tests check these bounds. P is the number
-of ranks, L the number of blocks, n the number of nodes per rank and v the size of a node in bytes.
-Logarithms are rounded up.
+The table gives upper bounds on the messages that one rank sends; the tests check these bounds. P is
+the number of ranks, L the number of blocks, n the number of nodes per rank, and v the size of a
+node in bytes. Logarithms are rounded up.
 
     algorithm      rounds           messages    bytes              used for
     gather_nodes   1                P-1         (P-1) n v          small nodes, few ranks
@@ -60,7 +60,7 @@ Algorithm = Callable[["Transport", int, Tree, np.ndarray, Combine], Steps]
 
 
 def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
-    """Choose the algorithm of an exchange from the tree and the size of a node, not from timings.
+    """Choose an algorithm by the tree and the size of a node; timings have no influence.
 
     Parameters
     ----------
@@ -83,7 +83,8 @@ def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
     small = nbytes <= SMALL_BYTES
     if _pairs_up(tree) and (small or len(tree.runs) <= FEW_RANKS):
         return pairwise
-    if small or combine is not add:  # values of a plain sum are not nodes of the tree
+    # The values of a plain sum are not nodes of the tree, so they cannot use `up_and_down`.
+    if small or combine is not add:
         return gather_nodes if tree.plain or len(tree.runs) <= FEW_RANKS else up_and_down
     return segmented
 
@@ -118,7 +119,7 @@ def single_rank(
 def gather_nodes(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Send the nodes of each rank to all others; every rank folds all nodes."""
+    """Send the nodes of each rank to all other ranks; every rank folds all nodes."""
     inbox: list[np.ndarray | None] = [None] * transport.size
     inbox[transport.rank] = nodes
     requests = []
@@ -137,10 +138,10 @@ def gather_nodes(
 
 @lru_cache(maxsize=64)
 def _joins(runs, leaves):
-    """Return the nodes that span several ranks, children before parents, and the root's owner.
+    """Return the nodes that span several ranks, and the owner of the root.
 
-    A node is a tuple (start, owner, start of the right half, owner of the right half). The owner of
-    a node is the lowest rank that holds one of its blocks.
+    Children precede their parents. A node is a tuple (start, owner, start of the right half, owner
+    of the right half). The owner of a node is the lowest rank that holds one of the node's blocks.
     """
     owner = [rank for rank, (start, stop) in enumerate(runs) for _ in range(start, stop)]
     joins = []
@@ -159,7 +160,7 @@ def _joins(runs, leaves):
 def up_and_down(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Send the right half of each node to the owner of the left half; then broadcast the root."""
+    """Send the right half of each node to the owner of the left half, then broadcast the root."""
     joins, root_owner = _joins(tree.runs, tree.leaves)
     values = {
         start: np.array(node)
@@ -197,7 +198,7 @@ def up_and_down(
 def pairwise(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Swap values with partners at distance 1, 2, 4, ...; both combine values in block order."""
+    """Swap values with partners at distance 1, 2, 4, ...; both partners combine in block order."""
     value = np.array(nodes[0])
     distance = 1
     while distance < transport.size:
@@ -212,11 +213,11 @@ def pairwise(
 def segmented(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Split values into one segment per rank; each rank folds its segment and sends it to all."""
+    """Split values into one segment per rank; each rank folds and distributes its segment."""
     width = nodes.shape[1]
     edges = [width * s // transport.size for s in range(transport.size + 1)]
     low, high = edges[transport.rank], edges[transport.rank + 1]
-    # Each rank sends to the next rank first, so that not all ranks send to rank 0 first.
+    # Each rank starts with the next rank, so that not all ranks send to rank 0 at the same time.
     peers = [(transport.rank + k) % transport.size for k in range(1, transport.size)]
     inbox = {transport.rank: nodes[:, low:high].copy()}
     requests = []
@@ -246,7 +247,7 @@ def segmented(
 def allreduce(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Sum by MPI's Allreduce, for `World(plain=True)`; the MPI library chooses the order."""
+    """Sum with MPI's Allreduce, in an order that MPI chooses; used by `World(plain=True)`."""
     partial_sum = np.array(nodes[0]) if len(nodes) else np.zeros(nodes.shape[1], nodes.dtype)
     root = np.empty_like(partial_sum)
     yield [transport.iallreduce(partial_sum, root)]

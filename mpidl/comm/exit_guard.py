@@ -1,13 +1,13 @@
-"""A program that ends ranks of its host that are stopped (SIGSTOP) while they exit.
+"""Run a program, the exit guard, that ends ranks on its host that are stopped while they exit.
 
-A rank that waits for another rank notices if that rank is stopped. After the ranks have met at the
-end of the program, they wait for nobody: no rank notices one that is stopped then, and mpirun waits
-for it forever. Before MPI_Finalize, the first rank of each host therefore starts this file
-(`departure.start_exit_guard`). The guard watches the processes of all ranks of the host until they
-have ended. If a process stays stopped for the time-out, the guard names it on stderr and kills it,
-and the launcher ends the job.
+A rank that waits for another rank detects if that rank is stopped (SIGSTOP). After all ranks have
+reached the end of the program, no rank waits for another rank. If a rank is stopped then, no other
+rank detects it, and mpirun would wait forever. Before MPI_Finalize, the first rank of each host
+therefore starts this program (`departure.start_exit_guard`). The guard watches the processes of all
+ranks on the host until they have ended. If a process stays stopped for the time-out, the guard
+names the process on stderr and kills it, after which the launcher ends the job.
 
-The program imports nothing of mpidl, and only modules that Python has loaded anyway.
+The program does not import mpidl. It imports only modules that Python has already loaded.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import os
 import sys
 import time
 
-FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # time between two looks: at first, and later
-LATER_SECONDS = 1.0  # extra wait: a rank in MPI_Finalize may name the process first
-LONGEST_STEP = 1.0  # if more time passes between two looks, all processes were suspended
+FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # shortest and longest time between two checks
+LATER_SECONDS = 1.0  # extra time, in which a rank in MPI_Finalize may report the process first
+LONGEST_STEP = 1.0  # if more time passes between two checks, all processes were suspended
 STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
-SIGKILL = 9  # the module signal takes longer to import than the others together
+SIGKILL = 9  # as in the module `signal`, which would take too long to import
 
 
 def start_tick(pid: int) -> str:
-    """Return when a process started; a later process with the same number has another value."""
+    """Return when a process started; the value differs for a later process with the same ID."""
     return _status(pid)[19]
 
 
 def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
-    """Look at processes until they have ended; kill those that stay stopped for the time-out.
+    """Watch processes until they have ended; kill processes that stay stopped for the time-out.
 
     Parameters
     ----------
     ranks : dict
-        {(process id, start tick): rank, host and process as the message names them}.
+        {(process ID, start tick): text for the message with the rank, host and process}.
     timeout : float
-        Longest time in seconds for which a process may be stopped; it is killed LATER_SECONDS
-        later.
+        Longest time in seconds for which a process may be stopped. The process is killed
+        `LATER_SECONDS` after this time.
     """
     stopped_seconds = dict.fromkeys(ranks, 0.0)
     begin = now = time.monotonic()
@@ -60,7 +60,8 @@ def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
 
 def _end(pid, name, state, timeout):
     line = (
-        f"mpidl: leaving: a process has been stopped for {timeout:g} s (--timeout), and is ended\n"
+        f"mpidl: leaving: a process has been stopped for {timeout:g} s (--timeout), and is now "
+        "killed\n"
         f"  {name} does not answer: its process {state}\n"
     )
     os.write(2, line.encode())
@@ -68,7 +69,7 @@ def _end(pid, name, state, timeout):
 
 
 def _status(pid):
-    """Return the fields of /proc/PID/stat after the name; "Z" and no start if it is missing."""
+    """Return the fields of /proc/PID/stat after the name; without a process, "Z" and "" fields."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -77,9 +78,10 @@ def _status(pid):
 
 
 def main(words: list[str]) -> None:
-    """Run the program: `words` are the time-out, and "PID TICK NAME" for each rank."""
+    """Run the program. `words` contains the time-out, then "PID TICK NAME" for each rank."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) != 2:  # the launcher waits for the end of stdout and of connections to it
+        # Close all files except stderr: the launcher waits until stdout and connections are closed.
+        if int(name) != 2:
             try:
                 os.close(int(name))
             except OSError:

@@ -1,4 +1,4 @@
-"""End a job on all ranks after an uncaught exception, a signal or a start by the wrong launcher."""
+"""End a job on all ranks after an uncaught exception, a signal or a wrong launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpidl.errors import Fault, UserError
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-# {variable with the number of tasks: variable with the index of this task}, for each launcher.
+# For each launcher, {variable with the number of tasks: variable with the index of this task}.
 LAUNCHERS = {
     "PMI_SIZE": "PMI_RANK",
     "PMIX_SIZE": "PMIX_RANK",
@@ -42,9 +42,9 @@ def launched_ranks() -> tuple[str, int] | None:
 
 
 def launched_rank() -> int:
-    """Return this process's rank from the launcher's variables, or 0 if none is set.
+    """Return this process's rank from environment variables of the launcher; 0 without a launcher.
 
-    The function can be called before a `World` exists.
+    This function can be called before a `World` exists.
     """
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
 
@@ -53,15 +53,18 @@ _parent = os.getppid()  # the launcher on this host, if one started this process
 
 
 def launcher_has_ended() -> bool:
-    """Return whether the launcher of several ranks has ended on this host, as after a SIGKILL."""
+    """Return whether the launcher on this host has ended while its ranks are still running.
+
+    This happens if the launcher is killed. The result is always False for a single rank.
+    """
     return launched_ranks() is not None and os.getppid() != _parent
 
 
 def refuse_foreign_launcher(size: int, library: str) -> None:
     """Raise UserError if MPI sees one rank although the launcher started several.
 
-    This happens with the `mpirun` of another MPI: it starts N jobs of one rank instead of one job
-    of N ranks.
+    This happens with the `mpirun` of another MPI library, which starts N jobs of one rank instead
+    of one job of N ranks.
 
     Parameters
     ----------
@@ -105,7 +108,7 @@ def abort_on_exception(transport: Transport) -> None:
 
 
 def replace_transport(old: Transport, new: Transport) -> None:
-    """Let the hook use the transport of the ranks that are left after some were lost."""
+    """After a loss of ranks, let the hook use the transport of the remaining ranks."""
     global _transport
     if _transport is old:
         _transport = new
@@ -130,7 +133,7 @@ def _abort(kind, error, trace):
 
 
 def _leave_together():
-    """Wait for the other ranks at exit, so that they do not wait for a rank that has ended."""
+    """At exit, wait for the other ranks, so that no rank waits for a rank that has ended."""
     transport = _transport
     if transport.MPI.Is_finalized():
         return
@@ -138,19 +141,19 @@ def _leave_together():
         transport.activity = LEAVING
         _meet(transport, progress=Departure(transport).look)
     if transport.has_left and not ulfm.lost_ranks(transport.MPI.COMM_WORLD):
-        # After a cancelled wait or a loss, MPI ends with the process.
+        # After a cancelled wait or a loss of ranks, do not finalize MPI: it ends with the process.
         start_exit_guard(transport)
         transport.finalize()
 
 
 def run(main: Callable[[], int]) -> None:
-    """Run a command's `main` and end the process with the exit code that it returns.
+    """Run the `main` function of a command, and end the process with the exit code of `main`.
 
-    A UserError prints one line on stderr and gives exit code 2; a Fault prints one line and gives
-    exit code 1. If all ranks raise the error, only rank 0 prints it. If a single rank raises it,
-    that rank prints it and ends the job. A KeyboardInterrupt, such as after a second SIGINT, prints
-    one line and ends the job at once. A rank that calls sys.exit with another code than 0 while the
-    others continue ends the job with this code.
+    After a UserError, the process prints one line to stderr and exits with code 2. After a Fault,
+    it prints one line and exits with code 1. If all ranks raise the error, only rank 0 prints it.
+    If a single rank raises the error, that rank prints it and ends the job. A KeyboardInterrupt,
+    such as after a second SIGINT, prints one line and ends the job at once. If a rank calls
+    sys.exit with a nonzero code while the others continue, the job ends with this code.
     """
     startup.end_imports()
     try:
@@ -172,7 +175,7 @@ def run(main: Callable[[], int]) -> None:
         _print_error(f"rank {rank} was interrupted" if rank else "interrupted")
         if _transport is not None and _transport.size > 1:
             _transport.abort(code)
-    except SystemExit as end:  # after --help, or in a user's network
+    except SystemExit as end:  # from --help, or from a user's code
         code = _exit_code(end)
         if code and _transport is not None:
             if _meet(_transport, failed=True, seconds=min(3.0, _transport.timeout / 2)) is None:
@@ -184,7 +187,7 @@ def run(main: Callable[[], int]) -> None:
 
 
 def _exit_code(end):
-    """Return the exit code of a SystemExit; print its argument if it is a text, as Python does."""
+    """Return the exit code of a SystemExit; print a string argument, as Python does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr, flush=True)
@@ -196,11 +199,11 @@ def _print_error(text):
 
 
 def _meet(transport, failed=False, seconds=math.inf, progress=None):
-    """Wait until all ranks are about to exit; return the lowest failed rank, or `size`.
+    """Wait until all ranks are about to exit, and return the lowest rank that failed.
 
-    The result is `size` if no rank failed, or None if a rank is missing after `seconds`. By default
-    the wait has no time-out, because the other ranks may have work to finish. If another rank waits
-    for this rank, the error message of its time-out names this rank.
+    The result is the number of ranks if no rank failed, and None if a rank is missing after
+    `seconds`. By default the wait has no time-out, because other ranks may have work to finish. If
+    another rank times out because it waits for this rank, its error message names this rank.
     """
     failed_rank = np.array([transport.rank if failed else transport.size])
     lowest = np.empty(1, int)
@@ -216,16 +219,17 @@ def _meet(transport, failed=False, seconds=math.inf, progress=None):
     except Exception as error:
         if not ulfm.is_loss(error, transport.control):
             raise
-        transport.control.Revoke()  # so that the other ranks stop waiting, too
+        transport.control.Revoke()  # make the other ranks stop waiting too
     return int(lowest[0]) if transport.has_left else None
 
 
 class Signals:
     """Context manager in which SIGUSR1, SIGTERM and SIGINT request a stop.
 
-    The signals do not end the process. A second SIGINT raises KeyboardInterrupt. Inside another
-    context of this class, a signal requests a stop of both. A signal that arrived while the command
-    started (`startup.note`) requests a stop, too.
+    Within the context, these signals do not end the process, but a second SIGINT raises
+    KeyboardInterrupt. If contexts of this class are nested, a signal requests a stop in all of
+    them. A signal that arrived while the command was starting (`startup.note`) also requests a
+    stop.
 
     Attributes
     ----------
@@ -235,8 +239,8 @@ class Signals:
     agreed : bool
         Whether the ranks have agreed to stop.
     look : callable or None
-        Function that looks for another request to stop, such as a file. It returns the name of the
-        request, or None.
+        Function that checks for another kind of stop request, such as a file. It returns the name
+        of the request, or None.
     """
 
     def __init__(self) -> None:
@@ -258,10 +262,10 @@ class Signals:
             signal.signal(number, handler)
 
     def is_requested(self) -> bool:
-        """Call `look`, and return whether this rank has a request to stop."""
+        """Call `look` if it is set, and return whether this rank has received a stop request."""
         if self.name is None and self.look is not None:
             request = self.look()
-            if request is not None:  # a signal may have set the name meanwhile
+            if request is not None:  # otherwise keep the name that a signal may have just set
                 self.name = request
         return self.name is not None
 

@@ -1,4 +1,4 @@
-"""Refuse the launcher of another MPI before MPI_Init, which may fail or hang under it."""
+"""Detect the launcher of another MPI library before MPI_Init, which could fail or hang."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mpidl.comm import failure, srun
 from mpidl.errors import UserError
 
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
-# The MPIs from pip: a program beside Python that identifies each, and the variables of launchers
-# that can start its ranks.
+# For each MPI library from pip: a program next to Python that identifies the library, and the
+# environment variables of launchers that can start its ranks.
 PROGRAMS = {MPICH: "mpiexec.hydra", OPEN_MPI: "prterun"}
 INTERFACES = {MPICH: ("PMI_FD", "PMI_PORT"), OPEN_MPI: ("PMIX_NAMESPACE",)}
 
 
 def refuse(vendor: str) -> None:
-    """Raise UserError if the launcher of this process cannot start ranks of this MPI.
+    """Raise UserError if the launcher of this process cannot start ranks of an MPI library.
 
-    Only launchers that are known not to work are refused. `failure.refuse_foreign_launcher` finds
+    Only launchers that are known to fail are refused. `failure.refuse_foreign_launcher` detects
     others after MPI_Init.
 
     Parameters
@@ -29,8 +29,8 @@ def refuse(vendor: str) -> None:
     Raises
     ------
     UserError
-        If several ranks were started by the launcher of another MPI, or by an srun whose option
-        --mpi does not fit.
+        If several ranks were started by the launcher of another MPI library, or by srun with an
+        unsuitable option --mpi.
     """
     started = failure.launched_ranks()
     if started is None:
@@ -45,13 +45,13 @@ def refuse(vendor: str) -> None:
         )
     if launcher == "srun" and _is_from_pip(vendor):
         if not any(name in os.environ for name in INTERFACES[vendor]):
-            # Only rank 0 prints the advice, which needs a run of srun.
+            # Only rank 0 prints the advice. Other ranks avoid running srun.
             advice = srun.advice(vendor) if failure.launched_rank() == 0 else "another --mpi"
             raise UserError(f"{summary}: an srun that cannot start {vendor}; expected {advice}")
 
 
 def right_mpirun(vendor: str) -> str:
-    """Return the mpirun of an MPI library: that of this Python if it belongs to this library."""
+    """Return the mpirun of an MPI library: its path if it is next to Python, or a description."""
     folder = os.path.dirname(sys.executable)
     if _is_from_pip(vendor):
         return os.path.join(folder, "mpirun")

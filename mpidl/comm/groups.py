@@ -29,7 +29,7 @@ class Neighbours(NamedTuple):
     """The ranks of all groups of a job, which share the cores and the GPUs of their hosts."""
 
     first: int
-    """Rank in the job of this group's rank 0."""
+    """Number in the job of this group's rank 0."""
     cores: list[tuple[str, Cores]]
     """Host and cores of each rank of the job."""
     gpus: list[RankGpus]
@@ -40,13 +40,13 @@ class Outcome(NamedTuple):
     """The outcome of a group's task, the same on all ranks of the group."""
 
     value: Any
-    """What the task returned on rank 0 of the group; None if it failed."""
+    """The value that the task returned on rank 0 of the group; None if the task failed."""
     error: Exception | None
-    """The exception of the lowest rank that raised one; a Fault if it cannot be pickled."""
+    """The exception of the lowest rank that failed; a Fault if the exception cannot be pickled."""
 
 
 class Group:
-    """Consecutive ranks of a job that work together, one group of several equal ones.
+    """Consecutive ranks of a job that work together. All groups of a job have the same size.
 
     The constructor is collective over the job. The other methods, except for `wait_for_job`, are
     collective over the group.
@@ -54,20 +54,20 @@ class Group:
     Parameters
     ----------
     job : World
-        All ranks.
+        All ranks of the job.
     size : int
         Number of ranks per group.
     spelled : str
-        Name of the size in the error message.
+        Name of the argument `size` in the error message.
 
     Attributes
     ----------
     job : World
-        The argument.
+        All ranks of the job.
     index, count : int
         Number of this group, from 0, and number of groups.
     ranks : Messaging
-        The ranks of this group; tasks do not use it.
+        The ranks of this group, for messages outside of tasks.
     is_leader : bool
         Whether this rank is rank 0 of its group.
 
@@ -85,7 +85,7 @@ class Group:
                 f"{', '.join(map(str, divisors))}"
             )
         self.job, self.index, self.count = job, job.rank // size, job.size // size
-        # Tasks make their worlds from this communicator.
+        # The worlds of tasks are created from this communicator.
         with watchdog.guard("the start of a group", job.transport.timeout):
             self._comm = job.transport.comm.Split(self.index, job.rank)
         self.ranks = Messaging(Transport(self._comm, job.transport.timeout))
@@ -99,20 +99,20 @@ class Group:
     def attempt(
         self, task: Callable[[World], object], record: Callable[[Exception], object]
     ) -> Outcome:
-        """Call `task(world)` on all ranks of the group, and return its outcome on all of them.
+        """Call `task(world)` on all ranks of the group, and return the outcome on all of them.
 
-        `world` has the ranks of the group; `World()` gives the same ranks during the call. If some
-        ranks raise an exception while the others wait for them, the waits are cancelled, and the
-        group continues with new communicators.
+        `world` consists of the ranks of the group. During the call, `World()` returns a world of
+        the same ranks. If some ranks raise an exception while others wait for them, the waits are
+        cancelled, and the group continues with new communicators.
 
         Parameters
         ----------
         task : callable
-            The task.
+            Function of the group's world.
         record : callable
-            Function that one rank calls with the exception if the group cannot continue. The job
-            then ends with exit code 1. This happens if a rank does not end its task within the
-            time-out of the job after another rank has failed, or if the ranks use GPUs.
+            Function that one rank calls with the exception if the group cannot continue after a
+            failure. The job then ends with exit code 1. A group cannot continue if a rank does not
+            end its task within the job's time-out, or if sums are pending on GPUs.
         """
         timeout = self.job.transport.timeout
         world = World(self._comm, timeout=timeout, threads=None, neighbours=self._neighbours)
@@ -131,7 +131,7 @@ class Group:
         return self._end(world, value, error, record)
 
     def _end(self, world, value, error, record):
-        """Agree on a task's outcome; close its world, or abandon it if messages are pending."""
+        """Agree on a task's outcome. Close the task's world, or keep it if sums are pending."""
         transport, size = self.ranks.transport, self.ranks.size
         is_origin = error is not None and not isinstance(error, Cancelled)
         is_pending = isinstance(error, Cancelled) or world.is_exchanging
@@ -149,8 +149,8 @@ class Group:
                 self._end_job(error, record)
             transport.wait_until(lambda: False, "the end of the job", timeout=math.inf)
         if pending:
-            # MPI may still write to the memory of messages that nobody will receive, so keep it:
-            # it belongs to the world and to the frames of the traceback.
+            # MPI may still access the memory of messages that are never received. The world and the
+            # frames of the traceback own this memory, so keep both.
             world.leave_memory()
             self._abandoned.append((world, error))
         else:
@@ -170,7 +170,10 @@ class Group:
         return any(self.ranks.allgather(flag))
 
     def wait_for_job(self) -> None:
-        """Wait until all groups call this method, without using a core. Collective over the job."""
+        """Wait until all groups have called this method, without occupying a core.
+
+        Collective over the job.
+        """
         transport = self.job.transport
         request = transport.comm.Ibarrier()
 
@@ -191,7 +194,7 @@ class Group:
 
     @staticmethod
     def _is_complete(request, seconds):
-        """Wait for a request for at most some seconds; return whether it is complete."""
+        """Wait at most `seconds` for a request; return whether the request is complete."""
         deadline = time.monotonic() + seconds
         while not (complete := request.Test()) and time.monotonic() < deadline:
             time.sleep(PAUSE / 10)
@@ -199,7 +202,7 @@ class Group:
 
 
 def _portable(error):
-    """Return the error, or a Fault with its text if it cannot be pickled."""
+    """Return the error itself or, if it cannot be pickled, a Fault with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -208,7 +211,10 @@ def _portable(error):
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line: its message, with its type unless it is one of mpidl's."""
+    """Return a one-line description of an exception.
+
+    The description includes the type of the exception unless mpidl defines the type.
+    """
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, (UserError, Fault)) and text:
         return text

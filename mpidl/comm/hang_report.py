@@ -1,4 +1,4 @@
-"""Describe a job that hangs: what each rank does, and the Python stacks of those that are stuck."""
+"""Describe a hanging job: what each rank is doing, and the Python stacks of unresponsive ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mpidl.comm import acts
 from mpidl.errors import UserError
 from mpidl.files import write_whole
 
-NAME = "hang-report.txt"  # in the folder of the run
-MAX_RANKS = 16  # the message describes this many ranks of each kind; the file describes all
+NAME = "hang-report.txt"  # name of the file in the folder of the run
+MAX_RANKS = 16  # the message describes up to 16 silent and 16 waiting ranks; the file describes all
 
 
 class Peer(NamedTuple):
-    """A rank of the job, as the other ranks know it."""
+    """The host of a rank, and the location where other ranks on this host find its acts."""
 
     host: str
     address: acts.Address
 
 
 class Hang(NamedTuple):
-    """What is known about a job that hangs.
+    """The available information about a job that hangs.
 
     Attributes
     ----------
@@ -34,10 +34,10 @@ class Hang(NamedTuple):
     summary : str
         The operation that did not complete, with epoch and iteration.
     answers : mapping
-        {rank: act} of the ranks that wait.
+        {rank: act} of the ranks that wait. An act describes a wait (see `acts`).
     sightings : mapping
-        {rank: Sighting} of the ranks that do not answer, as a rank of the same host sees them;
-        None if no rank of that host answers.
+        {rank: Sighting} of the ranks that do not answer, as seen by another rank on the same host.
+        The value is None if no rank on that host answers.
     hint : str
         Text for the message if `sightings` is empty.
     """
@@ -54,8 +54,8 @@ class Hang(NamedTuple):
         Parameters
         ----------
         folder : str or None
-            Folder of the run. Without a folder, or if it cannot be written to, the message contains
-            the stacks.
+            Folder of the run. If there is no folder or writing fails, the message contains the
+            stacks.
         """
         head = [f"mpidl: {self.summary}", *([] if self.sightings else [f"  {self.hint}"])]
         silent = [self._silent_line(rank) for rank in sorted(self.sightings)]
@@ -66,7 +66,7 @@ class Hang(NamedTuple):
             text = "\n".join([time.strftime("%FT%T%z"), *head, *silent, *waiting, *stacks, ""])
             with contextlib.suppress(UserError):
                 write_whole(path, text.encode())
-                stacks = [f"  {path} has all ranks, and the Python stacks of the silent ones"]
+                stacks = [f"  {path} lists all ranks, with the Python stacks of the silent ranks"]
         return "\n".join([*head, *_first(silent), *_first(waiting), *stacks])
 
     def _silent_line(self, rank):
@@ -74,9 +74,9 @@ class Hang(NamedTuple):
         text = f"  rank {rank} on host {host} (process {address.pid}) does not answer: "
         sighting = self.sightings[rank]
         if sighting is None:
-            return f"{text}no other rank of this host does, either"
+            return f"{text}no rank of this host answers"
         act = f"; last activity: {sighting.act}" if sighting.act else ""
-        return f"{text}its process {acts.STATES.get(sighting.state, 'runs')}{act}"
+        return f"{text}its process {acts.STATES.get(sighting.state, 'is running')}{act}"
 
     def _stacks(self):
         lines = []

@@ -1,38 +1,50 @@
-"""Sums over the ranks of a host in memory that they share, without messages.
+"""Sum values over the ranks of a host in shared memory, without messages.
 
-Each rank of a host has slots in a window of shared memory. A sum is cut into chunks, and all ranks
-number the chunks of all sums alike, because they start the same sums in the same order. A chunk has
-the same number of a slot on every rank. Each rank copies its nodes of the tree into its slot and
-then counts the chunk as placed. Each rank knows the layout of the shares, and therefore where the
-nodes of the others are. When all ranks have placed a chunk, they fold it by the tree:
+Each rank of a host has slots in a window of shared memory. A sum is divided into chunks. All ranks
+start the same sums in the same order, so they number the chunks of all sums identically, and a
+chunk has the same slot number on every rank. Each rank copies its nodes of the reduction tree into
+its slot, and then counts the chunk as placed. Each rank also knows which blocks the other ranks
+own, and therefore where their nodes are in the slots. When all ranks have placed a chunk, they fold
+(sum) its nodes in one of two ways:
 
-- direct: every rank folds all values, for up to twice the size of a slot;
+- direct: every rank folds all values. This way is used if all nodes of a chunk together need at
+  most twice the size of a slot.
 - in segments: each rank folds a part of the values in place, and counts the chunk as folded. When
-  all ranks have folded it, they copy the results from the slots.
+  all ranks have folded the chunk, they copy the results from the slots.
 
-Both follow the tree, so they give the same bytes as the messages of `exchange`. kernels/cpu/sums.c
-does the work: these counts must be written and read in order, which NumPy does not promise.
+Both ways follow the reduction tree, so they give the same bytes as the messages of `exchange`. Next
+to its slots, each rank stores a hash of the plan of each chunk. If the hashes differ, the ranks
+have started different sums. Each rank then raises an error before it reads a wrong value. The work
+is done by kernels/cpu/sums.c, because the counts must be written and read in a fixed order, which
+NumPy does not guarantee.
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
-host exchanges these nodes by messages, as `exchange` does among ranks, and passes the root on
-through a second set of slots. Large sums are divided into segments, which the first ranks of each
-host exchange side by side. The roots are passed on in the order of the sums, although their
-messages may arrive in another order.
+host exchanges these nodes by messages, as `exchange` does among ranks, and distributes the root
+through a second set of slots. Large sums are divided into segments, which the first few ranks of
+each host exchange in parallel. The roots are distributed in the order of the sums, although their
+messages may arrive in a different order.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl import fold
-from mpidl.backends.cpu import builds
 from mpidl.comm import exchange, watchdog
 from mpidl.comm.reducer import Piece
+from mpidl.comm.sum_plans import KINDS, LINE, SLOT_BYTES, broadcast_plan, count_nodes, plan_of
+from mpidl.comm.sum_queue import (
+    PATIENCE,
+    Completion,
+    HostSum,
+    SumQueue,
+    address_of,
+    queue_bytes,
+)
 from mpidl.comm.transport import free_shared_bytes
 from mpidl.fold import Tree
 
@@ -42,225 +54,21 @@ if TYPE_CHECKING:
     from mpidl.comm.exchange import Combine, Steps
     from mpidl.comm.transport import Transport
 
-SLOTS, SLOT_BYTES = 8, 1 << 16  # per rank and set of slots
-COUNTS_BYTES, LINE = 128, 64
-PATIENCE = 0.002  # longest wait for other ranks inside a kernel call, in seconds
+MOST_NODES = 1024  # largest number of nodes in a sum; all nodes of a chunk must fit into the slots
 
-# {(operation, type): kind of the sum in sums.c}
-FLOATS, DOUBLES, MOMENTS = range(3)
-KINDS: dict[tuple[Any, np.dtype], int] = {
-    (fold.add, np.dtype("f4")): FLOATS,
-    (fold.add, np.dtype("f8")): DOUBLES,
-    (fold.merge_moments, np.dtype("f8")): MOMENTS,
-}
-MOST_NODES = 1024  # of a sum, so that all nodes of a chunk fit into the slots
-QUEUE_WORDS, SUM_WORDS = 18, 7  # of the structs in sums.c
-PATIENCE_WORD, WAITED_WORD, LAST_WORD = 5, 6, 16  # of a queue
-TAKEN_WORD = 6  # of a sum
-
-
-# What kernels may still use: queues with sums that are not complete, and the owners of the memory
-# of sums that an exception has left incomplete.
-_busy: list[SumQueue] = []
+# Owners of memory that incomplete sums, which an exception has left, may still use.
 _abandoned: list[Any] = []
 
 
-def address_of(array: np.ndarray) -> int:
-    """Return the address of an array's first element."""
-    return array.__array_interface__["data"][0]
-
-
-@lru_cache(maxsize=256)
-def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int) -> np.ndarray:
-    """Describe a sum for sums.c, as its struct plan.
-
-    Parameters
-    ----------
-    tree : Tree
-        The reduction tree over the blocks.
-    ranks : (int, int)
-        First rank of the host, and one past the last.
-    rank : int
-        This rank, counted from the first one of the host.
-    width : int
-        Number of values in a node.
-    kind : int
-        `FLOATS`, `DOUBLES` or `MOMENTS`.
-
-    Returns
-    -------
-    ndarray of int64
-        The plan. Its results are the nodes that the ranks of the host own together.
-    """
-    places, ranges = [], []
-    for member in range(ranks[1] - ranks[0]):
-        nodes = tree.nodes[ranks[0] + member]
-        places += [(member, row) for row in range(len(nodes))]
-        ranges += nodes
-    joins, results = _joins_of(tree, ranges)
-    return _plan(places, joins, results, rank, width, kind)
-
-
-@lru_cache(maxsize=256)
-def broadcast_plan(root: int, rank: int, width: int, kind: int) -> np.ndarray:
-    """Describe a sum whose only node is on rank `root` of the host; see `plan_of`."""
-    return _plan([(root, 0)], [], [0], rank, width, kind)
-
-
-@lru_cache(maxsize=256)
-def _count_nodes(tree):
-    return sum(map(len, tree.nodes))
-
-
-def _joins_of(tree, ranges):
-    """Return the joins (left node, right node) of adjacent nodes, and the nodes with results."""
-    stack, joins = [], []
-    for node, (start, stop) in enumerate(ranges):
-        stack.append((node, start))
-        while len(stack) > 1 and tree.joins(stack[-2][1], stop):
-            right, _ = stack.pop()
-            joins.append((stack[-1][0], right))
-    return joins, [node for node, _ in stack]
-
-
-def _plan(places, joins, results, rank, width, kind):
-    item, size, fixed_bytes = (4 if kind == FLOATS else 8), width, 0
-    if kind == MOMENTS:  # a chunk of moments has the count, and means and M2 of some channels
-        item, size, fixed_bytes = 16, width // 2, 8
-    rows = max((row + 1 for _, row in places), default=1)
-    # a multiple of a line, so that the nodes of a slot are aligned
-    limit = SLOT_BYTES // rows
-    if kind == MOMENTS:
-        limit = min(limit, 2 * SLOT_BYTES // max(len(places), 1))
-    limit -= limit % LINE
-    chunk = max(1, min(size, (limit - fixed_bytes) // item))
-    stride = -(-(fixed_bytes + chunk * item) // LINE) * LINE
-    chunks = max(1, -(-size // chunk))
-    is_direct = kind == MOMENTS or len(places) * stride <= 2 * SLOT_BYTES
-    own_nodes = sum(member == rank for member, _ in places)
-    head = [kind, width, chunk, chunks, stride, is_direct, own_nodes]
-    head += [len(places), len(joins), len(results)]
-    table = [*np.ravel(places), *np.ravel(joins), *results]
-    return np.array([*head, *table], np.int64)
-
-
-class HostSum:
-    """A sum that a queue computes, as the struct sum of sums.c.
-
-    Parameters
-    ----------
-    plan : ndarray
-        The result of `plan_of` or `broadcast_plan`.
-    pieces : sequence of Piece
-        This rank's nodes. They are laid side by side, and stay allocated until the sum is complete.
-    out : ndarray or None
-        Contiguous memory for the results; None if this rank does not need them.
-
-    Attributes
-    ----------
-    words : ndarray
-        The struct.
-    """
-
-    __slots__ = ("words", "_chunks", "_owners")
-
-    def __init__(self, plan: np.ndarray, pieces: Sequence[Piece], out: np.ndarray | None) -> None:
-        table, flat = [len(pieces)], []
-        for size, nodes in pieces:
-            flat.append([np.ascontiguousarray(node) for node in nodes])
-            table += [size, *map(address_of, flat[-1])]
-        addresses = np.array(table, np.int64)
-        self.words = np.zeros(SUM_WORDS, np.int64)
-        self.words[:2] = address_of(plan), address_of(addresses)
-        self.words[2] = 0 if out is None else address_of(out)
-        self._chunks, self._owners = int(plan[3]), (plan, flat, addresses, out)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether this rank has the results, and the other ranks its nodes."""
-        return bool(self.words[TAKEN_WORD] == self._chunks)
-
-
-class SumQueue:
-    """A set of slots with the sums of one rank that are not complete.
-
-    Parameters
-    ----------
-    memory : ndarray of uint8, shape (queue_bytes(ranks),)
-        The slots of all ranks, zero at first, and aligned to lines of 64 bytes.
-    rank, ranks : int
-        This rank among those that share the memory, and their number.
-    patience : float
-        Longest wait inside a call of the library, in seconds.
-
-    Attributes
-    ----------
-    words : ndarray
-        The struct queue of sums.c.
-    """
-
-    def __init__(
-        self, memory: np.ndarray, rank: int, ranks: int, patience: float = PATIENCE
-    ) -> None:
-        self.rank, self.ranks = rank, ranks
-        self._library = builds.kernels()
-        self._scratch = np.empty(2 * SLOT_BYTES, np.uint8)
-        self._memory = memory
-        self._sums: list[HostSum] = []  # those that are not complete, and perhaps others
-        self.words = np.zeros(QUEUE_WORDS, np.int64)
-        self.words[:5] = address_of(memory), rank, ranks, SLOTS, SLOT_BYTES
-        self.words[PATIENCE_WORD] = int(patience * 1e9)
-        self.words[-1] = address_of(self._scratch)
-
-    def start(self, host_sum: HostSum) -> None:
-        """Start a sum. All ranks must start the same sums in the same order."""
-        self.release()
-        self._sums.append(host_sum)
-        _busy[:] = [queue for queue in _busy if queue.is_busy and queue is not self]
-        _busy.append(self)
-        self._library.sums_start(self.words, host_sum.words)
-
-    def advance(self) -> None:
-        """Advance all sums without waiting."""
-        self._library.sums_advance(self.words)
-        self.release()
-
-    def release(self) -> None:
-        """Release the sums that are complete."""
-        if self._sums:
-            self._sums = [host_sum for host_sum in self._sums if not host_sum.is_complete]
-
-    def wait(self, host_sum: HostSum) -> None:
-        """Wait for a sum in the library, but not longer than the patience."""
-        waited = self.words[WAITED_WORD]
-        self._library.sums_wait(self.words, host_sum.words)
-        self.words[WAITED_WORD] = waited  # the caller counts this wait
-        self.release()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a sum is not complete."""
-        return bool(self.words[LAST_WORD])
-
-    def take_waited(self) -> int:
-        """Return the nanoseconds that replayed steps have waited since the last call."""
-        waited, self.words[WAITED_WORD] = int(self.words[WAITED_WORD]), 0
-        return waited
-
-    def close(self) -> None:
-        """Let kernels not advance the sums any more."""
-        self._library.sums_leave(self.words)
-
-
 def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combine) -> int:
-    """Return into how many segments several hosts divide a sum.
+    """Return the number of segments into which several hosts divide a sum.
 
     Parameters
     ----------
     hosts : sequence of (int, int)
         First rank of each host, and one past the last.
     nbytes : int
-        Size of a node.
+        Size of a node in bytes.
     combine : callable
         Function that combines two nodes.
     """
@@ -269,41 +77,13 @@ def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combi
     return max(1, min(nbytes // SLOT_BYTES, *(stop - first for first, stop in hosts)))
 
 
-def queue_bytes(ranks: int) -> int:
-    """Return the size of a `SumQueue`'s memory."""
-    return ranks * (COUNTS_BYTES + SLOTS * SLOT_BYTES)
-
-
-class Completion:
-    """Whether a sum over ranks that all share memory is complete; a generator yields it.
-
-    Parameters
-    ----------
-    queue : SumQueue
-        The queue that computes the sum.
-    host_sum : HostSum
-        The sum.
-    """
-
-    def __init__(self, queue: SumQueue, host_sum: HostSum) -> None:
-        self._queue, self._sum = queue, host_sum
-
-    def __call__(self) -> bool:
-        self._queue.advance()
-        return self._sum.is_complete
-
-    def wait(self) -> None:
-        """Wait for the sum, but not longer than the patience of the queue."""
-        self._queue.wait(self._sum)
-
-
 class HostMemory:
-    """The shared memory of the ranks of each host. Use `allocate`.
+    """The memory that the ranks of this host share for sums. Call `allocate` to create it.
 
     Attributes
     ----------
     hosts : list of (int, int)
-        First rank of each host, and one past the last.
+        For each host, its first rank and one past its last rank.
     """
 
     def __init__(
@@ -319,20 +99,21 @@ class HostMemory:
         self._ranks = first, stop = hosts[self._host]
         patience = 0.0 if transport.oversubscribed else PATIENCE
         size = queue_bytes(stop - first)
-        self.up = SumQueue(memory[:size], rank - first, stop - first, patience)
-        self.down = SumQueue(memory[-size:], rank - first, stop - first, patience)
-        self._roots = self._passed_roots = 0  # exchanges whose root goes through `down`
+        self.up = SumQueue(memory[:size], rank - first, stop - first, patience, first)
+        self.down = SumQueue(memory[-size:], rank - first, stop - first, patience, first)
+        # Number of exchanges between hosts that were started, and that reached `self.down`.
+        self._roots = self._passed_roots = 0
 
     @classmethod
     def allocate(cls, transport: Transport) -> HostMemory | None:
-        """Allocate the memory; return None if no ranks can share any, or there is no room.
+        """Allocate the memory; return None if no ranks share a host or memory is insufficient.
 
-        Collective, and the result is None on all ranks or on none.
+        Collective. The result is None either on all ranks or on no rank.
         """
         mpi, comm = transport.MPI, transport.comm
         with watchdog.guard("shared memory", transport.timeout):
             sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)
-            # the hosts of the launcher, because ranks of a host are numbered one after the other
+            # Split by the launcher's host names too: a host's ranks must be numbered consecutively.
             of_host = sharing.Split(transport.hosts.index(transport.hosts[transport.rank]))
             sharing.Free()
             firsts = comm.allgather(of_host.allreduce(transport.rank, mpi.MIN))
@@ -345,18 +126,18 @@ class HostMemory:
                 try:
                     array, window = _window(mpi, of_host, nbytes)
                 except mpi.Exception:
-                    pass  # a limit of this process, such as that of file sizes, forbids it
+                    pass  # a limit of this process, such as on file sizes, is too low
                 if comm.allreduce(array is not None, mpi.LAND):
                     memory = cls(transport, hosts, array, window)
                     of_host.Barrier()
                 elif window is not None:
                     window.Free()
-            of_host.Free()  # the window keeps what it needs
+            of_host.Free()  # the window keeps its own reference
         return memory
 
     @property
     def is_busy(self) -> bool:
-        """Whether a sum of this rank is not complete."""
+        """Whether this rank has incomplete sums."""
         return self.up.is_busy or self.down.is_busy
 
     @property
@@ -366,8 +147,8 @@ class HostMemory:
 
     @staticmethod
     def supports(tree: Tree, combine: Combine, dtype: np.dtype) -> bool:
-        """Return whether sums of this kind can go through shared memory."""
-        return not tree.plain and (combine, dtype) in KINDS and _count_nodes(tree) <= MOST_NODES
+        """Return whether a sum of this kind can be computed in shared memory."""
+        return not tree.plain and (combine, dtype) in KINDS and count_nodes(tree) <= MOST_NODES
 
     def sum_over_all(
         self,
@@ -376,7 +157,7 @@ class HostMemory:
         combine: Combine,
         out: np.ndarray,
     ) -> HostSum:
-        """Return a sum over all ranks of the world, which share this memory."""
+        """Create a sum over all ranks of the world, all of which must share this memory."""
         width = sum(size for size, _ in pieces)
         plan = plan_of(tree, self._ranks, self.up.rank, width, KINDS[combine, out.dtype])
         return HostSum(plan, pieces, out)
@@ -384,7 +165,7 @@ class HostMemory:
     def exchange(
         self, tag: int, tree: Tree, pieces: Sequence[Piece], combine: Combine, out: np.ndarray
     ) -> Steps:
-        """Fold the nodes of all ranks as the generators of `exchange` do.
+        """Fold the nodes of all ranks; a generator like those in the module `exchange`.
 
         Parameters
         ----------
@@ -397,7 +178,7 @@ class HostMemory:
         combine : callable
             Function that combines two nodes.
         out : ndarray, shape (width,)
-            The root; the generator returns it.
+            Memory for the root (the total), which the generator returns.
         """
         if not self.has_all_ranks:
             return (yield from self._between_hosts(tag, tree, pieces, combine, out))
@@ -442,34 +223,37 @@ class HostMemory:
         return out
 
     def _complete(self, sums):
-        """Advance all sums; return whether some of them are complete."""
+        """Advance all sums; return whether the given sums are complete."""
         self.up.advance()
         self.down.advance()
         return all(host_sum.is_complete for host_sum in sums)
 
     def close(self) -> None:
-        """Free the memory. Collective over the host, and all sums must be complete."""
+        """Free the memory. Collective over the ranks of the host. All sums must be complete."""
         self.up.close()
         self.down.close()
         if self.window is not None:
             self.window.Free()
 
     def leave(self, *owners: Any) -> None:
-        """Use the memory no more, but keep it and `owners`, because other ranks and kernels may."""
+        """Stop using the memory, but keep it and `owners` allocated.
+
+        Other ranks and kernels may still access the memory.
+        """
         self.up.close()
         self.down.close()
         _abandoned.append((self, owners))
 
 
 class Peers:
-    """One rank of each host, as the transport of an exchange among hosts.
+    """A transport for exchanges between hosts, in which one rank represents each host.
 
     Parameters
     ----------
     transport : Transport
-        Sends the messages.
+        The transport that sends the messages.
     ranks : sequence of int
-        The rank of each host.
+        For each host, the rank that represents it.
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
@@ -477,16 +261,16 @@ class Peers:
         self.rank, self.size = ranks.index(transport.rank), len(ranks)
 
     def isend(self, array: Any, dest: int, tag: int) -> Any:
-        """Start sending an array to the peer on a host; return the request."""
+        """Start sending an array to the rank that represents host `dest`; return the request."""
         return self._transport.isend(array, self._ranks[dest], tag)
 
     def irecv(self, array: Any, source: int, tag: int) -> Any:
-        """Start receiving an array from the peer on a host; return the request."""
+        """Start receiving an array from the rank that represents host `source`."""
         return self._transport.irecv(array, self._ranks[source], tag)
 
 
 def _columns(pieces, low, high):
-    """Return the columns [low, high) of pieces that are side by side."""
+    """Return the columns [low, high) of the matrix that the pieces form next to each other."""
     part, start = [], 0
     for size, nodes in pieces:
         first, stop = max(low - start, 0), min(high - start, size)
@@ -497,11 +281,11 @@ def _columns(pieces, low, high):
 
 
 def _window(mpi, comm, nbytes):
-    """Allocate a window of memory that the ranks of `comm` share; return the memory and it."""
+    """Allocate memory that the ranks of `comm` share; return the memory and its MPI window."""
     window = mpi.Win.Allocate_shared(nbytes + LINE if comm.rank == 0 else 0, 1, comm=comm)
     memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
     start = -address_of(memory) % LINE  # the same on all ranks, because pages are aligned
     memory = memory[start : start + nbytes]
-    # each rank touches a part, which is then allocated near its core
+    # Each rank first touches a part of the memory, which is then allocated near the rank's core.
     memory[nbytes * comm.rank // comm.size : nbytes * (comm.rank + 1) // comm.size] = 0
     return memory, window

@@ -1,4 +1,4 @@
-"""Run a job under its launcher, find why it ended, and end the processes that it left."""
+"""Run a job under its launcher, determine why it ended, and end processes that it left behind."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from mpidl.errors import UserError
 if TYPE_CHECKING:
     from mpidl.comm.failure import Signals
 
-# All processes of a job have this variable. It has the same value at each start of the same job.
+# Environment variable of all processes of a job. Its value stays the same if the job is restarted.
 VARIABLE = "MPIDL_JOB_TOKEN"
-START_VARIABLE = "MPIDL_JOB_START"  # the number of the start, from 1
-POLL_SECONDS = 0.2
+START_VARIABLE = "MPIDL_JOB_START"  # environment variable: how often the job was started, from 1
+POLL_SECONDS = 0.2  # time between two checks for the end of the launcher
 LOOK_SECONDS = 1.0  # time between two checks for children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child process
 SUSPENDED_SECONDS = 5.0  # if more time passes between two checks, all processes were suspended
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
-TAIL_LINES = 400
+TAIL_LINES = 400  # number of the last lines of stderr that are kept
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
 
 
 class JobProcess:
     """A job that a launcher such as mpirun has started, in a separate process session.
 
-    Its output appears on stdout and stderr of this process.
+    The output of the job appears on stdout and stderr of this process.
 
     Parameters
     ----------
     words : sequence of str
         The command line.
     environment : mapping
-        Environment of the command.
+        Environment variables of the command.
     token : str
-        Value of `VARIABLE`.
+        Value of the environment variable `VARIABLE`, which identifies the job.
 
     Raises
     ------
@@ -61,7 +61,7 @@ class JobProcess:
                 env={**environment, VARIABLE: token},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # only this process passes signals on
+                start_new_session=True,  # so that signals reach the job only through this process
             )
         except OSError as error:
             raise UserError(f"{words[0]}: cannot be started: {error.strerror}") from error
@@ -72,21 +72,22 @@ class JobProcess:
     def _pass_on(self):
         for line in self._process.stderr:
             text = line.decode(errors="replace")
-            with contextlib.suppress(OSError):  # if nobody reads it, the job must not wait either
+            with contextlib.suppress(OSError):  # if stderr is closed, the job must not block
                 sys.stderr.write(text)
                 sys.stderr.flush()
             self._tail.append(text.rstrip("\n"))
 
     def wait(self, signals: Signals, has_children: bool) -> int:
-        """Wait for the end of the job, and return its exit code; negative after a signal.
+        """Wait for the end of the job and return its exit code, negative if a signal killed it.
 
         Parameters
         ----------
         signals : Signals
-            Requests to stop. The job receives USR1 for the first of them.
+            Requests to stop. The job receives USR1 at the first request.
         has_children : bool
             Whether the launcher starts the ranks on this host. If the process between the launcher
-            and the ranks is killed while MPI starts, both wait forever; this method then ends them.
+            and the ranks is killed while MPI starts, the launcher and the ranks would wait forever.
+            This method detects that and ends them.
         """
         is_asked, look_time = False, time.monotonic()
         alone_since = look_time
@@ -126,7 +127,7 @@ class JobProcess:
         self._reader.join(2)
 
     def _has_child(self):
-        """Return whether the launcher has a child that has not ended."""
+        """Return whether the launcher has a running child process."""
         pid = self._process.pid
         try:
             with open(f"/proc/{pid}/task/{pid}/children") as file:
@@ -140,7 +141,7 @@ class JobProcess:
         return False
 
     def _orphans(self):
-        """Return the processes of the job on this host, without the launcher."""
+        """Return the IDs of the job's processes on this host, except the launcher."""
         pids = []
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != self._process.pid:
@@ -158,7 +159,7 @@ class JobProcess:
         """Describe in one line why the job has ended with this exit code."""
         name = os.path.basename(self.words[0])
         if self.is_left_alone:
-            return f"the processes of {name} on this host have ended, but not {name} itself"
+            return f"the processes of {name} on this host have ended, but {name} itself has not"
         return (
             _cause_of_mpidl(self._tail)
             or _cause_of_launcher(self._tail)
@@ -167,7 +168,7 @@ class JobProcess:
 
 
 def _cause_of_mpidl(tail):
-    """Return the first message of mpidl, with the rank or the exception that it names."""
+    """Return the first message of mpidl in stderr, with its next line or its exception."""
     lines = [*tail, ""]
     for line, following in itertools.pairwise(lines):
         if line.startswith("mpidl: "):
@@ -199,7 +200,8 @@ def _cause_of_launcher(tail):
 def _cause_of_code(name, code):
     if code < 0:
         return f"{name} was killed by {signal.Signals(-code).name}"
-    # If a signal kills a rank, MPICH's mpirun exits with the signal's number, others with 128 more.
+    # If a signal kills a rank, MPICH's mpirun exits with the number of the signal. Other launchers
+    # add 128 to the number.
     number = code - 128 if code > 128 else code
     hint = f": {signal.Signals(number).name} has killed a process" if number in FATAL else ""
     return f"{name} ended with exit code {code}{hint}"

@@ -1,4 +1,4 @@
-"""The command line of a training under mpirun or srun, and the hosts on which it starts ranks."""
+"""Parse the command line of a training under mpirun or srun, and adapt it if hosts are lost."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MPIRUN = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun")
 COUNT_FLAGS = ("-n", "-np", "--n", "--np", "--ntasks")
 HOST_FLAGS = ("-host", "-hosts", "--host", "--hosts", "-H", "-w", "--nodelist")
 HOST_FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
-NODE_FLAGS = ("-N", "--nodes", "--ntasks-per-node")  # srun's options that may not fit fewer hosts
-PROBE_SECONDS = 30  # time for a host to start a program
-MAX_PROBES = 16  # hosts that are probed at the same time
+NODE_FLAGS = ("-N", "--nodes", "--ntasks-per-node")  # srun options that may not suit fewer hosts
+PROBE_SECONDS = 30  # time limit for starting a program on a host
+MAX_PROBES = 16  # largest number of hosts that are tested at the same time
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class JobCommand:
     Attributes
     ----------
     start : tuple of str
-        The words up to the training's options.
+        The words before the options of the training.
     options : tuple of str
-        The training's options.
+        The options of the training.
     hosts : dict
-        {host: number of ranks that fit on it, or 0 if the command does not say}. Empty if the job
-        runs only on this host.
+        {host: number of ranks that fit on the host, or 0 if unknown}. Empty if the job runs only on
+        this host.
     """
 
     start: tuple[str, ...]
@@ -42,12 +42,12 @@ class JobCommand:
 
     @staticmethod
     def parse(words: Sequence[str]) -> JobCommand:
-        """Return the parts of a command line.
+        """Divide a command line into its parts, and find its hosts.
 
         Raises
         ------
         UserError
-            If the command starts no training, or if its file of hosts cannot be read.
+            If the command does not start a training, or if its hostfile cannot be read.
         """
         for i, word in enumerate(words):
             is_module = word == "mpidl.train" and words[i - 1 : i] == ["-m"]
@@ -62,7 +62,7 @@ class JobCommand:
 
     @property
     def launcher(self) -> str | None:
-        """The word that names mpirun or srun; None if the command names neither."""
+        """The word that names mpirun or srun; None if there is no such word."""
         names = (*MPIRUN, "srun")
         return next((word for word in self.start if os.path.basename(word) in names), None)
 
@@ -72,7 +72,7 @@ class JobCommand:
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks; None if the command does not say."""
+        """The number of ranks; None if neither the command nor Slurm specifies it."""
         texts = [*self._values(COUNT_FLAGS), os.environ.get("SLURM_NTASKS", "")]
         return next((int(text) for text in texts if text.isdigit()), None)
 
@@ -88,7 +88,7 @@ class JobCommand:
         return _hosts_of_slurm(names[-1] if names else os.environ.get("SLURM_JOB_NODELIST"))
 
     def _values(self, flags):
-        """Return the values of these flags of the launcher, in order."""
+        """Return the values of the given launcher flags, in order."""
         values, words = [], self._behind_launcher()
         for word, following in zip(words, (*words[1:], ""), strict=True):
             flag, equals, value = word.partition("=")
@@ -102,12 +102,12 @@ class JobCommand:
         return () if self.launcher is None else self.start[self.start.index(self.launcher) + 1 :]
 
     def without_hosts(self, lost: set[str]) -> JobCommand:
-        """Return the command for the remaining hosts, with as many ranks as fit on them.
+        """Return the command for the remaining hosts, with as many ranks as fit on these hosts.
 
         Parameters
         ----------
         lost : set of str
-            Some of the hosts, but not all of them.
+            The hosts to leave out. At least one host must remain.
         """
         hosts = {host: room for host, room in self.hosts.items() if host not in lost}
         words, skip = [], False
@@ -153,7 +153,7 @@ class JobCommand:
             return {host for host, lost in zip(self.hosts, answers, strict=True) if lost}
 
     def _host_flag(self):
-        """Return the flag of mpirun that names hosts: MPICH and Open MPI have different ones."""
+        """Return the flag with which this mpirun accepts host names: MPICH's or Open MPI's."""
         try:
             text = subprocess.run(
                 [self.launcher, "--version"], capture_output=True, text=True, timeout=PROBE_SECONDS
@@ -164,7 +164,11 @@ class JobCommand:
 
 
 def _ranks_on(hosts, ranks, host_count):
-    """Return how many of the `ranks` ranks, placed on `host_count` hosts before, fit on `hosts`."""
+    """Return how many ranks fit on `hosts`, at most `ranks`.
+
+    If the number for a host is unknown, assume that `ranks` were placed evenly on `host_count`
+    hosts.
+    """
     room = sum(hosts.values())
     if not all(hosts.values()):
         room = len(hosts) * math.ceil((ranks or host_count) / host_count)
@@ -177,12 +181,12 @@ def _host_of(entry):
 
 
 def _hosts_of_file(path):
-    """Read a file of hosts: lines such as "n1", "n1:4" (MPICH) or "n1 slots=4" (Open MPI)."""
+    """Read a hostfile, with lines such as "n1", "n1:4" (MPICH) or "n1 slots=4" (Open MPI)."""
     try:
         with open(path) as file:
             lines = [line.partition("#")[0].split() for line in file]
     except OSError as error:
-        raise UserError(f"{path}: the file of hosts cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: the hostfile cannot be read: {error.strerror}") from error
     hosts: dict[str, int] = {}
     for name, *words in filter(None, lines):
         host, room = _host_of(name)
@@ -192,7 +196,7 @@ def _hosts_of_file(path):
 
 
 def _hosts_of_slurm(nodes):
-    """Return {host: number of ranks} for Slurm's list of nodes, as the allocation says."""
+    """Return {host: number of ranks} for Slurm's list of nodes, according to the allocation."""
     if not nodes:
         return {}
     try:

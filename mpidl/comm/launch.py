@@ -27,7 +27,7 @@ Returned = TypeVar("Returned")
 
 SHOW_CHOICES = ("rank 0", "all", "none")
 PLOTS_CHOICES = ("none", "live")
-# The program of each rank. It imports this package from the same folder as this process does.
+# The program of each rank. It imports this package from the same folder as this process.
 RANK_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from mpidl.comm.launch_worker import main; main(sys.argv.pop(1))"
@@ -52,18 +52,18 @@ def launch(
         notebook, lambdas and nested functions require cloudpickle
         (`pip install 'mpidl[notebook]'`).
     *arguments
-        Arguments of the function after the `World`. They must be picklable; each rank gets a copy.
+        Further arguments of the function. They must be picklable; each rank gets a copy.
     ranks : int, optional
-        Number of ranks. The default is the number of tasks of the Slurm allocation, or else the
-        number of cores that this process may use.
+        Number of ranks. The default is the number of tasks of the Slurm allocation or, outside
+        Slurm, the number of cores that this process may use.
     timeout : float, optional
-        Seconds after which all ranks are terminated; None for no limit.
+        Seconds after which all ranks are terminated. By default there is no limit.
     show : {"rank 0", "all", "none"}
-        Ranks whose output is shown as soon as it arrives. "rank 0" also shows what the other ranks
-        write to stderr. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
+        Ranks whose output is shown as soon as it arrives. "rank 0" also shows the stderr output of
+        the other ranks. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
     plots : {"none", "live"}
-        In a notebook, "live" shows each training of the ranks while it runs: the curves of loss
-        and accuracy, the epoch, the learning rate and the time. Elsewhere it has no effect.
+        In a notebook, "live" shows the progress of each training: the curves of loss and accuracy,
+        the epoch, the learning rate and the time. Outside notebooks, "live" has no effect.
 
     Returns
     -------
@@ -73,8 +73,8 @@ def launch(
     Raises
     ------
     UserError, Fault
-        If a rank raises one of these exceptions. UserError is also raised if an argument is
-        invalid, or if this process is itself a rank.
+        If a rank raises UserError or Fault. UserError is also raised if an argument is invalid, or
+        if this process is itself a rank.
     RankError
         If a rank raises any other exception, or if the ranks end without a result. The message
         contains the traceback of the exception.
@@ -85,19 +85,19 @@ def launch(
 
     Notes
     -----
-    An exception on any rank terminates all ranks. So does the end of this process.
+    An exception on any rank terminates all ranks. If this process ends, the ranks end too.
 
-    An interrupt (Ctrl-C, or a notebook's *interrupt*) reaches rank 0. If the ranks are training,
-    the training stops after the current mini-batch, with a checkpoint, and the function continues
-    with a result whose `stopped` is "SIGINT". Otherwise the ranks end, and `launch` raises
-    KeyboardInterrupt. A second interrupt ends all ranks at once.
+    An interrupt (Ctrl-C, or *interrupt* in a notebook) is passed on to rank 0. If the ranks are
+    training, the training writes a checkpoint and stops after the current mini-batch. The function
+    then continues with a result whose `stopped` is "SIGINT". If the ranks are not training, they
+    end, and `launch` raises KeyboardInterrupt. A second interrupt ends all ranks at once.
 
-    Each rank runs the calling script again to define its functions, as Python's multiprocessing
-    does. Code that must run only once must be inside `if __name__ == "__main__":`.
+    Each rank runs the calling script again to define its functions, like Python's multiprocessing.
+    Code that must run only once must be inside `if __name__ == "__main__":`.
 
-    Arguments and results are passed in files, in a folder that only this user can read. The folder
-    is created in the temporary folder or, on several hosts, in $MPIDL_CACHE (by default
-    ~/.cache/mpidl), which all hosts must share.
+    Arguments and results are passed in files, in a folder that only the current user can read. The
+    folder is created in the system's temporary folder. If there are several hosts, it is created in
+    $MPIDL_CACHE (by default ~/.cache/mpidl), which must be visible on all hosts.
     """
     _refuse_inside_a_rank()
     if show not in SHOW_CHOICES:
@@ -142,7 +142,7 @@ def _refuse_inside_a_rank():
     """Raise UserError if this process is a rank."""
     started = failure.launched_ranks()
     if SIZE_VARIABLE in os.environ or started is not None:
-        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} as {started[0]} says"
+        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} according to {started[0]}"
         raise UserError(
             f"launch: this process is already a rank, one of {size}, and cannot start ranks; in a "
             'script, call launch under if __name__ == "__main__":'
@@ -150,7 +150,7 @@ def _refuse_inside_a_rank():
 
 
 def _default_ranks():
-    """Return the number of tasks that Slurm allocated, or else the number of usable cores."""
+    """Return the number of Slurm tasks or, outside Slurm, the number of usable cores."""
     tasks = os.environ.get("SLURM_NTASKS", "")
     if tasks.isdigit():
         return int(tasks)
@@ -159,7 +159,7 @@ def _default_ranks():
 
 
 def _parent_folder():
-    """Return the folder in which `launch` creates a job's folder; None for the temporary folder."""
+    """Return the folder in which to create the folder of a job; None for the temporary folder."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if not nodes.isdigit() or int(nodes) < 2:
         return None
@@ -170,7 +170,7 @@ def _parent_folder():
 
 
 def _main_program():
-    """Return how a rank can run this __main__ again: (kind, name), or None in a notebook."""
+    """Return (kind, name), which tells a rank how to run `__main__` again; None in a notebook."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None:
@@ -180,7 +180,7 @@ def _main_program():
 
 
 def _write_task(folder, function, arguments, show, is_live):
-    """Write the function, its arguments and the settings to the file that each rank reads."""
+    """Write the function, its arguments and the settings to the file that all ranks read."""
     main = _main_program()
     by_value = main is None and getattr(function, "__module__", None) == "__main__"
     if by_value and launch_worker.cloudpickle() is None:
@@ -204,7 +204,7 @@ def _write_task(folder, function, arguments, show, is_live):
             hint = (
                 ""
                 if launch_worker.cloudpickle()
-                else f" (with {pip_install('notebook')}, more can be sent)"
+                else f" (after {pip_install('notebook')}, more types can be sent)"
             )
             raise UserError(
                 f"launch: the function or its arguments cannot be sent: {error}{hint}"
@@ -229,7 +229,7 @@ def _raise_error_of_a_rank(job):
 
 
 def _load_exception(data):
-    """Unpickle an exception; return None if there is none or it cannot be unpickled here."""
+    """Unpickle an exception; return None if there is no exception or unpickling fails."""
     try:
         return None if data is None else launch_worker.load(io.BytesIO(data))
     except Exception:

@@ -1,4 +1,4 @@
-"""A running mpirun with its ranks: its output, its end, and requests to end it."""
+"""Manage a running mpirun for `launch`: start it, show its output, pass on interrupts, end it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpidl.comm.launcher import environment
 SIZE_VARIABLE = "MPIDL_LAUNCHED"  # set to the number of ranks for each rank that `launch` starts
 ERROR_GRACE = 0.5  # seconds to wait for errors of other ranks and for remaining output
 TERMINATION_GRACE = 5.0  # seconds that mpirun has to end its ranks before all are killed
-KILL_GRACE = 0.5  # the same after a second interrupt
+KILL_GRACE = 0.5  # the value of TERMINATION_GRACE after a second interrupt
 INTERRUPTED = "Interrupted: stopping; interrupt again to end all ranks at once"
 
 
@@ -39,7 +39,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
-        # None: another library handles it, which `signal` could not restore.
+        # A handler of another library, shown as None, could not be restored afterwards.
         if is_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
             self._previous = signal.signal(signal.SIGINT, self._add)
         return self
@@ -66,9 +66,9 @@ class Job:
     folder : str
         Folder of the files that this process and the ranks exchange.
     show : str
-        Whose output to show; see `launch`.
+        The ranks whose output is shown, as in `launch`.
     interrupts : Interrupts
-        The first interrupt is passed on to rank 0.
+        The interrupts of this process. The first interrupt is passed on to rank 0.
     update : function, optional
         Function to call repeatedly while the ranks run.
     """
@@ -85,7 +85,7 @@ class Job:
         self.ranks, self.folder, self.show = ranks, folder, show
         self.interrupts, self.update = interrupts, update
         self.is_interrupted = False
-        # Ranks on this host end when the lock is released.
+        # The ranks on this host end when the lock is released, for example if this process dies.
         self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")
         with contextlib.suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -102,9 +102,10 @@ class Job:
         )
 
     def follow(self, deadline: float | None) -> bool:
-        """Show the ranks' output until they end or one reports an error.
+        """Show the output of the ranks until they end or one of them reports an error.
 
-        Return False if the deadline, a value of `time.monotonic`, passes first.
+        Return False if the deadline, a value of `time.monotonic`, passes first. None means no
+        deadline.
         """
         decoders, error_time = {}, None
         with selectors.DefaultSelector() as pipes:
@@ -143,16 +144,16 @@ class Job:
             self.update()
 
     def failed_ranks(self) -> list[int]:
-        """Return the ranks that reported an error, in ascending order."""
+        """Return the ranks that have reported an error, in ascending order."""
         names = os.listdir(self.folder)
         return sorted(int(n[6:]) for n in names if n.startswith("error-") and n[6:].isdigit())
 
     def _show(self, name, text):
-        """Print output from the ranks' stream `name`, and keep the end of stderr."""
+        """Print text from the ranks' stream `name`, and keep the end of stderr for messages."""
         if name == "stderr":
             self.tail.extend(text)
         if text and self.show != "none":
-            stream = getattr(sys, name)  # a notebook replaces the stream to show the output
+            stream = getattr(sys, name)  # look up the stream now, because notebooks replace it
             stream.write(text)
             stream.flush()
 

@@ -1,7 +1,7 @@
-"""The program that `launch` runs on each rank, and the files that `launch` and the ranks exchange.
+"""Run a function on a rank that `launch` has started, and exchange files with `launch`.
 
-The launching process creates a folder for these files, with mode 0700. The files are the only
-pickles that the package reads. A file gets its final name only when it is complete.
+The launching process creates a folder with mode 0700 for these files. The files are the only
+pickles that the package reads from disk. A file gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mpidl.comm import failure
 from mpidl.errors import UserError
 from mpidl.report.progress import notebook
 
-MAIN = "__mp_main__"  # name of a main program that is run again, as in multiprocessing
+MAIN = "__mp_main__"  # name under which ranks run the main program again, as in multiprocessing
 LOCK_FILE = "locked"  # the launching process locks this file until it ends
 INTERRUPT_FILE = "interrupted"  # the launching process creates this file to interrupt rank 0
-INTERRUPT_SECONDS = 0.1  # time between two checks for that file
-FAILED_WAIT = 20.0  # seconds until a failed rank exits, unless the launching process ends it first
+INTERRUPT_SECONDS = 0.1  # time between two checks for INTERRUPT_FILE
+FAILED_WAIT = 20.0  # seconds until a failed rank exits if the launching process does not end it
 
 
 def main(folder: str) -> None:
-    """Run the launched function on this rank; `folder` holds the files of the launch."""
+    """Run the launched function on this rank; `folder` contains the files of the launch."""
     faulthandler.enable()
     rank, host = failure.launched_rank(), ""
     try:
@@ -61,7 +61,7 @@ def main(folder: str) -> None:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, PrefixedStream):
                 stream.end_line()
-    except BaseException as error:  # SystemExit ends the launch, too
+    except BaseException as error:  # including SystemExit, which also ends the launch
         _write_error(folder, rank, host, error)
         time.sleep(FAILED_WAIT)
         os._exit(1)
@@ -80,8 +80,7 @@ def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
     file : binary file
         The file to write to.
     by_value : bool
-        Whether to pickle definitions in `__main__` by value as well, if cloudpickle is
-        installed.
+        Whether to also pickle definitions in `__main__` by value, if cloudpickle is installed.
     """
     by_value_pickler = cloudpickle()
     if by_value and by_value_pickler is not None:
@@ -99,14 +98,14 @@ def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """An Unpickler that finds definitions in `__mp_main__` in the module `__main__`."""
+    """An Unpickler that looks up definitions of `__mp_main__` in the module `__main__`."""
 
     def find_class(self, module, name):
         return super().find_class("__main__" if module == MAIN else module, name)
 
 
 def load(file: BinaryIO) -> Any:
-    """Read a value that `dump` wrote on a rank; only the launching process calls this."""
+    """Read a value that `dump` wrote on a rank. Only the launching process calls this function."""
     return Unpickler(file).load()
 
 
@@ -136,7 +135,7 @@ def _write_complete(path, value):
 
 
 def _write_error(folder, rank, host, error):
-    """Write a report of an exception to a file, for `launch` to raise an error."""
+    """Write a report of an exception to a file, from which `launch` raises an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
         trace = trace.tb_next  # skip the frames of the launch itself
@@ -149,12 +148,12 @@ def _write_error(folder, rank, host, error):
         dump(error, file)
         report["error"] = file.getvalue()
     except Exception:
-        report["error"] = None  # not picklable; the report still has the traceback
+        report["error"] = None  # the exception cannot be pickled; the report keeps the traceback
     _write_complete(os.path.join(folder, f"error-{rank}"), report)
 
 
 def _run_main_program(program):
-    """Run the main program of the launching process under the name MAIN, for its definitions.
+    """Run the main program of the launching process under the name `MAIN`, to get its definitions.
 
     `program` is a tuple (kind, name) from `launch`, or None if there is nothing to run.
     """
@@ -168,9 +167,10 @@ def _run_main_program(program):
 
 
 def _load_task(file):
-    """Read the function and its arguments.
+    """Read the function and its arguments from the task file.
 
-    Raise UserError if the pickle needs a name that the script does not define under the name MAIN.
+    Raise UserError if the pickle needs a name that the main program does not define when it runs
+    under the name `MAIN`.
     """
     try:
         return pickle.load(file)
@@ -184,7 +184,7 @@ def _load_task(file):
 
 
 def _redirect_output(rank, show):
-    """Prefix the lines of ranks other than 0; drop their stdout unless `show` is "all"."""
+    """Prefix the output lines of a rank other than 0; drop its stdout unless `show` is "all"."""
     if rank == 0:
         return
     if show != "all":
@@ -221,7 +221,7 @@ class PrefixedStream(io.TextIOBase):
 
 
 def _interrupt(folder):
-    """Interrupt the main thread, as Ctrl-C does, when the launching process requests it."""
+    """When the launching process requests it, interrupt the main thread like Ctrl-C."""
     while not os.path.exists(os.path.join(folder, INTERRUPT_FILE)):
         time.sleep(INTERRUPT_SECONDS)
     main_thread = threading.main_thread().ident
@@ -230,7 +230,7 @@ def _interrupt(folder):
 
 
 def _end_with_launcher(folder):
-    """End this rank when the launching process has ended, which releases its lock on LOCK_FILE."""
+    """End this rank when the launching process ends and thereby releases its lock on LOCK_FILE."""
     with open(os.path.join(folder, LOCK_FILE)) as file:
         while True:
             try:

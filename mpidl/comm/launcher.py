@@ -1,4 +1,4 @@
-"""Build the command line and the environment with which a process starts ranks."""
+"""Build the command line and the environment for starting ranks."""
 
 import os
 import shutil
@@ -10,22 +10,23 @@ LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_
 
 
 def launcher(ranks: int, uses_srun: bool = False) -> list[str]:
-    """Return the command line that starts this many ranks.
+    """Return the command line that starts a number of ranks.
 
-    The command is the mpirun in the folder of this Python, or else the first one on PATH. With
-    srun, the ranks fill one node of the allocation after the other.
+    The command is the mpirun in the folder of this Python interpreter or, if there is none, the
+    first mpirun on PATH. If `uses_srun` is true, the command is srun, and the ranks fill one node
+    of the allocation after another.
 
     Raises
     ------
     UserError
-        If no mpirun or srun is found.
+        If the command is not found.
     """
     if uses_srun:
         return _srun(ranks)
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = mpirun if os.access(mpirun, os.X_OK) else shutil.which("mpirun")
     if path is None:
-        raise UserError("no mpirun beside this Python or on PATH: run/install installs one")
+        raise UserError("no mpirun next to this Python or on PATH: run/install installs one")
     return [path, "-n", str(ranks)]
 
 
@@ -45,7 +46,7 @@ def _srun(ranks):
 
 
 def _slurm_ranks_per_node():
-    """Return the tasks per node of the Slurm allocation, or 0 outside of one."""
+    """Return the number of tasks per node of the Slurm allocation; 0 without an allocation."""
     text = os.environ.get("SLURM_NTASKS_PER_NODE", "")
     if text.isdigit():
         return int(text)
@@ -54,11 +55,11 @@ def _slurm_ranks_per_node():
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of this process's environment for the ranks that it starts.
+    """Return a copy of this process's environment variables for the ranks that it starts.
 
-    Variables of MPI launchers are removed, and Open MPI is allowed to start more ranks than cores
-    and to run as root. The folder of this Python comes first on PATH, because mpirun would
-    otherwise start another Python.
+    The variables of MPI launchers are removed, and Open MPI is allowed to start more ranks than
+    cores and to run as root. The folder of this Python interpreter comes first on PATH, because
+    mpirun might otherwise start another interpreter.
     """
     variables = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     variables["PATH"] = os.path.dirname(sys.executable) + os.pathsep + variables.get("PATH", "")

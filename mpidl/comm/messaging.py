@@ -1,4 +1,4 @@
-"""Send objects between ranks, run exchanges in the background, and send messages to rank 0."""
+"""Send objects between ranks, and sum values over ranks while other work continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TAGS = 16384  # number of tags of exchanges; MPI guarantees tags up to 32767
 
 
 class Messaging:
-    """Base class of `World` that moves objects and nodes of the reduction tree between ranks.
+    """Base class of `World` that sends objects and nodes of the reduction tree between ranks.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Messaging:
     Attributes
     ----------
     transport : Transport
-        The argument `transport`.
+        The object that sends and receives the messages.
     rank, size : int
         Rank of this process, and number of ranks.
     pending_exchanges : list of PendingExchange
@@ -51,7 +51,7 @@ class Messaging:
         self._use(transport)
 
     def _use(self, transport: Transport) -> None:
-        """Use a transport, and forget exchanges and messages of an earlier one."""
+        """Use a transport, and forget the exchanges and messages of the previous transport."""
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.pending_exchanges: list[PendingExchange] = []
@@ -89,7 +89,7 @@ class Messaging:
         return value if self.rank == root else pickle.loads(data)
 
     def gather(self, value: T) -> list[T] | None:
-        """Return a list of the values of all ranks on rank 0, and None elsewhere; collective.
+        """Return a list of all ranks' values on rank 0, and None on other ranks; collective.
 
         Parameters
         ----------
@@ -99,7 +99,7 @@ class Messaging:
         Returns
         -------
         list or None
-            One value per rank, in rank order, on rank 0.
+            One value per rank, in rank order; None on ranks other than 0.
         """
         control = self.transport.control
         if self.rank:
@@ -130,11 +130,11 @@ class Messaging:
         Returns
         -------
         list
-            One value per rank.
+            One value per rank, in rank order.
 
         See Also
         --------
-        gather : The same list on rank 0 only.
+        gather : Return the same list, but only on rank 0.
         """
         return self.broadcast(self.gather(value))
 
@@ -146,14 +146,14 @@ class Messaging:
         Parameters
         ----------
         handler : callable
-            ``handler(data)`` is called on rank 0 for each object; its result is ignored.
+            Rank 0 calls ``handler(data)`` for each object, and ignores the result.
         """
         self._handler = handler
 
     def send(self, data: Any) -> None:
         """Send data to the handler on rank 0 without waiting; not collective.
 
-        Rank 0 calls the handler in `progress`, and while it waits in a collective method. When
+        Rank 0 calls the handler in `progress` and while rank 0 waits in a collective method. When
         `barrier` returns, the handler has processed all messages sent before the barrier.
 
         Parameters
@@ -170,7 +170,7 @@ class Messaging:
         if self.rank == 0:
             self._handle(data)
         else:
-            # keep each request until its message has been sent
+            # Keep each request until its message has been sent.
             self._outbox = [request for request in self._outbox if not request.Test()]
             self._outbox.append(self.transport.control.isend(data, 0, SEND))
 
@@ -190,8 +190,8 @@ class Messaging:
         inbox : sequence
             Buffers to receive into, one per rank. The entry of this rank is not changed.
         buffer : ndarray or DeviceBytes
-            Data to send, of the same size on all ranks. The buffer may be in GPU memory if MPI can
-            read GPU memory.
+            Data to send, of the same size on all ranks. The buffer may be in GPU memory if the MPI
+            library supports that.
         operation : str
             Name of the awaited operation, for messages about a time-out.
         """
@@ -202,14 +202,14 @@ class Messaging:
         self._wait_for(requests, operation)
 
     def exchange(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> np.ndarray:
-        """Combine the tree nodes of all ranks and return the root (the total); collective.
+        """Combine the tree nodes of all ranks, and return the root (the total); collective.
 
         Parameters
         ----------
         tree : fold.Tree
             Reduction tree over the blocks of 16 images.
         matrix : ndarray, shape (nodes, width)
-            Values of the tree nodes that this rank holds; they may be overwritten.
+            Values of the tree nodes that this rank holds. The method may overwrite the values.
         combine : callable
             Function that combines two nodes: `fold.add` or `fold.merge_moments`.
 
@@ -230,18 +230,18 @@ class Messaging:
         Parameters
         ----------
         tree : Tree
-            The tree of the sum.
-        matrix : ndarray
+            Reduction tree over the blocks.
+        matrix : ndarray, shape (nodes, width)
             This rank's nodes, one per row.
         combine : callable
-            ``combine(left, right)`` returns the parent of two nodes.
+            Function that combines two nodes: ``combine(left, right)`` returns their parent.
         name : str
-            Name of the sum in a timeline; by default its place in the training step.
+            Name of the sum in a timeline. By default the current part of the training step.
 
         Returns
         -------
         PendingExchange
-            The exchange, for `wait`.
+            The exchange, to pass to `wait`.
         """
         return self.start_sum(tree, [(matrix.shape[1], list(matrix))], combine, matrix.dtype, name)
 
@@ -254,31 +254,32 @@ class Messaging:
         name: str = "",
         out: np.ndarray | None = None,
     ) -> PendingExchange:
-        """Start a sum of several values side by side without waiting; collective.
+        """Start to sum several values in one exchange, without waiting; collective.
 
         Parameters
         ----------
         tree : Tree
-            The tree of the sum.
+            Reduction tree over the blocks.
         pieces : sequence of (int, sequence of ndarray)
-            Size and this rank's nodes of each value.
+            For each value, its size and this rank's nodes.
         combine : callable
-            ``combine(left, right)`` returns the parent of two nodes.
+            Function that combines two nodes: ``combine(left, right)`` returns their parent.
         dtype : dtype
-            Type of the nodes.
+            Data type of the nodes.
         name : str
-            Name of the sum in a timeline; by default its place in the training step.
+            Name of the sum in a timeline. By default the current part of the training step.
         out : ndarray, optional
-            Memory for the root, which only sums in shared memory use.
+            Memory for the root if the sum is computed in shared memory. By default new memory.
 
         Returns
         -------
         PendingExchange
-            The exchange, for `wait`.
+            The exchange, to pass to `wait`.
         """
         width, rows = sum(size for size, _ in pieces), len(tree.nodes[tree.rank])
         memory = self.host_memory() if HostMemory.supports(tree, combine, dtype) else None
-        # A replayed step makes its sums in memory without this method. It must use as many tags.
+        # A replayed step computes sums in shared memory without calling this method. To keep the
+        # tags of all ranks equal, such sums use no tag.
         has_messages = memory is None or not memory.has_all_ranks
         tag = self._new_tag() if has_messages else 0
         if memory is not None:
@@ -296,19 +297,20 @@ class Messaging:
         return pending
 
     def host_memory(self) -> HostMemory | None:
-        """Return the memory in which the ranks of a host sum; the first call allocates it.
+        """Return the shared memory for sums over the ranks of a host. Collective.
 
-        Collective.
+        The first call allocates the memory.
 
         Returns
         -------
         HostMemory or None
-            None without kernels, if no ranks share a host, or if /dev/shm is too small.
+            The memory. None if the compiled kernels are missing, if no ranks share a host, or if
+            /dev/shm is too small.
         """
         if self._has_host_memory is None:
             if self.size > 1 and builds.kernels() is not None:  # on all ranks or on none
-                # The calls of MPI below cannot be cancelled. They begin when no rank can fail
-                # before it takes part.
+                # The MPI calls in `allocate` cannot be cancelled. This exchange ensures that all
+                # ranks reach them.
                 inbox = [np.zeros(1, np.uint8) for _ in range(self.size)]
                 self.allgather_into(inbox, inbox[self.rank], "the start of sums in shared memory")
                 self._host_memory = HostMemory.allocate(self.transport)
@@ -316,13 +318,13 @@ class Messaging:
         return self._host_memory
 
     def leave_memory(self) -> None:
-        """Let kernels not touch the shared memory any more, in which sums stay incomplete."""
+        """Stop kernels from accessing the shared memory, and leave its sums incomplete."""
         if self._host_memory is not None:
             self._host_memory.leave()
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether a sum has started that is not complete."""
+        """Whether any sum has started but is not complete."""
         memory = self._host_memory
         return bool(self.pending_exchanges) or (memory is not None and memory.is_busy)
 
@@ -332,7 +334,7 @@ class Messaging:
         Parameters
         ----------
         pending : PendingExchange
-            What `start` returned.
+            The exchange that `start` or `start_sum` returned.
         """
 
         if pending.is_complete:
@@ -341,7 +343,7 @@ class Messaging:
 
         def is_complete():
             nonlocal wait_in_library
-            if wait_in_library is not None:  # at first, which takes less time than polls
+            if wait_in_library is not None:  # first wait in the library, which is faster than polls
                 wait_in_library()
                 wait_in_library = None
             self.progress()  # advances all exchanges, including this one

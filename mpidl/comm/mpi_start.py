@@ -20,32 +20,32 @@ from types import ModuleType
 from mpidl.comm import failure, foreign_launcher, shared_segments, ulfm
 from mpidl.errors import UserError
 
-START_SECONDS = 10.0  # in addition to the time-out: a busy host starts MPI slowly
-LOOK_SECONDS = 0.5  # time between two looks of the watching thread
-WATCHING_RANKS = 4  # ranks per host that check whether another rank has ended
-GONE_SECONDS = 1.0  # time from the end of a rank of this host to the end of the job
-# Processes of MPICH's and Open MPI's mpirun that start the ranks of a host.
+START_SECONDS = 10.0  # extra time after the time-out, because a busy host starts MPI slowly
+LOOK_SECONDS = 0.5  # time between two checks of the watching thread
+WATCHING_RANKS = 4  # number of ranks per host that check whether another rank has ended
+GONE_SECONDS = 1.0  # time from the end of a rank on this host to the end of the job
+# Names of the processes of MPICH's and Open MPI's mpirun that start the ranks of a host.
 PROXIES = {"hydra_pmi_proxy", "prted", "prterun"}
 
 
 def initialize(mpi: ModuleType, timeout: float) -> None:
     """Call MPI_Init for the imported module `mpi4py.MPI`.
 
-    The function watches MPI_Init and sets this process's handler of USR1 again, which MPICH
-    replaces.
+    During the call, a thread watches MPI_Init. Afterwards, the function restores this process's
+    handler of the signal USR1, which MPICH replaces.
 
     Parameters
     ----------
     mpi : module
         `mpi4py.MPI`, imported without initializing MPI.
     timeout : float
-        Longest wait for a message in seconds. If MPI_Init takes START_SECONDS longer, the process
-        prints a line and ends.
+        Longest wait for a message in seconds. If MPI_Init takes longer than this time plus
+        `START_SECONDS`, the process prints a line and ends.
 
     Raises
     ------
     UserError
-        If the launcher belongs to another MPI, or if /dev/shm has too little room.
+        If the launcher belongs to another MPI library, or if /dev/shm has too little free space.
     """
     vendor = mpi.get_vendor()[0]
     foreign_launcher.refuse(vendor)
@@ -62,19 +62,19 @@ def initialize(mpi: ModuleType, timeout: float) -> None:
     with Watch(timeout), _without_network() if is_one_host else contextlib.nullcontext():
         _init_thread(mpi)
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
-        comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises exceptions
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # so that mpi4py raises exceptions
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, handler)
 
 
 def _init_thread(mpi):
-    """Call MPI_Init_thread without the interpreter's lock, which mpi4py would hold.
+    """Call MPI_Init_thread without holding the interpreter's lock.
 
-    Other threads, such as the watching thread, can then run.
+    mpi4py would hold the lock, and other threads, such as the watching thread, could not run.
     """
     try:
         init_thread = ctypes.CDLL(mpi.__file__).MPI_Init_thread
-    except (OSError, AttributeError):  # mpi4py was not linked with a shared MPI library
+    except (OSError, AttributeError):  # mpi4py is not linked with a shared MPI library
         mpi.Init_thread(mpi.THREAD_FUNNELED)
         return
     provided = ctypes.c_int()
@@ -85,7 +85,7 @@ def _init_thread(mpi):
 
 @contextlib.contextmanager
 def _without_network():
-    """Keep UCX, which MPICH uses between hosts, from looking at each network device many times."""
+    """Prevent UCX, which MPICH uses between hosts, from probing each network device many times."""
     if "UCX_TLS" in os.environ:
         yield
         return
@@ -97,7 +97,7 @@ def _without_network():
 
 
 def _end_all_hosts(error):
-    """End the job, because ranks of other hosts do not see the error of this host."""
+    """End the job on all hosts, because ranks on other hosts do not see the error of this host."""
     if shared_segments.local_ranks()[0] == 0:
         print(f"mpidl: {error}", file=sys.stderr, flush=True)
         if "MPI_LOCALNRANKS" in os.environ and "PMI_FD" in os.environ:
@@ -109,14 +109,14 @@ def _end_all_hosts(error):
 class Watch:
     """Context manager that ends this process if its block takes longer than a time-out.
 
-    The time in which this process itself was stopped does not count. Under mpirun, the process also
-    ends if another rank of this host has ended. MPI_Init would wait for that rank, and mpirun may
-    not notice a rank that ends before MPI_Init. The process also ends if the launcher has ended.
+    Time during which this process itself was stopped does not count. The process also ends if the
+    launcher has ended. Under mpirun, the process also ends if another rank on this host has ended,
+    because MPI_Init would wait for that rank, and mpirun may not notice it.
 
     Parameters
     ----------
     timeout : float
-        Longest wait for a message in seconds; the block may take START_SECONDS longer.
+        Longest wait for a message in seconds. The block may take `START_SECONDS` longer.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -139,7 +139,7 @@ class Watch:
             seconds = min(look_time - previous, 1.0)
             waited += seconds
             if waited > self.timeout + START_SECONDS:
-                limit = f"{self.timeout:g} s (--timeout) and {START_SECONDS:g} s for its start"
+                limit = f"{self.timeout:g} s (--timeout) plus {START_SECONDS:g} s for its start"
                 self._end(f"within {limit}{_stopped_ranks()}")
             if failure.launcher_has_ended():
                 self._end("because the launcher on this host has ended")
@@ -150,19 +150,19 @@ class Watch:
                 self._end("because another rank on this host has ended before it started MPI")
 
     def _end(self, reason):
-        """Print a line and end the process, which lets the launcher end the others."""
+        """Print a line and end the process, after which the launcher ends the other ranks."""
         rank = failure.launched_rank()
-        # If several ranks end, the lowest prints its line, and the launcher ends the others.
+        # If several ranks detect a problem, let the lowest of them print its line.
         if self._is_over.wait(0.3 * min(rank, 10)):
             return
         text = f"mpidl: rank {rank} on host {platform.node()}: MPI did not start {reason}"
-        with contextlib.suppress(OSError):  # the launcher, which reads stderr, may have ended
+        with contextlib.suppress(OSError):  # the launcher reads stderr, and may have ended
             print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def _watched_ranks():
-    """Return the number of ranks of this host that this process watches, or 0."""
+    """Return the number of ranks on this host if this process watches them, otherwise 0."""
     rank, count = shared_segments.local_ranks()
     with contextlib.suppress(OSError):
         if rank < WATCHING_RANKS and _read(f"/proc/{os.getppid()}/comm").strip() in PROXIES:
@@ -171,7 +171,7 @@ def _watched_ranks():
 
 
 def _states_of_ranks():
-    """Return {process id: state} of the children of this process's parent, as in /proc/PID/stat."""
+    """Return {process ID: state} of this process and its siblings; states as in /proc/PID/stat."""
     parent, states = os.getppid(), {}
     with contextlib.suppress(OSError):
         for pid in _read(f"/proc/{parent}/task/{parent}/children").split():
@@ -185,7 +185,7 @@ def _count_alive(states):
 
 
 def _stopped_ranks():
-    """Describe the sibling processes that a signal has stopped; "" if there are none."""
+    """Return text that lists the sibling processes stopped by a signal; "" if there are none."""
     stopped = [str(pid) for pid, state in _states_of_ranks().items() if state in "Tt"]
     return f": stopped on this host: process {', '.join(stopped)}" if stopped else ""
 

@@ -1,11 +1,12 @@
-"""Move nodes of the reduction tree between the ranks' GPUs, with NCCL or a CUDA-aware MPI.
+"""Exchange nodes of the reduction tree between the GPUs of the ranks.
 
-A node is the sum over a range of blocks of 16 images. `make_mover(world)` chooses a mover. Without
-a mover, the world exchanges the nodes through pinned host memory. A mover only gathers the nodes of
-all ranks, and the caller adds them up, so the sums do not depend on the choice.
+A node is the sum over a range of blocks of 16 images. `make_mover(world)` chooses a mover, an
+object that gathers the nodes of all ranks with NCCL or a CUDA-aware MPI. Without a mover, the world
+exchanges the nodes through pinned host memory. In all cases the caller adds up the gathered nodes,
+so the sums do not depend on the choice.
 
-No mover has run on several real GPUs yet. The choice is tested with simulated ranks; the messages
-of `MpiMover` are tested with host memory.
+No mover has run on several real GPUs yet. The choice of a mover is tested with simulated ranks. The
+messages of `MpiMover` are tested with host memory.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ VARIABLE = "MPIDL_TRANSPORT"
 
 
 class Capabilities(NamedTuple):
-    """The ways in which a rank can move device memory."""
+    """The methods with which a rank can transfer device memory."""
 
     host: str
     identity: str
-    """Identity of the physical GPU of the rank."""
+    """Identity of the rank's physical GPU."""
     nccl: int
     """Version of NCCL, such as 22707; 0 if the rank has no NCCL."""
     aware: bool | None
-    """Whether the MPI library reads device memory; None if it does not say."""
+    """Whether the MPI library is CUDA-aware (accepts device memory); None if unknown."""
 
 
 def make_mover(world: World) -> NcclMover | MpiMover | None:
-    """Create the object that moves nodes between the ranks' GPUs.
+    """Create the object that gathers nodes between the GPUs of the ranks.
 
-    The function is collective and is called once per world.
+    Collective. Call this function once per world.
 
     Parameters
     ----------
@@ -53,14 +54,14 @@ def make_mover(world: World) -> NcclMover | MpiMover | None:
     Returns
     -------
     NcclMover, MpiMover or None
-        None if nodes travel through host memory. A mover has a method `allgather(source, target)`
-        and an attribute `captured`, which says whether a CUDA graph can contain its messages.
+        The mover; None if nodes are exchanged through host memory. A mover has a method
+        `allgather(source, target)` and an attribute `captured`, which is true if a CUDA graph can
+        contain its messages.
 
     Raises
     ------
     UserError
-        If the transport that MPIDL_TRANSPORT names cannot be used. All ranks use the value of
-        rank 0.
+        If the environment variable MPIDL_TRANSPORT of rank 0 names a transport that cannot be used.
     """
     request = world.broadcast(os.environ.get(VARIABLE))
     ranks = world.allgather(
@@ -73,7 +74,7 @@ def make_mover(world: World) -> NcclMover | MpiMover | None:
 
 
 def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) -> str:
-    """Return the requested transport, or else the best of `TRANSPORTS` that all ranks can use.
+    """Return the requested transport or, by default, the best transport that all ranks can use.
 
     Raises
     ------
@@ -83,7 +84,7 @@ def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) 
     if request is not None and request not in TRANSPORTS:
         raise UserError(f"{VARIABLE} must be {', '.join(TRANSPORTS[:-1])} or host, found {request}")
     if len(ranks) == 1:
-        return "host"  # there is nothing to move
+        return "host"  # a single rank exchanges nothing
     first_ranks, shared = {}, []
     for rank, capabilities in enumerate(ranks):
         gpu = capabilities.host, capabilities.identity
@@ -113,7 +114,7 @@ def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) 
 
 
 def version() -> int:
-    """Return the version of the NCCL that CuPy can load, such as 22707; 0 if there is none."""
+    """Return the version of NCCL that CuPy can load, such as 22707; 0 if CuPy finds no NCCL."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # hide CuPy's instructions for installing NCCL
@@ -126,7 +127,7 @@ def version() -> int:
 def cuda_aware(
     libraries: Iterable[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> bool | None:
-    """Ask the MPI library whether it reads device memory; return None if it does not say.
+    """Return whether the MPI library is CUDA-aware (accepts device memory); None if unknown.
 
     Parameters
     ----------
@@ -137,7 +138,7 @@ def cuda_aware(
     """
     for path in loaded_libraries() if libraries is None else libraries:
         if "cray" in os.path.basename(path) and environ.get("MPICH_GPU_SUPPORT_ENABLED") != "1":
-            return False  # Cray's library would say yes even then, but abort the job
+            return False  # Cray's library would report support, but then abort the job
         with contextlib.suppress(OSError, AttributeError):  # Open MPI, MPICH
             return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
         with contextlib.suppress(OSError, AttributeError):  # MPICH and its derivatives
@@ -161,16 +162,16 @@ _communicators: dict = {}  # {Capabilities of the ranks: NCCL's communicator}
 class NcclMover:
     """A mover that uses NCCL. Each rank needs a GPU that no other rank uses.
 
-    Worlds with the same ranks share a communicator. The first messages open connections, which must
-    not happen inside a CUDA graph, so the constructor sends them. If a rank dies, the other
-    ranks wait in NCCL, where --timeout has no effect, until the launcher ends them.
+    Worlds with the same ranks share a communicator. The first messages open connections, which is
+    not allowed inside a CUDA graph, so the constructor sends the first messages. If a rank dies,
+    the other ranks wait in NCCL until the launcher ends them; --timeout has no effect in NCCL.
 
     Parameters
     ----------
     world : World
         The ranks.
     ranks : tuple of Capabilities
-        Capabilities of each rank. They are the key under which the communicator is stored.
+        Capabilities of each rank. The communicator is stored under this key.
     """
 
     captured = True
@@ -185,7 +186,7 @@ class NcclMover:
             communicator = nccl.NcclCommunicator(world.size, key, world.rank)
             _communicators[ranks] = communicator
             # Keep the communicator until the process ends. Its destructor would wait for the other
-            # ranks, and for the destruction of all graphs that contain its messages.
+            # ranks, and until all graphs that contain its messages are destroyed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
         self._communicator = _communicators[ranks]
         buffer = self.device.allocate(256 * (world.size + 1))
@@ -193,14 +194,14 @@ class NcclMover:
         self.device.synchronize()
 
     def allgather(self, source: Array, target: Array) -> None:
-        """Gather the nodes of all ranks, as an operation on the device's stream.
+        """Gather the nodes of all ranks, as an asynchronous operation on the device's stream.
 
         Parameters
         ----------
         source : Array, shape (nodes, width)
-            Nodes of this rank, C-ordered. The shape must be the same on all ranks.
+            Nodes of this rank, in C order. The shape must be the same on all ranks.
         target : Array, shape (ranks, nodes, width)
-            Receives the nodes of all ranks, C-ordered.
+            Receives the nodes of all ranks, in C order.
         """
         self._gather(source.address, target.address, source.nbytes)
 
@@ -221,19 +222,20 @@ class MpiMover:
         self.world, self.device = world, world.device
 
     def allgather(self, source: Array, target: Array) -> None:
-        """Gather the nodes of all ranks; see `NcclMover.allgather`."""
+        """Gather the nodes of all ranks, and wait for them; see `NcclMover.allgather`."""
         world, nbytes = self.world, source.nbytes
         if not nbytes:
             return
         self.device.copy(target.address + world.rank * nbytes, source.address, nbytes)
-        self.device.synchronize()  # the source is complete, and no kernel reads the target any more
+        # Wait until kernels have written the source and no kernel still reads the target.
+        self.device.synchronize()
         rows = [DeviceBytes(target.address + r * nbytes, nbytes) for r in range(world.size)]
         buffer = DeviceBytes(source.address, nbytes)
         world.allgather_into(rows, buffer, "nodes of the other ranks' GPUs")
 
 
 class DeviceBytes:
-    """A buffer in device memory that MPI accepts, because it has the CUDA array interface."""
+    """A buffer in device memory with the CUDA array interface, which mpi4py accepts."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

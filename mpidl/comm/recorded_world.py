@@ -1,4 +1,4 @@
-"""Record a training step's sums over the ranks, so that replays exchange them too."""
+"""Record the sums over ranks in a training step, so that replays of the step compute them too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.recording import Recorder, address_of, fixed
 from mpidl.blocks import OneRank
-from mpidl.comm.host_memory import HostSum
 from mpidl.comm.reducer import BUCKET_BYTES, PendingExchange, Piece, Reducer
+from mpidl.comm.sum_queue import HostSum
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:
@@ -24,29 +24,30 @@ if TYPE_CHECKING:
 
 
 class RecordedWorld:
-    """A world that records its sums; pass it as the argument `reduce` of `value_and_grad`.
+    """A world that records its sums, for the argument `reduce` of `value_and_grad`.
 
-    A replay makes the same sums in the same order, on arrays at the same addresses. Ranks that
-    replay a step can therefore exchange sums with ranks that run it eagerly. If all ranks share
-    memory, a sum is two kernel calls of the replay: its start, and the wait for it. Otherwise a
-    replay calls the functions of the world.
+    A replay computes the same sums in the same order, on arrays at the same addresses. Ranks that
+    replay a step can therefore exchange sums with ranks that run the step eagerly. If all ranks
+    share memory, a sum consists of two kernel calls in the replay, which start the sum and wait for
+    it. Otherwise the replay calls the methods of the world.
 
     Parameters
     ----------
     world : World
         The ranks.
     recorder : Recorder
-        Records the step.
+        The recorder of the step.
 
     Attributes
     ----------
     gradients : dict
-        {name: array} of the last replay; only with several ranks.
+        {name: array}, the gradients of the last replay. Empty if there is only one rank.
     """
 
     def __init__(self, world: World, recorder: Recorder) -> None:
         self.world, self.recorder = world, recorder
         self.rank, self.size, self.plain = world.rank, world.size, world.plain
+        self._ranks = OneRank() if self.size == 1 else world
         self.gradients: dict[str, np.ndarray] = {}
         memory = None if world.plain else world.host_memory()
         self.memory = memory if memory is not None and memory.has_all_ranks else None
@@ -74,9 +75,9 @@ class RecordedWorld:
         partial, target = self.at_fixed_place(value), fixed(total)
 
         def exchange() -> None:
-            target[...] = self.world.gplus(partial)
+            target[...] = self._ranks.gplus(partial)
 
-        total[...] = self.world.gplus(value)
+        total[...] = self._ranks.gplus(value)
         self.recorder.call_python(exchange, [total])
         return total
 
@@ -88,13 +89,12 @@ class RecordedWorld:
             sums = reducer.finish()
             self._totals_of_results = reducer.totals_of_replay
             return sums
-        ranks = OneRank() if self.size == 1 else self.world
         places = {key: self.at_fixed_place(value) for key, value in values.items()}
-        self._totals_of_results = lambda: ranks.gplus(places)
-        return self.world.gplus(values)
+        self._totals_of_results = lambda: self._ranks.gplus(places)
+        return self._ranks.gplus(values)
 
     def results(self) -> dict[Any, Any]:
-        """Return the sums of the step's results in a replay, {key: array}."""
+        """Return the sums of the results of the replayed step, {key: array}."""
         if self.memory is not None:
             waited = self.memory.up.take_waited()
             phases.move(phases.WAIT, waited)
@@ -102,13 +102,13 @@ class RecordedWorld:
         return self._totals_of_results()
 
     def reducer(self) -> Any:
-        """Return an object that sums gradients and notes the sums."""
+        """Return an object that sums gradients and records the sums."""
         if self.size == 1:
             return self.world.reducer()
         return MessageReducer(self) if self.memory is None else SharedGradients(self)
 
     def at_fixed_place(self, value: Any) -> Any:
-        """Return a Partial or an array at the same addresses that does not own the memory."""
+        """Return the same Partial or array at a fixed address, without ownership of the memory."""
         if not isinstance(value, Partial):
             return self.recorder.fix(np.asarray(value))
         fix = self.recorder.fix
@@ -116,7 +116,7 @@ class RecordedWorld:
         addend = None if value.addend is None else fix(np.asarray(value.addend))
         return Partial(terms, addend, value.shape, value.dtype)
 
-    # what a `Reducer` asks its world for, if all ranks share memory
+    # If all ranks share memory, a `Reducer` uses the methods below as the methods of its world.
 
     def start_sum(
         self,
@@ -127,7 +127,7 @@ class RecordedWorld:
         name: str = "",
         out: np.ndarray | None = None,
     ) -> PendingExchange:
-        """Start a sum now and in each replay; see `World.start_sum`."""
+        """Start a sum now, and record its start for replays; see `World.start_sum`."""
         memory, recorder = self.memory, self.recorder
         if memory is None or not memory.supports(tree, combine, dtype):
             recorder.refuse(f"it sums values of type {dtype} over the ranks")
@@ -142,7 +142,10 @@ class RecordedWorld:
         return pending
 
     def wait(self, pending: PendingExchange, *totals: np.ndarray) -> None:
-        """Wait for a sum now and in each replay; `totals` are complete then."""
+        """Wait for a sum now, and record the wait for replays.
+
+        `totals` are the arrays that are complete after the wait.
+        """
         try:
             self.world.wait(pending)
         except BaseException:
@@ -162,7 +165,7 @@ class RecordedWorld:
         self.world.progress()
 
     def _wait_in_replay(self, address):
-        """Wait for a sum for which a kernel call has waited in vain."""
+        """Wait for a sum that was not complete after the limited wait in a kernel call."""
         host_sum = self._by_address[address]
 
         def is_complete():
@@ -177,13 +180,13 @@ class RecordedWorld:
             raise
 
     def _abandon(self, *owners):
-        """Keep the memory of sums that stay incomplete, which this object alone may own."""
+        """Keep the memory of incomplete sums allocated; this object may be its only owner."""
         if self.memory is not None:
             self.memory.leave(self, *owners)
 
 
 class SharedReducer(Reducer):
-    """Sums values over ranks that all share memory, now and in each replay.
+    """Sums values over ranks that all share memory, and records the sums for replays.
 
     Parameters
     ----------
@@ -192,19 +195,20 @@ class SharedReducer(Reducer):
     bucket_bytes : float
         Size in bytes at which a bucket is considered full.
     kernel_hook : callable, optional
-        See `Reducer`.
+        Function that long kernels call, as in `Reducer`.
     """
 
     def __init__(
         self,
-        ranks: Any,  # a RecordedWorld, which has what a Reducer needs of a World
+        ranks: Any,  # a RecordedWorld, which has all methods of a World that a Reducer calls
         bucket_bytes: float = BUCKET_BYTES,
         kernel_hook: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(ranks, bucket_bytes, kernel_hook)
         self._recorder = ranks.recorder
-        self._pushed: list[Any] = []  # replays must not reuse their memory before the end of a sum
-        self._arrays: dict[Any, np.ndarray] = {}  # whose memory the caller keeps in use
+        # Keep pushed values until `finish`, so that the recording does not reuse their memory.
+        self._pushed: list[Any] = []
+        self._arrays: dict[Any, np.ndarray] = {}  # pushed arrays, which `finish` returns unchanged
 
     def push(self, name: Any, value: Partial | Any) -> None:
         self._pushed.append(value)
@@ -228,12 +232,12 @@ class SharedReducer(Reducer):
 
 
 class SharedGradients(SharedReducer):
-    """Sums gradients over ranks that all share memory, now and in each replay."""
+    """Sums gradients over ranks that all share memory, and records the sums for replays."""
 
     def __init__(self, ranks: RecordedWorld) -> None:
         super().__init__(ranks, kernel_hook=ranks.world.advance)
         self._ranks = ranks
-        self._computed: list[str] = []  # gradients that are not roots themselves
+        self._computed: list[str] = []  # names of gradients that must be computed from their roots
 
     def push(self, name: str, value: Partial | Any) -> None:
         if isinstance(value, Partial) and not value.is_root:
@@ -257,11 +261,12 @@ class SharedGradients(SharedReducer):
 
 
 class MessageReducer:
-    """Sums gradients by messages as a `Reducer` does, now and in each replay."""
+    """Sums gradients with messages, like a `Reducer`, and records the sums for replays."""
 
     def __init__(self, world: RecordedWorld) -> None:
         self._world, self._recorder = world, world.recorder
-        self._pushed: list[Any] = []  # replays must not reuse their memory before the end of a sum
+        # Keep pushed values until `finish`, so that the recording does not reuse their memory.
+        self._pushed: list[Any] = []
         self._sums: list[str] = []
         self._begin()
         self._recorder.call_python(self._begin)
@@ -287,7 +292,7 @@ class MessageReducer:
         self._reducer.progress()
 
     def finish(self) -> dict[str, Any]:
-        """Wait for all sums and return {name: array}."""
+        """Wait for all sums, and return {name: array}."""
         sums = self._reducer.finish()
         self._pushed.clear()
         for name in self._sums:

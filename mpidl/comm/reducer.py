@@ -1,4 +1,4 @@
-"""Sum Partials over the ranks, in buckets, while other work continues."""
+"""Sum gradients and other `Partial` objects over the ranks while other work continues."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mpidl.fold import Partial, add
 if TYPE_CHECKING:
     from mpidl.comm.world import World
 
-Piece = tuple[int, Sequence[np.ndarray]]  # number of values, and this rank's nodes of a sum
-BUCKET_BYTES = 1 << 18  # the gradient of the dense layer of the digits network fills a bucket
+Piece = tuple[int, Sequence[np.ndarray]]  # one value in a sum: its size, and this rank's nodes
+BUCKET_BYTES = 1 << 18  # size of the gradient of the dense layer in the digits network
 
 
 class PendingExchange:
-    """An exchange in progress: a generator from the module `exchange`, and the requests it awaits.
+    """An exchange in progress: a generator, and the requests for which the generator waits.
 
     Parameters
     ----------
     steps : generator
-        The exchange.
+        The generator of an algorithm in the module `exchange` or `host_memory`.
     name : str
-        Description of the sum, for the timeline.
+        Name of the sum in the timeline.
     nbytes : int
-        Bytes of the tree nodes of this rank, for the timeline.
+        Size in bytes of this rank's tree nodes, for the timeline.
 
     Attributes
     ----------
@@ -53,11 +53,11 @@ class PendingExchange:
         self.advance()
 
     def is_ready(self, testall: Callable[[Sequence[Any]], bool]) -> bool:
-        """Return whether the exchange can advance; `testall` tests requests."""
+        """Return whether the exchange can advance; `testall` tests a list of MPI requests."""
         return self.requests() if callable(self.requests) else testall(self.requests)
 
     def advance(self) -> None:
-        """Run the exchange up to its next requests; the current requests must be complete."""
+        """Run the generator up to its next requests; the current requests must be complete."""
         try:
             with phases.Phase(phases.SUM, "fold"):
                 self.requests = next(self._steps)
@@ -69,12 +69,12 @@ class PendingExchange:
 
 
 class Reducer:
-    """Sums named values over the ranks, each as soon as it is final.
+    """Sums named values over the ranks, starting each sum as soon as its value is available.
 
-    Partials are packed into buckets in the order of `push`. This is the order of the tape, which is
-    the same on every rank. A full bucket is sent at once. A Partial may consist of several terms;
-    each term is reduced separately. A term whose tree, dtype or operation differs from that of the
-    bucket starts a new bucket.
+    Partials are packed into buckets in the order of the calls of `push`. In a backward pass, this
+    order is the same on every rank. A full bucket is sent at once. A Partial may consist of several
+    terms, which are summed separately. A bucket contains only terms with the same tree, dtype and
+    operation; any other term starts a new bucket.
 
     Parameters
     ----------
@@ -83,8 +83,8 @@ class Reducer:
     bucket_bytes : float
         Size in bytes at which a bucket is considered full.
     kernel_hook : callable, optional
-        Function that long kernels call about every millisecond until `finish`, to advance
-        exchanges.
+        Function that advances exchanges. Long kernels call it about every millisecond until
+        `finish`. By default kernels call no function.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class Reducer:
         """Add a named value to the sums.
 
         The nodes of a Partial are released as soon as they are packed or sent. With a single rank,
-        a term has one tree node, which is used as the sum without copying.
+        each term has one tree node, and this node is used as the sum without copying.
 
         Parameters
         ----------
         name : str
             Key of the value in the result of `finish`.
         value : Partial or ndarray
-            A Partial is summed. An array must already be the same on all ranks; `finish` returns it
-            unchanged.
+            A Partial is summed over the ranks. An array must already be the same on all ranks, and
+            `finish` returns it unchanged.
 
         Raises
         ------
         ValueError
-            If the Partial belongs to a world with another number of ranks.
+            If the Partial was computed in a world with a different number of ranks.
         """
         self._values[name] = value
         if not isinstance(value, Partial) or not is_on_host(value):
@@ -139,7 +139,7 @@ class Reducer:
         self._values[name] = Partial(shells, value.addend, value.shape, value.dtype)
         for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
-            # moments side by side would not be moments
+            # Moments cannot be packed next to each other, so they get a separate bucket.
             if self._bucket and (key != self._bucket_key or term.combine is not add):
                 self._send_bucket()
             self._bucket_key = key
@@ -185,7 +185,7 @@ class Reducer:
         return sums
 
     def _totals(self, values, roots):
-        """Return {name: array}, given {(name, index of a term): root}."""
+        """Return all sums {name: array}, given the roots {(name, index of a term): root}."""
         sums = self._sums_on_devices()
         for name, value in values.items():
             if name in sums:
@@ -197,7 +197,7 @@ class Reducer:
         return {name: sums[name] for name in values}
 
     def _sums_on_devices(self):
-        """Return the sums of the values that are on a GPU, {name: array}."""
+        """Sum the values that are on a GPU, and return {name: array}."""
         values = {name: value for name, value in self._values.items() if not is_on_host(value)}
         if not values:
             return {}
@@ -207,8 +207,8 @@ class Reducer:
 
 
 def packed(pieces: Sequence[Piece], rows: int, dtype: np.dtype) -> np.ndarray:
-    """Return a matrix with a row for each node, in which the pieces are side by side."""
-    if len(pieces) == rows == 1:  # a node needs no copy
+    """Return a matrix with one row per node, in which the values are next to each other."""
+    if len(pieces) == rows == 1:  # a single node needs no copy
         return np.reshape(pieces[0][1][0], (1, -1))
     matrix, offset = np.empty((rows, sum(size for size, _ in pieces)), dtype), 0
     for size, nodes in pieces:
@@ -221,7 +221,7 @@ def packed(pieces: Sequence[Piece], rows: int, dtype: np.dtype) -> np.ndarray:
 def parts_of(
     entries: Sequence[tuple[Any, int, int]], root: np.ndarray
 ) -> dict[tuple[Any, int], np.ndarray]:
-    """Divide the root of a bucket; return {(name, index of the term): values}."""
+    """Divide the root of a bucket into its terms; return {(name, index of the term): values}."""
     stops = np.cumsum([size for *_, size in entries])
     return {
         (name, index): root[stop - size : stop]
@@ -230,7 +230,7 @@ def parts_of(
 
 
 def is_on_host(value: Any) -> bool:
-    """Return False for a Partial with nodes or an addend on a device, True for any other value."""
+    """Return False if the value is a Partial with nodes or an addend on a GPU, otherwise True."""
     if not isinstance(value, Partial):
         return True
     parts = [*(term.nodes for term in value.terms), value.addend]

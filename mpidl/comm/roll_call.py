@@ -1,8 +1,8 @@
-"""Ask ranks over MPI what they wait for, and end the job if they wait in vain.
+"""Ask other ranks over MPI what they wait for, and end the job if they wait in vain.
 
-A rank whose wait has timed out asks all ranks, and so does a rank that has ended its program
-(`departure`). A rank that is also waiting answers. A rank that computes, hangs or is stopped does
-not answer. After a time-out, another rank of the same host looks at the silent rank's process.
+A rank asks all ranks if its own wait has timed out, or if it has ended its program (`departure`).
+A rank that is waiting answers. A rank that computes, hangs or is stopped is silent. After a
+time-out, another rank on the same host examines the process of each silent rank.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from mpidl.comm.hang_report import Hang
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-# Tags on the control communicator: a question, which says whether its sender has timed out, and the
-# answer.
+# Tags on the control communicator: a question, which contains whether its sender has timed out, and
+# the answer.
 QUESTION, ANSWER = 1, 2
-LOOK, SIGHTINGS = 9, 10  # tags: a request to look at ranks of the same host, and the answer
+LOOK, SIGHTINGS = 9, 10  # tags: a request to examine silent ranks on the same host, and the reply
 ANSWER_SECONDS = 0.8  # time for the other ranks to answer
-LOOK_SECONDS = 0.8  # time for ranks of other hosts to look at silent ranks there
-NEIGHBOUR_SECONDS = 1.0  # time between two looks at a neighbour
-ELSEWHERE = "all ranks of this host wait in MPI, so the cause is on another host"
+LOOK_SECONDS = 0.8  # time for ranks on other hosts to examine the silent ranks on those hosts
+NEIGHBOUR_SECONDS = 1.0  # time between two checks of the next rank on this host
+ELSEWHERE = "all ranks on this host wait in MPI, so the cause is on another host"
 
 
 class RollCall:
-    """The questions and answers of one rank.
+    """Asks other ranks what they wait for, and answers such questions for this rank.
 
     Parameters
     ----------
     transport : Transport
-        The connection to the other ranks, which also knows the activity of this rank.
+        The connection to the other ranks. It also stores the activity of this rank.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._neighbour = self._next_rank_of_host()
         self._look_time, self._stopped_since = 0.0, math.inf
-        self._sent: list[Any] = []  # keeps the messages of requests until MPI has read them
+        self._sent: list[Any] = []  # requests of sent messages that MPI may still read
 
     def neighbour_is_stopped(self, now: float) -> bool:
-        """Return whether the next rank of this host has been stopped for longer than the time-out.
+        """Return whether the next rank on this host has been stopped for longer than the time-out.
 
-        A wait without a limit, such as the wait at the end of the program, never times out.
-        Therefore each rank in such a wait looks at the next rank of its host.
+        A wait without a limit, such as the wait at the end of the program, never times out. In such
+        a wait, each rank therefore checks the next rank on its host.
 
         Parameters
         ----------
         now : float
-            The time, from `time.monotonic`.
+            The current time, from `time.monotonic`.
         """
         if self._neighbour is None or now - self._look_time < NEIGHBOUR_SECONDS:
             return False
@@ -65,7 +65,7 @@ class RollCall:
         return now - self._stopped_since > self.transport.timeout
 
     def answer(self, operation: str) -> list[int]:
-        """Answer the questions of other ranks, and return the ranks that have timed out.
+        """Answer the pending questions of other ranks, and return which of them have timed out.
 
         Parameters
         ----------
@@ -84,11 +84,11 @@ class RollCall:
         return ranks
 
     def ask(self, rank: int, has_timed_out: bool = False) -> None:
-        """Ask a rank what it waits for; the rank answers when it waits."""
+        """Ask a rank what it waits for. The rank answers once it is waiting."""
         self._send(has_timed_out, rank, QUESTION)
 
     def answers(self) -> dict[int, str]:
-        """Return {rank: what the rank waits for} of the answers received since the last call."""
+        """Return the answers received since the last call, {rank: what the rank waits for}."""
         acts_of_ranks = {}
         while self.transport.control.Iprobe(tag=ANSWER):
             source, act = self._receive(ANSWER)
@@ -96,9 +96,10 @@ class RollCall:
         return acts_of_ranks
 
     def end_job(self, operation: str, problem: str) -> None:
-        """Report what all ranks do, and abort the job.
+        """Report what all ranks are doing, and abort the job.
 
-        If several ranks time out at once, the lowest of these ranks reports, and the others return.
+        If several ranks time out at the same time, only the lowest of them reports. For the other
+        ranks, this method returns.
 
         Parameters
         ----------
@@ -122,15 +123,15 @@ class RollCall:
         transport.abort(1)
 
     def describe_block(self, operation: str, limit: float) -> str:
-        """Return the message about an operation in which MPI blocks.
+        """Return the message about an operation in which MPI has blocked.
 
-        The watchdog calls this method. The method does not use MPI, and therefore looks only at the
-        ranks of this host.
+        The watchdog thread calls this method. The method cannot use MPI, so it examines only the
+        ranks on this host.
 
         Parameters
         ----------
         operation : str
-            The operation.
+            Name of the operation.
         limit : float
             Time limit of the operation, in seconds.
         """
@@ -149,7 +150,7 @@ class RollCall:
         return hang.report(transport.report_folder)
 
     def _next_rank_of_host(self):
-        """Return the next rank of this host in a cycle; None if the host has no other rank."""
+        """Return the next rank on this host in cyclic order; None if the host has no other rank."""
         own_rank = self.transport.rank
         ranks = self._ranks_of_host(self.transport.hosts[own_rank])
         following = ranks[(ranks.index(own_rank) + 1) % len(ranks)]
@@ -171,7 +172,7 @@ class RollCall:
         return status.source, message
 
     def _collect(self, operation, tag, messages: dict[int, Any], seconds, count):
-        """Collect up to `count` messages as {rank: message}; return ranks that have timed out."""
+        """Add up to `count` messages to `messages`; return other ranks that have timed out."""
         deadline, rivals = time.monotonic() + seconds, set()
         while time.monotonic() < deadline and len(messages) < count:
             while self.transport.control.Iprobe(tag=tag):
@@ -188,8 +189,8 @@ class RollCall:
     def _look_at_silent(self, operation, answers):
         """Return {rank: Sighting} of the ranks that do not answer.
 
-        The value of a rank is None if no rank of the same host answers, because only a rank of that
-        host can look at the process.
+        Only a rank on the same host can examine a process. If no rank on that host answers, the
+        value is None.
         """
         transport = self.transport
         silent = [rank for rank in range(transport.size) if rank not in answers]

@@ -1,4 +1,4 @@
-"""A substitute for `mpi4py.MPI` on one rank, for machines without mpi4py.
+"""Load `mpi4py.MPI`, or a substitute for a single rank on machines without mpi4py.
 
 The substitute defines only the names that this package uses. Every collective operation returns
 the value of the only rank.
@@ -38,7 +38,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
     try:
         import mpi4py
 
-        # These settings take effect only at the first import.
+        # These settings take effect only if they precede the first import of mpi4py.MPI.
         mpi4py.rc.thread_level, mpi4py.rc.initialize = "funneled", False
         mpi4py.rc.finalize = not ulfm.is_enabled()  # MPI_Finalize may hang after the loss of a rank
         mpi = importlib.import_module("mpi4py.MPI")
@@ -57,14 +57,14 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
 
 
 def _reason_of(error):
-    """Describe why mpi4py could not be imported."""
+    """Return a text that says why mpi4py could not be imported."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "mpi4py":
         return f"mpi4py is not installed ({pip_install('mpich')}, or run/install)"
     return f"mpi4py cannot be used: {' '.join(str(error).split())[:200]}"
 
 
 class Request:
-    """The request of an operation that is already complete."""
+    """A request for an operation that is already complete."""
 
     def Test(self):
         return True
@@ -75,7 +75,7 @@ class Request:
 
 
 class Comm:
-    """A communicator of one rank."""
+    """A communicator with a single rank."""
 
     rank, size = 0, 1
 
@@ -111,7 +111,7 @@ class Comm:
 
 
 def _serial_mpi(reason):
-    """Return the substitute for `mpi4py.MPI`; `reason` says why it is needed."""
+    """Return the substitute for `mpi4py.MPI`; `reason` says why mpi4py cannot be used."""
     library = f"one rank without MPI: {reason}"
     namespace = SimpleNamespace(
         COMM_WORLD=Comm(),

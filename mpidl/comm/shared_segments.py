@@ -1,8 +1,8 @@
-"""Check the space for MPI's shared memory, and remove segments that ended jobs have left.
+"""Check the free space for MPI's shared memory, and remove segments that dead jobs left behind.
 
-MPI libraries keep the messages between the ranks of a host in files in /dev/shm. If there is too
-little space, a bus error kills the process in MPI_Init. A job that is killed leaves its files
-behind.
+MPI libraries keep the messages between the ranks of a host in files (segments) in /dev/shm. If
+there is too little space, a bus error kills the process in MPI_Init. A job that is killed leaves
+its files behind.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import time
 from mpidl.errors import UserError
 
 FOLDER = "/dev/shm"
-# Files of MPICH, of Open MPI, and of UCX, which both use. UCX may open the files of other ranks
-# late.
+# Prefixes of the segments of MPICH, Open MPI, and the library UCX, which MPICH and Open MPI use.
+# UCX may map segments of other ranks long after their creation.
 PREFIXES = ("mpich_shm_", "mpich_vci_", "mpich_shar_tmp", "sm_segment.", "vader_segment.")
 LATE_PREFIXES = ("ucx_shm_posix_",)
-BYTES_PER_RANK = {"MPICH": 1_080_000}  # bytes that MPI_Init allocates
-INITIAL_NAMESPACE = 4026531836  # the number of Linux's first PID namespace
-YOUNG_SECONDS = 2.0  # time in which a process maps a segment that it has created
-UNSEEN_SECONDS = 60.0  # time in which the other ranks map it
+BYTES_PER_RANK = {"MPICH": 1_080_000}  # bytes that MPI_Init allocates for each rank
+INITIAL_NAMESPACE = 4026531836  # inode number of Linux's first PID namespace
+YOUNG_SECONDS = 2.0  # longest time from the creation of a segment until its creator maps it
+UNSEEN_SECONDS = 60.0  # longest time from the creation of a segment until all ranks have mapped it
 
 
 def make_room(vendor: str, folder: str = FOLDER) -> None:
-    """Remove the segments of this user's ended jobs, and check that MPI_Init has enough room.
+    """Remove segments of this user's dead jobs, and check that MPI_Init has enough free space.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def make_room(vendor: str, folder: str = FOLDER) -> None:
     Raises
     ------
     UserError
-        If there is too little room for the ranks that the launcher starts on this host.
+        If there is too little free space for the ranks that the launcher starts on this host.
     """
     local_rank, ranks = local_ranks()
     try:
@@ -51,7 +51,8 @@ def make_room(vendor: str, folder: str = FOLDER) -> None:
     required = BYTES_PER_RANK.get(vendor, 0) * ranks
     room = status.f_bavail * status.f_frsize
     if room < required:
-        room += _bytes_since(_start_time(), folder)  # another rank of this host was faster
+        # Other ranks of this host may already have created their segments.
+        room += _bytes_since(_start_time(), folder)
     if room < required:
         raise UserError(
             f"{folder} on host {platform.node()}: expected {required / 2**20:.1f} MB free for the "
@@ -61,11 +62,11 @@ def make_room(vendor: str, folder: str = FOLDER) -> None:
 
 
 def remove_dead(folder: str = FOLDER) -> list[str]:
-    """Remove this user's segments that no process uses; return their names.
+    """Remove this user's segments that no process has mapped, and return their names.
 
-    In a PID namespace, such as a container, processes of other namespaces may use segments unseen.
-    There, the function keeps segments of the last minute; older jobs no longer need the names. It
-    always keeps UCX's segments.
+    In a PID namespace, such as a container, processes of other namespaces are invisible but may use
+    segments. In such a namespace, the function keeps all UCX segments and all segments of the last
+    minute. The jobs of older segments no longer need the names of the files.
     """
     sees_all = _sees_all_processes()
     youngest = time.time() - (YOUNG_SECONDS if sees_all else UNSEEN_SECONDS)
@@ -73,7 +74,7 @@ def remove_dead(folder: str = FOLDER) -> list[str]:
     candidates = {path for path, status in segments.items() if status.st_mtime <= youngest}
     dead = sorted(candidates - _used(candidates, folder)) if candidates else []
     for path in dead:
-        with contextlib.suppress(OSError):  # another job removes it, too
+        with contextlib.suppress(OSError):  # another job may remove the segment at the same time
             os.unlink(path)
     return [os.path.basename(path) for path in dead]
 
@@ -81,7 +82,8 @@ def remove_dead(folder: str = FOLDER) -> list[str]:
 def local_ranks() -> tuple[int, int]:
     """Return this process's number among the ranks of its host, and the number of these ranks.
 
-    Both come from the launcher's variables; without them, the process is rank 0 of one.
+    Both numbers come from the launcher's environment variables. Without these variables, the result
+    is (0, 1).
     """
     for rank, size in (
         ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -95,7 +97,7 @@ def local_ranks() -> tuple[int, int]:
 
 
 def _tasks_of_node():
-    """Return the number of tasks of this node, from SLURM_STEP_TASKS_PER_NODE such as 4(x2),1."""
+    """Return the number of tasks on this node, from SLURM_STEP_TASKS_PER_NODE such as 4(x2),1."""
     counts = []
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -132,13 +134,13 @@ def _start_time():
 
 
 def _bytes_since(start_time, folder):
-    """Return the bytes of this user's segments that were created after a time."""
+    """Return the total size in bytes of this user's segments that were created after a time."""
     segments = _segments(folder, PREFIXES + LATE_PREFIXES).values()
     return sum(x.st_blocks * 512 for x in segments if x.st_mtime >= start_time - 1)
 
 
 def _segments(folder, prefixes):
-    """Return {path: status} of this user's segments whose names have one of the prefixes."""
+    """Return {path: status} of this user's segments with names that begin with a given prefix."""
     segments = {}
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -1,14 +1,14 @@
-"""Find the option --mpi of srun with which an MPI library starts as one job."""
+"""Find the value of srun's option --mpi with which the ranks of an MPI library form one job."""
 
 import subprocess
 
-SECONDS = 10  # limit of srun --mpi=list, which only reads the files of Slurm
-# {start of the library's version string: types that it works with, the best one first}
+SECONDS = 10  # time limit of `srun --mpi=list`, which only reads files of Slurm
+# {start of the library's version string: values of --mpi that work, the best value first}
 TYPES = {"MPICH": ("pmi2", "pmix"), "Open MPI": ("pmix",), "Intel": ("pmi2",), "MVAPICH": ("pmi2",)}
 
 
 def offered_types() -> list[str]:
-    """Return the values of --mpi that this Slurm offers; an empty list if srun does not say."""
+    """Return the values of --mpi that this Slurm offers; an empty list if they are unknown."""
     try:
         listing = subprocess.run(
             ["srun", "--mpi=list"], capture_output=True, text=True, timeout=SECONDS, check=False
@@ -19,10 +19,11 @@ def offered_types() -> list[str]:
 
 
 def parse_types(listing: str) -> list[str]:
-    """Return the types in the output of `srun --mpi=list`.
+    """Return the values of --mpi that the output of `srun --mpi=list` contains.
 
-    The output is a heading and one type per line, which older versions start with "srun: ". A line
-    about the versions of a plugin may follow; its types are the words after the colon.
+    The output consists of a heading and one value per line. In older versions, each line starts
+    with "srun: ". A line about the versions of a plugin may follow; the words after its colon are
+    also values.
     """
     lines = [line.removeprefix("srun:") for line in listing.splitlines()]
     words = [line.rpartition(":")[2].replace(",", " ").split() for line in lines[1:]]
@@ -30,7 +31,7 @@ def parse_types(listing: str) -> list[str]:
 
 
 def advice(library: str) -> str:
-    """Return the command to use instead, for an error message.
+    """Return the recommended srun command for an MPI library, for an error message.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ def advice(library: str) -> str:
     Returns
     -------
     str
-        Such as "srun --mpi=pmi2 (srun --mpi=list: none, pmi2)".
+        The command, such as "srun --mpi=pmi2 (srun --mpi=list: none, pmi2)".
     """
     offered = offered_types()
     listing = f" (srun --mpi=list: {', '.join(offered)})" if offered else ""

@@ -1,8 +1,8 @@
-"""Continue on the ranks that are left after some were lost.
+"""Let a job continue on the remaining ranks after some ranks were lost.
 
-A rank that notices a loss revokes the communicators, so that all other ranks notice the loss in
-whatever they wait for. The remaining ranks then agree, make a communicator without the lost ranks,
-and repeat the task.
+A rank that detects a loss revokes the communicators, which interrupts the waits of all other ranks.
+The remaining ranks then agree on the loss, create a communicator without the lost ranks, and repeat
+the task.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ OPERATION = "the agreement on lost ranks"
 
 
 def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) -> T:
-    """Call a task until all remaining ranks complete it; a loss of ranks repeats it. Collective.
+    """Call a task, and repeat it after each loss of ranks, until all remaining ranks complete it.
 
-    After a loss, `world` continues with the ranks that are left.
+    Collective. After a loss, `world` continues with the remaining ranks.
 
     Parameters
     ----------
     world : World
-        The ranks. Unless its `outlives_ranks` is set, the task is called once.
+        The ranks. If `world.outlives_ranks` is false, the task is called once.
     task : callable
-        The task.
+        Function without arguments.
     recover : callable
-        Function to call after each loss, before the task. Further ranks may be lost meanwhile; it
-        is then called again.
+        Function without arguments that is called after each loss, before the task is repeated. If
+        more ranks are lost during this call, it is repeated too.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
                 recover()
             is_recovered = True
             result = task()
-            world.gop("and", True)  # unlike the agreement, this wait times out if a rank is missing
+            world.gop("and", True)  # in contrast to `ulfm.agree`, this wait has a time-out
             is_agreed = True
             with watchdog.guard(OPERATION, world.transport.timeout):
                 if ulfm.agree(world.transport.comm, True):
@@ -69,17 +69,17 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
 
 
 def shrink(world: World, is_agreed: bool = False) -> None:
-    """Let a world continue with the remaining ranks. Collective over them.
+    """Shrink a world to the remaining ranks. Collective over the remaining ranks.
 
     Parameters
     ----------
     world : World
         The world.
     is_agreed : bool
-        Whether this rank has met the loss in `ulfm.agree`, to which all other ranks must come as
-        well.
+        Whether this rank detected the loss in `ulfm.agree`. All ranks must call `ulfm.agree` the
+        same number of times.
     """
-    with contextlib.suppress(Exception):  # the loss that a kernel's hook has met
+    with contextlib.suppress(Exception):  # the hook of a kernel may have detected the loss
         builds.watch(None)
     old = world.transport
     with watchdog.guard(OPERATION, old.timeout + START_SECONDS):
@@ -101,7 +101,7 @@ def shrink(world: World, is_agreed: bool = False) -> None:
 
 
 def _new_transport(comm: MPI.Comm, old: Transport) -> Transport | None:
-    """Return a transport like the old one; None if more ranks are lost meanwhile."""
+    """Return a transport with the settings of the old transport; None if more ranks are lost."""
     try:
         transport = Transport(comm, old.timeout)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Compute the number of threads of each rank from the cores that the ranks may use."""
+"""Set the number of threads of each rank, given the cores that the ranks may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpidl.comm.world import World
 
 CGROUP_FOLDER = "/sys/fs/cgroup"
-SHARED_CORES = "which slows all of them"  # part of the warning about more threads than cores
+SHARED_CORES = "which slows all of them"  # text in the warning about more threads than cores
 
 
 class Cores(NamedTuple):
@@ -22,7 +22,7 @@ class Cores(NamedTuple):
     allowed: tuple[int, ...]
     """Numbers of the cores in the affinity mask of the process."""
     quota: int | None = None
-    """Number of cores that its container may use at a time; None if there is no limit."""
+    """Number of cores that the process's container may use at a time; None without a limit."""
 
 
 def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:
@@ -31,9 +31,9 @@ def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:
     Parameters
     ----------
     world : World
-        The ranks whose threads to set.
+        The ranks.
     count : int
-        Number of threads of each rank; 0 for the number that `assign_threads` computes.
+        Number of threads of each rank. If 0, `assign_threads` computes the number.
 
     Returns
     -------
@@ -44,7 +44,7 @@ def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:
     """
     if world.neighbours is None:
         threads, lines = assign_threads(world.allgather((world.host, available_cores())), count)
-    else:  # the other groups of the job use the same cores
+    else:  # other groups of the job use the same cores
         threads, lines = assign_threads(world.neighbours.cores, count)
         threads = threads[world.neighbours.first :][: world.size]
     backends.configure(threads=threads[world.rank])
@@ -88,15 +88,16 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
         Host and cores of each rank.
     count : int
         Number of threads of each rank. If 0, each core is divided equally among the ranks that may
-        use it, and each rank gets at least one thread. All ranks of a host share the quota.
+        use the core, and each rank gets at least one thread. All ranks on a host share the quota of
+        their container.
 
     Returns
     -------
     threads : list of int
         Number of threads of each rank.
     lines : list of str
-        Warnings about hosts with more threads than cores, and about ranks bound to fewer cores
-        than they have threads.
+        Warnings about hosts with more threads than cores, and about ranks with more threads than
+        the cores to which they are bound.
     """
     threads = [count] * len(ranks)
     crowded: dict[tuple[int, str, int], list[str]] = {}  # {(ranks, threads, cores): hosts}
@@ -143,14 +144,14 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
 
 
 def ignored_variable(threads: int) -> list[str]:
-    """Return a note if OMP_NUM_THREADS asked for another number of threads than the ranks use.
+    """Return a note if OMP_NUM_THREADS differs from the number of threads that the ranks use.
 
-    Many clusters set the value 1 by default, so there is no note about it.
+    Many clusters set the variable to 1 by default, so the value 1 causes no note.
 
     Parameters
     ----------
     threads : int
-        Number of threads of this rank, which no option has set.
+        Number of threads of this rank, as computed by `assign_threads`.
     """
     typed = startup.omp_num_threads
     if not typed.isdigit() or int(typed) in (0, 1, threads):
@@ -162,7 +163,7 @@ def ignored_variable(threads: int) -> list[str]:
 
 
 def ranks_by_host(ranks: Sequence[tuple[str, Cores]]) -> dict[str, list[int]]:
-    """Return {host: its ranks} for the host and cores of each rank."""
+    """Return {host: ranks on this host}, given the host and cores of each rank."""
     by_host: dict[str, list[int]] = {}
     for rank, (host, _) in enumerate(ranks):
         by_host.setdefault(host, []).append(rank)
@@ -170,6 +171,6 @@ def ranks_by_host(ranks: Sequence[tuple[str, Cores]]) -> dict[str, list[int]]:
 
 
 def usable_cores(cores: Sequence[Cores]) -> int:
-    """Return the number of cores that the ranks of one host may use at a time."""
+    """Return the number of cores that the ranks of a host may use at the same time."""
     quotas = [rank.quota for rank in cores if rank.quota is not None]
     return min([len({core for rank in cores for core in rank.allowed}), *quotas])

@@ -1,8 +1,8 @@
-"""Send messages over an MPI communicator, and wait for them with a time-out.
+"""Send messages over an MPI communicator, and wait for messages with a time-out.
 
-Every wait is a loop of tests. Signals are therefore handled and pending exchanges advance during a
-wait. If a rank stops responding, the wait for this rank ends with a message that names it. Calls
-that may block inside MPI are guarded by the watchdog, a thread.
+Every wait is a polling loop, so signals are handled and pending exchanges advance during a wait. If
+a rank stops responding, the job ends with a message that names this rank. The watchdog thread
+guards calls that may block inside MPI.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 CANCEL = 5  # tag of the message that ends the waits of other ranks
 CANCELLED = "another rank failed"
-YIELD_SECONDS = 30.0  # extra wait after another rank has timed out and reports the hang
-START_SECONDS = 20.0  # added to the time-out while the ranks meet for the first time
+YIELD_SECONDS = 30.0  # extra time to wait while another rank that has timed out reports the hang
+START_SECONDS = 20.0  # extra time for the first exchange of the ranks
 
 
 class Cancelled(Exception):
-    """Raised in a wait that another rank has cancelled by `Transport.cancel_others`."""
+    """Raised in a wait that another rank has cancelled with `Transport.cancel_others`."""
 
 
 class Transport:
@@ -46,7 +46,7 @@ class Transport:
     comm : mpi4py.MPI.Comm
         Communicator. It is duplicated twice: once for arrays and once for control messages.
     timeout : float
-        Longest wait in seconds. After this time, the transport prints the ranks that do not respond
+        Longest wait in seconds. After this time, the transport prints which ranks do not respond,
         and aborts the job.
 
     Attributes
@@ -54,7 +54,7 @@ class Transport:
     MPI : module
         `mpi4py.MPI`, or its substitute for one rank (`comm.serial`).
     comm, control : mpi4py.MPI.Comm
-        `comm` transfers arrays; `control` transfers pickled objects and pings.
+        `comm` transfers arrays; `control` transfers pickled objects and control messages.
     rank, size : int
         Rank of this process, and number of ranks.
     peers : list of Peer
@@ -64,16 +64,16 @@ class Transport:
     timeout : float
         Longest wait in seconds. It may be changed.
     oversubscribed : bool
-        Whether this host has more ranks than cores that they may use together. Waits then leave the
+        Whether this host has more ranks than cores that the ranks may use. If so, waits leave the
         cores to other ranks.
     report_folder : str or None
         Folder in which a rank that times out writes a report about all ranks.
     wait_seconds : float
         Total time in seconds that this rank has waited for other ranks.
     has_left : bool
-        Whether this rank has met all other ranks at the end of the program.
+        Whether this rank knows that all ranks have reached the end of the program.
     roll_call : RollCall
-        Questions to other ranks, and answers to theirs.
+        Asks other ranks what they wait for, and answers such questions.
     """
 
     def __init__(self, comm: MPI.Comm, timeout: float) -> None:
@@ -102,7 +102,7 @@ class Transport:
 
     @property
     def activity(self) -> str:
-        """Current activity of this rank, for error messages."""
+        """Current activity of this rank, such as "epoch 3, iteration 17", for error messages."""
         return self._activity
 
     @activity.setter
@@ -144,14 +144,14 @@ class Transport:
         Parameters
         ----------
         is_ready : callable
-            Condition, called repeatedly.
+            Function without arguments that is called repeatedly.
         operation : str
             Name of the awaited operation, for messages about a time-out.
         progress : callable, optional
-            Function to call between tests.
+            Function to call between two calls of `is_ready`.
         timeout : float, optional
-            Longest wait in seconds, by default `self.timeout`. After this time, the method prints
-            the ranks that do not respond and aborts the job.
+            Longest wait in seconds. By default `self.timeout`. After this time, the method prints
+            which ranks do not respond, and aborts the job.
         """
         start = time.monotonic()
         outer = self._acts.begin(operation, self.timeout)
@@ -165,7 +165,7 @@ class Transport:
 
     def _poll(self, is_ready, operation, progress, timeout):
         """Call `is_ready` until it returns true, with increasing pauses."""
-        if self._is_cancelled:  # code that handles the first `Cancelled` may wait again
+        if self._is_cancelled:  # handlers of the first `Cancelled` may start another wait
             raise Cancelled(CANCELLED)
         polls, start, deadline, previous = 0, None, None, None
         while not is_ready():
@@ -173,7 +173,7 @@ class Transport:
             if progress:
                 progress()
             if self.oversubscribed and polls > 20:
-                # Sleep: sched_yield would return at once although other ranks need the core.
+                # Sleep: sched_yield would return at once even if other ranks need the core.
                 time.sleep(5e-5 if polls < 200 else 5e-4)
             elif self.oversubscribed or polls > 1000:
                 os.sched_yield()
@@ -182,7 +182,7 @@ class Transport:
             now = time.monotonic()
             if start is None:
                 start, deadline, previous = now, now + timeout, now
-            if now - previous > 1:  # all processes were suspended for a while
+            if now - previous > 1:  # all processes were suspended, so do not count this time
                 deadline += now - previous
             previous = now
             if now - start > 0.02:
@@ -207,24 +207,25 @@ class Transport:
     def cancel_others(self) -> None:
         """Make all other ranks raise `Cancelled` in their current or next wait.
 
-        Their operations stay incomplete, so nobody may use this transport afterwards, and the
-        memory of their messages must stay allocated.
+        The operations of the other ranks stay incomplete. No rank may therefore use this transport
+        afterwards, and the memory of the messages must stay allocated.
         """
         for rank in range(self.size):
             if rank != self.rank:
                 self.control.isend("", rank, CANCEL)
 
     def close(self) -> None:
-        """Free the communicators. Collective; the transport cannot be used afterwards."""
+        """Free the communicators, after which the transport cannot be used. Collective."""
         with watchdog.guard("the end of a world", self.timeout):
             self.comm.Free()
             self.control.Free()
 
     def finalize(self) -> None:
-        """Finalize MPI. Collective; this process cannot use MPI afterwards."""
+        """Finalize MPI, after which this process cannot use MPI. Collective."""
         with watchdog.guard("the end of MPI", self.timeout):
-            # mpi4py calls MPI_Finalize with the interpreter's lock, so that no thread can watch it.
-            with contextlib.suppress(OSError, AttributeError):  # then mpi4py calls it at the end
+            # Call MPI_Finalize directly: mpi4py would hold the interpreter's lock, and the watchdog
+            # thread could not run. If this fails, mpi4py calls MPI_Finalize at exit.
+            with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(self.MPI.__file__).MPI_Finalize()
 
     def abort(self, code: int) -> NoReturn:
@@ -254,7 +255,7 @@ def allocate_shared(
 ) -> tuple[np.ndarray, MPI.Win | None]:
     """Allocate a zeroed array that the ranks of this host share; collective.
 
-    Return the array and its MPI window, which is None on one rank.
+    Return the array and its MPI window. The window is None if there is only one rank.
     """
     shape = tuple(int(n) for n in shape)
     count = int(np.prod(shape))

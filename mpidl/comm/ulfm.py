@@ -1,7 +1,7 @@
-"""User Level Failure Mitigation, the part of MPI 5 that lets a job outlive some of its ranks.
+"""Use ULFM (User Level Failure Mitigation), an MPI extension that lets a job survive lost ranks.
 
-Open MPI 5 offers this part if mpirun gets the option ``--with-ft ulfm``: an operation with a rank
-that has ended then raises an error, and the job goes on.
+Open MPI 5 provides ULFM if mpirun is called with the option ``--with-ft ulfm``. Communication with
+a rank that has ended then raises an error, and the job continues.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SWITCH = "OMPI_MCA_mpi_ft_enable"  # set by mpirun for its ranks
+SWITCH = "OMPI_MCA_mpi_ft_enable"  # environment variable that mpirun sets for its ranks
 COMMAND = "mpirun --with-ft ulfm -n {} python -m mpidl.train ..."
 CLASSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 
 
 def is_enabled() -> bool:
-    """Return whether mpirun was told to let the job outlive its ranks."""
-    # Slurm's srun passes the variable on, but ends the job when a rank ends.
+    """Return whether mpirun was called with ULFM enabled."""
+    # srun may pass the variable on, but ends the job when a rank ends.
     return os.environ.get(SWITCH) == "1" and "slurm" not in os.environ.get("PMIX_NAMESPACE", "")
 
 
 def prepare() -> None:
-    """Set the environment variable that MPI must read at its start."""
+    """Set the environment variable that MPI reads when it starts, if ULFM is enabled."""
     if is_enabled():
-        # On several hosts, the component "han" returns wrong results after the loss of a rank.
+        # On several hosts, Open MPI's component "han" returns wrong results after a loss of ranks.
         os.environ.setdefault("OMPI_MCA_coll", "^han")
 
 
 def refusal(mpi: Any, size: int) -> str | None:
-    """Return why the job cannot outlive its ranks, or None if it can.
+    """Return why the job cannot survive the loss of ranks, or None if it can.
 
     Parameters
     ----------
@@ -43,8 +43,8 @@ def refusal(mpi: Any, size: int) -> str | None:
     Returns
     -------
     str or None
-        The expected launcher with the right command, and the actual launcher. None if the job can
-        outlive its ranks, or has only one rank.
+        Text that names the required launch command and the actual launcher. None if the job can
+        survive the loss of ranks, or if it has only one rank.
     """
     if size == 1:
         return None
@@ -65,7 +65,7 @@ def refusal(mpi: Any, size: int) -> str | None:
 
 
 def is_loss(error: BaseException, comm: MPI.Comm) -> bool:
-    """Return whether an operation of a communicator failed because a rank has ended.
+    """Return whether an operation on a communicator failed because a rank has ended.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def is_loss(error: BaseException, comm: MPI.Comm) -> bool:
 
     if error.Get_error_class() in [getattr(MPI, name) for name in CLASSES]:
         return True
-    # An operation on several requests only reports that some request has failed.
+    # An operation on several requests reports only that one of the requests has failed.
     in_status = error.Get_error_class() == MPI.ERR_IN_STATUS
     return in_status and (comm.Is_revoked() or comm.Get_failed().size > 0)
 
@@ -88,7 +88,7 @@ def is_loss(error: BaseException, comm: MPI.Comm) -> bool:
 def agree(comm: MPI.Comm, flag: bool) -> bool:
     """Return whether no rank is lost and the flag is true on all ranks. Collective.
 
-    All remaining ranks get the same answer, even if ranks are lost meanwhile.
+    All remaining ranks return the same value, even if ranks are lost during the call.
     """
     try:
         return comm.Agree(int(flag)) == 1
@@ -99,9 +99,9 @@ def agree(comm: MPI.Comm, flag: bool) -> bool:
 
 
 def lost_ranks(comm: MPI.Comm) -> list[int]:
-    """Return which ranks of a communicator have ended, as far as this rank knows.
+    """Return the ranks of a communicator that this rank knows to have ended.
 
-    The list is empty without ULFM.
+    The list is empty if ULFM is not enabled.
     """
     if not is_enabled():
         return []
@@ -110,9 +110,9 @@ def lost_ranks(comm: MPI.Comm) -> list[int]:
 
 
 def raise_if_lost(mpi: Any, comm: MPI.Comm) -> None:
-    """Raise an error of MPI if a rank of a communicator is known to have ended.
+    """Raise an MPI error if this rank knows that a rank of a communicator has ended.
 
-    A wait for ranks that share memory sends no message whose operation would raise this error.
+    A wait in shared memory must call this function, because it sends no message that would fail.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
-"""A thread that ends the job if MPI does not return to the main thread, or the launcher has ended.
+"""Run a thread that ends the process if MPI blocks the main thread or if the launcher has ended.
 
-A wait of `Transport` is a loop that notices by itself that it takes too long. A call of MPI may
-block inside MPI, for example if a rank is stopped while all ranks split a communicator. Only
-another thread can notice that. The watchdog thread does not call MPI. It ends this process, and the
-launcher then ends the job. It also ends a rank whose launcher was killed.
+A wait in `Transport` is a loop that checks its own time-out. A call of MPI, in contrast, may block
+inside MPI, for example if a rank is stopped while all ranks split a communicator. Only another
+thread can detect such a block. The watchdog thread does not call MPI. It ends this process, after
+which the launcher ends the job. The thread also ends the process if its launcher was killed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from collections.abc import Callable, Iterator
 
 from mpidl.comm import acts, failure
 
-SECONDS = 0.25  # time between two looks
-LONGEST_STEP = 1.0  # if more time passes between two looks, all processes were suspended
-TURN = 0.15  # seconds that a rank waits per lower rank, so that the lowest prints the message
+SECONDS = 0.25  # time between two checks
+LONGEST_STEP = 1.0  # if more time passes between two checks, all processes were suspended
+# To let the lowest rank print the message, rank n waits n * TURN seconds, at most MAX_TURNS * TURN.
+TURN = 0.15
 MAX_TURNS = 6
 
 Describe = Callable[[str, float], str]
 
 
 class Watchdog:
-    """Watches the main thread.
+    """Watches the operations of the main thread.
 
     Parameters
     ----------
     record : ActRecord
-        Record of what the main thread does.
+        Record of what the main thread is doing.
     end : callable
         ``end(1)`` ends this process.
 
@@ -52,7 +53,7 @@ class Watchdog:
         self._count, self._seconds = -1, 0.0
 
     def run(self) -> None:
-        """Look at the main thread until the process ends."""
+        """Check the main thread periodically until the process ends."""
         previous = time.monotonic()
         while True:
             time.sleep(SECONDS)
@@ -66,7 +67,7 @@ class Watchdog:
         Parameters
         ----------
         seconds : float
-            Time since the previous look.
+            Time since the previous check.
         """
         if failure.launcher_has_ended():
             self._end_with(f"{_process()}: the launcher on this host has ended")
@@ -82,7 +83,7 @@ class Watchdog:
             self._end_with(self.describe(operation, limit))
 
     def _end_with(self, message):
-        with contextlib.suppress(OSError):  # the reader of stderr may have ended, too
+        with contextlib.suppress(OSError):  # the process that reads stderr may have ended too
             print(message, file=sys.stderr, flush=True)
         self._end(1)
 
@@ -99,7 +100,7 @@ _watchdog: Watchdog | None = None
 
 
 def start(rank: int, describe: Describe = _describe) -> None:
-    """Start the thread once per process, and describe the ranks by `describe` from now on."""
+    """Start the thread if it is not running, and set the rank and the function for messages."""
     global _watchdog
     if _watchdog is None:
         _watchdog = Watchdog(acts.record())
@@ -109,14 +110,14 @@ def start(rank: int, describe: Describe = _describe) -> None:
 
 @contextlib.contextmanager
 def guard(operation: str, seconds: float) -> Iterator[None]:
-    """End the process if a block of calls of MPI does not return, once the thread runs.
+    """Let the watchdog end the process if the MPI calls in the `with` block do not return in time.
 
     Parameters
     ----------
     operation : str
-        Name of the calls, for the message.
+        Name of the operation, for the message.
     seconds : float
-        The time that they may take.
+        Longest time that the block may take.
     """
     record = acts.record()
     outer = record.begin(operation, seconds)

@@ -1,4 +1,4 @@
-"""The `World` class: collective operations over all ranks of a job."""
+"""Define `World`, which provides collective operations over all ranks of a job."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mpidl.backends.cpu import builds
 from mpidl.blocks import OneRank
 from mpidl.comm import devices, failure, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.messaging import Messaging
+from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.reducer import Reducer, is_on_host
 from mpidl.comm.transport import START_SECONDS, Transport, allocate_shared, free_shared_bytes
 from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from numpy.typing import DTypeLike
 
+    from mpidl.backends.cpu.recording import Recorder
     from mpidl.backends.gpu.cuda_device import CudaDevice
     from mpidl.backends.gpu.sums import Counts
     from mpidl.comm.groups import Neighbours
@@ -48,12 +50,12 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 MPI_OF_INTEGERS: dict[object, str] = {"min": "MIN", "max": "MAX"}
 MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}
 
-# Errors, besides UserError, that `raise_if_any` raises on all ranks.
+# Error types other than UserError that `raise_if_any` raises on all ranks.
 SHARED_ERRORS = (FolderInUse, StorageFault, LostLock)
 
 
 class LostRank(NamedTuple):
-    """A rank that ended while the others continued: its original number, and its host."""
+    """The original number and the host of a rank that ended while the others continued."""
 
     rank: int
     host: str
@@ -69,19 +71,20 @@ class World(Messaging):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        MPI communicator; by default COMM_WORLD, or inside a sweep the ranks of the group.
+        MPI communicator. By default COMM_WORLD or, inside a sweep, the communicator of the group.
     timeout : float, optional
-        Longest wait for other ranks in seconds. After a longer wait, the job ends with a message
-        that names the ranks that do not answer.
+        Longest wait for other ranks in seconds. After this time, the job ends with a message that
+        names the ranks that do not respond.
     plain : bool, optional
-        Whether sums use MPI_Allreduce, whose result depends on the number of ranks. Use it only
-        for measurements and negative controls.
+        Whether sums use MPI_Allreduce, whose results depend on the number of ranks. Set this option
+        only for measurements and negative controls.
     threads : int or None, optional
         Number of threads that the kernels use on each rank. 0 divides the cores among the ranks
         that may use them, unless `dl.configure` or an earlier world has set a number. None leaves
-        the choice to a later call of `use_threads`.
+        the number to a later call of `use_threads`.
     neighbours : Neighbours, optional
-        The ranks of all groups of the job, if this world is one group of several.
+        The ranks of all groups of the job, if this world is one of several groups. By default there
+        are no groups.
 
     Attributes
     ----------
@@ -98,15 +101,15 @@ class World(Messaging):
     outlives_ranks : bool
         Whether the world continues if ranks are lost; see `outlive_ranks`.
     first_ranks : list of int
-        The rank that each rank had before the first loss.
+        For each rank, its number before the first loss of ranks.
     lost_ranks : list of LostRank
-        The ranks that were lost, in order.
+        The lost ranks, in the order in which they were lost.
 
     Notes
     -----
     Ranks are renumbered by host, then by their rank in `comm`, so that consecutive ranks, which are
-    close in the reduction tree, share a host. Rank 0 keeps its number. Without mpi4py, the world
-    has this process as its only rank (see `comm.serial`). MPI is initialized with thread level
+    close in the reduction tree, are on the same host. Rank 0 keeps its number. Without mpi4py, this
+    process is the only rank of the world (see `comm.serial`). MPI is initialized with thread level
     FUNNELED: only the main thread may call the methods of a World.
     """
 
@@ -139,15 +142,14 @@ class World(Messaging):
         self.host: str = self.hosts[self.rank]
         self.outlives_ranks = False
         self.first_ranks = list(range(self.size))
-        self.replays_steps = True  # whether a training step on CPUs may be recorded and replayed
         self.lost_ranks: list[LostRank] = []
         # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None
         self.counts: Counts | None = None
         self.mover: NcclMover | MpiMover | None = None
-        # arguments of the last call of `use_device`
+        # the arguments of the last call of `use_device`
         self.device_request: tuple[str, str | None] | None = None
-        self._one_rank = OneRank()  # sums values on one rank without messages
+        self._one_rank = OneRank()  # sums values on a single rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
         self._abandoned_windows: list[MPI.Win | None] = []  # arrays shared with lost ranks
         self._abandoned_memory: list[HostMemory | None] = []
@@ -181,8 +183,8 @@ class World(Messaging):
         Returns
         -------
         list of str
-            Warnings to print, for example about more threads than cores. The list is empty on all
-            ranks but 0.
+            Warnings to print, for example about more threads than cores. The list is empty on
+            ranks other than 0.
         """
         self.threads, lines = thread_budget.set_threads(self, count)
         if count == 0:
@@ -190,19 +192,19 @@ class World(Messaging):
         return lines if self.rank == 0 else []
 
     def use_device(self, device: str, gpus: str | None = None) -> list[str]:
-        """Compute on one GPU per rank, or on the CPU, and set `device`.
+        """Choose whether to compute on one GPU per rank or on CPUs, and set `device`.
 
         Parameters
         ----------
         device : {"auto", "cpu", "gpu"}
             "auto" uses GPUs if every rank has one, and CPUs otherwise.
         gpus : str, optional
-            Indices of the GPUs to use, such as "0,2".
+            Indices of the GPUs to use, such as "0,2". By default all GPUs.
 
         Returns
         -------
         list of str
-            Messages to print. The list is empty on all ranks but 0.
+            Messages to print. The list is empty on ranks other than 0.
 
         Raises
         ------
@@ -222,12 +224,12 @@ class World(Messaging):
         Parameters
         ----------
         spelled : str
-            The option that requires it, for the error message.
+            The option that requests this behaviour, for the error message.
 
         Raises
         ------
         UserError
-            If the MPI library, its launcher or the device cannot do it. All ranks raise it.
+            On all ranks, if the MPI library, the launcher or the device does not support it.
         """
         problem = ulfm.refusal(self.transport.MPI, self.size)
         if problem is None and self.device is not None:
@@ -239,16 +241,17 @@ class World(Messaging):
         self.outlives_ranks = True
 
     def continue_with(self, transport: Transport, survivors: Sequence[int]) -> None:
-        """Continue with some of the ranks, after the others were lost. Collective over them.
+        """Shrink the world to the remaining ranks after others were lost.
 
-        Shared arrays stay, but their memory is not freed before the process ends.
+        Collective over the remaining ranks. Shared arrays stay valid, but their memory is not freed
+        before the process ends.
 
         Parameters
         ----------
         transport : Transport
-            The ranks that are left.
+            The transport of the remaining ranks.
         survivors : sequence of int
-            Their current numbers, in the order of their new numbers.
+            The current numbers of the remaining ranks, in the order of their new numbers.
         """
         for rank, host in enumerate(self.hosts):
             if rank not in survivors:
@@ -281,25 +284,25 @@ class World(Messaging):
     @overload
     def gplus(self, value: tuple[Number, ...]) -> tuple[Number, ...]: ...
     def gplus(self, value: Any) -> Any:
-        """Sum a value over all ranks; every rank gets the same bytes.
+        """Sum a value over all ranks, and return the sum, with the same bytes on every rank.
 
         Parameters
         ----------
         value : Partial, array_like, dict, list or tuple
-            Value of this rank. The items of a dict, list or tuple are summed separately, in one
-            exchange if possible.
+            The value of this rank. The items of a dict, list or tuple are summed separately, but if
+            possible in one exchange.
 
         Returns
         -------
         ndarray, number, dict, list or tuple
             The sum. The sum of a Partial does not depend on the number of ranks. Numbers and plain
-            arrays are added in rank order: the result is reproducible, but depends on the number of
+            arrays are added in rank order. Their sum is reproducible, but depends on the number of
             ranks.
         """
         if isinstance(value, dict):
             reducer = Reducer(self, bucket_bytes=float("inf"))
             for name, item in value.items():
-                # on one rank, push a copied sum, so that the caller's Partial stays valid
+                # On one rank, push a copy of the sum, so that the caller's Partial stays valid.
                 is_simple = not isinstance(item, Partial) or self._is_complete(item)
                 reducer.push(name, self.gplus(item) if is_simple else item)
             return reducer.finish()
@@ -324,19 +327,20 @@ class World(Messaging):
     @overload
     def gop(self, operation: Operation, value: Sequence[float]) -> np.ndarray: ...
     def gop(self, operation: Any, value: Any) -> Any:
-        """Combine the values of all ranks; every rank gets the result.
+        """Combine the values of all ranks, and return the result on every rank.
 
         Parameters
         ----------
         operation : {"and", "or", "min", "max", "sum", "prod"} or callable
-            The reduction. A callable gets two arrays, and combines the values in rank order.
+            The reduction. A callable receives two arrays and returns the combined array. It is
+            applied in rank order.
         value : array_like
             Number or array, with the same shape and dtype on all ranks.
 
         Returns
         -------
         ndarray or number
-            A Python number if `value` is a number, else an array.
+            The result: a Python number if `value` is a number, otherwise an array.
 
         Raises
         ------
@@ -352,14 +356,15 @@ class World(Messaging):
         combine = operation if callable(operation) else OPERATIONS[operation]
         if isinstance(value, Partial):
             raise TypeError("gop: got a Partial; use world.gplus(value) to fold it")
-        # Copy, so that the result is never the argument itself; use C order on every rank.
+        # Copy the value, so that the result is never the argument itself, and use C order.
         array = np.array(value, order="C", ndmin=1)
         if array.dtype == object:
             raise TypeError(f"gop: expected numbers, got {value!r}")
         if operation in ("and", "or"):
             array = array.astype(bool)
         elif operation in ("sum", "prod") and array.dtype.kind in "biu":
-            # Widen as NumPy's sum does: booleans are counted, and small integers do not overflow.
+            # Widen like NumPy's sum, so that booleans are counted and small integers do not
+            # overflow.
             array = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
         names = MPI_OF_BOOLEANS if array.dtype == bool else MPI_OF_INTEGERS
         if array.dtype.kind in "iub" and operation in names:
@@ -375,7 +380,7 @@ class World(Messaging):
 
     @staticmethod
     def _like(result, value):
-        """Reshape the result like the value; return a Python number if the value is a number."""
+        """Return the result with the shape of the value, as a Python number if the value is one."""
         result = result.reshape(np.shape(value))
         return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
 
@@ -392,14 +397,15 @@ class World(Messaging):
     @overload
     def allreduce(self, value: np.ndarray, op: Literal["and", "or"]) -> np.ndarray: ...
     def allreduce(self, value: Any, op: Any = "sum") -> Any:
-        """Combine the values of all ranks like MPI's Allreduce; every rank gets the result.
+        """Combine the values of all ranks like MPI's Allreduce; return the result on every rank.
 
         Parameters
         ----------
         value : Partial, array_like, dict, list or tuple
-            Value of this rank. A Partial, dict, list or tuple requires the operation "sum".
+            The value of this rank. A Partial, dict, list or tuple requires the operation "sum".
         op : {"sum", "prod", "min", "max", "and", "or"} or callable, optional
-            The reduction. A callable gets two arrays, and combines the values in rank order.
+            The reduction. A callable receives two arrays and returns the combined array. It is
+            applied in rank order.
 
         Returns
         -------
@@ -408,20 +414,38 @@ class World(Messaging):
         """
         return self.gplus(value) if op == "sum" else self.gop(op, value)
 
+    def recorded(self, recorder: Recorder) -> RecordedWorld:
+        """Return a world that records the sums of a training step on CPUs.
+
+        Parameters
+        ----------
+        recorder : Recorder
+            The recorder of the step's kernel calls, which also records the sums.
+
+        Returns
+        -------
+        RecordedWorld
+            A world with the ranks of this world.
+        """
+        return RecordedWorld(self, recorder)
+
     def reducer(self) -> Reducer:
-        """Return a new `Reducer`; `value_and_grad(f, reduce=world)` passes gradients to it.
+        """Return a new `Reducer`. `value_and_grad(f, reduce=world)` calls this method.
 
         Returns
         -------
         Reducer
-            It adds up gradients in buckets while backward runs.
+            An object that sums gradients in buckets while the backward pass runs.
         """
         return Reducer(self, kernel_hook=self.advance)
 
     # agreement and reports
 
     def barrier(self) -> None:
-        """Wait until all ranks have arrived and rank 0 has handled all messages from `send`."""
+        """Wait until all ranks have called this method and rank 0 has handled all sent messages.
+
+        These are the messages that any rank passed to `send` before the barrier.
+        """
         sent_count = self.gop("sum", self._sent_count)
         if self.rank == 0 and self._handler:
             self.transport.wait_until(
@@ -432,22 +456,22 @@ class World(Messaging):
         self._wait_for([self.transport.comm.Ibarrier()], "barrier")
 
     def raise_if_any(self, error: BaseException | None = None) -> None:
-        """Raise an error on all ranks if any rank passes one.
+        """Raise an error on all ranks if any rank passes an error.
 
-        An error that only one rank can notice, such as a corrupt image or a full disk, then ends
-        all ranks at the same place.
+        An error that only one rank can detect, such as a corrupt image or a full disk, thereby ends
+        all ranks at the same point of the program.
 
         Parameters
         ----------
         error : BaseException, optional
-            The error of this rank, or None.
+            The error of this rank. By default this rank has no error.
 
         Raises
         ------
         UserError
             If any rank passes an error. The message comes from the lowest such rank.
         FolderInUse, StorageFault, LostLock
-            The same, if that rank passes one of these.
+            Raised instead of UserError if that rank passes an error of one of these types.
         """
         if self.gop("max", int(error is not None)):
             texts = self.allgather(None if error is None else str(error))
@@ -463,8 +487,8 @@ class World(Messaging):
         Parameters
         ----------
         **facts
-            Names and values, in the order of the line; a name such as `test_accuracy` is printed as
-            "Test accuracy".
+            Names and values, in the order in which they are printed. A name such as `test_accuracy`
+            is printed as "Test accuracy".
         """
         if self.rank == 0:
             print(", ".join(_labelled(name, fact) for name, fact in facts.items()), flush=True)
@@ -477,14 +501,14 @@ class World(Messaging):
         Returns
         -------
         int
-            The number on the host with the least.
+            The number of bytes on the host with the least free shared memory.
         """
         return self.gop("min", free_shared_bytes(self.transport))
 
     def shared_array(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
         """Allocate a zeroed array that the ranks of one host share.
 
-        Each rank sees what the other ranks of the host write.
+        Each rank sees the values that the other ranks on the host write.
 
         Parameters
         ----------
@@ -520,7 +544,7 @@ class World(Messaging):
         Parameters
         ----------
         array : ndarray
-            An array of `shared_array`.
+            An array that `shared_array` returned.
         """
         window = self._windows.pop(id(array), None)
         if window is not None:
@@ -531,7 +555,7 @@ class World(Messaging):
     def close(self) -> None:
         """Free the GPU, the shared arrays and the communicators; the world is unusable afterwards.
 
-        Collective. Programs need not call this method. It bounds the memory of processes that make
+        Collective. Calling this method is optional. It limits the memory of a process that creates
         many worlds.
         """
         if self.device is not None:
@@ -541,7 +565,8 @@ class World(Messaging):
                 if window is not None:
                     window.Free()
             if self._host_memory is not None:
-                # after an exception, sums may be incomplete, which kernels and other ranks advance
+                # After an exception, there may be incomplete sums, which kernels and other ranks
+                # still advance.
                 if self.transport.comm.allreduce(self.is_exchanging, self.transport.MPI.LOR):
                     self.leave_memory()
                     with contextlib.suppress(BaseException):

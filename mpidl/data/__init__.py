@@ -5,7 +5,7 @@ from mpidl.data.combined import combined
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import *
 from mpidl.data.formats import __all__ as _formats
-from mpidl.data.formats.cells import cells  # this function, not the module; so is `digits`
+from mpidl.data.formats.cells import cells  # `data.cells` is this function, not the module
 from mpidl.data.formats.digits import (  # `data.digits` is this function, not the module
     digit_angles,
     digits,

@@ -30,9 +30,9 @@ class ArrayDatastore(Datastore):
     source : str
         Name of the set in messages.
     targets : array_like, optional
-        Target of each image, (n, ...), as floats or whole numbers: for example one number 0 or 1
-        per label (n, K), a label per pixel (n, H, W), or another image. Mini-batches then hold the
-        targets instead of the labels. Floats are stored as float32, whole numbers as int32.
+        Target of each image, (n, ...), as floats or whole numbers. Examples are 0 or 1 for each of
+        K labels (n, K), a label per pixel (n, H, W), and another image. If given, mini-batches hold
+        the targets instead of the labels. Floats are stored as float32, whole numbers as int32.
 
     Raises
     ------
@@ -93,7 +93,7 @@ class ArrayDatastore(Datastore):
         return f"{self.source}: {counted(self)}"
 
     def fingerprint(self) -> str:
-        # Hash up to 64 images spread over the set, to distinguish sets of equal labels and shapes.
+        # Include up to 64 images, to distinguish sets with equal labels and shapes.
         sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
         parts = [super().fingerprint(), self.images[sample]]
         return digest(*parts, *([] if self._targets is None else [self._targets[sample]]))
@@ -107,8 +107,8 @@ def checked_targets(targets: np.ndarray, count: int, source: str) -> np.ndarray:
     Raises
     ------
     UserError
-        If there is not a target for each image, or if they are neither floats nor whole numbers in
-        the range of int32.
+        If the number of targets is not `count`, or if the targets are neither floats nor whole
+        numbers in the range of int32.
     """
     targets = np.asarray(targets)
     if targets.shape[:1] != (count,) or targets.dtype.kind not in "biuf":
@@ -144,8 +144,8 @@ def check_labels(
     Raises
     ------
     UserError
-        If there are not `count` labels, or if a label is negative, is not a whole number, or is
-        not below the number of classes.
+        If the number of labels is not `count`, or if a label is negative, is not a whole number, or
+        is not below the number of classes.
     """
     labels = np.asarray(labels)
     if labels.shape != (count,):

@@ -1,12 +1,13 @@
 """Class-balanced sampling: an epoch uses each class equally often.
 
-For n images in K classes that have images, an epoch draws m = ceil(n / K) images of each class. A
-class with more than m images gives m different ones. A class with n_c < m images gives each of them
-m // n_c times, and m % n_c of them once more. Each epoch draws anew which images these are.
+For n images in K nonempty classes, an epoch draws m = ceil(n / K) images of each class. From a
+class with at least m images, it draws m different images. From a class with n_c < m images, it
+draws every image m // n_c times, and m % n_c of the images once more. Each epoch selects these
+images at random.
 
-The first draw of image i has the sample number i, the next ones n + i, 2n + i and so on. Random
-numbers per image, such as those of the augmentation, depend on the sample number, so the copies of
-an image differ.
+The first draw of image i has the sample number i, and the following draws have the sample numbers
+n + i, 2n + i and so on. Random numbers per image, such as those for augmentation, depend on the
+sample number, so the copies of an image differ.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_SAMPLE = 2**31 - 1  # largest sample number: GPUs store them as int32
 
 
 def check(datastore: Datastore) -> None:
-    """Raise UserError if the images have no labels, so that no class can be drawn."""
+    """Raise UserError unless balanced sampling is possible: it needs images with one label each."""
     if datastore.labels is None or datastore.targets_shape is not None or not len(datastore):
         raise UserError(
             f"{datastore.describe()}: --sampling balanced: expected images with one label each"
@@ -29,7 +30,7 @@ def check(datastore: Datastore) -> None:
 
 
 def epoch_length(labels: np.ndarray) -> int:
-    """Return the number of draws of an epoch: K * ceil(n / K).
+    """Return the number of draws per epoch: K * ceil(n / K).
 
     Parameters
     ----------
@@ -48,16 +49,16 @@ def draw(labels: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     labels : ndarray of int, shape (n,)
         Label of each image.
     seed, epoch : int
-        Keys of the random numbers.
+        Keys that determine the random numbers.
 
     Returns
     -------
     ndarray of int64
-        Sample numbers; the image of sample number s is s % n.
+        Sample numbers. Sample number s refers to image s % n.
     """
     total, classes = len(labels), np.unique(labels)
     per_class = -(-total // len(classes))
-    most_copies = max(1, MAX_SAMPLE // total)  # further copies start again at the first number
+    most_copies = max(1, MAX_SAMPLE // total)  # further copies reuse sample numbers from the first
     samples = []
     for label in classes:
         (members,) = np.nonzero(labels == label)

@@ -1,4 +1,4 @@
-"""Check image sets: their classes, and the images and targets read from them."""
+"""Check the classes of image sets, and the images and targets read from the sets."""
 
 import numpy as np
 
@@ -30,8 +30,8 @@ def empty_classes_warning(datastore: Datastore) -> str | None:
     Returns
     -------
     str or None
-        A one-line warning. None if every class has an image, if the set has no labels, or if the
-        set has targets.
+        The warning, in one line. None if every class has an image, if the set has no labels, or if
+        the set has targets.
     """
     if datastore.labels is None or datastore.targets_shape is not None:
         return None
@@ -136,7 +136,7 @@ def check_below(
 ) -> None:
     """Raise `UserError` for the first image with a label outside 0..classes-1.
 
-    Labels may be floats, such as probabilities for two classes. `ignore_label` is valid, too.
+    Labels may be floats, such as probabilities for two classes. `ignore_label` is also valid.
     """
     if labels.size and not 0 <= labels.min() <= labels.max() <= classes - 1:
         rows = labels.reshape(len(labels), -1)

@@ -53,7 +53,7 @@ class Combined(Derived):
         self._set_classes(classes)
 
     def _set_classes(self, classes):
-        """Set the class names of targets that are labels, unless `classes` is None."""
+        """Set the class names, unless `classes` is None. The targets must be labels."""
         if classes is None:
             return
         if self.targets_dtype.kind != "i":
@@ -68,7 +68,7 @@ class Combined(Derived):
         if not isinstance(source, Datastore):
             return source[np.asarray(indices, np.int64)].astype(dtype, copy=False)
         pixels = read_images(source, indices)
-        if self.scaled:  # as the images of a mini-batch are scaled
+        if self.scaled:  # the images of a mini-batch are scaled in the same way
             return pixels / np.float32(255)
         return pixels.reshape(len(pixels), *self.targets_shape).astype(dtype, copy=False)
 
@@ -93,10 +93,10 @@ class Combined(Derived):
 
 
 def _label_map_shape(targets):
-    """Return the size (H, W) of label images; raise UserError unless they are gray and uint8."""
+    """Return the size (H, W) of label images; raise UserError unless the images are gray uint8."""
     if targets.dtype != np.uint8 or targets.image_shape[0] != 1:
         raise UserError(
-            f"{targets.describe()}: expected gray images of bytes as pixel labels, found "
+            f"{targets.describe()}: expected gray uint8 images as pixel labels, found "
             f"{targets.dtype} in {targets.image_shape[0]} channel(s)"
         )
     return targets.image_shape[1:]
@@ -118,10 +118,10 @@ def combined(
     targets : Datastore or array_like
         Either a datastore whose image i is the target of image i in `images`, or an array (n, ...)
         of floats (for regression) or whole numbers. uint8 pixels of a datastore are divided by 255,
-        as in a mini-batch, and floats stay unchanged.
+        like the images of a mini-batch. Floats stay unchanged.
     pixel_labels : bool
-        Whether the targets are gray uint8 images whose pixels are labels. The targets are then
-        int32 (H, W).
+        Whether the targets are gray uint8 images whose pixels are labels. If so, each target is
+        an int32 array (H, W).
     classes : sequence of str, optional
         Class names in the order of the labels, if the targets are labels. Confusion tables show
         these names.

@@ -24,8 +24,8 @@ class Datastore:
 
     Every subclass sets `image_shape` and defines `read`. A set with labels also sets `labels` and
     `classes`. A set with targets also sets `targets_shape` and defines `__len__` and `targets`.
-    A mini-batch holds the targets if the set has any, and the labels otherwise. Prefetch threads
-    call `read` and `targets`.
+    A mini-batch holds the targets if the set has targets, and the labels otherwise. Prefetch
+    threads call `read` and `targets`.
 
     Attributes
     ----------
@@ -64,12 +64,12 @@ class Datastore:
         return len(self.labels)
 
     def read(self, indices: Indices) -> np.ndarray:
-        """Return images by index, (len(indices), C, H, W) of `dtype`. Must not call MPI.
+        """Return the images with the given indices. Must not call MPI.
 
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
@@ -79,12 +79,12 @@ class Datastore:
         raise TypeError(f"{type(self).__name__} must define read(indices)")
 
     def targets(self, indices: Indices) -> np.ndarray:
-        """Return targets by index, (len(indices), *targets_shape). Must not call MPI.
+        """Return the targets of the images with the given indices. Must not call MPI.
 
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
@@ -94,44 +94,45 @@ class Datastore:
         raise TypeError(f"{type(self).__name__} must define targets(indices)")
 
     def read_ahead(self, indices: Indices) -> object:
-        """Request images, with their targets, that will be read soon. Must not call MPI.
+        """Request images and targets that will be read soon. Must not call MPI.
 
-        A set in an object store starts its requests and returns at once. Other sets do nothing.
+        A set in an object store starts the requests and returns immediately. Other sets do nothing.
 
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
         object
-            The caller keeps it until the images have been read; the requests end with it.
+            A handle that the caller keeps until it has read the images. Deleting the handle cancels
+            the requests.
         """
         return None
 
     def encoded_sizes(self) -> np.ndarray | None:
-        """Return the sizes in bytes of the image files that hold the images of this set.
+        """Return the sizes in bytes of the image files of this set.
 
         Returns
         -------
         ndarray or None
-            Sizes (n,), int64. None if the images are not those of files, or are converted.
+            Sizes (n,), int64. None if the set does not return the unchanged images of image files.
         """
         return None
 
     def read_encoded(self, indices: Indices) -> list[bytes]:
-        """Return the content of image files by index, such as JPEG. Must not call MPI.
+        """Return the encoded content (such as JPEG) of image files by index. Must not call MPI.
 
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in any order.
+            Indices of images, in any order.
 
         Returns
         -------
         list of bytes
-            The contents, if `encoded_sizes` is not None.
+            The contents. Only available if `encoded_sizes` does not return None.
         """
         raise TypeError(f"{type(self).__name__} has no image files")
 
@@ -141,7 +142,7 @@ class Datastore:
         Parameters
         ----------
         i : int
-            Number of an image.
+            Index of an image.
 
         Returns
         -------
@@ -158,7 +159,7 @@ class Datastore:
         Parameters
         ----------
         i : int
-            Number of an image.
+            Index of an image.
 
         Returns
         -------
@@ -173,7 +174,7 @@ class Datastore:
         Returns
         -------
         str
-            Such as "900 of flowers: 1000 images of 3x64x64 in 5 classes".
+            A description such as "900 of flowers: 1000 images of 3x64x64 in 5 classes".
         """
         return f"{type(self).__name__}: {counted(self)}"
 
@@ -188,7 +189,7 @@ class Datastore:
         """Return a hex digest of the set's class names, labels, shapes and size.
 
         The digest does not depend on where the set is stored. No image is decoded, so the digest is
-        cheap to compute. It distinguishes sets, but does not detect a changed pixel.
+        cheap to compute, but it does not detect a changed pixel.
 
         Returns
         -------
@@ -206,12 +207,12 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images, in the new order. They may repeat.
+            Indices of images, in the new order. An index may occur several times.
 
         Returns
         -------
         Datastore
-            The selected images, which are read from this datastore.
+            The selected images. Reading them reads from this datastore.
         """
         return Subset(self, indices)
 
@@ -225,8 +226,8 @@ class Datastore:
     ) -> Transformed:
         """Return a datastore that applies a function to each image of this datastore.
 
-        Prefetch threads call the function on one image at a time. With a cache, they call it once
-        for each image that the cache holds.
+        Prefetch threads call the function on one image at a time. If the results are cached, the
+        function is called once for each cached image.
 
         Parameters
         ----------
@@ -237,13 +238,13 @@ class Datastore:
             Whether to call ``function(image, index)`` instead. A function that uses random numbers
             must derive them from the index.
         image_shape, dtype
-            Shape and type of the function's results. If either is missing, image 0 is transformed
-            to determine both.
+            Shape and type of the function's results. If either is None, image 0 is transformed to
+            determine both.
 
         Returns
         -------
         Datastore
-            The transformed images, which are computed as they are read.
+            The transformed images. Each image is transformed when it is read.
         """
         return Transformed(self, function, include_index, image_shape, dtype)
 
@@ -260,19 +261,19 @@ class Datastore:
         Parameters
         ----------
         *parts : float or int
-            Size of each subset but the last, which receives the remaining images. Floats are
+            Size of each subset except the last, which receives the remaining images. Floats are
             fractions of each label's images, 0 to 1: ``split(0.8, 0.1)`` gives 80, 10 and 10
-            percent. Integers count the images of each label: ``split(100)`` takes 100 images of
+            percent. Integers are numbers of images per label: ``split(100)`` takes 100 images of
             each label. For each label, the running totals of the sizes are rounded to the nearest
             integer, and halves are rounded up.
         seed : int
-            Seed of the random selection. Equal seeds select the same images, and the first subset
-            does not depend on the sizes of the others.
+            Seed of the random selection. Equal seeds select the same images. The first subset does
+            not depend on the sizes of the other subsets.
 
         Returns
         -------
         tuple of Subset
-            One more subset than `parts`.
+            The subsets, ``len(parts) + 1`` in total.
 
         Raises
         ------
@@ -291,11 +292,11 @@ class Datastore:
         return tuple(self.subset(indices) for indices in selections)
 
     def kfold(self, count: int, *, seed: int = 0) -> list[tuple[Subset, Subset]]:
-        """Divide the set at random into folds of a cross-validation, with the same mix of labels.
+        """Divide the set at random into cross-validation folds with the same mix of labels.
 
-        Each image is in one fold. The numbers of images of a label in two folds differ by at most
-        1, and so do the sizes of two folds. If the set has no labels, all images are treated as
-        having the same label.
+        Each image is in one fold. For each label, the numbers of images in any two folds differ by
+        at most 1. The sizes of any two folds also differ by at most 1. If the set has no labels,
+        all images are treated as having the same label.
 
         Parameters
         ----------
@@ -307,8 +308,8 @@ class Datastore:
         Returns
         -------
         list of (Subset, Subset)
-            For each fold, the images of all other folds, to train on, and those of the fold, to
-            validate on. Both keep the order of this set.
+            For each fold, the training images (from all other folds) and the validation images
+            (from the fold itself). Both subsets keep the order of this set.
 
         Raises
         ------
@@ -323,8 +324,8 @@ class Datastore:
         """
         if not 2 <= count <= len(self):
             raise UserError(
-                f"{self.describe()}: kfold: expected from 2 folds to as many as images, "
-                f"{len(self)}, got {count}"
+                f"{self.describe()}: kfold: expected 2 to {len(self)} folds, the number of "
+                f"images, got {count}"
             )
         numbers = splitting.fold_numbers(self._strata(), count, seed)
         halves = [
@@ -342,8 +343,8 @@ class Datastore:
         Returns
         -------
         dict
-            {class name: number of images} in the order of the labels, also for 0 images. Classes of
-            the same name are counted together.
+            {class name: number of images} in the order of the labels, including classes without
+            images. Classes with the same name are counted together.
 
         Raises
         ------
@@ -363,8 +364,8 @@ class Datastore:
 class Derived(Datastore):
     """Base class of sets derived from a parent set.
 
-    The shapes, types, labels and classes are copied from the parent. A method that a subclass does
-    not define calls the method of the parent.
+    The shapes, types, labels and classes are copied from the parent. Methods that a subclass does
+    not override are forwarded to the parent.
     """
 
     def __init__(self, parent: Datastore):
@@ -466,7 +467,7 @@ class Transformed(Derived):
         if image_shape is None or dtype is None:
             if not len(parent):
                 raise UserError(
-                    f"{parent.describe()}: expected images, whose transformed shape is needed, "
+                    f"{parent.describe()}: expected an image to determine the transformed shape, "
                     "found none; pass image_shape and dtype"
                 )
             first = self._apply(parent.read([0])[0], 0)
@@ -508,7 +509,7 @@ class Transformed(Derived):
 def counted(datastore: Datastore) -> str:
     """Return the size of a set in words.
 
-    Examples are "60000 images of 1x28x28 in 10 classes" and
+    Two examples are "60000 images of 1x28x28 in 10 classes" and
     "60 images of 1x28x28 with targets of 1x28x28".
     """
     text = f"{len(datastore)} images of {'x'.join(map(str, datastore.image_shape))}"

@@ -1,4 +1,4 @@
-"""Draw a picture of the network's input: images, each followed by its augmented variants."""
+"""Draw images of a datastore, each next to its augmented variants, as a PNG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-# In pixels: minimum and maximum length of an image's longer side, gap between images, outer margin.
+# Sizes in pixels: smallest and largest longer side of an image, gap between images, outer margin.
 CELL, LARGEST, GAP, MARGIN = 96, 512, 6, 12
 TEXT = 110  # width of the column of class names in pixels
 ROWS, VARIANTS = 10, 7
@@ -27,9 +27,9 @@ def gallery(
 ) -> bytes:
     """Draw images with their augmented variants as a PNG.
 
-    A row shows one image without augmentation, followed by its variants in the first `variants`
-    epochs. The rows are divided evenly among the classes. The images of a class are evenly spaced
-    from the first to the last image of the class.
+    Each row shows one image without augmentation, then its augmented variants from the first
+    `variants` epochs. The rows are divided evenly among the classes. The images of a class are
+    evenly spaced from the first to the last image of the class.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def gallery(
     seed : int
         Seed of the augmentation.
     rows, variants : int
-        Number of images, and number of variants per image.
+        Largest number of images, and number of variants per image.
 
     Returns
     -------
@@ -113,9 +113,9 @@ def select_images(datastore: Datastore, rows: int) -> np.ndarray:
 
 
 def _resized(Image, image, factor):
-    """Convert pixels (C, H, W) to a Pillow image whose size is multiplied by `factor`.
+    """Convert pixels (C, H, W) to a Pillow image, and scale its sides by `factor`.
 
-    Float pixels are scaled such that the smallest becomes 0 and the largest 255.
+    Float pixels are scaled such that the smallest pixel becomes 0 and the largest becomes 255.
     """
     if image.dtype != np.uint8:
         low, high = image.min(), image.max()
@@ -133,5 +133,5 @@ def _class_text(datastore, i):
     label = int(datastore.labels[i])
     name = datastore.classes[label] if label < len(datastore.classes) else str(label)
     text = printable(name)
-    text = text.encode("ascii", "replace").decode()  # Pillow's font has ASCII only
+    text = text.encode("ascii", "replace").decode()  # Pillow's font has only ASCII characters
     return text if len(text) <= 16 else text[:15] + "."

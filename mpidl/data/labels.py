@@ -27,7 +27,7 @@ def align_labels(
     names : list of str or None
         Class names of the file, or None if the file has none.
     classes : sequence of str or None
-        Class names of the training set, or None if this is the training set.
+        Class names of the training set, or None if the file is the training set.
     source : str
         Name of the labels in messages, such as the names of the file and the array.
 
@@ -42,7 +42,7 @@ def align_labels(
     Raises
     ------
     UserError
-        A label has no class name, or its class is not among `classes`.
+        If a label has no class name, or its class is not among `classes`.
     """
     labels = check_labels(labels, len(labels), names, source)
     if names is None:
@@ -72,7 +72,7 @@ def parse_class_names(value: object, source: str) -> list[str]:
     Raises
     ------
     UserError
-        The value is not a list of strings or bytes, or a name occurs twice.
+        If the value is not a list of strings or bytes, or if a name occurs twice.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -120,8 +120,8 @@ def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") 
     Raises
     ------
     UserError
-        The number of labels is not `count`, or a label is not a whole number. The message about
-        fractions ends with `hint`.
+        If the number of labels is not `count`, or if a label is not a whole number. The message
+        about fractions ends with `hint`.
     """
     values = np.asarray(values)
     flat = values.reshape(-1)

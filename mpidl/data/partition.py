@@ -1,4 +1,4 @@
-"""Partitioned sampling: each rank draws from one part of the set, as in MATLAB's parallel loop."""
+"""Partitioned sampling: each rank draws from its own part of the set, as in MATLAB's `parfor`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def partition_order(
     order : np.ndarray
         A permutation of the samples, (n,).
     shares : sequence of sequences of (int, int)
-        For each mini-batch, the range (first, stop) of images of each rank.
+        For each mini-batch and rank, the range (first, stop) of the rank's images.
     seed : int
         Seed of the permutations of the parts.
     epoch : int, optional
-        Epoch for which each part is permuted separately. None leaves each part in order.
+        Epoch that determines the permutation of each part. With None, each part keeps its order.
 
     Returns
     -------
@@ -52,9 +52,10 @@ def partition_order(
 
 
 def image_shares(count: int, ranks: int, load: tuple | None) -> list[tuple[int, ...]]:
-    """Return the range (first, stop) of images of each rank in a mini-batch of `count` images.
+    """Return each rank's range (first, stop) of the `count` images of a mini-batch.
 
-    `load` holds the weights of the shares (see `fold.split_blocks`).
+    `load` holds the weight of each rank's share, or is None for equal shares (see
+    `fold.split_blocks`).
     """
     runs = split_blocks(blocks_of(count), ranks, load)
     return [tuple(min(edge * LANES, count) for edge in run) for run in runs]

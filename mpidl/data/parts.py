@@ -1,8 +1,8 @@
 """Divide mini-batches into parts, which a training step computes one after the other.
 
-A part is a run of 2**k blocks of the mini-batch, which is a node of its reduction tree. Folding the
-sums of the parts therefore gives the bytes of a fold over all blocks. All ranks share each part, as
-they share a mini-batch.
+A block holds 16 images. A part consists of 2**k consecutive blocks, which form a node of the
+mini-batch's reduction tree. Folding the sums of the parts therefore gives the same bytes as folding
+all blocks. Each part is divided among all ranks, like a whole mini-batch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mpidl.blocks import LANES, Batch, Blocked, Ranks, blocks_of, share
 class PartedBatch:
     """A mini-batch whose parts are divided among the ranks one by one.
 
-    A `Blocked` value with this batch has the blocks of this rank's share of the first part, then
-    those of the second part, and so on.
+    A `Blocked` value with this batch holds this rank's blocks of the first part, followed by its
+    blocks of the second part, and so on.
 
     Parameters
     ----------
     count
         Number of images in the mini-batch, on all ranks.
     parts
-        The parts. A mean over the images of a part is their sum divided by `count`.
+        The parts. The "mean" over the images of a part is their sum divided by `count`.
     epoch, seed
-        As for `Batch`.
+        Epoch and seed of the samples, as in `Batch`.
     """
 
     count: int
@@ -50,12 +50,14 @@ class PartedBatch:
         return sum(part.blocks for part in self.parts)
 
     def valid(self, block: int) -> int:
-        """Return the number of images in a block of this rank; see `Batch.valid`."""
+        """Return the number of images in one of this rank's blocks; see `Batch.valid`."""
         return min(LANES, len(self.indices) - block * LANES)
 
 
 def part_blocks(count: int, parts: int) -> int:
-    """Return the blocks per part: the smallest power of two that needs at most `parts` parts.
+    """Return the number of blocks per part.
+
+    The result is the smallest power of two that divides a mini-batch into at most `parts` parts.
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ def part_blocks(count: int, parts: int) -> int:
     Returns
     -------
     int
-        Number of blocks of 16 images. The last part of a mini-batch may be smaller.
+        Number of blocks per part. The last part of a mini-batch may be smaller.
     """
     return 1 << (-(-blocks_of(count) // parts) - 1).bit_length()
 
@@ -93,7 +95,7 @@ def share_parts(
     Returns
     -------
     PartedBatch
-        The parts of this rank, some of them possibly empty.
+        This rank's share of each part. A share may be empty.
     """
     parts = []
     for first in range(0, max(count, 1), blocks * LANES):
@@ -103,7 +105,7 @@ def share_parts(
 
 
 def parts_of(images: Blocked, targets: Blocked | None) -> Iterator[tuple[Blocked, Blocked | None]]:
-    """Yield (images, targets) of each part of a mini-batch, or the mini-batch if it has no parts.
+    """Yield (images, targets) of each part, or of the whole mini-batch if it has no parts.
 
     Parameters
     ----------

@@ -33,12 +33,11 @@ PARTIAL_MINIBATCHES = ("return", "discard")
 
 
 class MinibatchQueue:
-    """Deliver this rank's share of each mini-batch of an epoch.
+    """A queue that delivers this rank's share of each mini-batch of an epoch.
 
     The queue permutes the whole set by seed and epoch, so the order does not depend on the number
     of ranks. It divides the set into mini-batches, each mini-batch into blocks of 16 images, and
-    the blocks among the ranks. Every image is used exactly once per epoch, unless
-    `partial_minibatch` is "discard".
+    the blocks among the ranks. By default, every image is used exactly once per epoch.
 
     Parameters
     ----------
@@ -49,20 +48,19 @@ class MinibatchQueue:
     seed : int
         Seed of the order and of the augmentation.
     world : World, optional
-        The ranks that share a mini-batch, by default this rank alone.
+        The ranks that share each mini-batch. By default, there is only this rank.
     shuffle : {"every-epoch", "once", "never"}
         When to permute the set. "once" uses the order of epoch 0 for all epochs, and "never" uses
         the order of the datastore.
     prefetch : int
-        Number of mini-batches that the threads prepare in advance. With 0, there are no threads,
-        and the consumer's thread prepares each mini-batch on request. Results do not depend on
-        `prefetch` or `workers`.
+        Number of mini-batches that threads prepare in advance. With 0, the consumer's thread
+        prepares each mini-batch on request. Results do not depend on `prefetch` or `workers`.
     plain : bool, optional
-        Whether sums over a mini-batch add up each rank's blocks from left to right, so that they
+        Whether sums over a mini-batch add up each rank's blocks from left to right. Such sums
         depend on the number of ranks (see `fold.Tree`). By default, the setting of the world.
     workers : int
-        Number of threads. They make no MPI calls. With more than one thread, the datastore's `read`
-        is called concurrently.
+        Number of prefetch threads, which make no MPI calls. If there is more than one thread, the
+        threads call the datastore's `read` concurrently.
     augmenter : Augmenter, optional
         Random transformations of the images, which differ in each epoch.
     normalization : Normalization, optional
@@ -71,47 +69,47 @@ class MinibatchQueue:
     crop : tuple of int, optional
         Size (P, Q) of a window cut from the centre of images. Ignored if there is an augmenter.
     function : callable, optional
-        ``function(images, labels, keys)``, which is called after the augmenter and before
-        normalization. It receives 16 images at a time (fewer at the end of a mini-batch):
+        ``function(images, labels, keys)``, called after the augmenter and before normalization. It
+        receives up to 16 images at a time:
 
         - images (n, C, H, W), uint8 or float32 as in the datastore,
         - labels int32 (n,), or the targets, or None,
         - keys, a `SampleKeys` with indices (n,), epoch and seed. A function that uses random
           numbers must derive them from these keys.
 
-        It returns images (n, C, H, W), uint8 or float, or a tuple (images, labels).
+        The function returns images (n, C, H, W), uint8 or float, or a tuple (images, labels).
     load : tuple of int, optional
         Weight of each rank's share (see `fold.split_blocks`). To change it, assign the attribute
         `load` between epochs.
     sampling : {"global", "balanced", "partition"}
-        With "balanced", an epoch has K * ceil(n / K) draws of n images in K classes, equally many
-        of each class: images of small classes repeat, and some of large classes are left out (see
-        `mpidl.data.balanced`). With "partition", each rank draws from its own part of the set, and
-        "every-epoch" permutes each part separately. The contents of a mini-batch, and therefore the
-        weights, then depend on the number of ranks.
+        With "global", an epoch uses each image once. With "balanced", an epoch draws ceil(n / K)
+        images of each of the K classes. Images of small classes repeat, and some images of large
+        classes are left out (see `mpidl.data.balanced`). With "partition", each rank draws from its
+        own part of the set, and "every-epoch" permutes each part separately. The contents of a
+        mini-batch, and therefore the weights, then depend on the number of ranks.
     bad_images : BadImages, optional
-        If given, mini-batches leave out the images that it holds. A rank that meets another image
-        that it cannot read yields `Unreadable`, so only `evaluation.agreed` may iterate over such a
-        queue. By default, such an image raises an error.
+        Known unreadable images, which mini-batches leave out. A rank that finds another unreadable
+        image yields `Unreadable`, so only `evaluation.agreed` may iterate over such a queue. By
+        default, an unreadable image raises an error.
     classes : int, optional
         Number of classes. If given, a label outside 0..classes-1 raises a `UserError` that names
         the image.
     ignore_label : int, optional
         A label that is valid although it is outside 0..classes-1.
     partial_minibatch : {"return", "discard"}
-        Whether an epoch ends with a smaller mini-batch if `batch_size` does not divide the number
-        of images. "discard" leaves out the last images of the order: other images in each epoch,
-        or the same ones if `shuffle` is not "every-epoch". All mini-batches then have the same
-        size, on any number of ranks.
+        What to do with the last mini-batch of an epoch if `batch_size` does not divide the number
+        of images. "return" delivers a smaller mini-batch. "discard" leaves out the images:
+        different images in each epoch, or the same images if `shuffle` is not "every-epoch". All
+        mini-batches then have the same size, on any number of ranks.
     mixing : Mixing, optional
-        Mixup and CutMix, after the augmenter and the function. The labels of a mini-batch are then
-        the probabilities of `classes` classes, float32 (classes,) each.
+        Mixup and CutMix, applied after the augmenter and the function. The label of each image is
+        then a float32 array of class probabilities, (classes,).
 
     Attributes
     ----------
     parts : int
-        Largest number of parts of each mini-batch, 1 by default. With more than 1, mini-batches
-        have a `parts.PartedBatch`, whose parts training steps compute one after the other.
+        Largest number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
+        `parts.PartedBatch`, and training steps compute its parts one after the other.
 
     Raises
     ------
@@ -179,8 +177,8 @@ class MinibatchQueue:
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
         self.parts = 1
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images
-        # A separate arena: in the arena of the training step, mini-batches would leave holes that
-        # become too small for the next mini-batch.
+        # In the arena of the training step, freed mini-batches would leave gaps that become too
+        # small for the next mini-batch, so the queue has a separate arena.
         self.arena = arenas.Arena()
 
     def __len__(self) -> int:
@@ -197,13 +195,13 @@ class MinibatchQueue:
         Parameters
         ----------
         epoch : int
-            Epoch, from 1.
+            Number of the epoch, from 1.
 
         Returns
         -------
         ndarray
-            Numbers (n,), int64, without those of discarded images. The image of sample number s is
-            s % len(datastore); only balanced sampling has numbers that are not below this length.
+            Sample numbers (n,), int64, without discarded samples. Sample number s refers to image
+            s % len(datastore). Only balanced sampling has sample numbers of len(datastore) or more.
         """
         return self._complete_order(epoch)[: len(self) * self.batch_size]
 
@@ -225,7 +223,7 @@ class MinibatchQueue:
         return partition.partition_order(order, shares, self.seed, epoch if every_epoch else None)
 
     def _shares(self, count):
-        """Return the range (first, stop) of each rank in a mini-batch of `count` images."""
+        """Return each rank's range (first, stop) of the `count` images of a mini-batch."""
         return partition.image_shares(count, self.world.size, self.load)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[tuple[Blocked, Blocked], None, None]:
@@ -245,8 +243,8 @@ class MinibatchQueue:
             lanes; lanes without an image are zero.
         labels : Blocked or None
             One int32 label per image, or one float32 or int32 target of shape
-            `datastore.targets_shape` per image. None if the set has neither. Lanes without an image
-            are zero.
+            `datastore.targets_shape` per image. None if the set has neither labels nor targets.
+            Lanes without an image are zero.
 
         Raises
         ------
@@ -255,7 +253,7 @@ class MinibatchQueue:
 
         Notes
         -----
-        If reading fails, the error is raised in place of the mini-batch that could not be read.
+        If a mini-batch cannot be read, the error is raised when that mini-batch is requested.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be between 0 and {len(self)}, got {start}")
@@ -265,13 +263,13 @@ class MinibatchQueue:
         return batches if self.bad_images is None else self._repaired(batches, runs, epoch)
 
     def _prepared(self, runs, epoch, prefetch):
-        """Generate the mini-batches of runs of indices, without bad images."""
+        """Generate one mini-batch per array of sample numbers in `runs`, without bad images."""
         jobs = (self._job(self._usable(indices), epoch) for indices in runs)
         batches = prefetch_items(jobs, prefetch, self.workers) if prefetch else make_items(jobs)
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
     def _unreadable_images(self):
-        """Return the dict in which a builder collects unreadable images, or None."""
+        """Return a new dict for unreadable images, or None if unreadable images raise errors."""
         return None if self.bad_images is None else {}
 
     def _usable(self, indices):
@@ -280,10 +278,10 @@ class MinibatchQueue:
         return self.bad_images.readable_indices(indices, self.datastore)
 
     def _repaired(self, batches, runs, epoch):
-        """Generate the mini-batches, and repeat one that has unreadable images without them.
+        """Generate the mini-batches. Repeat a mini-batch with unreadable images without them.
 
-        After a mini-batch, `agreed` sends the unreadable images of all ranks. All ranks then
-        prepare the mini-batch again, because their shares change.
+        If a mini-batch has unreadable images, `agreed` sends the unreadable images of all ranks to
+        this generator. All ranks then prepare the mini-batch again, because their shares change.
         """
         with contextlib.closing(batches):
             for indices in runs:
@@ -293,7 +291,7 @@ class MinibatchQueue:
                     item = [*self._prepared([indices], epoch, prefetch=0)]
 
     def _job(self, indices, epoch):
-        """Return a Job that prepares one mini-batch; each of its tasks reads a run of blocks."""
+        """Return a Job that prepares one mini-batch; each task reads some consecutive blocks."""
         keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
         if self.parts > 1:
             blocks = part_blocks(self.batch_size, self.parts)
@@ -313,14 +311,14 @@ class MinibatchQueue:
 
 
 def epoch_images(datastore: Datastore, sampling: str) -> int:
-    """Return the number of images of an epoch, before a partial mini-batch is discarded."""
+    """Return the number of images per epoch, before a partial mini-batch is discarded."""
     if sampling != "balanced" or datastore.labels is None or not len(datastore):
         return len(datastore)
     return balanced.epoch_length(datastore.labels)
 
 
 def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "global") -> None:
-    """Raise UserError if the images do not fill a mini-batch, so that all would be discarded."""
+    """Raise UserError if the images do not fill a single mini-batch; all would be discarded."""
     if (count := epoch_images(datastore, sampling)) < batch_size:
         raise UserError(
             f"{datastore.describe()}: --partial-minibatch discard: expected images for at least "
@@ -329,7 +327,7 @@ def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "glob
 
 
 class _BatchBuilder:
-    """Prepares a mini-batch on the CPU, with memory from an arena."""
+    """Builder of a mini-batch on the CPU, with memory from an arena."""
 
     def __init__(self, batch, pipeline, arena):
         self.batch, self.pipeline = batch, pipeline

@@ -34,7 +34,7 @@ def open_data(
         - a folder with one sub-folder per class,
         - a packed file, an HDF5 file, a .mat file (XTrain, XTest), an .npz file, or a .csv table.
     world : World, optional
-        The ranks that open the data, by default this rank alone.
+        The ranks that open the data together. By default, only this rank opens the data.
     option : str
         Command-line option that named the data, for messages.
     preprocess : Preprocess
@@ -45,12 +45,12 @@ def open_data(
     train : Datastore
         The training set.
     test : Datastore or None
-        The test set, or None if the data have none.
+        The test set, or None if the data have no test part.
 
     Raises
     ------
     UserError
-        No format recognizes the path, or the data are damaged or invalid.
+        If no format recognizes the path, or if the data are damaged or invalid.
     """
     options = OpenOptions(option, preprocess=preprocess)
     check_url(text, option)
@@ -69,14 +69,14 @@ def open_test_data(
 ) -> Datastore:
     """Open one set for testing or prediction. Collective.
 
-    The set is the test part of the data if there is one, and all of the data otherwise.
+    If the data have a test part, only the test part is opened.
 
     Parameters
     ----------
     text : str
         "digits", "cells" or a path, as for `open_data`.
     world : World, optional
-        The ranks that open the data, by default this rank alone.
+        The ranks that open the data together. By default, only this rank opens the data.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
     labelled : bool
@@ -87,11 +87,12 @@ def open_test_data(
     Returns
     -------
     Datastore
+        The set.
 
     Raises
     ------
     UserError
-        No format recognizes the path, or the data are damaged or invalid.
+        If no format recognizes the path, or if the data are damaged or invalid.
     """
     options = OpenOptions(option, classes, labelled)
     check_url(text, option)
@@ -107,14 +108,14 @@ def open_validation_data(
     option: str = "--data",
     preprocess: Preprocess = AS_IT_IS,
 ) -> Datastore | None:
-    """Open the validation set that data contain, such as those rows of a table. Collective.
+    """Open the validation part of the data, such as the validation rows of a table. Collective.
 
     Parameters
     ----------
     text : str
         "digits" or a path, as for `open_data`.
     world : World, optional
-        The ranks that open the data, by default this rank alone.
+        The ranks that open the data together. By default, only this rank opens the data.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
     option : str
@@ -125,7 +126,7 @@ def open_validation_data(
     Returns
     -------
     Datastore or None
-        None if the data contain no validation set.
+        The validation set, or None if the data contain no validation part.
     """
     options = OpenOptions(option, classes, preprocess=preprocess)
     for candidate in FILES:
@@ -150,7 +151,7 @@ def _recognized(path: str, option: str) -> Format:
     Raises
     ------
     UserError
-        The path does not exist, or no format recognizes it.
+        If the path does not exist, or if no format recognizes it.
     """
     if is_file(path):
         return file_format(path, option, FILES)
@@ -164,13 +165,13 @@ def _converted(store: Datastore, preprocess: Preprocess) -> Datastore:
     Raises
     ------
     UserError
-        The images are not uint8 gray or RGB images.
+        If the images are not uint8 gray or RGB images.
     """
     if preprocess == AS_IT_IS:
         return store
     if store.dtype != "uint8" or store.image_shape[0] not in (1, 3):
         raise UserError(
-            f"{store.describe()}: expected gray or RGB images of bytes to resize or convert, found "
+            f"{store.describe()}: expected gray or RGB images of uint8 to resize or convert, found "
             f"{store.dtype} in {store.image_shape[0]} channel(s)"
         )
     return preprocessed(store, preprocess)

@@ -12,7 +12,7 @@ from mpidl import keyed
 from mpidl.errors import UserError
 from mpidl.text import class_names
 
-SLACK = 1e-9  # rounding error that a sum of fractions may have
+SLACK = 1e-9  # allowed rounding error of a sum of fractions
 
 
 def select(
@@ -29,7 +29,7 @@ def select(
     labels : ndarray of int64, shape (n,)
         Label of each image.
     parts : sequence of float or int
-        Fractions, or numbers of images of each label, of all parts but the last.
+        Sizes of all parts except the last, as fractions or as numbers of images per label.
     seed : int
         Seed of the random selection.
     classes : sequence of str or None
@@ -40,12 +40,12 @@ def select(
     Returns
     -------
     list of ndarray of int64
-        Sorted indices of each part; the last part has the remaining images.
+        Sorted indices of each part. The last part has the remaining images.
 
     Raises
     ------
     UserError
-        If the parts are invalid, or a label has too few images.
+        If the sizes are invalid, or if a label has too few images.
     """
     sizes = check_sizes(parts)
     part_of_image = np.full(len(labels), len(sizes))
@@ -70,9 +70,10 @@ def select(
 def fold_numbers(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Assign each image to one of `count` folds, stratified by label.
 
-    The images of a label, in a random order, go to the folds in turn, and the next label continues
-    with the next fold. The numbers of images of a label in two folds therefore differ by at most 1,
-    and so do the sizes of two folds.
+    The images are shuffled within each label and then assigned to the folds in round-robin order.
+    Each label starts at the fold after the previous label's last image. For each label, the numbers
+    of images in any two folds therefore differ by at most 1. The sizes of any two folds also differ
+    by at most 1.
 
     Parameters
     ----------
@@ -101,7 +102,7 @@ def fold_numbers(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
 def check_sizes(parts: Sequence[float]) -> list[Decimal] | list[int]:
     """Return fractions as exact decimals, or counts as integers; raise UserError if invalid.
 
-    Binary floats would be inexact: 0.29 * 50 is 14.5, but they give 14.499999999999998.
+    Decimals avoid rounding errors: 0.29 * 50 is 14.5, but 14.499999999999998 with binary floats.
     """
     shown_parts = ", ".join(map(repr, parts)) or "none"
     if parts and all(isinstance(part, float | np.floating) for part in parts):

@@ -1,4 +1,4 @@
-"""Count the targets of a training set by their values, for weights of classes and labels."""
+"""Count the target values of a training set, to derive class and label weights from the counts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 from mpidl.data.checks import read_targets
 from mpidl.data.datastore import Datastore
 
-CHUNK = 256  # images whose targets are read at a time
+CHUNK = 256  # number of images whose targets are read at a time
 
-# The counts of the datastores in use, so that a run reads all targets once.
+# Counts per datastore, so that a run reads all targets only once.
 _counts: weakref.WeakKeyDictionary[Datastore, dict[tuple, np.ndarray]] = weakref.WeakKeyDictionary()
 
 
 def count_labels(datastore: Datastore, classes: int, world: Any = None) -> np.ndarray:
-    """Count the labels 0..classes-1 of all images and pixels. Collective.
+    """Count how often each label 0..classes-1 occurs among all images or pixels. Collective.
 
     Parameters
     ----------
     datastore : Datastore
         Images with labels, or with whole numbers as targets.
     classes : int
-        Number of classes K. Other labels are left out.
+        Number of classes K. Labels outside 0..K-1 are not counted.
     world : World, optional
-        The ranks that share the reading of targets; by default this rank reads all of them.
+        The ranks among which the reading is divided. By default, this rank reads all targets.
 
     Returns
     -------
@@ -40,17 +40,17 @@ def count_labels(datastore: Datastore, classes: int, world: Any = None) -> np.nd
 
 
 def count_positives(datastore: Datastore, labels: int, world: Any = None) -> np.ndarray:
-    """Count the negative and the positive targets of each label. Collective.
+    """Count the negative and positive targets of each label. Collective.
 
     Parameters
     ----------
     datastore : Datastore
         Images with targets 0 and 1 of shape (K,) or (K, ...), or with labels 0 and 1. Floats above
-        1/2 count as 1, and other integers are left out.
+        1/2 count as 1, other floats as 0. Integers other than 0 and 1 are not counted.
     labels : int
         Number of labels K.
     world : World, optional
-        As for `count_labels`.
+        The ranks among which the reading is divided. By default, this rank reads all targets.
 
     Returns
     -------

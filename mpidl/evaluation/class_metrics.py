@@ -1,7 +1,7 @@
-"""Metrics of classifiers: from counts of predictions, and from the ranking of scores.
+"""Compute metrics of classifiers from counts of predictions and from rankings of scores.
 
-The names and values are those of scikit-learn. Counts are whole numbers, so that every metric is
-exact on any number of ranks.
+The names and values are the same as in scikit-learn. Counts are integers, so every metric is exact
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class ClassMetrics:
     ----------
     values : dict
         {name: float}. A metric of several classes is the mean over the classes for which it is
-        defined; NaN if there are none.
+        defined, or NaN if no class has it.
     per_class : dict
-        {name: ndarray of float64, shape (K,)} of the metrics that are defined for each class; NaN
-        where a denominator is 0.
+        {name: ndarray of float64, shape (K,)} for the metrics that are defined for each class.
+        An element is NaN if its denominator is 0.
     classes : tuple of str
         Names of the K classes or labels.
     """
@@ -62,7 +62,7 @@ class ClassMetrics:
         return self.values[name]
 
     def rows(self) -> list[list[str]]:
-        """Return the table as rows of cells: headings, a row per class, and the values.
+        """Return the table as rows of cells: headings, a row per class, and the overall values.
 
         Returns
         -------
@@ -123,7 +123,7 @@ def requested(
     request : str or sequence of str
         Names, as a sequence or separated by commas, or "all" for all metrics of the outputs.
     loss : str or callable
-        The loss, which says what the outputs are.
+        The loss, which determines the meaning of the outputs.
     net : Network
         The network.
 
@@ -173,7 +173,7 @@ def _requirement(name):
 
 
 class Tally:
-    """The counts and scores of an evaluation, from which its metrics follow.
+    """The counts and scores of an evaluation, from which the metrics are computed.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ class Tally:
     net : Network
         The network.
     datastore : Datastore
-        The images, whose names of classes are used if the network has none.
+        The images. Their class names are used if the network has none.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Tally:
         self.ranking = Ranking(classes) if needs_ranking else None
 
     def add(self, scores: Blocked, labels: Blocked) -> None:
-        """Add this rank's images of a mini-batch.
+        """Count the predictions for this rank's images of a mini-batch.
 
         Parameters
         ----------
@@ -225,8 +225,7 @@ class Tally:
     def _add_classes(self, x, labels, scores):
         count = len(self.correct)
         counted = (labels >= 0) & (labels < count)
-        predicted = (x[:, 0] > 0).astype(np.int64) if x.shape[1] == 1 else x.argmax(axis=1)
-        labels, predicted = labels[counted], predicted[counted]
+        labels, predicted = labels[counted], predicted_classes(x)[counted]
         for counts, values in (
             (self.correct, labels[labels == predicted]),
             (self.predicted, predicted),
@@ -280,11 +279,29 @@ class Tally:
         )
 
 
+def predicted_classes(scores: np.ndarray) -> np.ndarray:
+    """Return the predicted classes of scores before softmax or sigmoid.
+
+    Parameters
+    ----------
+    scores : ndarray, shape (n, K, ...)
+        Scores of the classes, or of the second of two classes if K is 1.
+
+    Returns
+    -------
+    ndarray of int64, shape (n, ...)
+        The class with the largest score; among equal scores, the lowest class.
+    """
+    if scores.shape[1] == 1:
+        return (scores[:, 0] > 0).astype(np.int64)
+    return scores.argmax(axis=1)
+
+
 def _of_counts(correct, predicted, labelled, has_labels):
     """Return {name: value} and {name: values of the classes} of the metrics of counts.
 
-    A mean is over the classes that occur in the labels or in the predictions; that of several
-    labels per image is over all of them. An undefined ratio counts as 0, as in scikit-learn.
+    A mean is over the classes that occur in the labels or in the predictions. With several labels
+    per image, a mean is over all classes. An undefined ratio counts as 0, as in scikit-learn.
     """
     union = predicted + labelled - correct
     per_class = {
@@ -304,7 +321,7 @@ def _of_counts(correct, predicted, labelled, has_labels):
 
 
 def ratios(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
-    """Return the ratios of whole numbers, float64; NaN where a denominator is 0."""
+    """Return the ratios of integers as float64, with NaN for denominators of 0."""
     quotients = np.full(len(numerators), np.nan)
     np.divide(numerators, denominators, out=quotients, where=denominators > 0)
     return quotients
@@ -315,7 +332,7 @@ def _mean(values, chosen_ones):
 
 
 def _f1_of_samples(counts_of_ranks, images):
-    """Return the mean of the images' F1, where an image without labels and predictions counts 0."""
+    """Return the mean F1 over images. The F1 of an image without labels and predictions is 0."""
     totals: dict[tuple[int, int], int] = {}
     for counts in counts_of_ranks:
         for pair, count in counts.items():

@@ -14,7 +14,7 @@ from mpidl.files import write_whole
 from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names
 
-LARGEST = 1000  # with more classes, a run does not count confusions: 8 MB on each rank
+LARGEST = 1000  # with more classes, a run does not count confusions, which need 8 MB per rank
 MAX_CLASSES = 20  # with more classes, only the most frequent confusions are printed
 
 
@@ -77,8 +77,9 @@ class Confusion:
         Returns
         -------
         list of list
-            The first row holds headings. One row per class follows, with the name, counts and
-            recall of the class. The last row holds the precision of each class and the accuracy.
+            The first row holds headings. One row per class follows, with the name, the counts and
+            the recall of the class. The last row holds the precision of each class and the
+            accuracy.
         """
         table: list[list[str | int]] = [["true \\ predicted", *self.classes, "recall"]]
         for name, counts, recall in zip(self.classes, self.counts, self.recall, strict=True):
@@ -116,8 +117,8 @@ class Confusion:
         Raises
         ------
         UserError
-            If the path has another suffix, if the file cannot be written, or if a picture requires
-            matplotlib and it is not installed.
+            If the path has another suffix, if the file cannot be written, or if the path ends in
+            .png and matplotlib is not installed.
         """
         check_path(path, "a confusion matrix")
         if os.fspath(path).lower().endswith(".png"):
@@ -137,7 +138,7 @@ class Confusion:
         return "\n".join([self._summary(), *aligned(self._pairs())])
 
     def _repr_html_(self) -> str:
-        """Return an HTML table for a notebook; darker cells are a larger fraction of the row."""
+        """Return an HTML table for a notebook. Darker cells have a larger fraction of their row."""
         if len(self.classes) > MAX_CLASSES:
             return f"<p>{self._summary()}</p>\n{_html_table(self._pairs())}"
         shades = self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1)
@@ -154,7 +155,7 @@ class Confusion:
 
 
 def _html_table(rows, shades=None):
-    """Format rows as an HTML table with headings; `shades` colours the cells of the classes."""
+    """Format rows as an HTML table with headings. `shades` colours the cells of the counts."""
     lines = ["<table>", _html_row(rows[0], "th")]
     for i, row in enumerate(rows[1:]):
         coloured = shades is not None and i < len(shades)
@@ -163,7 +164,7 @@ def _html_table(rows, shades=None):
 
 
 def _html_row(row: Sequence, tag: str, shades: Iterable[float] = ()) -> str:
-    """Format an HTML row whose first cell is a heading; `shades` (0 to 1) colour the others."""
+    """Format an HTML row whose first cell is a heading; `shades` (0 to 1) colour other cells."""
     cells = [f"<th>{html.escape(str(row[0]))}</th>"]
     styles = [f' style="background: rgba(44, 111, 187, {0.8 * shade:.2f})"' for shade in shades]
     styles += [""] * (len(row) - 1 - len(styles))
@@ -206,7 +207,7 @@ def confusion_matrix(
     Raises
     ------
     UserError
-        If the arrays are not whole numbers of the same shape, or if a class number is out of range.
+        If the arrays are not integers of the same shape, or if a class number is out of range.
 
     Notes
     -----
@@ -215,7 +216,7 @@ def confusion_matrix(
     labels, predicted = np.asarray(labels), np.asarray(predicted)
     if labels.shape != predicted.shape or labels.dtype.kind not in "iu":
         raise UserError(
-            "confusion_matrix: expected labels and predicted labels as whole numbers of one shape, "
+            "confusion_matrix: expected labels and predictions as integer arrays of one shape, "
             f"got {labels.dtype} of shape {labels.shape} and {predicted.dtype} of shape "
             f"{predicted.shape}"
         )
@@ -232,7 +233,7 @@ def confusion_matrix(
 
 
 def is_small(classes: int) -> bool:
-    """Return whether a run counts the confusions of this many classes."""
+    """Return whether a run counts confusions if there are this many classes."""
     return classes <= LARGEST
 
 

@@ -17,7 +17,7 @@ from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.errors import StorageFault, UserError
-from mpidl.evaluation.class_metrics import ClassMetrics, Tally, requested
+from mpidl.evaluation.class_metrics import ClassMetrics, Tally, predicted_classes, requested
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.fold import Counter, Partial, replicated
@@ -26,7 +26,7 @@ from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch
-_STOPS, _REPEATS, _FAILS = 1, 2, 3  # proposals of a rank; the largest number wins
+_STOPS, _REPEATS, _FAILS = 1, 2, 3  # what a rank proposes to do next; the largest number wins
 
 
 class Evaluation(NamedTuple):
@@ -100,7 +100,7 @@ def agreed(
     """Yield each mini-batch after all ranks have read their parts of the mini-batch.
 
     Before each mini-batch, the ranks agree whether to continue, so all ranks stop at the same
-    mini-batch. If the queue has `bad_images`, the ranks also agree on the images to leave out.
+    mini-batch. If the queue has `bad_images`, the ranks also agree on the images to skip.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def evaluate(
             terms = named_loss.of_scores(scores, labels)
         else:
             terms = function(net, images, labels)
-        # A term that is not a sum over images is the same on all ranks and is added only once.
+        # A term that is not a sum over images is equal on all ranks and is added only once.
         addends = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(terms)}
         sums = [float(value) for value in world.gplus(addends).values()]
         totals.add(sums, images.batch.count)
@@ -264,7 +264,7 @@ def evaluate(
         if top_k or confusion:  # integer sums do not depend on the order
             local_scores, local_labels = _counted(scores.local(), labels.local(), **label_range)
             if confusion:
-                tally(table, local_labels, local_scores.argmax(axis=1))
+                tally(table, local_labels, predicted_classes(local_scores))
             if top_k:
                 in_top_k += int((places(local_scores, local_labels) < top_k).sum())
         del images, labels  # free their memory for the next mini-batch
@@ -284,7 +284,7 @@ def evaluate(
 
 
 class _Totals:
-    """The sums of all mini-batches of an evaluation."""
+    """Sums over the mini-batches of an evaluation."""
 
     def __init__(self, labels_per_image):
         self.labels_per_image = labels_per_image
@@ -292,7 +292,7 @@ class _Totals:
         self.correct: float | None = 0.0
 
     def add(self, sums, images):
-        """Add the sums (`cross_entropy_loss.Sums`) of a mini-batch with this number of images."""
+        """Add the sums (`losses.base.Sums`) of a mini-batch with this number of images."""
         labels = sums[2] if len(sums) > 2 else images * self.labels_per_image
         weight = sums[3] if len(sums) > 3 else images
         self.weighted_loss += sums[0] * weight
@@ -309,7 +309,7 @@ class _Totals:
 
 
 def _counted(scores, labels, classes, ignore_label):
-    """Leave out ignored labels; if there are any, return scores (n, K) and labels (n,)."""
+    """Drop ignored labels. If there are any, return scores (n, K) and labels (n,)."""
     if ignore_label is None or not (labels == ignore_label).any():
         return scores, labels
     is_counted = labels.reshape(len(labels), *scores.shape[2:]) != ignore_label
@@ -326,9 +326,9 @@ def _classes(net, loss, top_k, confusion):
     if not confusion and top_k is None:
         return None
     request = "confusion" if confusion else "top_k"
-    if not losses.has_class_scores(loss) or net.output_shape[0] < 2:
+    if not losses.has_class_scores(loss):
         raise UserError(f"{request}: expected loss crossentropy, whose outputs are class scores")
-    classes = net.output_shape[0]
+    classes = max(net.output_shape[0], 2)  # one output: 2 classes
     is_integer = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)
     if top_k is not None and not (is_integer and 1 <= top_k <= classes):
         raise UserError(

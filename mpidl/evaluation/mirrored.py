@@ -12,21 +12,21 @@ from mpidl.nn.layers import Layer, Softmax
 
 Flips: TypeAlias = Literal["none", "x", "y", "xy"]
 
-# For each choice, how the images are mirrored: 1 left to right, 2 top to bottom, 3 both.
+# For each choice, the mirror operations: 0 none, 1 left to right, 2 top to bottom, 3 both.
 TURNS: dict[str, tuple[int, ...]] = {"none": (0,), "x": (0, 1), "y": (0, 2), "xy": (0, 1, 2, 3)}
 
 
 class MirroredNetwork:
     """A network whose outputs are means over the mirror images of its input.
 
-    Outputs that are images or scores of pixels are mirrored back before they are averaged.
+    Outputs that are images or pixel scores are mirrored back before averaging.
 
     Parameters
     ----------
     net : Network
         The network.
     flips : {"none", "x", "y", "xy"}
-        Whether to mirror left to right, top to bottom, or both ways: 2, 2 or 4 passes.
+        Mirror left to right ("x"), top to bottom ("y"), or both ways. This takes 2, 2 or 4 passes.
     """
 
     def __init__(self, net: Network, flips: Flips) -> None:
@@ -55,7 +55,7 @@ class MirroredNetwork:
 
 
 def mirrored(net: Network, flips: Flips) -> Network:
-    """Return a network with the outputs of `net`, averaged over mirror images.
+    """Return a network that averages the outputs of `net` over mirror images.
 
     Parameters
     ----------
@@ -67,12 +67,12 @@ def mirrored(net: Network, flips: Flips) -> Network:
     Returns
     -------
     Network
-        `net` for "none", else an object that stands for it in evaluation and prediction.
+        `net` for "none", else an object that replaces it in evaluation and prediction.
 
     Raises
     ------
     UserError
-        If there is no such choice.
+        If `flips` is not one of these strings.
     """
     if flips not in TURNS:
         raise UserError(f"test_flips must be {', '.join(TURNS)}, got {flips}")

@@ -1,10 +1,11 @@
 """Compute the outputs of a trained network: scores, classes and activations of layers.
 
 Results have the same bytes on any number of ranks. Each image is computed exactly once, in a block
-of 16 images. No image is repeated to give all ranks equally many images.
+of 16 images, and no image is repeated to balance the ranks.
 
 Predictions take less time than the forward pass of training: batch normalizations are folded into
-the weights, and 3x3 convolutions use F(4x4). The outputs differ from it by rounding.
+the weights, and 3x3 convolutions use Winograd's F(4x4). The outputs differ from those of the
+training pass only by rounding.
 """
 
 from collections.abc import Callable, Generator
@@ -20,12 +21,13 @@ from mpidl.data import ArrayDatastore
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
+from mpidl.evaluation.class_metrics import predicted_classes
 from mpidl.evaluation.evaluate import BATCH, in_order
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 from mpidl.nn.inference import fold_batchnorm
-from mpidl.nn.layers import Sigmoid
+from mpidl.nn.layers import Sigmoid, Softmax
 
 
 @overload
@@ -78,7 +80,8 @@ def predict(
         Whether to convert the outputs to class scores with softmax. Softmax applies to each image
         or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
         network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
-        have no targets and the network does not end in `Sigmoid`, and False otherwise.
+        have no targets, and the network was not trained to predict numbers or several labels per
+        image. Otherwise it is False. If the training is unknown, a last `Sigmoid` implies labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
@@ -97,7 +100,7 @@ def predict(
     images = as_datastore(net, images)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
-        softmax = softmax and not isinstance(net.layers[-1], Sigmoid)
+        softmax = softmax and not losses.has_separate_labels(net) and net.classes != ()
     function = scores if softmax else outputs
     return _collect(
         *(net, images, function, net.output_shape, np.float32, world, batch_size, everywhere),
@@ -140,7 +143,8 @@ def classify(
 ) -> np.ndarray | None:
     """Return the class of each image, in prediction mode. Collective.
 
-    The class is the index of the largest output; ties go to the lowest index.
+    The class is the index of the largest output; ties go to the lowest index. If there is a single
+    output, for the second of two classes, the class is 1 where its probability is above 1/2.
 
     Parameters
     ----------
@@ -157,15 +161,18 @@ def classify(
 
     Raises
     ------
-    UserError
-        If the network expects images of another shape, was trained for regression, or knows no
+    If the network expects images of another shape or was trained for regression, or if `names`
+    is True and the network has no class names.
         class names although `names` is True.
     """
     losses.need_network(net)
-    if isinstance(net.layers[-1], Sigmoid):
+    if losses.has_separate_labels(net):
+        reason, bound = "its loss is binary-crossentropy", "0"
+        if isinstance(net.layers[-1], Sigmoid):
+            reason, bound = "it ends in Sigmoid", "0.5"
         raise UserError(
             "classify: expected a network whose outputs are class scores, found one for several "
-            "labels per image (it ends in Sigmoid): use dl.predict(...) > 0.5"
+            f"labels per image ({reason}): use dl.predict(...) > {bound}"
         )
     if net.classes == ():
         raise UserError(
@@ -251,16 +258,22 @@ def outputs(net: Network, images: Blocked) -> np.ndarray:
     return net(images).local()
 
 
+def probabilities(net: Network, images: Blocked) -> np.ndarray:
+    """Return the probabilities (after sigmoid) of this rank's labels, (n, K, ...)."""
+    return ops.sigmoid(net.logits(images, Sigmoid)).local()
+
+
 def labels(net: Network, images: Blocked) -> np.ndarray:
     """Return the classes of this rank's images, int64 (n, ...)."""
-    return net.logits(images).local().argmax(axis=1)
+    last_layer = Sigmoid if net.output_shape[0] == 1 else Softmax
+    return predicted_classes(net.logits(images, last_layer).local())
 
 
 def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the class scores of this rank's images, the outputs before softmax, and the classes.
 
-    To rank the classes, sort the outputs before softmax: softmax may round different outputs to
-    equal scores.
+    To rank the classes, sort the outputs before softmax, because softmax may round different
+    outputs to equal scores.
     """
     logits = net.logits(images)
     ranked = logits.local()
@@ -295,7 +308,7 @@ def by_batch(
     batch_size : int
         Number of images per mini-batch, over all ranks.
     bad_images : BadImages, optional
-        Receives the images that cannot be read, which are left out. By default, such an image
+        Receives the images that cannot be read. These images are skipped. By default, such an image
         raises an error.
     test_flips : {"none", "x", "y", "xy"}
         As for `predict`.

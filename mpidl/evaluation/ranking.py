@@ -1,4 +1,4 @@
-"""The area under the ROC curve and the average precision, exact on any number of ranks."""
+"""Compute the area under the ROC curve and the average precision, exact on any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-GATHERED = 1 << 26  # bytes of scores that rank 0 receives at a time; at least one class
+GATHERED = 1 << 26  # bytes of scores that rank 0 receives at a time (but at least one class)
 
 
 class Ranking:
-    """The scores and labels of an evaluation, class by class.
+    """The scores and labels of an evaluation, stored by class.
 
     Each rank keeps the scores of its own images, 5 K bytes per image. At the end, rank 0 receives
-    the scores of one class of all images after the other.
+    the scores of all images, a few classes at a time.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Ranking:
         Parameters
         ----------
         scores : ndarray of float, shape (n, K)
-            Scores; a larger score means that the class is more likely.
+            Scores. A larger score means that the class is more likely.
         labelled : ndarray of bool, shape (n, K)
             Whether the image has the class.
         counted : ndarray of bool, shape (n, K), or None
@@ -51,8 +51,8 @@ class Ranking:
         Returns
         -------
         (ndarray, ndarray)
-            float64, shape (K,); NaN for a class without positive images, and for an area also
-            without negative ones, or if a score is NaN.
+            float64, shape (K,). Both are NaN if a class has no positive images or a NaN score; an
+            area is also NaN if the class has no negative images.
         """
         empty = np.zeros((self.classes, 0), np.uint8)
         scores = np.concatenate([empty.astype(np.float32), *self._scores], axis=1)
@@ -79,7 +79,7 @@ def area_and_precision(scores: np.ndarray, states: np.ndarray) -> tuple[float, f
     scores : ndarray of float, shape (n,)
         The scores of the images, in any order.
     states : ndarray of uint8, shape (n,)
-        1 if the image has the class, 0 if not; other images do not count.
+        1 if the image has the class, 0 if not, 2 if the image does not count.
 
     Returns
     -------
@@ -88,10 +88,10 @@ def area_and_precision(scores: np.ndarray, states: np.ndarray) -> tuple[float, f
 
     Notes
     -----
-    The area is the fraction of pairs of a positive and a negative image of which the positive one
-    has the larger score; an equal score counts one half (Mann and Whitney, 1947). The average
-    precision is the sum of precision times the increase of recall over the distinct scores, from
-    the largest to the smallest. Both are those of scikit-learn.
+    The area is the fraction of the pairs of a positive and a negative image in which the positive
+    image has the larger score. A pair with equal scores counts one half (Mann and Whitney, 1947).
+    The average precision is the sum of precision times the increase of recall over the distinct
+    scores, from the largest to the smallest. scikit-learn uses the same definitions.
     """
     counted = states < 2
     scores, positive = scores[counted], states[counted] == 1
@@ -101,10 +101,10 @@ def area_and_precision(scores: np.ndarray, states: np.ndarray) -> tuple[float, f
         return math.nan, math.nan
     order = np.argsort(-scores, kind="stable")
     scores, hits = scores[order], np.cumsum(positive[order], dtype=np.int64)
-    last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)  # of equal scores
+    last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)  # the last of equal scores
     hits, misses = hits[last], last + 1 - hits[last]
     new_hits, new_misses = np.diff(hits, prepend=0), np.diff(misses, prepend=0)
-    # Twice the pairs in which the positive image has the larger score, a tie counting one.
+    # Twice the number of pairs in which the positive image has the larger score. A tie counts 1.
     doubled = int((new_misses * (2 * hits - new_hits)).sum())
     area = doubled / (2 * positives * negatives) if negatives else math.nan
     precision = math.fsum((new_hits * (hits / (last + 1))).tolist()) / positives

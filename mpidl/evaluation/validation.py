@@ -1,4 +1,4 @@
-"""Validate during training: when to validate, when to stop, and which network is the best."""
+"""Validate during training: decide when to validate, when to stop, and which network is best."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import Datastore, Subset
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
@@ -19,8 +19,14 @@ from mpidl.nn import Network
 BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
+class HeldOut(Subset):
+    """Validation images that `held_out` has split from a training set."""
+
+
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
-    """Split a validation set off the training set by the option validation_fraction or fold.
+    """Split a validation set from the training set by the option validation_fraction or fold.
+
+    A second call with the results returns them unchanged.
 
     Parameters
     ----------
@@ -33,16 +39,18 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     -------
     (Datastore, TrainingOptions)
         The images to train on, and a copy of the options with the remaining images as validation
-        set. Both arguments are returned unchanged if neither option is set or the options already
-        have a validation set.
+        set. Both arguments are returned unchanged if neither option is set.
 
     Raises
     ------
     UserError
-        If one of the two sets would be empty, or if an option requires a validation set and there
-        is none.
+        If one of the two sets would be empty, if an option requires a validation set but there is
+        none, or if the options have both a validation set and an option that splits one off.
     """
+    if isinstance(options.validation, HeldOut):
+        return datastore, options
     if options.validation is not None:
+        refuse_second_validation(options, "validation=")
         return datastore, options
     if options.fold is not None:
         number, count = map(int, options.fold.split("/"))
@@ -52,7 +60,7 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
                 f"{len(datastore)}"
             )
         training, validation = datastore.kfold(count, seed=options.seed)[number - 1]
-        return training, replace(options, validation=validation)
+        return training, _with_held_out(options, validation)
     if not options.validation_fraction:
         _check_options(options)
         return datastore, options
@@ -62,7 +70,27 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
             f"--validation-fraction {options.validation_fraction}: expected training and "
             f"validation images, found {len(training)} and {len(validation)}"
         )
-    return training, replace(options, validation=validation)
+    return training, _with_held_out(options, validation)
+
+
+def refuse_second_validation(options, source: str) -> None:
+    """Raise a UserError if an option would split off a second validation set.
+
+    Parameters
+    ----------
+    options : TrainingOptions
+        Options of the run.
+    source : str
+        Option that provides the first validation set, for the message.
+    """
+    for name in ("validation_fraction", "fold"):
+        if value := getattr(options, name):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{source} and {flag} {value}: expected at most one of them")
+
+
+def _with_held_out(options, images):
+    return replace(options, validation=HeldOut(images.parent, images.indices))
 
 
 def _check_options(options):
@@ -85,7 +113,7 @@ class Validation:
 
     A checkpoint stores the whole state (`facts` and `tables`), so a resumed run makes the same
     decisions as a run that never stopped. The best network is the network with the lowest
-    validation loss; ties go to the earliest network.
+    validation loss; the earliest of several such networks wins.
 
     Parameters
     ----------
@@ -117,7 +145,7 @@ class Validation:
     final : Evaluation or None
         Evaluation of the final network with its confusion matrix; None until a hook computes it.
     bad_images : BadImages or None
-        Validation images that were skipped; None if they are not skipped.
+        Skipped validation images; None if unreadable images raise an error.
     best : dict
         The best network as {table: {name: array}}. Empty unless the option `output_network` is
         "best-validation".
@@ -127,7 +155,7 @@ class Validation:
         self.store, self.world, self.loss_function = options.validation, world, loss
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
-        self.prefetch = options.prefetch
+        self.prefetch, self.metrics = options.prefetch, options.metrics or ()
         self.bad_images = BadImages.of_options(options)
         self.keeps_best = options.output_network == "best-validation"
         self.last: Evaluation | None = None
@@ -178,6 +206,7 @@ class Validation:
             self.store,
             world=self.world,
             prefetch=self.prefetch,
+            metrics=self.metrics,
             bad_images=self.bad_images,
             signals=signals,
             loss=self.loss_function,
@@ -201,7 +230,7 @@ class Validation:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the number of validations without a lower loss has reached the patience."""
+        """Whether the number of validations without a lower loss has reached the limit."""
         return self.waited >= self.patience
 
     def facts(self) -> dict[str, Any]:
@@ -218,7 +247,7 @@ class Validation:
         }
 
     def tables(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the tables of a checkpoint for the best network; {} if no network is kept."""
+        """Return the checkpoint tables of the best network, or {} if no network is kept."""
         return dict(self.best)
 
     def restore(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -239,7 +268,7 @@ class Validation:
         return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)
 
     def give_best(self, net: Network) -> None:
-        """Assign the arrays of the best network, if one is kept, to a network in host memory."""
+        """If a best network is kept, assign its arrays to a network in host memory."""
         if self.best:
             for table, attribute in BEST.items():
                 old = getattr(net, attribute)

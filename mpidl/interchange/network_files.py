@@ -1,4 +1,4 @@
-"""Load and save networks in any of the file formats: model.h5, ONNX, safetensors."""
+"""Load and save networks in all supported file formats: model.h5, ONNX and safetensors."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SUFFIXES = (".h5", ".onnx", ".safetensors")
 IMAGES = 4  # number of images whose scores are compared
 LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
 
-# A function from (C, H, W) of an image and the number of outputs to a network.
+# A function that builds a network from the shape (C, H, W) of an image and the number of outputs.
 Build: TypeAlias = Callable[[tuple[int, ...], int], Network]
 
 
 def suffix_of(path: str | os.PathLike[str]) -> str:
-    """Return the suffix of a path; raise UserError if no supported format has it."""
+    """Return the suffix of a path. Raise UserError if no supported format has this suffix."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(
@@ -42,7 +42,7 @@ def suffix_of(path: str | os.PathLike[str]) -> str:
 
 
 def _is_hdf5(path):
-    """Return whether a file is in HDF5 format, whatever its name is."""
+    """Return whether a file is in HDF5 format, independent of its name."""
     try:
         with open(path, "rb") as file:
             return file.read(len(SIGNATURE)) == SIGNATURE
@@ -62,17 +62,17 @@ def load(
     Parameters
     ----------
     path : path
-        Path of an `.h5`, `.onnx` or `.safetensors` file. A safetensors file must be one that
-        `save_weights` wrote, because it then describes the network.
+        Path of an `.h5`, `.onnx` or `.safetensors` file. A safetensors file must have been written
+        by `save_weights`, which adds a description of the network.
     layers : iterable of Layer classes
-        The custom layer classes in the network.
+        Custom layer classes that the network contains.
     input_shape : (C, H, W), optional
-        Shape of an image if an ONNX file does not specify it.
+        Shape of an image. Required if an ONNX file does not specify it.
 
     Raises
     ------
     UserError
-        If the file cannot be read, or does not describe its network.
+        If the file cannot be read, or if it does not describe its network.
     """
     weights.refuse_pickle(path)
     suffix = ".h5" if _is_hdf5(path) else suffix_of(path)
@@ -103,7 +103,7 @@ def _check_shape(input_shape):
 
 
 def _check_size(net, path):
-    """Raise UserError if a layer computes so many values that no memory would suffice."""
+    """Raise UserError if a layer computes more than `MAX_VALUES` values per image."""
     largest = max(math.prod(shape) for shape in (net.input_shape, *net.output_shapes))
     if largest > MAX_VALUES:
         raise UserError(
@@ -117,25 +117,24 @@ def load_into(
 ) -> Network:
     """Load the weights of a file into a network that the caller defines.
 
-    `build` is called with the number of outputs that the file has. The function finds out which
-    library named the arrays. It copies class names, normalization and preprocessing if the file
-    has them.
+    The number of outputs is read from the file if possible. The naming scheme of the arrays is
+    detected. Class names, normalization and preprocessing are copied if the file has them.
 
     Parameters
     ----------
     path : path
         Path of an `.h5`, `.onnx` or `.safetensors` file.
     build : function of (input_shape, outputs)
-        Function that returns the network. Its learnables may be 0.
+        Function that returns the network. The values of its learnables are overwritten.
     input_shape : (C, H, W)
-        Shape of an image if the file does not describe its network.
+        Shape of an image. Used if the file does not describe its network.
     outputs : int
-        Number of outputs if the file does not show it.
+        Number of outputs. Used if the file does not specify it.
 
     Raises
     ------
     UserError
-        If the file cannot be read, or its weights do not fit the network.
+        If the file cannot be read, or if its weights do not fit the network.
     """
     weights.refuse_pickle(path)
     if suffix_of(path) == ".onnx":
@@ -178,7 +177,7 @@ def load_into(
 
 
 def _built(path, build, input_shape, outputs):
-    """Call `build`; raise UserError if it cannot build a network for the images of the file."""
+    """Call `build`. Raise UserError if it cannot build a network for images of this shape."""
     try:
         _check_shape(input_shape)
         net = build(input_shape, outputs)
@@ -208,7 +207,7 @@ def _scaling(metadata):
 def _load_onnx_into(path, build):
     """Copy the weights of an ONNX file into a network that computes the same scores.
 
-    The arrays are matched by name or, in files from other libraries, by the order of the layers.
+    The arrays are matched by name if the names agree, and by the order of the layers otherwise.
     """
     source = onnx_import.load_onnx(path)
     net = _built(path, build, source.input_shape, source.output_shape[0])
@@ -235,7 +234,7 @@ def _load_onnx_into(path, build):
 
 
 def _shapes(arrays):
-    """Describe arrays, {name: array}, up to the first few."""
+    """Describe the first few arrays of {name: array} in one line."""
     texts = [f"{name} {array.shape}" for name, array in arrays.items()]
     rest = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
     return (", ".join(texts[:4]) or "none") + rest
@@ -246,15 +245,15 @@ def _without_softmax(net):
 
 
 def torchvision_normalization() -> normalize.Normalization:
-    """Return the normalization that the weights published by torchvision expect."""
+    """Return the normalization that torchvision's published weights expect."""
     numbers = (zoo.torchvision.CENTRE, zoo.torchvision.DIVISOR)
     return normalize.Normalization("zscore", *(np.array(row, np.float32) for row in numbers))
 
 
 def score_difference(net: Network, other: Network) -> float:
-    """Return the largest difference of two networks' scores, relative to the largest score.
+    """Return the largest difference between two networks' scores, relative to the largest score.
 
-    The images are random pixels, which each network normalizes.
+    The scores are computed for images of random pixels, which each network normalizes.
     """
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (IMAGES, *net.input_shape), np.uint8)
@@ -279,7 +278,7 @@ def save(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> No
     path : path
         Path of an `.h5`, `.onnx` or `.safetensors` file.
     names : {"mpidl", "torchvision"}
-        Naming scheme for the arrays in a safetensors file; ignored for the other formats.
+        Naming scheme of the arrays in a safetensors file. Ignored for the other formats.
 
     Raises
     ------

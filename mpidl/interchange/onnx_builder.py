@@ -1,9 +1,9 @@
 """Build the layers of a network from the nodes of an ONNX graph.
 
-A function per ONNX operator reads a `Node`, adds layers to a `Builder` and returns the Value that
-the node computes. It raises Unsupported if mpidl has no layers for the node. The functions are in
-`onnx_operators`, `onnx_elementwise` and `onnx_shapes`. Shapes are those of one image: they lack the
-first dimension, the mini-batch.
+For each ONNX operator, a function reads a `Node`, adds layers to a `Builder` and returns the Value
+that the node computes. The function raises Unsupported if mpidl has no layers for the node. The
+functions are in `onnx_operators`, `onnx_elementwise` and `onnx_shapes`. All shapes refer to one
+image, without the mini-batch dimension.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from mpidl.nn import layers as nn
 
 BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
 MAX_VALUES = 1 << 28  # largest number of values that a layer may compute from an image
-UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # sum 1, so that nothing is divided
+UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # their sum is 1: no scaling
 
 
 class Unsupported(Exception):
-    """Raised for a node that mpidl has no layers for; the message says why."""
+    """Raised for a node that mpidl has no layers for. The message states the reason."""
 
 
 class Value(NamedTuple):
-    """A value of the graph.
+    """A value in the graph that depends on the images.
 
     Attributes
     ----------
     layer, shape
-        The name of the layer that computes the value, and the shape of the layer's output.
+        Name of the layer that computes the value, and shape of the layer's output.
     order
-        The order of the graph's axes if it differs: (1, 2, 0) if the graph has the axes (H, W, C)
-        of a layer's output (C, H, W). Otherwise empty.
+        Order of the axes in the graph, if it differs from the layer: (1, 2, 0) if the graph's value
+        has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the orders agree.
     image
-        The shape before flattening, (C, H, W), if the value is a vector and `order` is not empty.
+        Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
     """
 
     layer: str
@@ -49,17 +49,17 @@ class Value(NamedTuple):
     image: tuple[int, ...] = ()
 
     def graph_shape(self) -> tuple[int, ...]:
-        """Return the shape of the value in the graph."""
+        """Return the shape of the value with the graph's order of axes."""
         return tuple(self.shape[i] for i in self.order) if self.is_permuted() else self.shape
 
     def is_permuted(self) -> bool:
-        """Return whether the value is an image whose axes have another order in the graph."""
+        """Return whether the value is an image with another order of axes in the graph."""
         return bool(self.order) and not self.image
 
     def axes(self, numbers: Sequence[int]) -> list[int]:
-        """Return axes of the layer's output, from 0, for the graph's axes (the mini-batch is 0).
+        """Map axes in the graph, where 0 is the mini-batch, to axes of the layer's output, from 0.
 
-        Raise Unsupported for the axis of the mini-batch.
+        Raise Unsupported for the mini-batch axis.
         """
         count = 1 + len(self.shape)
         axes = [int(n) % count - 1 for n in numbers if -count <= n < count]
@@ -68,7 +68,7 @@ class Value(NamedTuple):
         return [self.order[a] if self.is_permuted() else a for a in axes]
 
     def to_layer(self, values: np.ndarray) -> np.ndarray:
-        """Reorder the last axes of an array, which fit the graph's value, as in the layer."""
+        """Reorder the last axes of an array from the graph's order to the layer's order."""
         if not self.order:
             return values
         inverse = [self.order.index(i) for i in range(3)]
@@ -88,7 +88,8 @@ class Node:
     Attributes
     ----------
     type, name
-        The node's operator; the node's name or, if it has none, the name of its first output.
+        Operator of the node, and name of the node. If the node has no name, the name of its first
+        output is used.
     inputs
         One entry per input: a Value, an array for a constant, or None for an omitted input.
     """
@@ -103,24 +104,24 @@ class Node:
         self.inputs: list[Any] = [values[name] if name else None for name in proto.input]
 
     def __getitem__(self, name: str) -> Any:
-        """Return an attribute; raise Unsupported if it is missing."""
+        """Return an attribute. Raise Unsupported if the attribute is missing."""
         if name not in self.attributes:
             raise Unsupported(f"it has no attribute {name}")
         return self.attributes[name]
 
     def get(self, name: str, default: Any) -> Any:
-        """Return an attribute, or a default; strings are decoded."""
+        """Return an attribute, or `default` if it is missing. Strings are decoded."""
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else value
 
     def input(self, i: int) -> Any:
-        """Return an input, or None if the node has no such input."""
+        """Return input i, or None if the node has no such input."""
         return self.inputs[i] if i < len(self.inputs) else None
 
     def value(self, i: int = 0, any_order: bool = False) -> Value:
-        """Return an input; raise Unsupported unless it depends on the images.
+        """Return input i. Raise Unsupported unless the input depends on the images.
 
-        Unless `any_order` is True, its axes must also have the order (C, H, W).
+        Unless `any_order` is True, the axes of the input must also have the order (C, H, W).
         """
         value = self.input(i)
         if not isinstance(value, Value):
@@ -130,7 +131,7 @@ class Node:
         return value
 
     def constant(self, i: int) -> np.ndarray:
-        """Return an input; raise Unsupported unless it is constant."""
+        """Return input i. Raise Unsupported unless the input is constant."""
         value = self.input(i)
         if not isinstance(value, np.ndarray):
             raise Unsupported(f"input {i} is not constant")
@@ -144,23 +145,25 @@ class Node:
 
 
 class Builder:
-    """A network under construction, to which operators add layers and weights.
+    """Builder of a network, to which operators add layers and weights.
 
     Attributes
     ----------
     layers
         The layers added so far.
     arrays
-        The learnables and the state: {"conv1.weight": array, ...}.
+        Learnables and state: {"conv1.weight": array, ...}.
     scaling
-        (centre, divisor) if the graph begins with a normalization of the images, else None.
+        (centre, divisor) if the graph begins with a normalization of the images, and None
+        otherwise.
     opset, batch
-        Version of the operator set; size of a mini-batch if the file fixes it, else 0.
+        Version of the operator set, and size of a mini-batch. The size is 0 if the file does not
+        fix it.
     tensors
-        {layer: names of the layer's output in the graph}. A node that computes nothing, such as
-        Identity, adds a name.
+        {layer name: names of the layer's output in the graph}. Nodes that compute nothing, such as
+        Identity, add further names.
     reads
-        {layer: values that it reads}.
+        {layer name: values that the layer reads}.
     output
         Name of the graph's output.
     """
@@ -177,9 +180,9 @@ class Builder:
         self.readers[model.output] += 1
 
     def add(self, node: Node, layer: Any, reads: list[Value], **arrays: np.ndarray) -> Value:
-        """Add a layer with its arrays, and return its output, with the order of the input.
+        """Add a layer with its arrays, and return its output with the same order as its input.
 
-        The layer must keep the axes if the order of its input is not (C, H, W).
+        If the axes of the input do not have the order (C, H, W), the layer must preserve the axes.
         """
         layer.name = self._unique_name(node.name)
         if isinstance(layer, nn.Add | nn.Concat):
@@ -202,13 +205,14 @@ class Builder:
         return reads[0]._replace(layer=layer.name, shape=built.output_shape)
 
     def remove(self, x: Value, *types: type[nn.Layer]) -> Value | None:
-        """Remove the layer that computes x, so that another layer takes its place.
+        """Remove the layer that computes x, so that the caller can add another layer instead.
 
         Returns
         -------
         Value or None
-            The value that the layer reads. If the layer is not the last one, is not of these types,
-            or if x is read more than once, the layer stays and the result is None.
+            The value that the removed layer reads. If x is read more than once, or if the layer is
+            not the last layer or not of the given types, nothing is removed, and the result is
+            None.
         """
         layer: Any = self.layers[-1] if self.layers else None
         if layer is None or layer.name != x.layer or not self.is_read_once(x):
@@ -228,7 +232,7 @@ class Builder:
         return unique
 
     def affine(self, node: Node, x: Value, scale: np.ndarray, shift: np.ndarray) -> Value:
-        """Add x * scale + shift; scale and shift have one element, or one element per channel.
+        """Add x * scale + shift, where scale and shift have one element, or one per channel.
 
         Before the first layer, the operation becomes the normalization of the images. In this case,
         scale and shift may also have one element per pixel. After a layer, the operation becomes a
@@ -248,15 +252,15 @@ class Builder:
         return self.add(node, layer, [x], **arrays)
 
     def is_read_once(self, x: Value) -> bool:
-        """Return whether a value, under all of its names, is read exactly once."""
+        """Return whether a value is read exactly once, under all of its names together."""
         names = self.tensors[x.layer]
         return sum(self.readers[name] for name in names) - (len(names) - 1) == 1
 
     def add_bias(self, x: Value, bias: np.ndarray) -> Value | None:
         """Add a bias to the layer that computes x, and return x.
 
-        Return None instead if this layer is not the last one, if it already has a bias or cannot
-        have one, or if x is read more than once.
+        Return None instead if x is read more than once, or if the layer is not the last layer,
+        already has a bias or cannot have a bias.
         """
         layer = self.layers[-1] if self.layers else None
         if layer is None or layer.name != x.layer or not self.is_read_once(x):
@@ -269,9 +273,9 @@ class Builder:
 
 
 def _broadcast(values, x):
-    """Return constants, which must broadcast to x in the graph, in the order of the layer's axes.
+    """Reorder constants, which must broadcast to x in the graph, to the layer's order of axes.
 
-    The result is float64 and has as many axes as the layer's output.
+    The result is float64 and has the same number of axes as the layer's output.
     """
     values, shape = np.asarray(values, np.float64), x.graph_shape()
     sizes = (1,) * (1 + len(shape) - values.ndim) + values.shape
@@ -285,7 +289,7 @@ def _broadcast(values, x):
 
 
 def per_channel(values: np.ndarray, x: Value) -> np.ndarray:
-    """Return constants, which must broadcast to x in the graph, as one float64 per channel."""
+    """Convert constants, which must broadcast to x in the graph, to one float64 per channel."""
     numbers = _broadcast(values, x)
     if numbers.size > 1 and numbers.size != len(numbers):
         raise Unsupported(
@@ -299,7 +303,7 @@ OPERATORS: dict[str, Callable[[Node, Builder], Any]] = {}
 
 
 def operator(*names: str) -> Callable[[Callable[[Node, Builder], Any]], Any]:
-    """Return a decorator that registers a function for some operators."""
+    """Return a decorator that registers a function for the named operators."""
 
     def register(function):
         OPERATORS.update(dict.fromkeys(names, function))

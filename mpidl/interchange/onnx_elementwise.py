@@ -1,4 +1,4 @@
-"""Activations, arithmetic with constants and other elementwise layers from ONNX operators."""
+"""Convert ONNX operators to activations, arithmetic with constants and elementwise layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIMPLE = {
     "Tanh": nn.Tanh,
     "HardSwish": nn.HardSwish,
 }
-UNBOUNDED = 3.4e38  # bounds of Clip from here on count as infinite
+UNBOUNDED = 3.4e38  # bounds of Clip count as infinite from this magnitude
 
 
 def _add(node, builder, layer):
@@ -86,7 +86,7 @@ def _clipped(node, builder, x, low, high):
     high = math.inf if high >= UNBOUNDED else high
     if math.isinf(low) and math.isinf(high) and low < high:
         return x
-    # the fused ops support ReLU
+    # Prefer ReLU, which fused ops support.
     layer = nn.ReLU() if (low, high) == (0, math.inf) else nn.Clip(low, high)
     return builder.add(node, layer, [x])
 
@@ -95,7 +95,7 @@ def _clipped(node, builder, x, low, high):
 def _softmax(node, builder):
     x = node.value(any_order=True)
     axis = node.get("axis", -1 if builder.opset >= 13 else 1)
-    # before opset 13, the softmax is over this axis and all later axes together
+    # Before opset 13, the softmax is over this axis and all later axes together.
     is_vector = int(np.prod(x.shape)) == x.shape[0]
     if x.axes([axis]) != [0] or (builder.opset < 13 and not is_vector):
         raise Unsupported(f"axis is {axis}, expected the channels")
@@ -125,7 +125,7 @@ def _cast(node, builder):
 
 
 def same_order(values: Sequence[Value]) -> Sequence[Value]:
-    """Return values; raise Unsupported unless all of them have the same order of axes."""
+    """Return the values. Raise Unsupported unless all values have the same order of axes."""
     if len({(value.order, value.image) for value in values}) > 1:
         raise Unsupported("its inputs have different orders of axes")
     return values
@@ -162,7 +162,7 @@ def _scale(node, builder):
 
 
 def _gated(node, builder):
-    """Add x * Sigmoid(x) or x * HardSigmoid(x), in either order of the factors."""
+    """Add x * Sigmoid(x) or x * HardSigmoid(x), with the factors in either order."""
     for i in (0, 1):
         x, gate = node.value(i, any_order=True), node.value(1 - i, any_order=True)
         layer = builder.layers[-1] if builder.layers else None

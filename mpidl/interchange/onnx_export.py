@@ -1,8 +1,8 @@
 """Write a network as an ONNX file.
 
-The graph computes the network's output in prediction, for any number of images. Arrays in the file
-have the names of the network's learnables and state. The metadata describe the layers, so that
-`load_onnx` restores the same network if the graph is unchanged.
+The graph computes the network's output in prediction for any number of images. Arrays in the file
+have the names of the network's learnables and state. The metadata describe the layers, so
+`load_onnx` can restore the same network if the graph is unchanged.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _pads(layer):
     return {"pads": pads, "value": np.float32(layer.value)}
 
 
-# {layer class: function(layer) -> {name: constant, the input of the operator after the images}}; a
-# constant that is not finite is left out
+# {layer class: function(layer) -> {name: constant}}. The constants are further inputs of the
+# operator. Constants that are not finite are omitted.
 CONSTANTS: dict[type[nn.Layer], Callable[[Any], dict[str, Any]]] = {
     nn.Dropout: lambda layer: {"ratio": np.float32(layer.probability)},
     nn.Clip: lambda layer: {"low": np.float32(layer.low), "high": np.float32(layer.high)},
@@ -129,7 +129,7 @@ CONSTANTS: dict[type[nn.Layer], Callable[[Any], dict[str, Any]]] = {
 
 
 def _constants(layer):
-    """Return {name: array or None} for a layer, with names that contain the layer's name."""
+    """Return the constants of a layer, {layer name.name: array, or None if not finite}."""
     values = CONSTANTS.get(type(layer), lambda layer: {})(layer)
     return {f"{layer.name}.{k}": v if np.isfinite(v).all() else None for k, v in values.items()}
 
@@ -143,18 +143,18 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
     Parameters
     ----------
     net : Network
-        The network. A Dropout layer does nothing in the file, as in prediction.
+        The network. Dropout layers have no effect in the file, as in prediction.
     path : path
         The .onnx file to write.
     normalize_images : bool
-        Whether the graph begins with the normalization of the images. If True, the graph reads
-        pixels, from 0 to 255 for 8-bit images. If False, it reads normalized pixels, and
-        `load_onnx` returns a network without normalization.
+        Whether the graph begins with the normalization of the images. If True, the input is pixels,
+        from 0 to 255 for 8-bit images. If False, the input is normalized pixels, and `load_onnx`
+        returns a network without normalization.
 
     Raises
     ------
     UserError
-        If a layer has no operator in ONNX, the network is larger than 2 GiB, or the file cannot be
+        If a layer has no ONNX operator, the network is larger than 2 GiB, or the file cannot be
         written.
     """
     if not os.fspath(path).lower().endswith(".onnx"):
@@ -198,7 +198,7 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
 
 
 def _scaling(net):
-    """Return the arrays of the normalization, in the shapes in which ONNX broadcasts them."""
+    """Return the arrays of the normalization in shapes that ONNX can broadcast."""
     if net.normalization is None or net.normalization.centre is None:
         return {DIVISOR: np.float32(255)}
     centre, divisor = net.normalization.arrays().values()
@@ -207,7 +207,7 @@ def _scaling(net):
 
 
 def _broadcastable(net, arrays):
-    """Return learnables with slopes in the shape (C, 1, 1), in which ONNX broadcasts them."""
+    """Return learnables with slopes reshaped to (C, 1, 1), so that ONNX can broadcast them."""
     shapes, reshaped = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
     for layer in net.layers:
         if isinstance(layer, nn.PReLU):
@@ -249,7 +249,7 @@ def _description(net, normalize_images):
     return model_file.description_of(net) | {"normalize_images": normalize_images}
 
 
-# Exceptions that a damaged description or a changed array causes.
+# Exceptions that damaged descriptions and changed arrays cause.
 UNDESCRIBED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
 UNDESCRIBED += (TypeError, ValueError, UserError)
 
@@ -261,9 +261,9 @@ def _float32(array):
 
 
 def restored(model: Model) -> Network | None:
-    """Return the network that `save_onnx` wrote to a file, or None for any other file.
+    """Return the network of a file that `save_onnx` wrote, or None for any other file.
 
-    The graph must equal the graph that `save_onnx` writes for the layers in the description.
+    The graph in the file must equal the graph that `save_onnx` writes for the described layers.
     """
     try:
         attributes = json.loads(model.description[KEY])

@@ -1,8 +1,8 @@
-"""Read an ONNX file: check the graph, load arrays, and compute results that need only constants.
+"""Read an ONNX file: check the graph, load arrays, and compute constant results.
 
-A file may be damaged or hostile. protobuf checks lengths while it parses. Files with external data
+A file may be damaged or malicious. protobuf checks lengths during parsing. Files with external data
 must be in the folder of the ONNX file, and arrays must not extend past the end of such a file.
-Constants are computed only by operators whose result sizes are known in advance.
+Constants are computed only with operators whose result sizes are known in advance.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpidl.text import printable
 
 OLDEST_OPSET = 7
 FLOAT = 1  # ONNX's code for the type float32
-LARGE = 1024  # elements; ONNX infers shapes from smaller constants, which can be sizes
-# A file may compute constants of MIN_ELEMENTS elements in total, and ELEMENTS_PER_BYTE more for
-# each byte of its weights, but never more than MAX_ELEMENTS.
+LARGE = 1024  # number of elements; ONNX needs only smaller constants to infer shapes
+# All computed constants of a file may have MIN_ELEMENTS elements in total, plus ELEMENTS_PER_BYTE
+# for each byte of its weights, but at most MAX_ELEMENTS.
 MAX_ELEMENTS, MIN_ELEMENTS, ELEMENTS_PER_BYTE = 1 << 28, 1 << 22, 8
 LARGEST = 1 << 16  # largest accepted number of channels, rows or columns of an image
 CHANNELS_LAST = (1, 2, 0)
@@ -43,29 +43,29 @@ class Model(NamedTuple):
     Attributes
     ----------
     nodes : list
-        The nodes on which the output depends, in an order in which they can be computed.
+        The nodes on which the output depends, in topological order.
     constants : dict
-        {name: array}: the initializers, and the results that `compute_constant` adds.
+        {name: array} of the initializers, and of the results that `compute_constant` adds.
     images : str
-        Name of the input.
+        Name of the image input.
     image_shape : tuple of int
-        (C, H, W).
+        Shape (C, H, W) of an image.
     order : tuple of int
-        (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first, else empty.
+        (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first. Empty otherwise.
     batch : int
-        Number of images in a mini-batch if the file fixes this number, else 0.
+        Number of images in a mini-batch, or 0 if the file does not fix this number.
     output : str
         Name of the output.
     shapes : dict
-        {name: text}: the shapes that ONNX infers, as text for messages.
+        {name: text} of the shapes that ONNX infers, for messages.
     opset : int
         Version of ONNX's operators.
     description : dict
-        The metadata of the file, {key: text}.
+        Metadata of the file, {key: text}.
     limit : int
-        Largest number of elements of all constants that `compute_constant` computes.
+        Largest total number of elements of all constants that `compute_constant` may compute.
     computed : list of int
-        The numbers of elements of the constants that `compute_constant` has computed.
+        Number of elements of each constant that `compute_constant` has computed.
     """
 
     nodes: list[Any]
@@ -90,7 +90,7 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
     path : path
         The file.
     input_shape : (C, H, W), optional
-        Shape of an image if the file leaves it open.
+        Shape of an image. Required if the file does not fix it.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def _context(onnx, proto):
 
 
 def _array(onnx, tensor, path):
-    """Return an initializer as an array; read external data if the location is allowed."""
+    """Return an initializer as an array. Read external data if the location is allowed."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         return _external_array(onnx, tensor, path)
     if min(tensor.dims, default=0) < 0:
@@ -193,9 +193,9 @@ def _external_array(onnx, tensor, path):
 
 
 def _declare_as_input(onnx, graph, tensor):
-    """Turn an initializer into an input, so that ONNX's checker does not copy the data.
+    """Declare an initializer as an input, so that ONNX's checker does not copy the data.
 
-    The checker would also look for external data in the wrong folder.
+    Otherwise, the checker would also look for external data in the wrong folder.
     """
     info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
     if tensor.name not in {value.name for value in graph.input}:
@@ -216,9 +216,9 @@ def _inferred_shapes(onnx, proto):
 
 
 def _image_input(graph, nodes, constants, input_shape, path):
-    """Return the name and the shape (N or 0, C, H, W) of the only input that is not a constant.
+    """Return the name and shape (N or 0, C, H, W) of the only input that is not constant.
 
-    The third result is the order of the input's axes, see `Model`.
+    The third result is the order of the input's axes (see `Model`).
     """
     inputs = [value for value in graph.input if value.name not in constants]
     if len(inputs) != 1:
@@ -257,7 +257,7 @@ def _image_input(graph, nodes, constants, input_shape, path):
 
 
 def _is_transposed_first(nodes, name):
-    """Return whether images (N, H, W, C) are transposed first, perhaps after a normalization."""
+    """Return whether the graph transposes images (N, H, W, C), at most normalizing them before."""
     readers = collections.defaultdict(list)
     for node in nodes:
         for read in set(node.input):
@@ -274,7 +274,7 @@ def _is_transposed_first(nodes, name):
 
 
 def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> bool:
-    """Add the results of a node to the model's constants if the node needs only constants.
+    """Compute a node that reads only constants, and add its results to the model's constants.
 
     Returns
     -------
@@ -336,7 +336,7 @@ def _constant(onnx, node, path):
 
 
 def _size(node, arrays):
-    """Return the largest number of elements that the result of a node can have."""
+    """Return an upper bound of the number of elements in the result of a node."""
     if node.op_type == "ConstantOfShape":
         return math.prod(int(n) for n in arrays[0].ravel())
     if node.op_type == "Expand":

@@ -27,8 +27,8 @@ from mpidl.interchange.weights import library
 from mpidl.nn import Network, graph
 from mpidl.text import printable
 
-DOMAINS = ("", "ai.onnx")  # names of ONNX's own operators
-# Exceptions that attributes with wrong types, sizes or lengths cause.
+DOMAINS = ("", "ai.onnx")  # names of the domain of ONNX's standard operators
+# Exceptions that attributes of wrong types, sizes or lengths cause.
 DAMAGES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -37,34 +37,35 @@ def load_onnx(
     input_shape: tuple[int, int, int] | None = None,
     graph_alone: bool = False,
 ) -> Network:
-    """Create a network from an ONNX file, with its weights.
+    """Create a network with its weights from an ONNX file.
 
-    A file that `save_onnx` wrote gives the same network, with its normalization and class names. In
-    other files, subtractions and divisions of the images by constants become `net.normalization`.
-    If a file has no such operations, the network does not normalize its images.
+    For a file that `save_onnx` wrote, the result is the saved network with its normalization and
+    class names. For other files, initial subtractions and divisions of the images by constants
+    become `net.normalization`. If a file has no such operations, the network does not normalize
+    images.
 
     Parameters
     ----------
     path : path
-        An .onnx file of opset 7 or later. Its input is a mini-batch of images (N, C, H, W), and it
-        has one output. The input may also be (N, H, W, C) if the graph transposes it first; the
-        network nevertheless takes images (N, C, H, W).
+        An .onnx file of opset 7 or later with one output. The input is a mini-batch of images (N,
+        C, H, W). The input may also be (N, H, W, C) if the graph transposes it first. The network
+        takes images (N, C, H, W) in both cases.
     input_shape : (C, H, W), optional
-        Shape of an image if the file does not fix it.
+        Shape of an image. Required if the file does not fix it.
     graph_alone : bool
-        Whether to ignore the description that `save_onnx` adds to a file.
+        Whether to ignore the description of the network that `save_onnx` adds to a file.
 
     Returns
     -------
     Network
-        The network, in host memory. Layers are named after the nodes, with "_" in place of
-        characters that are neither letters nor digits.
+        The network, in host memory. Layers are named after the nodes, with "_" instead of
+        characters other than letters and digits.
 
     Raises
     ------
     UserError
         If the file is unreadable or damaged, or if it has nodes that mpidl has no layers for. The
-        message lists all of these nodes.
+        message lists all unsupported nodes.
     """
     model = onnx_file.read(path, input_shape)
     net = None if graph_alone else onnx_export.restored(model)
@@ -90,7 +91,7 @@ def load_onnx(
 
 
 def _build(model, path):
-    """Return a Builder with all layers of the graph, and the Value that the graph returns."""
+    """Return a Builder with all layers of the graph, and the Value of the graph's output."""
     onnx = library("onnx", path, "onnx")
     nodes = [
         node

@@ -1,4 +1,4 @@
-"""Convolution, pooling, normalization, dense layers and joins from ONNX operators."""
+"""Convert ONNX operators to convolution, pooling, normalization, dense and join layers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _spatial(node, x, size, transposed=False):
 
 
 def _with_zeros_before(builder, x, padding, limits=(float("inf"),) * 2):
-    """Return the value that a layer reads, and its padding merged with a Pad2D layer before it.
+    """Merge a Pad2D layer that computes x into a layer's padding; return (value to read, padding).
 
-    The Pad2D layer stays if its value is not 0, if others read it, or if a side of the padding
-    would reach its limit, (down, across).
+    The Pad2D layer is kept if its value is not 0, if other nodes read its output, or if the merged
+    padding would reach the limit (vertical, horizontal) on any side.
     """
     pad = builder.layers[-1] if builder.layers else None
     if not isinstance(pad, nn.Pad2D) or pad.name != x.layer or pad.value != 0:
@@ -111,7 +111,7 @@ def _average_pool(node, builder):
     stride, padding, _ = _spatial(node, x, size)
     enlarged = _ceil(node, x, size, stride, padding)
     counts, is_padded = node.get("count_include_pad", 0), _is_any(padding)
-    if enlarged != padding:  # windows never count pixels outside of the padded image
+    if enlarged != padding:  # windows never count pixels outside the padded image
         if counts and is_padded:
             x = builder.add(node, nn.Pad2D(padding), [x])
             enlarged = tuple(
@@ -131,7 +131,7 @@ def _is_any(padding):
 
 
 def _ceil(node, x, size, stride, padding):
-    """Return the padding, enlarged at the bottom and on the right as ceil_mode requires."""
+    """Return the padding, enlarged at the bottom and on the right if ceil_mode is set."""
     if not node.get("ceil_mode", 0):
         return padding
     sides = []
@@ -139,7 +139,7 @@ def _ceil(node, x, size, stride, padding):
         x.shape[1:], size, stride, padding, strict=True
     ):
         outputs = -(-(pixels + before + after - window) // step) + 1
-        if (outputs - 1) * step >= pixels + before:  # no window starts in the padding at the end
+        if (outputs - 1) * step >= pixels + before:  # no window may start in the padding at the end
             outputs -= 1
         sides.append((before, max(after, (outputs - 1) * step + window - pixels - before)))
     return tuple(sides)

@@ -1,6 +1,6 @@
-"""Replace nodes that together compute an activation, such as GELU by Erf, with one node.
+"""Replace nodes that together compute an activation, such as GELU with Erf, with one node.
 
-The nodes are evaluated on a grid of numbers, so that every way to write the function is recognized.
+The nodes are evaluated on a grid of numbers, so any formula for the activation is recognized.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from mpidl.backends import REFERENCE as reference
 
-# Large numbers distinguish an activation from the same activation with a clipped input or output.
+# Large numbers distinguish an activation from the activation with a clipped input or output.
 LARGE = np.outer([-1, 1], [10, 30, 100, 1e3, 1e5, 1e7]).ravel()
 GRID = np.concatenate([np.linspace(-7, 7, 57), [-0.01, 0.003, 1e-4], LARGE])
-TOLERANCE = 1e-5  # largest difference on the grid; the constants of files are float32
-MAX_NODES = 16  # largest number of nodes of a pattern
+TOLERANCE = 1e-5  # largest relative difference on the grid; constants in files are float32
+MAX_NODES = 16  # largest number of nodes in a pattern
 
 Function = Callable[..., np.ndarray]
 ARITHMETIC: dict[str, Function] = {
@@ -32,8 +32,8 @@ ARITHMETIC: dict[str, Function] = {
     "Tanh": np.tanh,
     "Identity": np.positive,
 }
-ESSENTIAL = ("Erf", "Tanh", "Clip")  # each pattern has one of these nodes
-# (operator, attributes, function of the grid)
+ESSENTIAL = ("Erf", "Tanh", "Clip")  # each pattern contains one of these nodes
+# (operator, attributes, values of the activation on the grid)
 ACTIVATIONS: tuple[tuple[str, dict[str, Any], np.ndarray], ...] = (
     ("Gelu", {"approximate": "none"}, reference.gelu(GRID, "none")),
     ("Gelu", {"approximate": "tanh"}, reference.gelu(GRID, "tanh")),
@@ -43,16 +43,16 @@ ACTIVATIONS: tuple[tuple[str, dict[str, Any], np.ndarray], ...] = (
 
 
 def replace(onnx: Any, nodes: list[Any], constants: Mapping[str, np.ndarray], output: str) -> list:
-    """Return the nodes with each pattern replaced by a node of the activation's operator.
+    """Return the nodes, with one activation node in place of each pattern.
 
     Parameters
     ----------
     onnx
-        The onnx module.
+        The module onnx.
     nodes
-        The nodes, in an order in which they can be computed.
+        The nodes in topological order.
     constants
-        {name: array} of the constants that nodes may read.
+        {name: array} of the constants in the graph.
     output
         Name of the graph's output.
     """
@@ -79,7 +79,7 @@ def replace(onnx: Any, nodes: list[Any], constants: Mapping[str, np.ndarray], ou
 
 
 def _sources(node, nodes, producers, constants):
-    """Yield names of values on which a node depends through arithmetic, nearest first."""
+    """Yield the names of values on which a node depends arithmetically, nearest first."""
     names, visited = collections.deque([node.input[0]]), set()
     while names and len(visited) < MAX_NODES:
         name = names.popleft()
@@ -93,7 +93,7 @@ def _sources(node, nodes, producers, constants):
 
 
 def _match(onnx, essential, source, nodes, readers, constants):
-    """Return (indices of nodes, the node that replaces them), or None if there is no pattern."""
+    """Return (indices of a pattern's nodes, their replacement), or None if there is no pattern."""
     values, indices, waiting = {source: GRID}, [], sorted(readers[source][:MAX_NODES])
     longest = None
     while waiting and len(indices) < MAX_NODES:
@@ -129,7 +129,7 @@ def _equal(value, expected):
 
 
 def _evaluate(onnx, node, values, constants):
-    """Return the result of a node on the grid, or None if it is not arithmetic with numbers."""
+    """Return the result of a node on the grid, or None unless the node is scalar arithmetic."""
     inputs = []
     for name in node.input:
         value = values.get(name, constants.get(name))

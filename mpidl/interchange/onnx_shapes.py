@@ -1,4 +1,4 @@
-"""Flattening, padding and transposition from ONNX operators."""
+"""Convert ONNX operators for flattening, padding and transposition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpidl.nn import layers as nn
 
 
 def flat(node: Node, builder: Builder, x: Value) -> Value:
-    """Flatten x, if it is an image, and return a vector."""
+    """Flatten x if it is an image, and return a vector."""
     if len(x.shape) == 1:
         return x
     y = builder.add(node, nn.Flatten(), [Value(x.layer, x.shape)])

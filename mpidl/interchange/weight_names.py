@@ -1,9 +1,9 @@
-"""Translate the array names in weight files of other libraries to the array names of a network.
+"""Translate the array names of other libraries' weight files to the array names of a network.
 
-In PyTorch's files, an array name such as "layer1.0.conv1.weight" consists of the name of a
-module and the name of an array in this module. The corresponding layer of mpidl has the module's
-name with "_" for ".". Tables translate the module names of timm and of Hugging Face's transformers
-to torchvision's names.
+In PyTorch's files, an array name such as "layer1.0.conv1.weight" consists of a module name and the
+name of an array in this module. The corresponding layer of mpidl has the module's name with "_"
+instead of ".". Tables translate the module names of timm and of Hugging Face's transformers to
+torchvision's names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpidl.nn import Network
 from mpidl.nn.layers import BatchNorm, PReLU
 from mpidl.text import did_you_mean
 
-# A function from an array name in a file to the name in a network; None if it is not a weight.
+# A function that maps an array name in a file to the name in a network, or to None to skip it.
 Rename: TypeAlias = Callable[[str], "str | None"]
 Names: TypeAlias = "str | Mapping[str, str] | Rename"
 
@@ -29,7 +29,7 @@ NORMALIZATION = {
     "running_var": "variance",
 }
 COUNTER = "num_batches_tracked"
-SLOPE = {"weight": "slope"}  # the array of PyTorch's PReLU
+SLOPE = {"weight": "slope"}  # {array name in PyTorch's PReLU: name in mpidl}
 
 Table: TypeAlias = Sequence[tuple[str, "str | Callable[[re.Match[str]], str]"]]
 
@@ -37,13 +37,14 @@ Table: TypeAlias = Sequence[tuple[str, "str | Callable[[re.Match[str]], str]"]]
 def _stage(suffix: Callable[[re.Match[str]], str]) -> Callable[[re.Match[str]], str]:
     """Return a replacement function for a pattern that begins with `_STAGE`.
 
-    The first group is the index of the stage: from 0 in the file, from 1 in torchvision.
+    The first group is the index of the stage, which starts at 0 in the file and at 1 in
+    torchvision.
     """
     return lambda match: f"layer{int(match[1]) + 1}.{match[2]}.{suffix(match)}"
 
 
 _STAGE = r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)\."
-# {library: [(pattern of a module name, torchvision's name)]}; other modules keep their names
+# {library: [(pattern of a module name, torchvision's name)]}. Other modules keep their names.
 MODULES: dict[str, Table] = {
     "torchvision": (),
     "timm": (
@@ -76,11 +77,12 @@ def rename(names: Names, net: Network) -> Rename:
     Parameters
     ----------
     names : str, dict or function
-        "mpidl", "torchvision", "timm" or "transformers"; or {name in the file: name in the
-        network}; or a function from the name in the file to the name in the network. The function
-        returns None for an array that is not a weight.
+        The library that named the arrays ("mpidl", "torchvision", "timm" or "transformers"), a dict
+        {name in the file: name in the network}, or a function that maps names in the file to names
+        in the network. The function returns None for arrays to skip.
     net : Network
-        The network. Its batch normalization and PReLU layers have other array names than PyTorch's.
+        The network. It shows which layers are batch normalization and PReLU layers, whose array
+        names differ from PyTorch's names.
 
     Raises
     ------
@@ -116,13 +118,13 @@ def rename(names: Names, net: Network) -> Rename:
 
 
 def torchvision_counters(net: Network) -> list[str]:
-    """Return the names of the counters that PyTorch's batch normalization layers have."""
+    """Return the names of the counters in PyTorch's batch normalization layers."""
     names = [layer.name for layer in net.layers if isinstance(layer, BatchNorm)]
     return [f"{name.replace('_', '.')}.{COUNTER}" for name in names]
 
 
 def torchvision_name(name: str, net: Network) -> str:
-    """Return torchvision's name of an array: "layer1.0.bn1.weight" for "layer1_0_bn1.gamma"."""
+    """Return torchvision's name of an array, "layer1.0.bn1.weight" for "layer1_0_bn1.gamma"."""
     layer, _, array = name.rpartition(".")
     if isinstance(net[layer], BatchNorm):
         array = next(key for key, value in NORMALIZATION.items() if value == array)

@@ -1,8 +1,8 @@
-"""Read and write the weights of a network: safetensors files, and mpidl's model files.
+"""Read and write the weights of networks in safetensors files, and read them from model files.
 
 A safetensors file has a header with the names, types and shapes of arrays, followed by the arrays.
-Reading a safetensors file runs no code, unlike reading PyTorch's own files, which are pickles. The
-safetensors library checks the header against the size of the file before it reads an array.
+PyTorch's native files are pickles, which can run code when they are read. Safetensors files cannot.
+The safetensors library checks the header against the size of the file before it reads arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TO_SAFETENSORS = (
 
 
 def library(name: str, path: str | os.PathLike[str], extra: str) -> Any:
-    """Import a library that a file format needs; raise UserError if it is not installed."""
+    """Import a library that a file format needs. Raise UserError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -45,20 +45,20 @@ def library(name: str, path: str | os.PathLike[str], extra: str) -> Any:
 def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpidl") -> Network:
     """Load the learnables and the state of a network from a file.
 
-    The file must have an array for each learnable and each state of the network, and no other
-    arrays. Arrays of any float type are converted to float32. The weight of a fully connected layer
-    may also have the shape (K, C, H, W) of a convolution.
+    The file must contain exactly one array for each array of the learnables and the state. Arrays
+    of any float type are converted to float32. The weight of a fully connected layer may also have
+    the shape (K, C, H, W) of a convolution.
 
     Parameters
     ----------
     net : Network
-        The network, in host memory. The network is changed only if all arrays fit.
+        The network, in host memory. It is changed only if all arrays fit.
     path : path
         A safetensors file (`.safetensors`) or a model file of mpidl (`.h5`).
     names : str, dict or function
-        The library whose names the file uses: "mpidl", "torchvision", "timm" or "transformers".
-        A dict is {name in the file: name in the network}. A function maps the name in the file to
-        the name in the network, or to None if the array is to be left out.
+        The library that named the arrays ("mpidl", "torchvision", "timm" or "transformers"), a dict
+        {name in the file: name in the network}, or a function that maps names in the file to names
+        in the network. The function returns None for arrays to skip.
 
     Returns
     -------
@@ -68,8 +68,8 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     Raises
     ------
     UserError
-        If the file cannot be read, if arrays are missing, left over or of other shapes, or if two
-        arrays have the same name in the network. The message names the first ten of each.
+        If the file cannot be read, if arrays are missing, superfluous or of other shapes, or if two
+        arrays have the same name in the network. The message lists up to ten names per problem.
     TypeError
         If the network is on a GPU.
     """
@@ -81,7 +81,7 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
 def assign(
     net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
 ) -> Network:
-    """Set the learnables and the state of a network to the arrays of a file; see `load_weights`."""
+    """Set the learnables and state of a network to arrays from a file (see `load_weights`)."""
     renamed = rename(net, arrays, names, path)
     errors = _differences(net, renamed)
     if errors:
@@ -103,8 +103,8 @@ def assign(
 def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> None:
     """Write the learnables and the state of a network to a safetensors file.
 
-    The metadata of the file describe the network and the preprocessing of its images, as a model
-    file does. With torchvision's names, the arrays are exactly those of the module's state_dict.
+    Like a model file, the file also describes the network and the preprocessing of its images, in
+    its metadata. With torchvision's names, the arrays equal the module's state_dict.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
     path : path
         The `.safetensors` file to write.
     names : {"mpidl", "torchvision"}
-        The library whose names for the arrays are used.
+        Naming scheme of the arrays.
 
     Raises
     ------
@@ -141,14 +141,14 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
 
 
 def _metadata(description: Mapping[str, Any], scaling: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Return the metadata of a safetensors file that describes its network."""
+    """Return the metadata that describe the network in a safetensors file."""
     numbers = {name: array.tolist() for name, array in scaling.items()}
     texts = {"description": json.dumps(description), "normalization": json.dumps(numbers)}
     return {"format": "mpidl", **texts}
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return {name in the file: array} of a weight file, and the file's metadata.
+    """Read a weight file, and return {name in the file: array} and the file's metadata.
 
     Raises
     ------
@@ -205,7 +205,7 @@ def _array(file, name, path):
 def fits(
     net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
 ) -> bool:
-    """Return whether the arrays of a file fit a network if the file uses the given names."""
+    """Return whether the arrays of a file fit a network under the naming scheme `names`."""
     try:
         return not _differences(net, rename(net, arrays, names, path))
     except UserError:
@@ -215,7 +215,7 @@ def fits(
 def rename(
     net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
 ) -> dict[str, tuple[str, np.ndarray]]:
-    """Return {name in the network: (name in the file, array)}; see `load_weights` for `names`.
+    """Return {name in the network: (name in the file, array)}. `load_weights` documents `names`.
 
     Raises
     ------
@@ -238,7 +238,7 @@ def rename(
 
 
 def _differences(net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]) -> list[str]:
-    """Return messages about arrays that are missing, left over, or of another shape or type."""
+    """Return messages about arrays that are missing, superfluous, or of a wrong shape or type."""
     expected = net.parameters | net.state
     missing = [name for name in expected if name not in renamed]
     left_over = [name for new, (name, _) in renamed.items() if new not in expected]

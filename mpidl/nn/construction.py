@@ -1,4 +1,4 @@
-"""Construct networks: name, build and check layers, and create layers from specs."""
+"""Construct networks: name, build and check layers, and create the layers of a model file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
     TypeError
         If the argument is not a list of layers.
     ValueError
-        If the list is empty, or if a name is not unique or not allowed.
+        If the list is empty, or if a name is not unique or contains "." or "/".
     """
     if isinstance(unnamed, Layer):
         raise TypeError(f"expected a list of layers, got a single {type(unnamed).__name__}")
@@ -56,14 +56,19 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
 
 
 def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> Built:
-    """Build a layer and check its factors.
+    """Build a layer, and check its factors of the learning rate and of L2 regularization.
 
     Parameters
     ----------
     layer
         The layer.
     reads
-        (name, shape) of each output that the layer reads.
+        Name and shape of each output that the layer reads.
+
+    Returns
+    -------
+    Built
+        The output shape, the learnables and the state.
 
     Raises
     ------
@@ -89,7 +94,7 @@ def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> B
 def initial_arrays(
     layer: Layer, needs: Mapping[str, tuple[tuple[int, ...], Any]], seed: int | None
 ) -> dict[str, np.ndarray]:
-    """Return initial learnables or state of a layer as {"conv1.weight": float32 array, ...}.
+    """Return the initial learnables or state of a layer: {"conv1.weight": float32 array, ...}.
 
     Parameters
     ----------
@@ -127,7 +132,7 @@ def layers_of_spec(
     ------
     ValueError
         If a type is neither a layer class of mpidl nor in `layer_types`, or if a custom class has
-        the same name as one of mpidl's.
+        the name of a layer class of mpidl.
     """
     types = {name: kind for name, kind in vars(layers).items() if _is_layer_type(kind)}
     for kind in layer_types:
@@ -159,7 +164,7 @@ def _tuples(value):
 
 
 def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the dict `new`; raise a ValueError if names, order or shapes differ."""
+    """Return a copy of the dict `new`. Raise ValueError if names, order or shapes differ."""
     if list(old) != list(new) or any(old[k].shape != np.shape(new[k]) for k in old):
         raise ValueError(
             f"{kind}: expected {', '.join(f'{k} {v.shape}' for k, v in old.items())}; got "
@@ -169,5 +174,5 @@ def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) ->
 
 
 def layer_of(key: str) -> str:
-    """Return the name of the layer in a key: "conv1" for "conv1.weight"."""
+    """Return the layer's name in the key of a learnable, such as "conv1" for "conv1.weight"."""
     return key.rsplit(".", 1)[0]

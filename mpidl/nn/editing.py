@@ -1,4 +1,4 @@
-"""Edit a network: freeze layers, replace layers, or cut the network after a layer."""
+"""Edit networks: freeze, replace or append layers, or cut a network after a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def set_layers(net: Network, layers: list[Any]) -> Network:
-    """Replace all layers with layers of the same names and inputs, and return the network."""
+    """Replace all layers by layers with the same names and inputs, and return the network."""
     net.layers = layers
     net.plan_runs()
     return net
@@ -52,7 +52,7 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
     edited.fuse, edited.normalization = net.fuse, net.normalization
     edited.crop, edited.preprocess = net.crop, net.preprocess
     same_outputs = edited.output_shape[:1] == net.output_shape[:1]
-    edited.classes = net.classes if same_outputs else None
+    edited.classes, edited.loss = (net.classes, net.loss) if same_outputs else (None, None)
     for new, old in ((edited._parameters, net._parameters), (edited._state, net._state)):
         for name in (name for name in old if construction.layer_of(name) not in replacements):
             if new[name].shape != old[name].shape:
@@ -65,12 +65,13 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
 
 
 def append_layer(net: Network, layer: Layer) -> Network:
-    """Return a network with a further layer without learnables; see `Network.append_layer`."""
+    """Return a network with one more layer, which has no learnables; see `Network.append_layer`."""
     edited = type(net)(
         [*net.layers, layer], net.input_shape, seed=net.seed, batchnorm=net.batchnorm
     )
     edited.fuse, edited.normalization = net.fuse, net.normalization
-    edited.crop, edited.preprocess, edited.classes = net.crop, net.preprocess, net.classes
+    edited.crop, edited.preprocess = net.crop, net.preprocess
+    edited.classes, edited.loss = net.classes, net.loss
     edited.parameters, edited.state = net.parameters, net.state
     return edited
 
@@ -79,7 +80,8 @@ def up_to(net: Network, name: str) -> Network:
     """Return the part of a network that computes a layer's output; see `Network.up_to`."""
     last, part = net.layer_number(name), copy.copy(net)
     ancestors = {name}
-    part.classes = net.classes if last == len(net.layers) - 1 else None
+    if last < len(net.layers) - 1:
+        part.classes = part.loss = None
     for i in range(last, -1, -1):
         if net.layers[i].name in ancestors:
             ancestors.update(net.reads[i])

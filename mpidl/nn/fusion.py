@@ -1,4 +1,4 @@
-"""Fuse neighbouring layers into one op. This is a peephole optimization of the list of layers.
+"""Fuse neighbouring layers of a network into one op.
 
 These runs of layers become one op:
 
@@ -10,9 +10,9 @@ These runs of layers become one op:
 - Convolution, ReLU, and between them perhaps the addition of one other value, as at the end of a
   residual block. The op adds and applies the ReLU before it stores the convolution's output.
 
-The layers must be neighbours in the list, and no other layer may read the outputs of the run's
-layers but the last. Several layers may read the output of the op; the cotangents from these layers
-are summed. Fusion changes neither the network nor the learnables nor the results.
+Layers outside a run may read only the output of the run's last layer. If several layers read this
+output, their cotangents are summed. Fusion does not change the network, the learnables or the
+results.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from mpidl.nn.layers.base import Value
 
 
 def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
-    """Group the indices of the layers into runs. The layers of a run are computed as one op.
+    """Group the layers into runs, and return the indices of the layers of each run.
+
+    A layer that is not fused is a run of one layer.
 
     Parameters
     ----------
     layers
         The layers of the network.
     reads
-        The names that each layer reads.
+        For each layer, the names of the outputs that it reads.
     """
     readers: dict[str, list[Layer]] = collections.defaultdict(list)
     for layer, names in zip(layers, reads, strict=True):
@@ -78,7 +80,7 @@ def _begins(run, layers, reads, readers):
 
 
 def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names that a run reads and does not compute, in the order of its layers."""
+    """Return the names of the outputs of other runs that a run reads, in the layers' order."""
     names = {layer.name for layer in run}
     return tuple(name for layer_reads in reads for name in layer_reads if name not in names)
 

@@ -19,13 +19,13 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     """Return, for each layer, the names of the outputs that it reads.
 
     A layer that names no input reads the output of the layer before it. The first layer reads the
-    images.
+    images by default.
 
     Raises
     ------
     ValueError
-        If a layer reads an unknown name or a later layer, or if no layer reads the output of a
-        layer other than the last one.
+        If a layer reads an unknown name, its own output or the output of a later layer, or if no
+        layer reads the output of a layer before the last one.
     """
     names = [layer.name for layer in layers]
     positions = {name: i for i, name in enumerate(names)}
@@ -52,7 +52,7 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
 
 
 def input_names(layer: Layer) -> tuple[str, ...] | None:
-    """Return the names that a layer with several inputs reads, or None for one input."""
+    """Return the names in `inputs` of a layer with several inputs, or None for other layers."""
     inputs = getattr(layer, "inputs", None)
     if inputs is None:
         return None
@@ -62,7 +62,7 @@ def input_names(layer: Layer) -> tuple[str, ...] | None:
 
 
 def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
-    """Return a copy of a layer with its inputs renamed by {old: new}."""
+    """Return a copy of a layer that reads other names, given {old name: new name}."""
     renamed: Any = copy.copy(layer)
     renamed.after = new_names.get(layer.after, layer.after)
     inputs = input_names(layer)
@@ -72,7 +72,7 @@ def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
 
 
 def _refuse(reader, name, before, names):
-    """Raise a ValueError, because layer `reader` reads `name`, which is not an earlier layer."""
+    """Raise ValueError, because the layer `reader` reads `name`, which is not an earlier layer."""
     if name == reader:
         raise ValueError(f"{reader}: it cannot read its own output")
     if name in names:
@@ -84,14 +84,14 @@ def _refuse(reader, name, before, names):
 def last_readers(
     reads: Sequence[tuple[str, ...]], runs: Sequence[tuple[int, ...]]
 ) -> list[list[str]]:
-    """Return, for each run, the names that it reads and that no later run reads.
+    """Return, for each run, the names of the outputs that no later run reads.
 
     Parameters
     ----------
     reads
-        The names that each layer reads.
+        For each layer, the names of the outputs that it reads.
     runs
-        The runs. A run is a tuple of the indices of layers that are computed as one op.
+        The runs. A run is a tuple with the indices of layers that are computed as one op.
     """
     last: dict[str, int] = {}
     for position, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Prepare a network for prediction: batch normalization becomes part of the layer before it."""
+"""Prepare networks for prediction: batch normalization becomes part of the preceding layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidl.nn.construction import layer_of
 from mpidl.nn.layers import BatchNorm, Conv2D, Dense, Layer, TransposedConv2D
 from mpidl.nn.network import Network
 
-# Layers that can include a batch normalization, and the axis of their weight for their outputs.
+# {type of a layer that can include a batch normalization: axis of the outputs in its weight}.
 OUTPUT_AXIS: dict[type[Layer], int] = {Conv2D: 0, Dense: 0, TransposedConv2D: 1}
 
 
@@ -21,9 +21,9 @@ def fold_batchnorm(net: Network) -> Network:
     """Return a network for prediction whose weights include the batch normalizations.
 
     A batch normalization with running statistics multiplies each channel by a number and adds
-    another one. If it directly follows a convolution or a dense layer, and is the only layer that
-    reads that layer's output, these numbers are multiplied into the weight and the bias. The scores
-    differ from those of the network by rounding.
+    another number. These numbers can be included in the weight and bias of a preceding convolution
+    or dense layer. The batch normalization must directly follow this layer and be the only layer
+    that reads its output. The scores change only by rounding.
 
     Parameters
     ----------
@@ -33,8 +33,8 @@ def fold_batchnorm(net: Network) -> Network:
     Returns
     -------
     Network
-        A copy in prediction mode, or `net` itself if there is nothing to fold or the network is on
-        a GPU. The copy shares the other arrays with `net`.
+        A copy in prediction mode, or `net` itself if no batch normalization can be included or the
+        network is on a GPU. The copy shares unchanged arrays with `net`.
     """
     readers = collections.Counter(name for names in net.reads for name in names)
     norms = [
@@ -68,7 +68,7 @@ def fold_batchnorm(net: Network) -> Network:
 
 
 def _folded_arrays(net, layer, norm):
-    """Return the weight and the bias of a layer that includes the batch normalization after it."""
+    """Return a weight and a bias of `layer` that include the batch normalization `norm`."""
     gamma, beta = (net.parameters[f"{norm.name}.{name}"] for name in ("gamma", "beta"))
     mean, variance = (net.state[f"{norm.name}.{name}"] for name in ("mean", "variance"))
     scale = gamma / np.sqrt(variance.astype(np.float64) + norm.epsilon)

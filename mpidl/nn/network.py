@@ -1,4 +1,8 @@
-"""The class `Network`: layers with their learnables and state."""
+"""The class `Network`: layers with their learnables and state.
+
+Learnables are the arrays that training changes, such as weights. The state consists of the arrays
+that layers update, such as running means.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from mpidl.text import did_you_mean
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
-# {"conv1.weight": array}. The arrays are GPU arrays on a GPU, and may be Vars in `value_and_grad`.
+# {"conv1.weight": array}. On a GPU, the arrays are GPU arrays. `value_and_grad` uses Vars.
 Arrays: TypeAlias = dict[str, np.ndarray]
 
 
@@ -36,44 +40,50 @@ class Network:
     layers
         The layers, which the network copies. The last layer computes the network's output.
     input_shape
-        (C, H, W) of an image.
+        Shape (C, H, W) of an image.
     seed
         Seed of the initial learnables. For given shapes, the initial learnables depend only on the
-        seed and on the names of the layers. If None, they are 0, for weights that are loaded later.
+        seed and the names of the layers. If the seed is None, all learnables are 0, which is useful
+        if weights are loaded later.
     batchnorm
-        "global" or "local": the scope of batch normalization in training. `dl.train` sets it to
-        the training option `batchnorm`.
+        Scope of batch normalization in training, "global" or "local" (see `ops.batchnorm`).
+        `dl.train` sets the scope to the training option `batchnorm`.
 
     Attributes
     ----------
     layers
         The layers, each with a name. `net["conv1"]` returns the layer named "conv1".
     parameters, state
-        The learnables and the state, {"conv1.weight": float32 array, ...} in the order of the
-        layers. Assign a new dict to change them.
+        The learnables and the state, {"conv1.weight": float32 array, ...}, in the order of the
+        layers. To change the arrays, assign a new dict.
     training
-        Whether the network runs in training mode. `value_and_grad` calls its function with a
-        network in training mode whose learnables are being differentiated.
+        Whether the network runs in training mode. `value_and_grad` passes such a network to the
+        function that it differentiates with respect to the learnables.
     reads, output_shapes
         For each layer, the names of the outputs that it reads, and the shape of its output for one
         image.
     normalization, crop, preprocess
-        The transforms of images in training: a `Normalization` (if None, uint8 pixels are divided
-        by 255), the size (P, Q) to which larger images are cropped, and a `Preprocess`. `dl.train`
-        and the commands set them, model files store them, and evaluation applies them.
+        The transforms of images in training: a `Normalization`, the size (P, Q) to which larger
+        images are cropped, and a `Preprocess`. If `normalization` is None, uint8 pixels are divided
+        by 255. `dl.train` and the commands set these attributes, model files store them, and
+        evaluation applies the transforms.
     classes
-        A tuple with the names of the K classes, for outputs of shape (K, ...). It is () for a
-        regression network, and None if the names are unknown. `dl.train` and the commands set
-        `classes`, and model files store it.
+        A tuple with the names of the K classes, for outputs of shape (K, ...). The tuple is empty
+        for a regression network. `classes` is None if the names are unknown. `dl.train` and the
+        commands set `classes`, and model files store it.
+    loss
+        The loss of the training, such as {"name": "dice", "ignore_label": 255}, or None if the loss
+        is unknown or a function. `dl.train` sets `loss`, model files store it, and `mpidl.predict`
+        evaluates the network with it.
     fuse
-        Whether neighbouring convolution, batch normalization and ReLU layers run as one op. The
-        results are the same either way.
+        Whether neighbouring convolution, batch normalization and ReLU layers run as one op. This
+        setting does not change the results.
 
     Raises
     ------
     ValueError
-        If a layer reads a name that is not before it in the list, or reads an invalid shape, or if
-        the output of a layer other than the last is not read.
+        If a layer reads an output that no earlier layer has, or does not accept the shape of its
+        input, or if no layer reads the output of a layer other than the last one.
     TypeError
         If `layers` is not a list of layers.
     """
@@ -105,10 +115,11 @@ class Network:
         self.crop: tuple[int, int] | None = None
         self.preprocess: Any = None
         self.classes: tuple[str, ...] | None = None
+        self.loss: dict[str, str | int] | None = None
         self.plan_runs()
 
     def plan_runs(self) -> None:
-        """Plan again which layers run as one op, after the layers have changed."""
+        """Determine again which layers run as one op. Call this after changing the layers."""
         self._plan = Plan(self.layers, self.reads)
 
     @property
@@ -117,11 +128,11 @@ class Network:
         return [layer.name for layer in self.layers]
 
     def __getitem__(self, name: str) -> Layer:
-        """Return the layer named `name`; raise a KeyError if there is none."""
+        """Return the layer named `name`. Raise KeyError if no layer has this name."""
         return self.layers[self.layer_number(name)]
 
     def layer_number(self, name: str) -> int:
-        """Return the index of a layer in the list; raise a KeyError if the name is unknown.
+        """Return the index of a layer in the list. Raise KeyError if the name is unknown.
 
         Parameters
         ----------
@@ -134,7 +145,7 @@ class Network:
             Index from 0.
         """
         if name not in self.layer_names:
-            last = f": the last ones are {', '.join(self.layer_names[-5:])}"
+            last = f": the last layers are {', '.join(self.layer_names[-5:])}"
             raise KeyError(f"no layer {name}{did_you_mean(name, self.layer_names) or last}")
         return self.layer_names.index(name)
 
@@ -185,7 +196,7 @@ class Network:
         return bool(arrays) and not isinstance(arrays[0], np.ndarray)
 
     def on(self, device: CudaDevice | None) -> Network:
-        """Return this network if it is already on the device, else a moved copy; see `to`.
+        """Return this network if it is on the device, or a copy that is on the device; see `to`.
 
         Parameters
         ----------
@@ -201,7 +212,7 @@ class Network:
 
     @property
     def trainable(self) -> Arrays:
-        """The learnables that are differentiated.
+        """The learnables for which gradients are computed.
 
         Learnables of frozen layers and learnables with a learning-rate factor of 0 are left out.
         """
@@ -210,9 +221,9 @@ class Network:
 
     @property
     def factors(self) -> dict[str, dict[str, float]]:
-        """Keyword arguments for an optimizer: the learning-rate and L2 factors of all learnables.
+        """Learning-rate and L2 factors of all learnables, as keyword arguments of an optimizer.
 
-        An example is dl.SGDM(0.01, **net.factors).
+        For example, create an optimizer with dl.SGDM(0.01, **net.factors).
         """
         layers = {layer.name: layer for layer in self.layers}
         pairs = (key.rsplit(".", 1) for key in self._parameters)
@@ -225,9 +236,9 @@ class Network:
     def freeze(self, *names: str) -> Network:
         """Freeze the layers with these names, and return the network.
 
-        A frozen layer keeps its learnables and its state. The learnables are not differentiated,
-        and the layer runs as in prediction: batch normalization uses its running state. The
-        backward pass ends at the earliest layer that is trained.
+        The learnables and the state of a frozen layer do not change. Its gradients are
+        not computed, and the layer runs as in prediction: batch normalization uses its running
+        state. The backward pass ends at the earliest trained layer.
 
         Parameters
         ----------
@@ -265,13 +276,13 @@ class Network:
         """Return a new network with some layers replaced.
 
         The other layers keep their learnables and state, byte for byte. The new network is in host
-        memory. It keeps `classes` if the number of outputs is the same.
+        memory. It has the same `classes` if the number of outputs is the same.
 
         Parameters
         ----------
         layers
-            {name of the old layer: new layer}, such as {"dense1": dl.Dense(5)}. By default, the
-            new layer has the name and the inputs of the old layer.
+            {name of the old layer: new layer}, such as {"dense1": dl.Dense(5)}. By default, a new
+            layer has the name and the inputs of the old layer.
         seed
             Seed of the initial learnables of the new layers; by default the seed of this network.
 
@@ -287,19 +298,19 @@ class Network:
         TypeError
             If a value is not a layer.
         ValueError
-            If the learnables or the state of another layer would change their shapes.
+            If the learnables or the state of another layer would need another shape.
         """
         return editing.replace_layers(self, layers, seed)
 
     def append_layer(self, layer: Layer) -> Network:
-        """Return a new network that ends with a further layer, such as `Sigmoid`.
+        """Return a new network with one more layer at the end, such as `Sigmoid`.
 
         Both networks share the learnables and the state.
 
         Parameters
         ----------
         layer : Layer
-            A layer without learnables and state.
+            A layer without learnables or state.
 
         Returns
         -------
@@ -339,7 +350,7 @@ class Network:
         Parameters
         ----------
         learnables : dict
-            {"conv1.weight": array or Var, ...}; names that are missing keep their values.
+            {"conv1.weight": array or Var, ...}. Learnables that are missing keep their values.
 
         Returns
         -------
@@ -352,12 +363,12 @@ class Network:
         return bound
 
     def with_layers(self, layers: Iterable[Layer]) -> Network:
-        """Return a copy with the same arrays and with new settings of the layers.
+        """Return a copy with the same arrays and different settings of the layers.
 
         Parameters
         ----------
         layers
-            The new layers. Each has the same class, name and inputs as the layer that it replaces.
+            The new layers. Each layer has the class, name and inputs of the layer that it replaces.
 
         Returns
         -------
@@ -371,18 +382,19 @@ class Network:
     @overload
     def __call__(self, images: Var) -> Var: ...
     def __call__(self, images: Value) -> Value:
-        """Return the last layer's output, (N, *output_shape).
+        """Return the output of the last layer, (N, *output_shape).
 
         Parameters
         ----------
         images
-            (N, *input_shape), a Blocked value or a Var of a Blocked value.
+            Images (N, *input_shape), a Blocked value or a Var of a Blocked value.
 
         Returns
         -------
         Blocked or Var
-            A Var if a learnable or the images are being differentiated. Inside `value_and_grad`,
-            the result for Blocked images is therefore a Var, although its type hint is Blocked.
+            The output. It is a Var if gradients of a learnable or of the images are being computed.
+            Inside `value_and_grad`, the output for Blocked images is therefore a Var, although the
+            type hint is Blocked.
         """
         if images.shape[1:] != self.input_shape:
             raise ValueError(f"expected images of shape {self.input_shape}, got {images.shape[1:]}")
@@ -395,15 +407,16 @@ class Network:
     def logits(self, images: Value, activation: type[Layer] = Softmax) -> Value:
         """Return the scores that the losses expect.
 
-        The scores are the network's output. If the last layer is a Softmax, they are instead the
-        input of that layer, because the losses include the softmax.
+        The scores are the network's output or, if the last layer is a Softmax, the input of this
+        layer, because the losses include the softmax.
 
         Parameters
         ----------
         images : Blocked or Var
             Normalized images (N, C, H, W).
         activation : type
-            The last layer to leave out, such as `Sigmoid` for independent labels.
+            If the last layer is of this class, it is left out. For example, `Sigmoid` for
+            independent labels.
 
         Returns
         -------
@@ -427,23 +440,24 @@ class Network:
     @overload
     def predict(self, images: np.ndarray) -> np.ndarray: ...
     def predict(self, images: Blocked | np.ndarray) -> Blocked | np.ndarray:
-        """Return class scores: the softmax of the logits.
+        """Return the class probabilities: the softmax of the logits.
 
         Parameters
         ----------
         images
             A Blocked value, or an array (n, C, H, W). An array is normalized as in training. If
-            `normalization` is None, uint8 pixels are divided by 255 and floats are not changed.
+            `normalization` is None, uint8 pixels are divided by 255, and floats are not changed.
 
         Returns
         -------
         Blocked or np.ndarray
-            Blocked scores for a Blocked value, an array (n, K) for an array.
+            Probabilities, a Blocked value or an array (n, K) like the argument.
 
         Raises
         ------
         TypeError
-            If `images` is an array and the network is on a GPU, or if the array has another type.
+            If `images` is an array and the network is on a GPU, or if its type is not a real number
+            type.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))
@@ -459,7 +473,7 @@ class Network:
         return ops.softmax(self.logits(from_images(pixels.astype(np.float32), batch))).local()
 
     def input_transform(self) -> dict[str, Any]:
-        """Return the arguments with which a `MinibatchQueue` transforms images as in training.
+        """Return the arguments that make a `MinibatchQueue` transform images as in training.
 
         Returns
         -------
@@ -488,12 +502,12 @@ class Network:
         return c == channels and (size == input_size or (self.crop is not None and larger))
 
     def spec(self) -> list[dict[str, Any]]:
-        """Return one dict per layer for JSON. `from_spec` builds a network from them.
+        """Return a description of the layers for JSON. `from_spec` builds a network from it.
 
         Returns
         -------
         list of dict
-            One dict per layer, as `Layer.spec` returns it.
+            The result of `Layer.spec` for each layer.
         """
         return [layer.spec() for layer in self.layers]
 
@@ -505,7 +519,7 @@ class Network:
         layer_types: Iterable[type[Layer]] = (),
         **options: Any,
     ) -> Network:
-        """Build a network, with initial learnables, from the layers in a model file.
+        """Build a network with initial learnables from the layers in a model file.
 
         Parameters
         ----------
@@ -534,7 +548,7 @@ class Network:
         Parameters
         ----------
         kind
-            "parameters" for the learnables or "state".
+            "parameters" for the learnables, or "state" for the state.
 
         Returns
         -------
@@ -559,17 +573,17 @@ class Network:
         return {run.layers[0].name for run in self._plan.runs[self.fuse]}
 
     def analyze(self, batch_size: int = 128) -> Analysis:
-        """Return the `Analysis` of the layers: shapes, learnables, memory, operations.
+        """Return an `Analysis` of the layers: shapes, learnables, memory and operations.
 
         Parameters
         ----------
         batch_size : int
-            Number of images for which the memory of activations is counted.
+            Number of images for which the memory of the layers' outputs is computed.
 
         Returns
         -------
         Analysis
-            A table of the layers; `print` shows it.
+            A table of the layers, which can be printed.
         """
         return Analysis(self, batch_size)
 

@@ -31,10 +31,10 @@ def move(net: Network, device: Any) -> None:
 
 
 def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
-    """Return {learnable: shape of the images that its layer reads}.
+    """Return {name of a learnable: shape of the images that its layer reads}.
 
     If a layer reads flattened images, the shape is the shape before flattening, because flattening
-    does not change the layout on a GPU. This also holds if elementwise layers lie between the
+    does not change the memory layout on a GPU. There may be elementwise layers between the
     flattening and the layer.
     """
     with_learnables = {layer_of(key) for key in net.parameters}

@@ -1,4 +1,4 @@
-"""Run the layers of a network in order, and release outputs when they are no longer needed."""
+"""Run the layers of a network in order, and release each output after its last use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
 
 class Plan:
-    """The runs of a network's layers, both with and without fused ops.
+    """The runs of a network's layers, with fused ops and without.
 
     Parameters
     ----------
@@ -54,13 +54,13 @@ class Plan:
         Parameters
         ----------
         name
-            Name of the layer, which must be the last one of a run, or "images".
+            Name of the layer, which must be the last layer of a run, or "images".
         images
             The input of the network.
         fuse
             Whether to use fused ops, if the backend supports them.
         context_of
-            Returns the context of a layer.
+            Function that returns the context of a layer.
         """
         outputs: dict[str, Any] = {graph.IMAGES: images}
         for run in self.runs[fuse and fusion.can_fuse(images)]:

@@ -18,7 +18,7 @@ FLOAT = 4  # bytes of a float32
 
 
 class Row(NamedTuple):
-    """Facts about one layer in an `Analysis`.
+    """Properties of one layer in an `Analysis`.
 
     Attributes
     ----------
@@ -29,9 +29,9 @@ class Row(NamedTuple):
     output_shape
         Shape of the output for one image.
     learnables, state
-        Number of elements of the layer's learnables and of its state.
+        Number of elements of the layer's learnables and state.
     memory
-        Bytes of the output for a mini-batch, or 0 if a training step does not store the output.
+        Size in bytes of the output for a mini-batch, or 0 if a training step does not store it.
     flops
         Number of floating-point operations of the forward pass for one image. Each multiply-add
         counts as two operations.
@@ -58,7 +58,7 @@ class Analysis:
     net
         The network.
     batch_size
-        Number of images for which the memory is computed.
+        Number of images for which the memory of the layers' outputs is computed.
 
     Attributes
     ----------
@@ -78,7 +78,8 @@ class Analysis:
         self.rows: list[Row] = []
         for layer, reads in zip(net.layers, net.reads, strict=True):
             output = shapes[layer.name]
-            has_memory = layer.name in stored and not isinstance(layer, Flatten)  # Flatten: a view
+            # the output of Flatten is a view
+            has_memory = layer.name in stored and not isinstance(layer, Flatten)
             self.rows.append(
                 Row(
                     layer.name,
@@ -95,7 +96,7 @@ class Analysis:
 
     @property
     def learnables(self) -> int:
-        """Number of learnables, including frozen ones."""
+        """Number of learnables, including frozen learnables."""
         return sum(row.learnables for row in self.rows)
 
     @property
@@ -105,16 +106,19 @@ class Analysis:
 
     @property
     def memory(self) -> int:
-        """Bytes of the outputs that a training step stores for a mini-batch."""
+        """Total size in bytes of the outputs that a training step stores for a mini-batch."""
         return sum(row.memory for row in self.rows)
 
     @property
     def flops(self) -> int:
-        """Operations of a forward pass for one image; backward passes need about twice as many."""
+        """Number of floating-point operations of a forward pass for one image.
+
+        A backward pass needs about twice as many operations.
+        """
         return sum(row.flops for row in self.rows)
 
     def _table(self):
-        """Return the header, the rows and the totals as strings, without empty columns."""
+        """Return header, rows and totals as tuples of strings, without empty columns."""
         head = ("layer", "type", "reads", "output", "learnables", "state", "memory", "MFLOP")
         lines = [head, ("images", "", "", times(self.input_shape), "", "", "", "")]
         before = "images"
@@ -160,25 +164,25 @@ def _html_row(cells, tag):
 
 
 def analyze(net: Network, batch_size: int = 128) -> Analysis:
-    """Return the `Analysis` of a network for mini-batches of `batch_size` images.
+    """Return an `Analysis` of a network for mini-batches of `batch_size` images.
 
     Parameters
     ----------
     net : Network
         The network.
     batch_size : int
-        Number of images for which the memory of activations is counted.
+        Number of images for which the memory of the layers' outputs is computed.
 
     Returns
     -------
     Analysis
-        A table of the layers; `print` shows it.
+        A table of the layers, which can be printed.
     """
     return Analysis(net, batch_size)
 
 
 def layer_table(net: Network) -> str:
-    """Format a table of the layers with their output shapes and numbers of learnables."""
+    """Return a table of the layers, with output shapes and numbers of learnables, as text."""
     counts = _by_layer(net.table())
     rows = [("layer", "type", "output", "learnables")]
     rows.append(("images", "", times(net.input_shape), ""))
@@ -189,7 +193,7 @@ def layer_table(net: Network) -> str:
 
 
 def times(shape: Sequence[int]) -> str:
-    """Format a shape, such as (3, 32, 32) as 3x32x32."""
+    """Format a shape as text. For example, (3, 32, 32) becomes "3x32x32"."""
     return "x".join(map(str, shape))
 
 

@@ -1,4 +1,4 @@
-"""Transfer learning: give a trained network a last layer for other classes."""
+"""Transfer learning: replace the last layer of a trained network for other classes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def transfer(
 ) -> Network:
     """Return a copy of a trained network with a new last layer for other classes.
 
-    The new layer replaces the last layer with learnables and keeps its name. All other layers keep
-    their learnables and state, byte for byte. If the network already has the given classes, its
-    last layer is kept, too, and learns as fast as the other layers. If the outputs are not classes,
-    a `Softmax` at the end is left out.
+    The new layer replaces the last layer with learnables and has the same name. All other layers
+    keep their learnables and state, byte for byte. If the network already has the given classes,
+    its last layer is kept too, and has the same learning rate as the other layers. If the outputs
+    are not classes, a `Softmax` at the end is left out.
 
     Parameters
     ----------
@@ -35,19 +35,18 @@ def transfer(
     classes : sequence of str, or int
         The names of the classes, or the number of outputs if the outputs are not classes.
     new_layer_factor : float
-        Factor by which the learning rate is multiplied for the weight and the bias of the new
-        layer, above 0.
+        Factor by which the learning rate of the new layer is multiplied, a number > 0.
     freeze_up_to : str, optional
-        Name of a layer. This layer and all layers before it in the list are frozen: they keep
-        their learnables and run as in prediction; see `Network.freeze`. Layers that are frozen in
-        `net`, except for the last one, stay frozen in any case.
+        Name of a layer. This layer and all layers before it in the list are frozen: their
+        learnables do not change, and they run as in prediction (see `Network.freeze`). Layers that
+        are frozen in `net`, except for the last one, stay frozen in any case.
     seed : int, optional
         Seed of the initial learnables of the new layer; by default the seed of the network.
 
     Returns
     -------
     Network
-        The new network, in host memory, with `classes` set to the names.
+        The new network, in host memory. Its attribute `classes` has the names.
 
     Raises
     ------
@@ -73,14 +72,14 @@ def transfer(
         if not names and isinstance(net.layers[-1], Softmax):
             net = net.up_to(net.reads[-1][0])
         edited = net.replace_layers({head.name: layer}, seed)
-        edited.classes = names or None
+        edited.classes, edited.loss = names or None, None
     if freeze_up_to is not None:
         edited.freeze(*_names_up_to(edited, freeze_up_to, head.name))
     return edited
 
 
 def is_kept(net: Network, classes: int | Sequence[str]) -> bool:
-    """Return whether `transfer` keeps the last layer because the network has these classes."""
+    """Return whether `transfer` would keep the last layer, because its classes are the same."""
     count, names = _count_and_names(classes)
     return net.output_shape == (count,) and net.classes == names
 
@@ -91,7 +90,7 @@ def last_layer(net: Network) -> Dense | Conv2D:
     Raises
     ------
     UserError
-        If it cannot be replaced by one with another number of outputs.
+        If the layer cannot be replaced by a layer with another number of outputs.
     """
     table = net.table()
     if not table:
@@ -122,7 +121,7 @@ def last_layer(net: Network) -> Dense | Conv2D:
 
 
 def _count_and_names(classes):
-    """Return the number of outputs and the names of the classes, () for outputs without names."""
+    """Return (number of outputs, names of the classes or ())."""
     if isinstance(classes, int) and not isinstance(classes, bool):
         count, names = classes, ()
     elif isinstance(classes, Sequence) and not isinstance(classes, str):
@@ -135,12 +134,12 @@ def _count_and_names(classes):
 
 
 def _names_up_to(net, name, head):
-    """Return the names of a layer and of all layers before it."""
+    """Return the names of the layer `name` and of all layers before it."""
     spelled = f"freeze_up_to (--freeze-up-to) {name}"
     try:
         last = net.layer_number(name)
     except KeyError as error:
         raise UserError(f"{spelled}: {error.args[0]}") from None
     if last >= net.layer_number(head):
-        raise UserError(f"{spelled}: expected a layer before {head}, which is to learn")
+        raise UserError(f"{spelled}: expected a layer before {head}, which must be trained")
     return net.layer_names[: last + 1]

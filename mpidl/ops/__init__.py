@@ -1,6 +1,7 @@
-"""The differentiable ops, with one file per family; each file defines forward functions and vjps.
+"""Differentiable ops. Each file defines the forward functions and vjps of one family of ops.
 
-To export a new op, add its name to `__all__` in the file of its family. No other list must change.
+A vjp (vector-Jacobian product) computes the gradients of an op. To export a new op, add its name to
+`__all__` in the file of its family; no other list needs to change.
 """
 
 from mpidl.ops.activation import *

@@ -1,4 +1,4 @@
-"""The activation functions and their gradients."""
+"""Activation functions and their gradients, as differentiable ops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def relu(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
     """
     check.images("relu", x)
     backend = backends.of_value(x)
@@ -35,7 +35,7 @@ def relu(x: Blocked) -> WithVjp[Blocked]:
 
 
 def check_scale(name: str, scale: Any) -> None:
-    """Raise a ValueError unless `scale` is a finite number >= 0, as `leaky_relu` requires."""
+    """Raise ValueError unless `scale` is a finite number >= 0, as `leaky_relu` requires."""
     if not (check.are_numbers(scale) and 0 <= scale < math.inf):
         raise ValueError(f"{name}: scale must be a number >= 0, got {scale!r}")
 
@@ -49,12 +49,12 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     x
         The input, of any shape (N, ...).
     scale
-        A number >= 0. The derivative at 0 is `scale`.
+        Slope for x <= 0, a number >= 0. The derivative at 0 is `scale`.
 
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
     """
     check.images("leaky_relu", x)
     check_scale("leaky_relu", scale)
@@ -79,7 +79,7 @@ def tanh(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
     """
     check.images("tanh", x)
     backend = backends.of_value(x)
@@ -99,7 +99,7 @@ def sigmoid(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
     """
     check.images("sigmoid", x)
     backend = backends.of_value(x)
@@ -108,7 +108,7 @@ def sigmoid(x: Blocked) -> WithVjp[Blocked]:
 
 
 def check_approximate(name: str, approximate: Any) -> None:
-    """Raise a ValueError unless `approximate` is "none" or "tanh", as `gelu` requires."""
+    """Raise ValueError unless `approximate` is "none" or "tanh", as `gelu` requires."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f"{name}: approximate must be 'none' or 'tanh', got {approximate!r}")
 
@@ -124,7 +124,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
     x
         The input, of any shape (N, ...).
     approximate
-        "none": Phi(x) = erfc(-x / sqrt(2)) / 2. "tanh": the approximation
+        If "none", Phi(x) is erfc(-x / sqrt(2)) / 2. If "tanh", Phi(x) is approximated by
         (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
 
     Returns
@@ -139,9 +139,9 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 
     Notes
     -----
-    Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. PyTorch
+    See Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. PyTorch
     and MATLAB use the same names for the approximations. GELU is not monotonic, so the backward
-    pass needs x; y is not enough.
+    pass cannot compute the gradient from y and needs x.
     """
     check.images("gelu", x)
     check_approximate("gelu", approximate)
@@ -156,7 +156,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 
 @op(blocks=True)
 def swish(x: Blocked) -> WithVjp[Blocked]:
-    """Return x * sigmoid(x), elementwise. PyTorch calls it SiLU.
+    """Return x * sigmoid(x), elementwise. PyTorch calls this function SiLU.
 
     Parameters
     ----------
@@ -166,11 +166,11 @@ def swish(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
 
     Notes
     -----
-    Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
+    See Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
     """
     check.images("swish", x)
     backend, lanes = backends.of_value(x), x.lanes
@@ -179,7 +179,7 @@ def swish(x: Blocked) -> WithVjp[Blocked]:
 
 
 def check_range(name: str, low: Any, high: Any) -> None:
-    """Raise a ValueError unless low < high are numbers, at least one of them finite."""
+    """Raise ValueError unless `low` < `high` are numbers and at least one of them is finite."""
     numbers = check.are_numbers(low, high) and low < high
     if not numbers or (math.isinf(low) and math.isinf(high)):
         raise ValueError(
@@ -197,18 +197,18 @@ def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
     x
         The input, of any shape (N, ...).
     low, high
-        The range. One of the bounds may be infinite. The derivative is 1 strictly inside the range
-        and 0 elsewhere, as in PyTorch's hardtanh.
+        Bounds of the range, one of which may be infinite. The derivative is 1 strictly inside the
+        range and 0 elsewhere, as in PyTorch's hardtanh.
 
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
 
     Raises
     ------
     ValueError
-        If low >= high, or if both are infinite.
+        If low >= high, or if both bounds are infinite.
     """
     check.images("clip", x)
     check_range("clip", low, high)
@@ -222,7 +222,7 @@ def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
 
 
 def check_line(name: str, alpha: Any, beta: Any) -> None:
-    """Raise a ValueError unless alpha > 0 and beta are finite numbers."""
+    """Raise ValueError unless `alpha` and `beta` are finite numbers, and alpha > 0."""
     numbers = check.are_numbers(alpha, beta)
     if not (numbers and 0 < alpha < math.inf and math.isfinite(beta)):
         raise ValueError(
@@ -239,13 +239,13 @@ def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp
     x
         The input, of any shape (N, ...).
     alpha, beta
-        Slope, above 0, and offset of the line. The defaults are those of PyTorch. The derivative is
+        Slope (> 0) and offset of the line, with the same defaults as in PyTorch. The derivative is
         alpha where the result is strictly between 0 and 1, else 0.
 
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
     """
     check.images("hard_sigmoid", x)
     check_line("hard_sigmoid", alpha, beta)
@@ -270,11 +270,11 @@ def hard_swish(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
 
     Notes
     -----
-    Howard et al., "Searching for MobileNetV3", 2019, arXiv:1905.02244, section 5.2.
+    See Howard et al., "Searching for MobileNetV3", 2019, arXiv:1905.02244, section 5.2.
     """
     check.images("hard_swish", x)
     backend, lanes = backends.of_value(x), x.lanes
@@ -291,12 +291,13 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
     x
         The input, (N, C, ...).
     slope
-        A slope per channel, (C,), or one for all channels, (1,). The derivative at 0 is the slope.
+        One slope per channel, (C,), or one slope for all channels, (1,). The derivative at 0 is the
+        slope.
 
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
 
     Raises
     ------
@@ -305,7 +306,7 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
 
     Notes
     -----
-    He, Zhang, Ren and Sun, "Delving deep into rectifiers", 2015, arXiv:1502.01852.
+    See He, Zhang, Ren and Sun, "Delving deep into rectifiers", 2015, arXiv:1502.01852.
     """
     check.images("prelu", x)
     if slope.shape not in ((1,), x.shape[1:2]):
@@ -331,7 +332,7 @@ def softmax(x: Blocked) -> WithVjp[Blocked]:
     Parameters
     ----------
     x
-        (N, K) or (N, K, ...).
+        Scores, (N, K) or (N, K, ...).
 
     Returns
     -------

@@ -1,8 +1,9 @@
-"""Elementwise arithmetic, and the operators + - * / ** of Var and Blocked values.
+"""Elementwise arithmetic ops, and the operators + - * / ** of Var and Blocked values.
 
 Most of these ops work on plain arrays, one block of 16 images at a time, like custom ops. Shapes
 broadcast as in NumPy. The first axis of a blocked value is the image axis. For example, a blocked
-value (N, C, H, W) times an array (C, 1, 1) scales each channel.
+value (N, C, H, W) times an array (C, 1, 1) scales each channel. A replicated value is an array with
+the same bytes on all ranks. A Partial is a sum that is not yet added up over the ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
 
 
 class Elementwise(Protocol):
-    """Type of a function of two values. One of them may be a replicated array or a scalar."""
+    """Type of a function of two values, one of which may be a replicated array or a scalar."""
 
     __name__: str
 
@@ -53,12 +54,12 @@ class Elementwise(Protocol):
 
 
 def elementwise(function: Callable[[Any, Any], Any]) -> Elementwise:
-    """Return the function unchanged, but typed as an `Elementwise` for type checkers."""
+    """Return the function unchanged. For type checkers, its type is `Elementwise`."""
     return function
 
 
 def _sum_to(dy, x):
-    """Sum a cotangent over the axes along which x was broadcast; return it in the shape of x."""
+    """Sum a cotangent over the axes along which x was broadcast; return the sum, shaped like x."""
     extra = np.ndim(dy) - np.ndim(x)
     dy = dy.sum(axis=tuple(range(extra))) if extra else dy
     stretched = tuple(i for i, n in enumerate(np.shape(x)) if n == 1 and dy.shape[i] != 1)
@@ -94,19 +95,18 @@ def _multiply(a, b):
 def add(a: Any, b: Any) -> Any:
     """Return a + b.
 
-    The terms of two Partials (unfinished sums) stay separate until the Partials are added up over
-    the ranks. A replicated value (equal on all ranks) is added to a Partial once, not once per
-    rank.
+    If both operands are Partials, the result keeps their terms separate until it is summed over the
+    ranks. A replicated value is added to a Partial once, not once per rank.
 
     Parameters
     ----------
     a, b : number, array, Blocked, Partial or Var
-        The operands, of shapes that broadcast.
+        The operands, whose shapes must broadcast.
 
     Returns
     -------
     array, Blocked, Partial or Var
-        Of the operands' kind; a Var during differentiation.
+        The result, of the operands' kind. During differentiation, a Var.
     """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
@@ -124,12 +124,12 @@ def multiply(a: Any, b: Any) -> Any:
     Parameters
     ----------
     a, b : number, array, Blocked, Partial or Var
-        The operands, of shapes that broadcast.
+        The operands, whose shapes must broadcast.
 
     Returns
     -------
     array, Blocked, Partial or Var
-        Of the operands' kind; a Var during differentiation.
+        The result, of the operands' kind. During differentiation, a Var.
     """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
@@ -153,7 +153,7 @@ def negative(a: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the same kind and shape.
+        The result, with the kind and shape of the input.
     """
     return multiply(a, -1.0)
 
@@ -165,12 +165,12 @@ def subtract(a: Any, b: Any) -> Any:
     Parameters
     ----------
     a, b : number, array, Blocked, Partial or Var
-        The operands, of shapes that broadcast.
+        The operands, whose shapes must broadcast.
 
     Returns
     -------
     array, Blocked, Partial or Var
-        Of the operands' kind; a Var during differentiation.
+        The result, of the operands' kind. During differentiation, a Var.
     """
     return add(a, negative(b))
 
@@ -187,12 +187,12 @@ def divide(a: Any, b: Any) -> Any:
     Parameters
     ----------
     a, b : number, array, Blocked, Partial or Var
-        The operands, of shapes that broadcast.
+        The operands, whose shapes must broadcast.
 
     Returns
     -------
     array, Blocked, Partial or Var
-        Of the operands' kind; a Var during differentiation.
+        The result, of the operands' kind. During differentiation, a Var.
     """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, _divide(1.0, b))
@@ -201,19 +201,19 @@ def divide(a: Any, b: Any) -> Any:
 
 @op
 def power(a: np.ndarray, exponent: float) -> WithVjp[np.ndarray]:
-    """Return a ** exponent, elementwise; `exponent` is a constant scalar.
+    """Return a ** exponent, elementwise, for a constant scalar `exponent`.
 
     Parameters
     ----------
     a : array, Blocked or Var
         The input, of any shape.
     exponent : float
-        A constant, which is not differentiated.
+        A constant, which cannot be differentiated.
 
     Returns
     -------
     array, Blocked or Var
-        The result, of the same kind and shape.
+        The result, with the kind and shape of the input.
     """
     return a**exponent, lambda dy: (dy * exponent * a ** (exponent - 1), None)
 
@@ -230,7 +230,7 @@ def exp(a: np.ndarray) -> WithVjp[np.ndarray]:
     Returns
     -------
     array, Blocked or Var
-        The result, of the same kind and shape.
+        The result, with the kind and shape of the input.
     """
     y = np.exp(a)
     return y, lambda dy: (dy * y,)
@@ -248,7 +248,7 @@ def log(a: np.ndarray) -> WithVjp[np.ndarray]:
     Returns
     -------
     array, Blocked or Var
-        The result, of the same kind and shape.
+        The result, with the kind and shape of the input.
     """
     return np.log(a), lambda dy: (dy / a,)
 
@@ -265,7 +265,7 @@ def sqrt(a: np.ndarray) -> WithVjp[np.ndarray]:
     Returns
     -------
     array, Blocked or Var
-        The result, of the same kind and shape.
+        The result, with the kind and shape of the input.
     """
     y = np.sqrt(a)
     return y, lambda dy: (dy / (2 * y),)
@@ -281,16 +281,16 @@ def _total(a, axis):
 
 
 def total(a: Replicated, axis: int | tuple[int, ...] | None = None) -> Replicated:
-    """Return the sum of a replicated array's elements, for example of w**2 in a penalty.
+    """Return the sum of a replicated array's elements, such as the sum of w**2 for a penalty.
 
-    To add up a value over the images of the mini-batch, use `sum`.
+    To sum a value over the images of the mini-batch, use `sum`.
 
     Parameters
     ----------
     a
         A replicated array.
     axis
-        The axis or axes to sum over; by default all.
+        The axis or axes to sum over; by default all axes.
 
     Returns
     -------
@@ -321,7 +321,7 @@ def transpose(a: Replicated, axes: Sequence[int] | None = None) -> Replicated:
     a : array or Var
         A replicated array.
     axes : tuple of int, optional
-        A permutation of the axes.
+        The new order of the axes.
 
     Returns
     -------
@@ -366,4 +366,4 @@ for _operand_type in (Var, Blocked):
     _operand_type.__rtruediv__ = lambda a, b: divide(b, a)
     _operand_type.__pow__ = power
     _operand_type.__neg__ = negative
-    _operand_type.__array_ufunc__ = None  # so that array + value calls value.__radd__
+    _operand_type.__array_ufunc__ = None  # makes array + value call value.__radd__

@@ -1,4 +1,7 @@
-"""Batch normalization, alone or fused with the convolution before it and a ReLU after it."""
+"""Batch normalization ops, also fused with the preceding convolution and the following ReLU.
+
+A Partial is a sum that is not yet added up over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ __all__ = ["batchnorm", "batchnorm_predict"]
 
 
 class Statistics(NamedTuple):
-    """The statistics that normalize a mini-batch, as a backend's `statistics` returns them.
+    """The statistics that normalize a mini-batch, as returned by a backend's `statistics`.
 
     Attributes
     ----------
@@ -34,7 +37,8 @@ class Statistics(NamedTuple):
     mean, rstd, variance
         Mean, 1 / sqrt(variance + epsilon) and biased variance of each channel, (C,) float64.
     shift, scale
-        The mean, and gamma * rstd, in the form that the backend's `batchnorm` expects.
+        The mean and gamma * rstd of each channel, in the dtype that the backend's `batchnorm`
+        expects.
     """
 
     count: float
@@ -46,9 +50,10 @@ class Statistics(NamedTuple):
 
 
 def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
-    """Convert moments, a Partial (terms not yet summed over the ranks), to Statistics.
+    """Convert the Partial `moments` to Statistics.
 
-    Call `record` with the mean and variance of the global mini-batch.
+    Call record(mean, variance) with the statistics of the global mini-batch unless `record` is
+    None.
     """
     local = moments.local() if scope == "local" else None
     s = Statistics(*backend.statistics(batch.world.gplus(moments), gamma, epsilon))
@@ -58,11 +63,11 @@ def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
 
 
 def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, Any], Any, Any]:
-    """Return the factors of dx and the gradients of gamma and beta.
+    """Return the factors (a, b, c) of dx, and the gradients of gamma and beta.
 
-    `sums` is the Partial of [sum of dy, sum of dy * (x - mean)]. The factors (a, b, c) give
-    dx = a * dy + b * (x - mean) + c. The gradients are arrays, not Partials, because
-    they are already summed over all ranks.
+    `sums` is the Partial of [sum of dy, sum of dy * (x - mean)]. With the factors,
+    dx = a * dy + b * (x - mean) + c. The gradients are arrays, not Partials, because the function
+    sums them over all ranks.
     """
     if scope == "global":
         a, b, c, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
@@ -74,7 +79,7 @@ def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, A
 
 
 def _check(name, channels, gamma, beta, scope, shape):
-    """Raise a ValueError if gamma or beta has a wrong shape, or if the scope is unknown."""
+    """Raise ValueError if gamma or beta has the wrong shape, or if the scope is unknown."""
     if gamma.shape != (channels,) or beta.shape != (channels,):
         raise ValueError(
             f"{name}: expected gamma and beta ({channels},) for x {shape}, got {gamma.shape} and "
@@ -99,19 +104,19 @@ def batchnorm(
     Parameters
     ----------
     x
-        (N, C, H, W) or (N, C).
+        The input, (N, C, H, W) or (N, C).
     gamma, beta
         Scale and offset of each channel, (C,).
     epsilon
         Constant added to the variance: rstd = 1 / sqrt(variance + epsilon). The variance is biased
         (divided by the count).
     scope
-        "global": forward and backward use the statistics of the mini-batch over all ranks. "local":
-        each rank uses the statistics of its share of the images, so the result depends on the
-        number of ranks.
+        With "global", the forward and backward passes use the statistics of the mini-batch over all
+        ranks. With "local", each rank uses the statistics of its own images, so the result depends
+        on the number of ranks.
     record
-        A function called as record(mean, variance), which can update the running state. In both
-        scopes, the arguments are the float64 statistics of the global mini-batch.
+        A function record(mean, variance), for example to update the running state. In both scopes,
+        the arguments are the float64 statistics of the global mini-batch.
 
     Returns
     -------
@@ -120,7 +125,7 @@ def batchnorm(
 
     Notes
     -----
-    Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1.
+    See Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1.
     """
     check.images("batchnorm", x)
     _check("batchnorm", x.shape[1], gamma, beta, scope, x.shape)
@@ -149,12 +154,14 @@ def batchnorm_predict(
     *,
     epsilon: float = 1e-5,
 ) -> WithVjp[Blocked]:
-    """Normalize with the running mean and variance, as in prediction. Only x can be differentiated.
+    """Normalize with the running mean and variance, as in prediction.
+
+    Only x can be differentiated.
 
     Parameters
     ----------
     x
-        (N, C, H, W) or (N, C).
+        The input, (N, C, H, W) or (N, C).
     mean, variance
         Running mean and variance of each channel, (C,).
     gamma, beta
@@ -183,7 +190,10 @@ def batchnorm_predict(
 
 
 def _refuse_learnables(needs):
-    """Raise a TypeError if an argument other than the images needs a cotangent."""
+    """Raise TypeError if an argument other than the images, weight and bias needs a cotangent.
+
+    `needs` has one boolean for each of these other arguments.
+    """
     if any(needs):
         raise TypeError(
             "batch normalization by running statistics can be differentiated only with respect "
@@ -211,13 +221,14 @@ def conv2d_batchnorm(
     """Return batchnorm(conv2d(x, weight, bias), gamma, beta) or, if `relu`, the ReLU of it.
 
     The result has the same bytes as the result of separate ops. The other arguments are as in
-    `conv2d` and `batchnorm`. The backend must support a DeferredActivation.
+    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must
+    be True.
 
     Notes
     -----
-    Only the convolution's output is stored, and backends normalize this output while reading it.
-    The forward pass reads each block of 16 images once, to compute the activation of the input, the
-    convolution and the moments. The backward pass also reads each block once. It computes the
+    Only the output of the convolution is stored. Later ops normalize this output while they read
+    it. The forward pass reads each block of 16 images once, to compute the activation of the input,
+    the convolution and the moments. The backward pass also reads each block once. It computes the
     gradient through ReLU and batch normalization, the gradients of weight, bias and x, and the sums
     for the preceding batch normalization.
     """

@@ -1,4 +1,7 @@
-"""The binary cross-entropy of several labels per image, and the count of correct labels."""
+"""Ops for the binary cross-entropy of several labels per image, and counts of these labels.
+
+A Partial is a sum that is not yet added up over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +74,9 @@ def sigmoid_cross_entropy(
 ) -> Partial | Var:
     """Return the mean binary cross-entropy of independent labels, given their scores.
 
-    With p = sigmoid(logits), the mean of -t log p - (1 - t) log(1 - p) is over all labels and
-    pixels of all images of the global mini-batch. It is computed from the logits, so that it is
-    exact for large ones.
+    The result is the mean of -t log p - (1 - t) log(1 - p), with target t and p = sigmoid(logits),
+    over all labels and pixels of all images of the global mini-batch. The logarithms are computed
+    directly from the logits, so they are accurate for large logits.
 
     Parameters
     ----------
@@ -83,31 +86,33 @@ def sigmoid_cross_entropy(
         Integers 0 and 1, or floats from 0 to 1, in the shape of the scores. Dimensions of size 1
         are ignored, so (N,) matches (N, 1).
     positive_weights
-        A factor of the first term for each label, (K,). The mean is not weighted.
+        Factor of the first term, -t log p, for each label, (K,). The mean is not divided by these
+        weights. By default, all factors are 1.
     ignore_label
         An integer target that is left out of the mean, such as -1 for unknown labels.
     focal_gamma
-        Exponent of the focal loss: the terms are multiplied by (1 - p)**focal_gamma and by
-        p**focal_gamma.
+        Exponent of the focal loss. The first term is multiplied by (1 - p)**focal_gamma, and the
+        second term by p**focal_gamma.
 
     Returns
     -------
     Partial
-        The mean, a float64 scalar; 0 if all targets are ignored.
+        The mean, a float64 scalar. The mean is 0 if all targets are ignored.
 
     Raises
     ------
     TypeError
-        If the targets are not values per image, or if ignore_label is given for floats.
+        If the targets are not values per image, or if `ignore_label` is given with float targets.
     ValueError
         If the shapes differ, if an integer is neither 0 nor 1 and is not ignored, or if an argument
         is out of range.
 
     Notes
     -----
-    The formula is that of PyTorch's `binary_cross_entropy_with_logits` with its `pos_weight`. Focal
-    loss: Lin et al., "Focal loss for dense object detection", 2017, equation 5, where alpha
-    corresponds to positive weights.
+    PyTorch's `binary_cross_entropy_with_logits` computes the same loss with its argument
+    `pos_weight`.
+    The focal loss is equation 5 of Lin et al., "Focal loss for dense object detection", 2017. The
+    positive weights correspond to alpha in that equation.
     """
     name, scores = "sigmoid_cross_entropy", value_of(logits)
     check.images(name, scores)
@@ -130,18 +135,19 @@ def sigmoid_cross_entropy(
 def binary_correct_count(
     logits: Blocked | Var, targets: Blocked, *, ignore_label: int | None = None
 ) -> Partial:
-    """Count the labels, or pixels, that the sign of the score predicts.
+    """Count the correctly predicted labels or pixels.
 
-    A label is predicted if its score is above 0, which is a probability above 1/2.
+    The prediction is 1 if the score is above 0, that is, if the probability is above 1/2.
 
     Parameters
     ----------
     logits
         Scores before the sigmoid, (N, K) or (N, K, ...).
     targets
-        Integers 0 and 1, or floats, which are 1 if they are above 1/2, in the shape of the scores.
+        Integers 0 and 1, or floats, in the shape of the scores. Floats above 1/2 count as 1, and
+        other floats as 0.
     ignore_label
-        An integer target that does not count.
+        An integer target that is left out of the count.
 
     Returns
     -------
@@ -157,16 +163,16 @@ def binary_correct_count(
 def binary_label_count(
     logits: Blocked | Var, targets: Blocked, *, ignore_label: int | None = None
 ) -> Partial:
-    """Count the integer targets 0 and 1.
+    """Count the targets that are not ignored.
 
     Parameters
     ----------
     logits
         Scores before the sigmoid, (N, K) or (N, K, ...).
     targets
-        Integers in the shape of the scores.
+        Integers 0 and 1 in the shape of the scores.
     ignore_label
-        A target that does not count.
+        A target that is left out of the count.
 
     Returns
     -------
@@ -180,7 +186,7 @@ def binary_label_count(
 
 
 def _target_lanes(name, targets, scores, ignore_label):
-    """Check targets against scores, and return their lanes in the shape of those of the scores."""
+    """Check targets against scores; return the targets' lanes in the shape of the scores' lanes."""
     targets = value_of(targets)
     check.images(f"{name}: targets", targets)
     fits = squeezed(targets.shape[1:]) == squeezed(scores.shape[1:])

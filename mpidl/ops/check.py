@@ -1,4 +1,4 @@
-"""Check the arguments of ops. Each error message says what was expected and what was given."""
+"""Check and convert the arguments of ops. Error messages show expected and actual values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PaddingArgument: TypeAlias = (
     int | str | Sequence[int] | Sequence[Sequence[int]]
 )  # see `same_or_pads`
 
-BLOCKED = (  # the end of an error message, which says how to get a Blocked value
+BLOCKED = (  # the end of error messages: how to get a Blocked value
     "dl.MinibatchQueue yields such values, dl.from_images(array, dl.share(count, world)) "
     "converts an array"
 )
@@ -52,12 +52,15 @@ def images(name: str, x: Any, ndim: int | None = None) -> Blocked:
 
 
 def fixed(value: Any) -> Any:
-    """Convert an option to a hashable value: lists become tuples, NumPy's numbers Python's."""
+    """Convert an option to a hashable value.
+
+    Lists become tuples, and NumPy numbers become Python numbers.
+    """
     return tuple(fixed(v) for v in value) if isinstance(value, (list, tuple)) else plain(value)
 
 
 def plain(value: Any) -> Any:
-    """Convert NumPy's numbers to Python's, also those in a list or a tuple."""
+    """Convert a NumPy number, or all NumPy numbers in a list or tuple, to Python numbers."""
     if isinstance(value, list):
         return [plain(v) for v in value]
     if type(value) is tuple:
@@ -66,7 +69,7 @@ def plain(value: Any) -> Any:
 
 
 def integer(name: str, option: str, value: Any, minimum: int = 1) -> int:
-    """Return value; raise a ValueError unless it is an integer >= minimum."""
+    """Return `value`, or raise ValueError unless it is an integer >= minimum."""
     if not _is_integer(value, minimum):
         raise ValueError(f"{name}: {option} must be an integer >= {minimum}, got {value!r}")
     return value
@@ -77,17 +80,17 @@ def _is_integer(value, minimum):
 
 
 def are_numbers(*values: Any) -> bool:
-    """Return whether each value is a real number, of Python or of NumPy."""
+    """Return whether all values are real numbers, of Python or NumPy types."""
     return all(isinstance(value, numbers.Real) for value in values)
 
 
 def as_pair(value: Any) -> tuple:
-    """Return a pair (down, across) from a pair or from one value for both axes."""
+    """Return (down, across), given a pair or one value for both axes."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value, value)
 
 
 def pair(name: str, option: str, value: Any, minimum: int) -> Pair:
-    """Return an option as (down, across); raise ValueError unless both are integers >= minimum."""
+    """Return an option as (down, across), or raise ValueError unless both are ints >= minimum."""
     both = as_pair(value)
     if len(both) != 2 or not all(_is_integer(v, minimum) for v in both):
         raise ValueError(
@@ -129,7 +132,7 @@ def same_or_pads(
     stride: Sequence[int],
     dilation: Sequence[int] = (1, 1),
 ) -> Sides:
-    """Return padding, which may be "same", as ((top, bottom), (left, right)).
+    """Convert padding, which may be "same", to ((top, bottom), (left, right)).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The op that concatenates values along their channels, and its gradient."""
+"""The op that concatenates values along the channels, and its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two-dimensional convolution op and its gradient."""
+"""The two-dimensional convolution op, also fused with a ReLU, and the gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def conv2d_arguments(
 
 @functools.lru_cache(maxsize=256)
 def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
-    """Check and return the arguments; the cache avoids repeating the checks for each mini-batch."""
+    """Check and convert the arguments. The cache avoids the checks in later mini-batches."""
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
     channels = image_shape[0]
@@ -72,8 +72,8 @@ def conv2d_relu(
 ) -> WithVjp[Blocked]:
     """Return relu(conv2d(x, weight, bias) + addend), computed in one pass over the output.
 
-    The result has the same bytes as the result of separate ops. The backend must have
-    `fuses_convolutions`.
+    The result has the same bytes as the result of separate ops. The backend's attribute
+    `fuses_convolutions` must be True.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def conv2d_relu(
     Returns
     -------
     Blocked
-        (N, K, P, Q).
+        The result, (N, K, P, Q).
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend, batch = backends.of_value(x), x.batch
@@ -133,8 +133,8 @@ def conv2d(
     stride, dilation
         An integer or (down, across).
     padding
-        Number of zero pixels around each image: an integer, (down, across) or
-        ((top, bottom), (left, right)). "same" gives P = ceil(H / stride) and Q = ceil(W / stride).
+        Number of zero pixels to add at each side: an integer, (down, across) or
+        ((top, bottom), (left, right)). With "same", P = ceil(H / stride) and Q = ceil(W / stride).
         If "same" needs an odd number of rows or columns, the extra one is at the bottom or on the
         right.
     groups
@@ -143,8 +143,8 @@ def conv2d(
     Returns
     -------
     Blocked
-        (N, K, P, Q) with P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, and Q
-        likewise.
+        The result, (N, K, P, Q), with P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1
+        and the corresponding Q.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of_value(x)

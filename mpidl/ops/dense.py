@@ -15,7 +15,7 @@ __all__ = ["dense", "flatten"]
 
 @op(blocks=True)
 def flatten(x: Blocked) -> WithVjp[Blocked]:
-    """Reshape (N, C, H, W) to (N, C*H*W); features are in the order C, H, W.
+    """Reshape images (N, C, H, W) to features (N, C*H*W), in the order C, H, W.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def flatten(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        Features (N, C*H*W); a Var during differentiation.
+        Features (N, C*H*W). During differentiation, a Var.
     """
     check.images("flatten", x)
     shape = x.image_shape

@@ -1,4 +1,4 @@
-"""The Dice loss of segmentation."""
+"""The Dice loss for semantic segmentation, as a differentiable op."""
 
 from __future__ import annotations
 
@@ -70,34 +70,36 @@ def dice_loss(
     ignore_label: int | None = None,
     generalized: bool = False,
 ) -> Partial | Var:
-    """Return the mean over the images of 1 minus the soft Dice similarity with the labels.
+    """Return the soft Dice loss: 1 minus the similarity of probabilities and labels.
 
-    For a class, let p be its probability in a pixel, and g be 1 if the pixel has the class, else 0.
-    The similarity of the class is (2 sum p g + s) / (sum p**2 + sum g + s), with sums over the
-    pixels of an image and the smoothing s. The loss of an image is the mean over the classes.
+    For a class, let p be the class's probability at a pixel, and g be 1 if the label of the pixel
+    is the class, else 0. The similarity of the class in an image is
+    (2 sum p g + s) / (sum p**2 + sum g + s), with sums over the pixels and smoothing s. The loss is
+    the mean of 1 - similarity over the classes, and then over the images of the mini-batch.
 
     Parameters
     ----------
     scores
-        Scores before the softmax, (N, K, ...), or before the sigmoid of a single output, (N, 1,
-        ...).
+        Scores before the softmax, (N, K, ...), or before the sigmoid if K is 1, (N, 1, ...).
     labels
-        Integers from 0 to K-1, (N, ...). For a single output, 1 is the foreground, and 0 is the
+        Integers from 0 to K-1, (N, ...). If K is 1, the label 1 is the foreground, and 0 is the
         background.
     class_weights
-        A weight per class, (K,), in the mean over the classes, such as 0 for the background.
+        Weight of each class in the mean over the classes, (K,), such as 0 for the background. By
+        default, all weights are equal.
     smooth
-        Number of pixels s, at least 0. With 0, a class that an image lacks has the similarity 0.
+        The smoothing s in pixels, at least 0. With 0, a class that is absent from an image has the
+        similarity 0.
     ignore_label
-        A label that is left out of the sums, such as 255 for unlabelled pixels.
+        A label whose pixels are left out of the sums, such as 255 for unlabelled pixels.
     generalized
-        Whether the sums of all classes are added up before the division, weighted by the inverse
-        square of the number of pixels of the class.
+        Whether to add up the sums of all classes before the division, with each class weighted by
+        1 / (number of its pixels)**2.
 
     Returns
     -------
     Partial
-        The mean, a float64 scalar.
+        The mean, a float64 scalar that is not yet summed over the ranks.
 
     Raises
     ------
@@ -106,11 +108,11 @@ def dice_loss(
 
     Notes
     -----
-    Milletari et al., "V-Net: fully convolutional neural networks for volumetric medical image
-    segmentation", 2016, equation 3, with smoothing and the mean over classes. Generalized: Sudre et
-    al., "Generalised Dice overlap as a deep learning loss function", 2017, with p**2 in the
-    denominator as in MATLAB's `generalizedDice`; a class without pixels has the weight of one
-    pixel.
+    The loss is equation 3 of Milletari et al., "V-Net: fully convolutional neural networks for
+    volumetric medical image segmentation", 2016, with smoothing and the mean over classes. The
+    generalized loss is described in Sudre et al., "Generalised Dice overlap as a deep learning loss
+    function", 2017. As in MATLAB's `generalizedDice`, the denominator contains p**2 instead of p. A
+    class without pixels has the weight of a class with one pixel.
     """
     value: Blocked = value_of(scores)
     check_scores("dice_loss", value)

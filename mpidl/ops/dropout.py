@@ -15,7 +15,7 @@ __all__ = ["dropout"]
 
 
 def dropout_threshold(name: str, probability: Any) -> int:
-    """Return the dropout probability in units of 1/65536, as an integer of at most 65535.
+    """Return the dropout probability in units of 1/65536, rounded to an integer <= 65535.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def key_of(seed: int, purpose: str) -> tuple[int, ...]:
 
 @op(blocks=True)
 def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> WithVjp[Blocked]:
-    """Set each element to 0 with a given probability; divide the others by 1 - probability.
+    """Set each element to 0 with a given probability, and divide the rest by 1 - probability.
 
     Parameters
     ----------
@@ -51,16 +51,16 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     Returns
     -------
     Blocked
-        The result, of the shape of `x`; a Var during differentiation.
+        The result, with the shape of `x`. During differentiation, a Var.
 
     Notes
     -----
     Dropout is described in Srivastava et al., "Dropout: a simple way to prevent neural networks
-    from overfitting", 2014. Elements are scaled during training, so prediction leaves them
-    unchanged. Which elements are dropped depends only on the seed and epoch of the mini-batch, the
-    key, the sample number and the position in the sample. The elements are chosen by the generator
-    Philox4x32-10 (`reference.dropout.chances`). The choice is the same on any number of ranks, and
-    the backward pass computes it again instead of storing it.
+    from overfitting", 2014. Elements are scaled during training, so prediction leaves elements
+    unchanged. The random generator Philox4x32-10 chooses the elements to drop
+    (`reference.dropout.chances`). The choice depends only on the seed and epoch of the mini-batch,
+    the key, the sample number and the position in the sample. It is therefore the same on any
+    number of ranks, and the backward pass can compute it again instead of storing it.
     """
     check.images("dropout", x)
     threshold = dropout_threshold("dropout", probability)

@@ -1,4 +1,4 @@
-"""Check labels and targets against the scores that they belong to."""
+"""Check labels and targets against the scores of a network, for the ops of losses."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def label_lanes(
     scores
         Scores of K classes, (N, K, ...).
     ignore_label
-        A label outside 0..K-1 that is valid, too.
+        A label outside 0..K-1 that is valid too.
     classes
-        Number of classes K; by default that of the scores.
+        Number of classes K; by default the number of classes of the scores.
 
     Raises
     ------
     TypeError
         If the labels are not blocked integers.
     ValueError
-        If the labels' shape does not match the scores, or if a label is outside 0..K-1.
+        If the shape of the labels does not match the scores, or if a label is neither in 0..K-1 nor
+        `ignore_label`.
     """
     if not isinstance(labels, Blocked):
         raise TypeError(
@@ -68,26 +69,28 @@ def label_lanes(
 def check_bounds(
     name: str, uploaded: Any, lanes: Any, classes: int, ignore_label: int | None
 ) -> None:
-    """Raise a ValueError if a label is outside 0..classes-1 and is not ignored.
+    """Raise ValueError if a label is outside 0..classes-1 and is not ignored.
+
+    The host checks labels on a GPU later, when it knows the smallest and largest label.
 
     Parameters
     ----------
     name
         Name of the op, for error messages.
     uploaded
-        The labels as they are stored, which on a GPU have bounds.
+        The labels as they are stored. On a GPU, the Array has the attribute `bounds`.
     lanes
         The same labels in another shape.
     classes
         Number of classes.
     ignore_label
-        A label that is valid, too.
+        A label that is valid too.
     """
     if not lanes.size:
         return
 
     def check_limits(low, high):
-        if ignore_label is not None:  # a bound of labels on a GPU may be this
+        if ignore_label is not None:  # on a GPU, low or high may be the ignored label
             low = max(low, 0) if low == ignore_label else low
             high = min(high, classes - 1) if high == ignore_label else high
         if not 0 <= low <= high < classes:
@@ -110,7 +113,7 @@ def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_scores(name: str, scores: Any) -> None:
-    """Raise an error unless the scores are blocked and of shape (N, K) or (N, K, ...)."""
+    """Raise an error unless the scores are Blocked and have the shape (N, K) or (N, K, ...)."""
     check.images(name, scores)
     if len(scores.shape) < 2:
         raise ValueError(f"{name}: expected scores (N, K) or (N, K, ...), got {scores.shape}")

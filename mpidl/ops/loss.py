@@ -1,4 +1,7 @@
-"""The ops of losses, with gradients, and the count of correct predictions."""
+"""Ops for losses of classification and regression, and counts of labels and correct predictions.
+
+A Partial is a sum that is not yet added up over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ def softmax_cross_entropy(
 ) -> Partial | Var:
     """Return the mean of -log softmax(logits)[label] over all images and pixels.
 
-    The mean is over the global mini-batch. The softmax is over the K classes.
+    The mean is over the global mini-batch, and the softmax is over the K classes.
 
     Parameters
     ----------
@@ -89,22 +92,24 @@ def softmax_cross_entropy(
         Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
         Integers from 0 to K-1, (N,) or (N, ...), or probabilities of the classes, such as one-hot
-        targets: floats in the shape of the scores, on CPUs only. For probabilities, the mean of
-        -sum(labels * log softmax(logits)) is computed, and only label_smoothing may be given.
+        targets. Probabilities are floats in the shape of the scores, and are supported only on
+        CPUs. For probabilities, the result is the mean of -sum(labels * log softmax(logits)), and
+        label_smoothing is the only option.
     class_weights
-        A weight per class, (K,). The mean is weighted: a label counts with the weight of its class.
+        Weight of each class, (K,). The result is a weighted mean: the weight of a label is the
+        weight of its class. By default, all weights are 1.
     label_smoothing
         Fraction of the target probability that is spread evenly over all K classes.
     ignore_label
         A label that is left out of the mean, such as 255 for unlabelled pixels.
     focal_gamma
-        Exponent of the focal loss: the term of a label with probability p is multiplied by
-        (1 - p)**focal_gamma.
+        Exponent of the focal loss. If p is the probability of the label, the term of the label is
+        multiplied by (1 - p)**focal_gamma.
 
     Returns
     -------
     Partial
-        The mean, a float64 scalar; 0 if all labels are ignored.
+        The mean, a float64 scalar. The mean is 0 if all labels are ignored.
 
     Raises
     ------
@@ -113,9 +118,9 @@ def softmax_cross_entropy(
 
     Notes
     -----
-    Smoothing: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7. With class
-    weights, the formula is that of PyTorch's `cross_entropy`. Focal loss: Lin et al., "Focal loss
-    for dense object detection", 2017, equation 5.
+    Label smoothing is described in Szegedy et al., "Rethinking the Inception architecture", 2016,
+    section 7. Class weights have the same effect as in PyTorch's `cross_entropy`. The focal loss is
+    equation 5 of Lin et al., "Focal loss for dense object detection", 2017.
     """
     scores = value_of(logits)
     check_scores("softmax_cross_entropy", scores)
@@ -167,7 +172,7 @@ def label_count(
     class_weights: ClassWeights = None,
     ignore_label: int | None = None,
 ) -> Partial:
-    """Count the labels that are not ignored, or add up the weights of their classes.
+    """Count the labels that are not ignored, or sum the class weights of these labels.
 
     Parameters
     ----------
@@ -176,7 +181,7 @@ def label_count(
     labels
         Integers, (N,) or (N, ...).
     class_weights
-        A weight per class, (K,); by default 1.
+        Weight of each class, (K,). By default, all weights are 1.
     ignore_label
         A label that is not counted.
 
@@ -218,7 +223,7 @@ def mean_squared_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
 
 @op(blocks=True)
 def mean_absolute_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
-    """Return the mean absolute difference of `y` and `target` over the global mini-batch.
+    """Return the mean of |y - target| over all elements of the global mini-batch.
 
     The gradient is 0 where `y` equals `target`.
 
@@ -232,13 +237,13 @@ def mean_absolute_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     Returns
     -------
     Partial
-        The mean over all elements of all images, a scalar.
+        The mean, a float64 scalar.
     """
     return _mean_error("mean_absolute_error", y, target, 1)
 
 
 def _mean_error(name, y, target, power):
-    """Return the mean of |y - target|**power, and its vjp, after checking the arguments."""
+    """Check the arguments; return the mean of |y - target|**power and its vjp."""
     check.images(name, y)
     check.images(f"{name}: target", target)
     fits = squeezed(target.shape[1:]) == squeezed(y.shape[1:])
@@ -270,9 +275,10 @@ def _mean_error(name, y, target, power):
 def correct_count(
     logits: Blocked | Var, labels: Blocked, *, ignore_label: int | None = None
 ) -> Partial:
-    """Count the labels, one per image or per pixel, whose class has the largest score.
+    """Count the images or pixels whose label is the class with the largest score.
 
-    Ties go to the first class. The count is not differentiable.
+    If several classes have the largest score, the first of these classes is the prediction. The
+    count is not differentiable.
 
     Parameters
     ----------
@@ -280,8 +286,8 @@ def correct_count(
         Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
         Integers from 0 to K-1, (N,) or (N, ...), or probabilities of the classes, such as one-hot
-        targets: floats in the shape of the scores. For probabilities, an image counts as the
-        probability of the class with the largest score.
+        targets. Probabilities are floats in the shape of the scores. In this case, an image adds
+        the probability of the class with the largest score to the count.
     ignore_label
         A label outside 0..K-1, which is never correct.
 

@@ -13,7 +13,7 @@ __all__ = ["cross_channel_norm"]
 
 
 def check_window(name: str, window: Any, alpha: Any, beta: Any, k: Any) -> None:
-    """Raise a ValueError if the arguments of `cross_channel_norm` are invalid."""
+    """Raise ValueError if the arguments of `cross_channel_norm` are invalid."""
     check.integer(name, "window", window)
     if not (check.are_numbers(alpha, beta, k) and alpha >= 0 and beta >= 0 and k > 0):
         raise ValueError(
@@ -30,26 +30,26 @@ def cross_channel_norm(
     Parameters
     ----------
     x
-        (N, C, H, W) or (N, C).
+        The input, (N, C, H, W) or (N, C).
     window
         Number of channels in the sum, an integer >= 1. For channel c, S is the sum over channels
         c - (window - 1) // 2 to c + window // 2. Channels that do not exist are left out.
     alpha, beta
-        Scalars >= 0.
+        Factor of S and exponent in the formula, numbers >= 0.
     k
-        A scalar > 0.
+        Constant in the formula, a number > 0.
 
     Returns
     -------
     Blocked
-        The result, in the shape of `x`. During differentiation, the result is a Var.
+        The result, with the shape of `x`. During differentiation, a Var.
 
     Notes
     -----
-    Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
-    networks", 2012, section 3.3. The paper does not divide alpha by the window; MATLAB's
-    crossChannelNormalizationLayer and PyTorch's LocalResponseNorm do. For even windows, mpidl puts
-    the extra channel after c, and PyTorch puts that channel before c.
+    See Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
+    networks", 2012, section 3.3. The paper does not divide alpha by the window; this function does,
+    as do MATLAB's crossChannelNormalizationLayer and PyTorch's LocalResponseNorm. For even windows,
+    mpidl puts the extra channel after c, and PyTorch puts the extra channel before c.
     """
     check.images("cross_channel_norm", x)
     check_window("cross_channel_norm", window, alpha, beta, k)

@@ -14,28 +14,29 @@ __all__ = ["pad2d"]
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise a ValueError unless the value of the padding is a finite number."""
+    """Raise ValueError unless the padding value is a finite number."""
     if not (check.are_numbers(value) and math.isfinite(value)):
         raise ValueError(f"{name}: value must be a finite number, got {value!r}")
 
 
 @op(blocks=True)
 def pad2d(x: Blocked, padding: check.PaddingArgument, *, value: float = 0.0) -> WithVjp[Blocked]:
-    """Surround images by pixels of a constant value.
+    """Surround images with pixels of a constant value.
 
     Parameters
     ----------
     x
-        (N, C, H, W).
+        Images, (N, C, H, W).
     padding
-        An integer, (down, across) or ((top, bottom), (left, right)), in pixels.
+        Number of pixels to add at each side: an integer, (down, across) or
+        ((top, bottom), (left, right)).
     value
         Value of the new pixels.
 
     Returns
     -------
     Blocked
-        (N, C, top + H + bottom, left + W + right).
+        The padded images, (N, C, top + H + bottom, left + W + right).
     """
     check.images("pad2d", x, 4)
     sides = check.pads("pad2d", padding)

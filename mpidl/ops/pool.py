@@ -1,4 +1,4 @@
-"""The pooling ops and their gradients."""
+"""Ops for max and average pooling, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpidl.shapes import pool2d_shape
 
 __all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
 
-PLACES = 256  # maximum pixels in a max pooling window, because one byte stores a position
+PLACES = 256  # maximum number of pixels in a max pooling window: one byte stores a position
 
 
 class Windows(NamedTuple):
@@ -23,9 +23,9 @@ class Windows(NamedTuple):
     Attributes
     ----------
     size, stride
-        (down, across).
+        Size and stride of the windows, each (down, across).
     padding
-        ((top, bottom), (left, right)).
+        Padding of the images, ((top, bottom), (left, right)).
     shape
         Output shape per image, (C, P, Q).
     """
@@ -51,7 +51,7 @@ def windows(
     name
         Name of the op or layer, for error messages.
     image_shape
-        (C, H, W).
+        Shape of an image, (C, H, W).
     size, stride, padding
         As in `max_pool2d`.
     places
@@ -79,7 +79,7 @@ def windows(
 
 
 def _cotangent(x, dx, sums):
-    """Return the cotangent of x, with any sums that the backend computed for a DeferredInput."""
+    """Return the cotangent of x. `sums` is None or the backend's `activation_sums` of dx."""
     return x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
 
 
@@ -96,25 +96,26 @@ def max_pool2d(
     Parameters
     ----------
     x
-        (N, C, H, W).
+        Images, (N, C, H, W).
     size
-        An integer or (rows, columns); at most 256 pixels per window.
+        Size of a window, an integer or (rows, columns). A window may have at most 256 pixels.
     stride
-        An integer or (down, across); by default the size. A stride below the size makes windows
-        overlap.
+        An integer or (down, across); by default the size. If the stride is smaller than the size,
+        windows overlap.
     padding
-        As in `conv2d`, including "same"; it must be smaller than the size. Padding is never the
+        As in `conv2d`, including "same". The padding must be smaller than the size. It is never the
         largest pixel.
 
     Returns
     -------
     Blocked
-        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, and Q likewise.
+        The result, (N, C, P, Q), with P = (H + top + bottom - rows) // stride + 1 and the
+        corresponding Q.
 
     Notes
     -----
-    The gradient goes to the largest pixel of each window. Ties go to the first pixel in row-major
-    order.
+    The gradient of a window goes to its largest pixel. If several pixels are equally large, the
+    gradient goes to the first of these pixels in row-major order.
     """
     check.images("max_pool2d", x, 4)
     pools = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
@@ -134,7 +135,7 @@ def global_average_pool2d(x: Blocked) -> Blocked: ...
 @overload
 def global_average_pool2d(x: Var) -> Var: ...
 def global_average_pool2d(x: Blocked | Var) -> Blocked | Var:
-    """Return the mean of each channel over its pixels: (N, C, H, W) to (N, C, 1, 1).
+    """Return the mean of each channel over the pixels of an image.
 
     Parameters
     ----------
@@ -164,23 +165,25 @@ def average_pool2d(
     Parameters
     ----------
     x
-        (N, C, H, W).
+        Images, (N, C, H, W).
     size
-        An integer or (rows, columns).
+        Size of a window, an integer or (rows, columns).
     stride
-        An integer or (down, across); by default the size. A stride below the size makes windows
-        overlap.
+        An integer or (down, across); by default the size. If the stride is smaller than the size,
+        windows overlap.
     padding
-        As in `conv2d`, including "same"; it must be smaller than the size.
+        As in `conv2d`, including "same". The padding must be smaller than the size.
     count_padding
-        Whether padding counts as zeros: the sum of a window is divided by its full size, as with
-        MATLAB's PaddingValue 0 and PyTorch's count_include_pad. If False, the sum is divided by the
-        number of pixels of the image in the window, as with MATLAB's PaddingValue "mean".
+        Whether padding counts as zeros. If True, the sum of a window is divided by the full size of
+        the window, as with MATLAB's PaddingValue 0 and PyTorch's count_include_pad. If False, the
+        sum is divided by the number of image pixels in the window, as with MATLAB's PaddingValue
+        "mean".
 
     Returns
     -------
     Blocked
-        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, and Q likewise.
+        The result, (N, C, P, Q), with P = (H + top + bottom - rows) // stride + 1 and the
+        corresponding Q.
     """
     check.images("average_pool2d", x, 4)
     pools = windows("average_pool2d", x.image_shape, size, stride, padding)

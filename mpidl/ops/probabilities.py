@@ -1,4 +1,7 @@
-"""One-hot targets, and the cross-entropy of class probabilities and of targets of floats."""
+"""One-hot targets, and the cross-entropy of probabilities or scores with such targets.
+
+A Partial is a sum that is not yet added up over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from mpidl.ops.reductions import mean
 
 __all__ = ["cross_entropy", "one_hot"]
 
-EXCESS = 1e-3  # amount by which a probability may exceed 1
+EXCESS = 1e-3  # maximum amount by which a probability may exceed 1
 Labels = TypeVar("Labels", Blocked, np.ndarray)
 
 
@@ -27,14 +30,14 @@ def one_hot(labels: Labels, classes: int) -> Labels:
     Parameters
     ----------
     labels
-        Integers from 0 to classes - 1: a value per image of shape (N,) or (N, ...), or an array.
+        Integers from 0 to K-1, a Blocked value or an array, (N,) or (N, ...).
     classes
         Number of classes K.
 
     Returns
     -------
     Blocked or ndarray
-        Floats in float32, (N, K) or (N, K, ...).
+        Zeros and ones in float32, (N, K) or (N, K, ...).
 
     Raises
     ------
@@ -52,7 +55,7 @@ def one_hot(labels: Labels, classes: int) -> Labels:
 
 
 def _indicators(labels, classes):
-    """Return 1 where a label is the index along axis 1, else 0."""
+    """Return an array (N, K, ...) that is 1 where the index k on axis 1 is the label, else 0."""
     if labels.dtype.kind not in "iu" or labels.ndim == 0:
         raise TypeError(
             f"one_hot: expected integer labels (N, ...), got {labels.dtype} of shape {labels.shape}"
@@ -83,8 +86,8 @@ def _cross_entropy_of_probabilities(p, targets):
 def _cross_entropy_of_scores(x, targets, p, *, smoothing):
     """Return the sum of -q * log(softmax(x)) for each image, float64 (n,).
 
-    q is (1 - smoothing) * targets + smoothing / K. p is softmax(x) of the backend. The gradient
-    uses it because the bytes of NumPy's exp and log depend on the CPU.
+    q is (1 - smoothing) * targets + smoothing / K. p is softmax(x) as computed by the backend. The
+    gradient uses p, because the bytes of NumPy's exp and log depend on the CPU.
     """
     axes = tuple(range(1, x.ndim))
     shifted = x.astype(np.float64) - x.max(axis=1, keepdims=True)
@@ -114,10 +117,10 @@ def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Parti
     Parameters
     ----------
     probabilities
-        Probabilities of K classes, such as those of `softmax`, (N, K) or (N, K, ...).
+        Probabilities of K classes, such as the result of `softmax`, (N, K) or (N, K, ...).
     targets
-        One-hot targets or other probabilities, floats in the shape of `probabilities`, or integer
-        labels from 0 to K-1, (N,) or (N, ...). Floats may be differentiated.
+        One-hot targets or other probabilities, as floats in the shape of `probabilities`, or
+        integer labels from 0 to K-1, (N,) or (N, ...). Float targets may be differentiated.
 
     Returns
     -------
@@ -134,9 +137,9 @@ def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Parti
 
     Notes
     -----
-    A probability below the smallest normal number of its type counts as that number, so the loss
-    stays finite. `softmax_cross_entropy` computes the loss from scores before softmax: it is more
-    accurate and faster, and has kernels for GPUs.
+    A probability below the smallest normal number of its dtype is replaced by this number, so the
+    loss stays finite. `softmax_cross_entropy` computes the loss from scores before the softmax. It
+    is more accurate and faster, and has kernels for GPUs.
     """
     p: Blocked = value_of(probabilities)
     check_scores("cross_entropy", p)
@@ -159,7 +162,7 @@ def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Parti
 def of_soft_targets(
     logits: Blocked | Var, targets: Blocked | Var, smoothing: float = 0.0
 ) -> Partial | Var:
-    """Return the mean cross-entropy of scores before softmax, for targets of their shape."""
+    """Return the mean cross-entropy of scores before the softmax, and targets of equal shape."""
     refuse_gpu("softmax_cross_entropy", value_of(logits), value_of(targets))
     scores: Blocked = value_of(logits)
     p = scores.like(backends.of_value(scores).softmax(scores.lanes))
@@ -168,7 +171,7 @@ def of_soft_targets(
 
 
 def soft_correct_count(scores: Blocked, targets: Blocked) -> Partial:
-    """Add up the targets of the classes with the largest scores."""
+    """Sum the targets of the classes with the largest score, over images and pixels."""
     refuse_gpu("correct_count", scores, targets)
     counter = Counter(scores.batch.tree)
     for b in range(scores.batch.blocks):
@@ -186,5 +189,5 @@ def is_soft(targets: object, scores: Blocked) -> bool:
 
 
 def _mean_of_images(losses, scores):
-    """Return the mean of the images' losses over images and pixels."""
+    """Return the mean over images and pixels, given the sum of the losses of each image, (N,)."""
     return mean(losses) * (1.0 / math.prod(scores.image_shape[1:]))

@@ -1,4 +1,7 @@
-"""Sums and means over the images of a mini-batch, and over axes of each image's entry."""
+"""Ops for sums and means over the images of a mini-batch, and over axes of each image's array.
+
+A Partial is a sum that is not yet added up over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,10 @@ def _image_sum(x: Blocked) -> WithVjp[Partial]:
 
 @op
 def _entry_sum(x, *, axes, keepdims, divisor):
-    """Return the sum over axes of each image's entry, divided by a constant.
+    """Return the sum over axes of each image's array, divided by a constant.
 
-    NumPy adds up a block in one fixed memory layout, in float64.
+    Floats are summed in float64. Blocks always have the same memory layout, so the order of
+    additions is fixed.
     """
     dtype = np.float64 if x.dtype.kind == "f" else None
     y = x.sum(axis=axes, dtype=dtype, keepdims=keepdims)
@@ -71,24 +75,24 @@ def sum(x: Blocked, axis: Literal[0] = 0, *, keepdims: bool = False) -> Partial:
 @overload
 def sum(x: Blocked, axis: Axes, *, keepdims: bool = False) -> Partial | Blocked: ...
 def sum(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial | Blocked | Var:
-    """Return the sum over axes; axis 0 has the images of the global mini-batch.
+    """Return the sum over axes. Axis 0 counts the images of the global mini-batch.
 
     Parameters
     ----------
     x
         One element per image, (N,), or one array per image, (N, ...).
     axis
-        The axis or axes to sum over; negative numbers count from the last axis. By default, the
-        images.
+        The axis or axes to sum over; negative numbers count from the last axis. The default is the
+        axis of images.
     keepdims
         Whether the summed axes stay, with size 1. The axis of images cannot stay.
 
     Returns
     -------
     Partial or Blocked
-        If axis 0 is among the axes, a Partial in float64: for x of shape (N, C, H, W), the shape
-        is (C, H, W), or () for axis=(0, 1, 2, 3). Otherwise a value per image in the type of x: the
-        shape is (N, C) for axis=(2, 3).
+        If `axis` contains 0, a Partial in float64. Otherwise, a Blocked value in the dtype of x.
+        For x of shape (N, C, H, W), the result has the shape (C, H, W) by default, () for
+        axis=(0, 1, 2, 3), and (N, C) for axis=(2, 3).
 
     Raises
     ------
@@ -107,23 +111,23 @@ def mean(x: Blocked, axis: Literal[0] = 0, *, keepdims: bool = False) -> Partial
 @overload
 def mean(x: Blocked, axis: Axes, *, keepdims: bool = False) -> Partial | Blocked: ...
 def mean(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial | Blocked | Var:
-    """Return the mean over axes; axis 0 has the images of the global mini-batch.
+    """Return the mean over axes. Axis 0 counts the images of the global mini-batch.
 
-    The mean over the images counts those of all ranks. `sum` describes the errors.
+    A mean over images includes the images of all ranks. The errors are the same as for `sum`.
 
     Parameters
     ----------
     x
-        A value per image, (N, ...).
+        One element per image, (N,), or one array per image, (N, ...).
     axis
-        Axis or axes of the mean.
+        The axis or axes to average over, as in `sum`.
     keepdims
-        Whether the axes stay, with length 1.
+        Whether the averaged axes stay, with size 1. The axis of images cannot stay.
 
     Returns
     -------
     Partial, Blocked or Var
-        As of `sum`.
+        The mean, with the kind and shape that `sum` returns.
     """
     return _reduce("mean", x, axis, keepdims)
 
@@ -148,7 +152,7 @@ def _reduce(name, x, axis, keepdims):
 
 
 def _checked_axes(name, axis, shape):
-    """Return the axes as sorted numbers from 0."""
+    """Return the axes as a sorted list of numbers >= 0, or raise ValueError if they are invalid."""
     axes = axis if isinstance(axis, tuple | list) else (axis,)
     integers = all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in axes)
     if not integers or not axes or not all(-len(shape) <= i < len(shape) for i in axes):

@@ -22,16 +22,16 @@ def same_or_crops(
     Parameters
     ----------
     cropping
-        A value for `check.pads`, or "same". With "same", the output is `stride` times as large as
-        the images. If the number of cropped rows or columns is odd, the extra one is cropped at the
-        bottom or on the right.
+        A value for `check.pads`, or "same". With "same", the output is `stride` times as high and
+        as wide as the images. If the number of cropped rows or columns is odd, the extra one is
+        cropped at the bottom or on the right.
     size, stride
         Size and stride of the filters, each (down, across).
 
     Raises
     ------
     ValueError
-        If the value is invalid, or if it is "same" and the filters are smaller than the stride.
+        If `cropping` is invalid, or if it is "same" and the filters are smaller than the stride.
     """
     if cropping != "same":
         return check.pads(name, cropping, "cropping")
@@ -47,7 +47,7 @@ def same_or_crops(
 def _arguments(
     image_shape, weight_shape, bias_shape, stride, cropping
 ) -> tuple[check.Pair, check.Sides]:
-    """Check the arguments and return (stride, cropping); the cache avoids repeated checks."""
+    """Check the arguments; return (stride, cropping). The cache avoids repeated checks."""
     name = "transposed_conv2d"
     if len(weight_shape) != 4 or weight_shape[0] != image_shape[0]:
         raise ValueError(
@@ -75,8 +75,8 @@ def transposed_conv2d(
 ) -> WithVjp[Blocked]:
     """Compute a transposed convolution: the gradient of a convolution with respect to its images.
 
-    Each pixel of x is multiplied by a filter, and the product is added to the output at `stride`
-    times the pixel's position. Then `cropping` pixels are removed at each side.
+    Each pixel of x is multiplied by each filter. The product is added to the output at `stride`
+    times the position of the pixel. Then `cropping` pixels are removed at each side.
 
     Parameters
     ----------
@@ -85,12 +85,12 @@ def transposed_conv2d(
     weight
         Filters (C, K, R, S), as in PyTorch's ConvTranspose2d.
     bias
-        Array (K,), or None.
+        Biases (K,), or None for no bias.
     stride
         An integer or (down, across).
     cropping
         Number of pixels to remove: an integer, (down, across) or ((top, bottom), (left, right)).
-        "same" gives P = stride * H and Q = stride * W, as in MATLAB's transposedConv2dLayer.
+        With "same", P = stride * H and Q = stride * W, as in MATLAB's transposedConv2dLayer.
 
     Returns
     -------

@@ -1,1 +1,1 @@
-"""Scaling studies: measure, simulate and predict the speed of a training on any number of ranks."""
+"""Scaling studies: measure, simulate and predict training speed on any number of ranks."""

@@ -1,7 +1,7 @@
 """Draw the figures of a scaling study.
 
-Each line has its own marker, dash pattern and colour (of the palette of Okabe and Ito), so that the
-figures can be read in gray and by colour-blind people.
+Each line has a different marker, dash pattern and colour, from the palette of Okabe and Ito. The
+figures are therefore readable in gray and for colour-blind people.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STYLES = (
     (GRAY, "-.", "X"),
     ("#000000", ":", "*"),
 )
-# {part of the time: (colour, hatch, label)}; from dark to light, so that neighbours differ in gray
+# {part of the time: (colour, hatch, label)}. Neighbouring parts differ in brightness.
 PARTS = {
     "compute": ("#0b4f7d", "", "compute"),
     "sum": ("#d58a3a", "////", "sums"),
@@ -54,7 +54,7 @@ def draw(out: str, content: Mapping[str, Any]) -> list[str]:
     Returns
     -------
     list of str
-        Names of the files; an empty list if matplotlib is not installed.
+        Names of the files, or an empty list if matplotlib is not installed.
 
     Raises
     ------
@@ -95,10 +95,10 @@ def _save(out, name, figure):
 
 
 class AccuracyPanel:
-    """Accuracy against time, with a line per number of ranks."""
+    """Panel that shows accuracy over time, with one line per number of ranks."""
 
     def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether any run has an accuracy."""
+        """Return whether there is a run with accuracies."""
         return any(row.get("curve") for row in content["rows"])
 
     def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
@@ -124,10 +124,10 @@ class AccuracyPanel:
 
 
 class SpeedPanel:
-    """Images per second against ranks, with the ideal line and the prediction."""
+    """Panel that shows images per second by number of ranks, ideal, measured and predicted."""
 
     def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether anything was measured or predicted."""
+        """Return whether there are measured or predicted speeds."""
         return bool(_measured(content) or _predicted(content))
 
     def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
@@ -148,10 +148,10 @@ class SpeedPanel:
 
 
 class EfficiencyPanel:
-    """Efficiency against ranks."""
+    """Panel that shows efficiency by number of ranks."""
 
     def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether there are several numbers of ranks."""
+        """Return whether speeds were measured or predicted on several numbers of ranks."""
         return max(len(_measured(content)), len(_predicted(content))) > 1
 
     def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
@@ -167,14 +167,17 @@ class EfficiencyPanel:
 
 
 class TimePanel:
-    """Where the time goes: a bar per number of ranks, measured or else predicted."""
+    """Panel that shows the parts of the training time, as one bar per number of ranks.
+
+    The parts are measured or, without measurements, predicted.
+    """
 
     def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether the parts of the time are available."""
+        """Return whether the parts of the training time are known."""
         return bool(self._bars(content)[0])
 
     def _bars(self, content):
-        """Return ([(label, {part: fraction})], whether they are measured)."""
+        """Return ([(label, {part: fraction of the time})], whether the parts are measured)."""
         measured = [row for row in _measured(content) if row.get("compute") is not None]
         if measured:
             return [(str(row["ranks"]), row) for row in measured], True
@@ -223,7 +226,7 @@ def _predicted(content):
 
 
 def _draw_measured(axes, rows, key, factor):
-    """Draw measured points; hollow ones have more threads than cores."""
+    """Draw the measured points. Points of runs with more threads than cores are hollow."""
     if not rows:
         return
     ranks = [row["ranks"] for row in rows]
@@ -245,7 +248,7 @@ def _draw_measured(axes, rows, key, factor):
 
 
 def _draw_prediction(axes, rows, key, factor):
-    """Draw the predicted line with a band for its error."""
+    """Draw the line of predictions, with a band for the error."""
     if not rows:
         return
     ranks = [row["ranks"] for row in rows]
@@ -258,7 +261,7 @@ def _draw_prediction(axes, rows, key, factor):
 
 
 def _rank_axis(axes, ranks):
-    """Use a logarithmic axis with the numbers of ranks as ticks."""
+    """Make the x axis logarithmic, with a tick at each number of ranks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(n) for n in ranks])
     axes.tick_params(axis="x", which="minor", bottom=False)
@@ -266,7 +269,10 @@ def _rank_axis(axes, ranks):
 
 
 def _plain_numbers(axes, has_few_decades):
-    """Label a logarithmic axis with 1,000 instead of powers, and also 2,000 and 5,000 if short."""
+    """Label the logarithmic y axis with numbers such as 1,000 instead of powers of ten.
+
+    If the axis has few decades, label 2,000 and 5,000 too.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     subs = (1.0, 2.0, 5.0) if has_few_decades else (1.0,)
@@ -281,6 +287,6 @@ def _finish(axes, title, is_legend_outside=False):
     if axes.get_legend_handles_labels()[0]:
         place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if is_legend_outside else {}
         handles, labels = axes.get_legend_handles_labels()
-        if is_legend_outside:  # in the order of the bars
+        if is_legend_outside:  # same order as in the bars, from top to bottom
             handles, labels = handles[::-1], labels[::-1]
         axes.legend(handles, labels, frameon=False, fontsize=8, handlelength=2.6, **place)

@@ -1,4 +1,4 @@
-"""Measure the messages and exchanges of real ranks: ping-pong, bursts, folds and their overlap."""
+"""Measure the network of real ranks: messages, exchanges of sums, and their overlap with work."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl import fold
+from mpidl.backends.cpu.recording import Recorder
+from mpidl.errors import Fault
 from mpidl.performance.trace import AGREE, FINISH, Event
 
 if TYPE_CHECKING:
     from mpidl.comm import World
 
-SIZES = (8, 1024, 16384, 131072, 1048576)  # bytes of a message
-BURST = 16  # messages in each direction
-PARTS = 9  # parts of a measurement; the result is their median
-SLICE_SECONDS = 5e-4  # work between two attempts to advance an exchange
-TAG = 9  # message tag, below the tags of exchanges
+SIZES = (8, 1024, 16384, 131072, 1048576)  # sizes of messages in bytes
+BURST = 16  # number of messages in each direction in a burst
+PARTS = 9  # number of parts of a measurement, whose median is the result
+SLICE_SECONDS = 5e-4  # duration of the work between two attempts to advance an exchange
+TAG = 9  # MPI message tag, which is below the tags of exchanges
 COMBINES = {"add": fold.add, "moments": fold.merge_moments}
 
 
 def repeat(function: Callable[[], object], world: World, seconds: float) -> float:
-    """Return the seconds of a call, which is repeated for about `seconds` seconds. Collective.
+    """Measure the duration of a call in seconds. Collective.
 
-    The result is the median over parts of the measurement, so that an interruption does not count.
+    The call is repeated for about `seconds` seconds. The measurement has several parts, and the
+    result is the median over the parts, so a short interruption does not change it.
     """
     world.barrier()
     start = time.perf_counter()
@@ -43,7 +46,10 @@ def repeat(function: Callable[[], object], world: World, seconds: float) -> floa
 
 
 def pairs(world: World) -> dict[str, tuple[int, int]]:
-    """Return two ranks of a host ("inside") and of two hosts ("between"), if there are any."""
+    """Return {"inside": two ranks of one host, "between": two ranks of different hosts}.
+
+    A key is missing if there are no such ranks.
+    """
     hosts = world.hosts
     by_kind = {}
     for kind, is_wanted in (("inside", True), ("between", False)):
@@ -65,8 +71,9 @@ def measure_pair(world: World, pair: tuple[int, int], seconds: float) -> dict[st
     Returns
     -------
     dict
-        "sizes", bytes of messages; "ping_pong", seconds of a message of each size in one direction;
-        "burst", seconds per message if `BURST` small messages go in each direction at once.
+        "sizes" lists the sizes of messages in bytes. "ping_pong" lists the seconds that a message
+        of each size takes in one direction. "burst" is the seconds per message if both ranks send
+        `BURST` small messages at once.
     """
     transport, partner = world.transport, None
     if world.rank in pair:
@@ -98,7 +105,7 @@ def measure_pair(world: World, pair: tuple[int, int], seconds: float) -> dict[st
 
 
 def _of_pair(function, world, pair, seconds):
-    """Return the mean seconds of a call that two ranks make together. Collective."""
+    """Return the mean duration in seconds of a call that both ranks of `pair` make. Collective."""
     is_member = world.rank in pair
     start = time.perf_counter()
     for _ in range(3):
@@ -114,14 +121,26 @@ def _of_pair(function, world, pair, seconds):
 
 
 def distinct(events: Sequence[Event]) -> list[Event]:
-    """Return the events that exchange values, without repetitions."""
+    """Return the events at which ranks exchange values, without repetitions."""
     return list(dict.fromkeys(event for event in events if event.kind != FINISH))
 
 
-def measure_exchange(world: World, event: Event, leaves: int, seconds: float) -> float:
-    """Return the seconds that a step spends on an event if the ranks do not wait. Collective.
+def measure_exchange(
+    world: World, event: Event, leaves: int, seconds: float, is_replayed: bool = False
+) -> float:
+    """Measure the duration in seconds of an event if all ranks arrive at the same time. Collective.
 
-    `leaves` is the number of blocks of 16 images of the mini-batch.
+    Parameters
+    ----------
+    event : Event
+        The event.
+    leaves : int
+        Number of blocks of 16 images in the mini-batch.
+    seconds : float
+        Duration of the measurement.
+    is_replayed : bool
+        Whether to measure the event in a replayed step. A replay starts sums without Python if all
+        ranks share memory.
     """
     if event.kind == AGREE:
         return repeat(lambda: world.gop("max", 0), world, seconds)
@@ -131,11 +150,33 @@ def measure_exchange(world: World, event: Event, leaves: int, seconds: float) ->
     tree, matrix, combine = _arguments(world, event, leaves)
     term = fold.Term(tree, list(matrix), combine, matrix.dtype)
     partial = fold.Partial([term], None, (event.width,), matrix.dtype)
+    if is_replayed:
+        return repeat(recorded_sum(world, partial), world, seconds)
     return repeat(lambda: world.gplus(partial), world, seconds)
 
 
+def recorded_sum(world: World, partial: fold.Partial) -> Callable[[], np.ndarray]:
+    """Return a function that sums a Partial as replayed steps do. Collective."""
+    recorder = Recorder([])
+    for term in partial.terms:
+        for node in term.nodes:
+            recorder.constant(node)
+    ranks = world.recorded(recorder)
+    with recorder.recording():
+        total = ranks.gplus(partial)
+        program = recorder.finish()
+    if recorder.problem is not None:
+        raise Fault(f"a sum cannot be replayed: {recorder.problem}")
+
+    def replay():
+        program.run(0)
+        return total
+
+    return replay
+
+
 def _arguments(world, event, leaves):
-    """Return arguments of `World.exchange` with nodes of zeros."""
+    """Return arguments of `World.exchange` for an event. All nodes are zeros."""
     tree = fold.Tree(leaves, fold.split_blocks(leaves, world.size), world.rank)
     dtype = np.dtype(f"f{event.itemsize}")
     matrix = np.zeros((len(tree.nodes[world.rank]), event.width), dtype)
@@ -143,19 +184,19 @@ def _arguments(world, event, leaves):
 
 
 def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> float:
-    """Return the fraction of an exchange that other work hides. Collective.
+    """Measure which fraction of an exchange's duration overlaps with computations. Collective.
 
-    The work is a sequence of short computations. As in kernels, the ranks advance the exchange
-    between them.
+    The ranks make a sequence of short computations. Between the computations, they advance the
+    exchange, as kernels do.
 
     Parameters
     ----------
     event : Event
         The exchange.
     leaves : int
-        Number of blocks of the mini-batch.
+        Number of blocks of 16 images in the mini-batch.
     seconds : float
-        Duration of each of the three measurements.
+        Duration of each of the three measurements: exchange, computations, and both.
     """
     arguments = _arguments(world, event, leaves)
     duration = repeat(lambda: world.exchange(*arguments), world, seconds)
@@ -185,7 +226,7 @@ def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> f
 
 
 def _count_products(values, seconds):
-    """Return how many matrix products take this many seconds."""
+    """Return how many products `values @ values` take this many seconds."""
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 20 * seconds:
         values @ values

@@ -1,18 +1,19 @@
 """Predict the time of a training step on any number of ranks from the record of a probe.
 
-The time of a step has these parts:
+The probe (see `probe`) measures short trainings, messages and exchanges. A mini-batch consists of
+blocks of 16 images, which the ranks share. The predicted time of a step has these parts:
 
-- compute: the measured time for as many blocks as the rank with most blocks has, interpolated
-  between the numbers of blocks and of computing ranks per node that the probe measured;
-- stragglers: at each sum that a step waits for, all ranks wait for the slowest, whose expected time
-  is that of the largest of N measured ones;
-- exchanges: simulated with the algorithm that `comm.exchange` chooses for the layout, by the costs
-  of messages that the probe measured. The part of the gradients' exchange that backward hides is
-  measured too.
+- Compute: the time of the rank with the most blocks. The time is interpolated between the numbers
+  of blocks, and the numbers of computing ranks per node, that the probe measured.
+- Stragglers: at each sum that a step waits for, all N ranks wait for the slowest rank. The expected
+  time of the slowest rank is the expected maximum of N measured times.
+- Exchanges: simulated with the algorithm that `comm.exchange` chooses, and with the costs of
+  messages that the probe measured. The probe also measured which fraction of the exchange of
+  gradients overlaps with the backward pass.
 
-Ranks that train together are slower than the sum of these parts, because they compute in lockstep
-and lose cores while they wait. The probe measures this factor on its own ranks, and the model
-applies it to every number of ranks above one.
+Ranks that train together are slower than the sum of these parts, because they compute at the same
+pace and lose cores while they wait. The probe measures this factor, the coupling, on its ranks. The
+model applies the coupling to every number of ranks above one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from mpidl.performance.network_fit import NetworkFit
 from mpidl.performance.simulation import Link, Network
 from mpidl.performance.trace import BUCKET, FINISH, Event
 
-RESAMPLES = 100
-MANY_RANKS = 64  # with more ranks, the buckets of a step are simulated with their mean size
+RESAMPLES = 100  # number of bootstrap samples for the error of a prediction
+MANY_RANKS = 64  # with more ranks, all buckets of gradients are simulated with their mean size
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ class Setting:
     Attributes
     ----------
     batch_size : int
-        Images per mini-batch over all ranks. Not used if `batch_per_rank` is given.
+        Number of images per mini-batch over all ranks. Not used if `batch_per_rank` is given.
     batch_per_rank : int or None
-        Images per mini-batch and rank, for weak scaling.
+        Number of images per mini-batch and rank for weak scaling, or None for strong scaling.
     threads : int
-        Threads per rank.
+        Number of threads per rank.
     workers : int
-        Threads per rank that read images.
+        Number of threads per rank that read images.
     ranks_per_node : int
-        Ranks that share a node.
+        Number of ranks per node.
     """
 
     batch_size: int
@@ -60,21 +61,21 @@ class Setting:
     ranks_per_node: int
 
     def images(self, ranks: int) -> int:
-        """Return the images per mini-batch on this number of ranks."""
+        """Return the number of images per mini-batch on this number of ranks."""
         return self.batch_size if self.batch_per_rank is None else self.batch_per_rank * ranks
 
 
 @dataclass(frozen=True)
 class Step:
-    """Predicted seconds of one training step, as means over the ranks.
+    """Predicted duration of one training step in seconds, and its parts as means over the ranks.
 
     Attributes
     ----------
     seconds : float
         Duration of the step.
     compute, input, wait, sum : float
-        Parts of the duration: kernels and Python, reading images, waiting for other ranks, and
-        exchanges that backward does not hide.
+        Parts of the duration: computing, reading images, waiting for other ranks, and exchanges
+        that do not overlap with the backward pass.
     """
 
     seconds: float
@@ -85,17 +86,18 @@ class Step:
 
 
 class Model:
-    """The model of a training step.
+    """A model of the training step, which predicts its duration.
 
     Parameters
     ----------
     record : mapping
         The result of `probe.measure`.
     link : Link, optional
-        Assumed link between nodes. By default the measured one or, if the probe ran on one node,
-        the link inside the node.
+        Assumed link between nodes. By default, the measured link between nodes or, if the probe ran
+        on one node, the measured link inside the node.
     sample : sequence of int, optional
-        Rounds of the probe to use, with repetitions. By default each round once.
+        Numbers of the probe's rounds to use, possibly with repetitions. By default, each round is
+        used once.
     """
 
     def __init__(
@@ -121,11 +123,11 @@ class Model:
 
     @cached_property
     def _kinds(self):
-        """(active ranks, blocks) of the turns of a round, in order."""
+        """Sorted pairs (active ranks, blocks) of the short trainings of a round."""
         return sorted({(step["active"], step["blocks"]) for step in self.record["steps"]})
 
     def _medians(self, name):
-        """Return {(active ranks, blocks): median of a value of the turns} over the sample."""
+        """Return {(active ranks, blocks): median of the record's entry `name` over the sample}."""
         if name not in self._tables:
             by_kind = {
                 (s["active"], s["blocks"], s["round"]): s[name] for s in self.record["steps"]
@@ -153,12 +155,15 @@ class Model:
 
     @cached_property
     def levels(self) -> list[int]:
-        """Numbers of ranks per node that computed at the same time, in order."""
+        """Sorted numbers of ranks per node that computed at the same time in the probe."""
         return sorted({active for active, _ in self._kinds})
 
     @cached_property
     def _curves(self):
-        """{active ranks: (rounds of blocks (sizes,), seconds (sizes, grid))}."""
+        """{active ranks: (`rounds_of_blocks` (sizes,), seconds (sizes, grid))}.
+
+        Column k of the seconds is the time of the slowest of 2**k ranks.
+        """
         curves = {}
         for active in self.levels:
             blocks = [b for a, b in self._kinds if a == active]
@@ -168,11 +173,11 @@ class Model:
 
     @cached_property
     def _fits(self):
-        """{active ranks: (coefficients (2, grid), relative residuals)} of linear fits."""
+        """{active ranks: (coefficients (2, grid), relative residuals)} of linear fits to curves."""
         return {active: _relative_fit(*curve) for active, curve in self._curves.items()}
 
     def fit(self, active: int) -> tuple[float, float]:
-        """Return (seconds per step, seconds per block and thread) with `active` ranks per node."""
+        """Return (seconds per step, seconds per block and thread) for `active` ranks per node."""
         coefficients, _ = self._fits[active]
         return float(coefficients[0, 0]), float(coefficients[1, 0])
 
@@ -184,18 +189,19 @@ class Model:
     def compute_seconds(
         self, blocks: int, ranks: int, setting: Setting, peers: int = 1
     ) -> tuple[float, float]:
-        """Return the seconds of a step without exchanges: of one rank, of the slowest of several.
+        """Return the seconds of a step without exchanges, for one rank and for the slowest rank.
 
         Parameters
         ----------
         blocks : int
-            Blocks of the rank.
+            Number of blocks of the rank.
         ranks : int
             Number of ranks that compute.
         setting : Setting
             Threads per rank and ranks per node.
         peers : int
-            Number of ranks with this many blocks, whose slowest determines the second result.
+            Number of ranks with this number of blocks. The second result is the expected time of
+            the slowest of these ranks.
         """
         rounds = rounds_of_blocks(blocks, setting.threads) if blocks else 0.0
         active = min(ranks, setting.ranks_per_node)
@@ -207,7 +213,7 @@ class Model:
         return float(grid[0]), float(np.interp(place, np.arange(len(grid)), grid))
 
     def reading_seconds(self, blocks: int, ranks: int, setting: Setting) -> float:
-        """Return the seconds of a step in which a rank waits for images."""
+        """Return the number of seconds per step that a rank waits for images."""
         active = min(ranks, setting.ranks_per_node)
         level = min(self.levels, key=lambda a: abs(math.log2(a) - math.log2(active)))
         table = {b: seconds for (a, b), seconds in self._inputs.items() if a == level}
@@ -222,7 +228,7 @@ class Model:
         return NetworkFit(self.record, self.sample)
 
     def network(self, setting: Setting) -> Network:
-        """Return the network of a prediction."""
+        """Return the network that a prediction assumes, with `assumed_link` if it is given."""
         network = self.exchanges.network._replace(ranks_per_node=setting.ranks_per_node)
         return network if self.assumed_link is None else network._replace(between=self.assumed_link)
 
@@ -236,36 +242,37 @@ class Model:
         ranks : int
             Number of ranks.
         setting : Setting
-            What the prediction assumes.
+            The assumptions of the prediction.
         images : int, optional
-            Images of a smaller mini-batch, whose exchanges count as those of a full one.
+            Number of images of a smaller mini-batch, whose exchanges are assumed to take as long as
+            the exchanges of a full mini-batch. By default, the mini-batch is full.
         """
         factor = self.together(ranks, self.coupling)
         return Step(*(factor * seconds for seconds in astuple(self.parts(ranks, setting, images))))
 
     def together(self, ranks: int, coupling: float) -> float:
-        """Return the ratio of a step's time, if ranks train together, to the sum of its parts.
+        """Return the factor between the time of a step on `ranks` ranks and the sum of its parts.
 
-        `coupling` is this ratio on the ranks of the probe.
+        `coupling` is this factor on the ranks of the probe.
         """
         reach = math.log2(ranks) / math.log2(self.record["ranks"])
         return 1 + (coupling - 1) * min(reach, 1.0)
 
     @cached_property
     def coupled_seconds(self) -> float | None:
-        """Median seconds of a step if the ranks of the probe train together; None if unknown."""
+        """Median duration of a step if all ranks of the probe train together; None if unknown."""
         seconds = self.record["coupled"]
         return float(np.median([seconds[n] for n in self.sample])) if seconds else None
 
     @cached_property
     def coupling(self) -> float:
-        """The ratio of `together`, measured on the ranks of the probe."""
+        """Measured factor between the time of a step on all ranks and the sum of its parts."""
         if self.coupled_seconds is None:
             return 1.0
         return self.coupled_seconds / self.parts(self.record["ranks"], self.setting).seconds
 
     def parts(self, ranks: int, setting: Setting, images: int | None = None) -> Step:
-        """Predict a step from its parts, which were measured one by one; see `step`."""
+        """Predict a step as the sum of its parts, without the coupling; see `step`."""
         full_leaves = blocks_of(setting.images(ranks))
         leaves = full_leaves if images is None else blocks_of(images)
         counts = [stop - start for start, stop in fold.split_blocks(leaves, ranks)]
@@ -283,7 +290,7 @@ class Model:
         return Step(slowest + sums, mean - reading, reading, slowest - mean, sums)
 
     def _sum_seconds(self, ranks, leaves, blocks, compute, setting):
-        """Return the seconds that exchanges add to the computation of a step."""
+        """Return the number of seconds that exchanges add to the computation of a step."""
         if ranks == 1:
             return 0.0
         network, places = self.network(setting), self._places(blocks, ranks)
@@ -299,7 +306,8 @@ class Model:
                 continue
             seconds = self.exchanges.seconds(event, ranks, leaves, network)
             if event.kind == BUCKET:
-                # The processor's part of the exchange delays backward; the rest runs beside it.
+                # One part of the exchange uses the processor and delays the backward pass. The rest
+                # overlaps with the backward pass.
                 packing = event.width * event.itemsize * self.record["copy_seconds_per_byte"]
                 clock += packing
                 link_free = max(clock, link_free) + seconds
@@ -309,16 +317,19 @@ class Model:
         return clock + (1 - previous) * compute - compute
 
     def _places(self, blocks, ranks):
-        """Return the places of the events in a step, as measured with about as many blocks."""
+        """Return when the events happen in a step, from 0 (start) to 1 (end).
+
+        The times were measured with about as many blocks.
+        """
         level = min(self.levels, key=lambda a: abs(a - ranks))
         counts = [b for a, b in self._kinds if a == level]
         nearest = min(counts, key=lambda b: abs(math.log2(b) - math.log2(max(blocks, 1))))
         return self._all_places[level, nearest]
 
     def epoch_seconds(self, ranks: int, setting: Setting) -> float:
-        """Predict the seconds of one epoch, whose last mini-batch may be smaller.
+        """Predict the duration of one epoch in seconds. The last mini-batch may be smaller.
 
-        The first mini-batch is read before the first step.
+        The duration includes the time to read the first mini-batch before the first step.
         """
         total, batch = self.record["images"], setting.images(ranks)
         seconds = (total // batch) * self.step(ranks, setting).seconds if total >= batch else 0.0
@@ -333,7 +344,10 @@ class Model:
         return self.record["images"] / self.epoch_seconds(ranks, setting)
 
     def resampled(self) -> list[Model]:
-        """Return models of resampled rounds of the probe; each call gives the same models."""
+        """Return models of bootstrap samples of the probe's rounds.
+
+        Every call returns the same models.
+        """
         rounds = self.record["rounds"]
         uniform = keyed.uniform(0, "bootstrap of a probe", RESAMPLES * rounds)
         samples = (uniform.reshape(RESAMPLES, rounds) * rounds).astype(int)
@@ -345,18 +359,25 @@ class Model:
 
 
 def most_blocks(leaves: int, ranks: int) -> tuple[int, int]:
-    """Return the most blocks of a rank if `leaves` are shared, and the number of such ranks."""
+    """Return the largest number of blocks on a rank, and how many ranks have this number of blocks.
+
+    `leaves` is the number of blocks that the ranks share.
+    """
     blocks = -(-leaves // ranks)
     return blocks, leaves - (blocks - 1) * ranks
 
 
 def rounds_of_blocks(blocks: int, threads: int) -> float:
-    """Return how many blocks the thread with most work computes; threads share a single block."""
+    """Return how many blocks the thread with the most work computes.
+
+    If there are fewer blocks than threads, several threads divide a block, and the result is a
+    fraction.
+    """
     return blocks / threads if blocks < threads else float(-(-blocks // threads))
 
 
 def _interpolated(x, places, values):
-    """Interpolate the rows of `values` at x; the end slopes extrapolate."""
+    """Interpolate the rows of `values` linearly at x, or extrapolate with the slope at an end."""
     if len(places) == 1:
         return values[0] * x / places[0]
     right = int(np.clip(np.searchsorted(places, x), 1, len(places) - 1))
@@ -387,7 +408,7 @@ def _relative_fit(rounds, times):
 
 
 def _with_mean_buckets(events):
-    """Replace the buckets by buckets of their mean size, which together take as long."""
+    """Replace all buckets by buckets of their mean size, which take about as long in total."""
     buckets = [event for event in events if event.kind == BUCKET]
     if not buckets:
         return events

@@ -16,18 +16,18 @@ from mpidl.performance.links import COMBINES
 from mpidl.performance.simulation import Link, Network
 from mpidl.performance.trace import AGREE, Event
 
-SMALL_BYTES = 16 * 1024
+SMALL_BYTES = 16 * 1024  # messages and exchanges up to this size are small
 
 
 class NetworkFit:
-    """The network of a probe.
+    """The costs of messages and exchanges, fitted to the measurements of a probe.
 
     Parameters
     ----------
     record : mapping
         The result of `probe.measure`.
     sample : sequence of int
-        Rounds of the probe to use, with repetitions.
+        Numbers of the probe's rounds to use, possibly with repetitions.
     """
 
     def __init__(self, record: Mapping[str, Any], sample: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class NetworkFit:
 
     @cached_property
     def fold_seconds(self) -> dict[Event, float]:
-        """Median measured seconds of each kind of exchange on the ranks of the probe."""
+        """Median measured duration in seconds of each exchange, on the ranks of the probe."""
         times: dict[Event, list[float]] = {}
         for record in self._records:
             for event, seconds in record["folds"]:
@@ -45,12 +45,12 @@ class NetworkFit:
 
     @cached_property
     def hidden(self) -> float:
-        """Fraction of the gradients' exchange that backward hides."""
+        """Fraction of the exchange of gradients that overlaps with the backward pass."""
         return float(np.median([record["hidden"] for record in self._records]))
 
     @cached_property
     def links(self) -> dict[str, tuple[float, Link]]:
-        """{"inside", "between": (overhead of a message in seconds, link)}, as measured."""
+        """{"inside" or "between": (overhead of a message in seconds, Link)}, as measured."""
         measured = {}
         for kind in ("inside", "between"):
             records = [record[kind] for record in self._records if kind in record]
@@ -69,7 +69,7 @@ class NetworkFit:
 
     @cached_property
     def network(self) -> Network:
-        """The network of the probe, whose free costs are fitted to the measured exchanges."""
+        """The Network of the probe. Costs of exchanges and of combining nodes are fitted."""
         measured = self.links
         overhead, inside = measured.get("inside", measured.get("between", (0.0, Link(0, 0))))
         between = measured["between"][1] if "between" in measured else inside
@@ -105,13 +105,13 @@ class NetworkFit:
 
     @property
     def _probe_layout(self):
-        """(ranks, blocks of the mini-batch) of the measured exchanges."""
+        """(ranks, blocks of the mini-batch) for which the probe measured exchanges."""
         ranks = self.record["ranks"]
         return ranks, max(blocks_of(self.record["batch_size"]), ranks)
 
     @property
     def fold_error(self) -> float:
-        """Root mean square relative difference of simulated and measured exchanges."""
+        """Root mean square of the relative differences between simulated and measured exchanges."""
         errors = [
             self._probe_seconds(event, self.network) / seconds - 1
             for event, seconds in self.fold_seconds.items()
@@ -120,15 +120,18 @@ class NetworkFit:
         return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0
 
     def seconds(self, event: Event, ranks: int, leaves: int, network: Network) -> float:
-        """Return the seconds of an exchange: measured on the ranks of the probe, else simulated."""
+        """Return the duration of an exchange in seconds, measured if possible.
+
+        If the probe did not measure this exchange, the duration is simulated.
+        """
         if event in self.fold_seconds and (ranks, leaves) == self._probe_layout:
             if network == self.network:
                 return self.fold_seconds[event]
         return self.simulated(event, ranks, leaves, network)
 
     def simulated(self, event: Event, ranks: int, leaves: int, network: Network) -> float:
-        """Return the seconds of an exchange, if all ranks start at the same time."""
-        if event.kind == AGREE:  # MPI's own reduction takes a number of rounds
+        """Return the simulated duration of an exchange in seconds if all ranks start together."""
+        if event.kind == AGREE:  # MPI's reduction, whose duration is proportional to its rounds
             measured = self.fold_seconds.get(event, 0.0)
             rounds = math.ceil(math.log2(ranks)) / max(math.log2(self.record["ranks"]), 1)
             return measured * rounds

@@ -1,4 +1,4 @@
-"""Predict the speed of a training by number of ranks, and where adding ranks stops helping."""
+"""Predict the training speed by number of ranks, and the number at which scaling stops."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from mpidl.blocks import blocks_of
 from mpidl.performance.model import Model, Setting, most_blocks
 from mpidl.performance.simulation import Link
 
-HALF = 0.5  # efficiency below which scaling has stopped
-GAIN = 1.02  # smallest speed-up that twice the ranks must give
+HALF = 0.5  # scaling stops if the efficiency would fall below this value
+GAIN = 1.02  # scaling stops if twice the ranks would give a smaller speed-up than this
 MOST_RANKS = 1024
 MOST_TRIED = 256  # largest number of ranks for which other options are tried
-NINETY_PERCENT = 1.645  # half-width of the central 90 % of a normal distribution, in deviations
+# Half-width of the central 90 % of a normal distribution, in standard deviations.
+NINETY_PERCENT = 1.645
 
 
 def predict(
@@ -26,7 +27,7 @@ def predict(
     ranks_per_node: int | None = None,
     show: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Predict the speed of a training.
+    """Predict the speed of a training on several numbers of ranks.
 
     Parameters
     ----------
@@ -35,18 +36,18 @@ def predict(
     counts : sequence of int
         Numbers of ranks.
     link : Link, optional
-        Assumed link between nodes; by default the measured one.
+        Assumed link between nodes; by default, the measured link.
     ranks_per_node : int, optional
-        Number of ranks per node; by default the number in the probe.
+        Number of ranks per node; by default, as in the probe.
     show : callable, optional
-        Function to call with a line before each computation of a speed.
+        Function that is called with a line of progress before each computation of a speed.
 
     Returns
     -------
     dict
-        "rows": a dict per number of ranks, with images per second, the seconds of a step and of its
-        parts, efficiency and relative errors; "stop": see `find_stop`; "fit": the fitted costs;
-        "link" and "ranks_per_node": the assumptions.
+        "rows" has a dict for each number of ranks, with images per second, the seconds of a step
+        and of its parts, efficiency and relative errors. "stop" is the result of `find_stop`. "fit"
+        has the fitted costs. "link" and "ranks_per_node" are the assumptions.
     """
     model = Model(record, link)
     setting = model.setting
@@ -84,10 +85,10 @@ def predict(
 
 
 class Error:
-    """The error of the predictions of a model.
+    """Estimates the error of a model's predictions from resampled models.
 
-    Exchanges are not simulated again for each resampled model: their times are scaled by the
-    measured times of the rounds.
+    Exchanges are not simulated again for each resampled model. Instead, their simulated times are
+    scaled by the measured times of the resampled rounds.
     """
 
     def __init__(self, model: Model) -> None:
@@ -102,16 +103,16 @@ class Error:
             ]
 
     def relative(self, ranks: int, setting: Setting) -> tuple[float, float]:
-        """Return the relative half-widths of the central 90 % of the speed and the efficiency.
+        """Return the relative errors of speed and efficiency: half-widths of 90 % intervals.
 
-        On one rank, the second is 0, because the efficiency is 1 by definition.
+        On one rank, the error of the efficiency is 0, because the efficiency is 1 by definition.
         """
         model = self.model
         parts = model.parts(ranks, setting)
         systematic = NINETY_PERCENT * np.hypot(
             model.fit_error, model.exchanges.fold_error * parts.sum / parts.seconds
         )
-        if ranks > model.record["ranks"]:  # the coupling may grow with the ranks
+        if ranks > model.record["ranks"]:  # the coupling may grow with the number of ranks
             systematic = np.hypot(systematic, model.coupling - 1)
         factors = [model.together(ranks, coupling) for coupling in self.couplings]
         times = np.multiply(factors, self._seconds(ranks, setting))
@@ -122,7 +123,7 @@ class Error:
         return speed, 0.0 if ranks == 1 else efficiency
 
     def _seconds(self, ranks, setting):
-        """Return, for each resampled model, the seconds that the parts of a step take."""
+        """Return the duration of a step in seconds for each resampled model, without coupling."""
         blocks, peers = most_blocks(blocks_of(setting.images(ranks)), ranks)
         sums = self.model.parts(ranks, setting).sum
         return [
@@ -132,20 +133,20 @@ class Error:
 
 
 def _half_width(values):
-    """Return half the range of the central 90 % of values, relative to their median."""
+    """Return half the width of the central 90 % of the values, relative to the median."""
     low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
     return (high - low) / 2 / middle
 
 
 class Rates:
-    """Predicted images per second; each value is computed once.
+    """Predicted speeds in images per second. Each speed is computed only once.
 
     Parameters
     ----------
     model : Model
         The model.
     show : callable, optional
-        Function to call with a line before each computation.
+        Function that is called with a line of progress before each computation.
     """
 
     def __init__(self, model: Model, show: Callable[[str], object] = lambda line: None) -> None:
@@ -168,16 +169,16 @@ class Rates:
 def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
     """Find the number of ranks at which scaling stops, and the options that raise this number.
 
-    Scaling stops at N, the smallest power of two for which 2N ranks are less than 2 % faster than
-    N ranks, or less than half as efficient as one rank.
+    Scaling stops at N ranks if 2N ranks are less than 2 % faster than N ranks, or less than half as
+    efficient as one rank. N is the smallest power of two for which this is the case.
 
     Returns
     -------
     dict
-        "ranks": the number of ranks, or None if scaling does not stop up to `limit`; "limit";
-        "reason": the part of a step that loses most time with more ranks, or None if scaling does
-        not stop; "options": {option: ranks} of options that raise the number of ranks, where None
-        means that scaling with the option does not stop up to MOST_TRIED ranks.
+        "ranks" is the number of ranks, or None if scaling does not stop up to `limit`. "limit" is
+        the argument. "reason" is the part of a step that loses most time with more ranks, or None
+        if scaling does not stop. "options" is {option: ranks} for the options that raise the number
+        of ranks. None means that with this option scaling does not stop up to MOST_TRIED ranks.
     """
     model = rates.model
     ranks = _stop(rates, setting, limit)
@@ -199,7 +200,7 @@ def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
 
 
 def _variants(setting, input_share):
-    """Return {options: setting} of the options that may move the point where scaling stops."""
+    """Return {option: setting} for the options that may raise the number where scaling stops."""
     changed: dict[str, Setting] = {}
     if setting.batch_per_rank is None:
         for factor in (2, 4):
@@ -228,7 +229,7 @@ def _stop(rates, setting, limit):
 
 
 def _reason(model, ranks, setting):
-    """Describe the part of a step that loses most time with twice the ranks."""
+    """Return a name for the part of a step that loses most time on twice the ranks."""
     one_rank, step = model.step(1, setting), model.step(2 * ranks, setting)
     scale = setting.images(2 * ranks) / setting.images(1) / (2 * ranks)
     if blocks_of(setting.images(2 * ranks)) < 2 * ranks:
@@ -244,7 +245,7 @@ def _reason(model, ranks, setting):
 
 
 def _fit(model):
-    """Return the fitted costs for the report."""
+    """Return the fitted costs as a dict, for the report."""
     network = model.exchanges.network
     return {
         "per_step_seconds": {str(active): model.fit(active)[0] for active in model.levels},
@@ -267,5 +268,5 @@ def _fit(model):
 
 
 def default_counts() -> list[int]:
-    """Return 1, 2, 4, ..., MOST_RANKS."""
+    """Return the default numbers of ranks: 1, 2, 4, ..., MOST_RANKS."""
     return [1 << k for k in range(MOST_RANKS.bit_length())]

@@ -1,9 +1,10 @@
-"""Measure in about a minute what the prediction of `performance.model` needs.
+"""The probe: measure in about a minute what the prediction of `performance.model` needs.
 
-Every rank trains alone, at the same time as the other ranks of its node, so that the ranks compete
-for cores and memory as in a real run. The training is that of `dl.train`, with mini-batches of
-different numbers of blocks. Then all ranks train together, which shows how much longer a step takes
-than the sum of its parts. Finally the ranks measure their network.
+A probe consists of rounds, and a round of turns. In a turn, some ranks of each node train at the
+same time, each rank separately. The ranks therefore compete for cores and memory as in a real run.
+They call `dl.train`, with a different number of blocks of 16 images per mini-batch in each turn. At
+the end of a round, all ranks train together, which shows how much longer a step takes than the sum
+of its parts. After all rounds, the ranks measure their network.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 ROUNDS = 5
-MOST_ROUNDS_OF_BLOCKS = 16  # blocks per thread; larger shares are extrapolated
-TOGETHER = 4  # a turn of training together lasts as long as this many turns alone
-MOST_RANKS = 1024  # largest N in the table of the slowest of N ranks
-LEARNING_RATE = 1e-4  # small, so that the weights stay finite at any batch size
-SUBSET = 2048  # images of a set on disk that the probe reads
+MOST_ROUNDS_OF_BLOCKS = 16  # maximum measured blocks per thread; the model extrapolates beyond
+TOGETHER = 4  # a turn in which all ranks train together lasts as long as 4 other turns
+MOST_RANKS = 1024  # largest N for which `slowest_of` estimates the slowest of N ranks
+LEARNING_RATE = 1e-4  # small, so that the weights stay finite with any mini-batch size
+SUBSET = 2048  # minimum number of images that the probe reads from a dataset on disk
 SLEEP_SECONDS = 0.005  # seconds between two checks whether the other ranks have ended their turn
 READING_SECONDS = 1.0  # duration of the measurement of reading without training
 
@@ -56,12 +57,12 @@ def measure(
     rounds: int = ROUNDS,
     show: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any] | None:
-    """Measure training steps, input and network. Collective.
+    """Measure training steps, the reading of images, and the network. Collective.
 
     Parameters
     ----------
     job : World
-        All ranks of the probe. They fill their nodes as the ranks of a training would.
+        All ranks of the probe. They must fill their nodes as the ranks of the training would.
     net : Network
         The network, whose weights the probe changes.
     train_set : Datastore
@@ -71,9 +72,9 @@ def measure(
     seconds : float
         Approximate duration of the probe.
     rounds : int
-        Number of repetitions, from which the error of the prediction is estimated.
+        Number of rounds, from which the error of the prediction is estimated.
     show : callable, optional
-        Function that rank 0 calls with a line about each round.
+        Function that rank 0 calls with a line of progress in each round.
 
     Returns
     -------
@@ -100,7 +101,7 @@ def measure(
     lines = job.use_threads(max(options.threads, 1))
     threads = max(job.threads)
     store, capacity = _images(job, train_set, options)
-    # An epoch needs two mini-batches, because its first one is not measured.
+    # An epoch needs two mini-batches, because the first mini-batch is not measured.
     limit = len(store) // (2 * LANES)
     if not limit:
         raise UserError(f"--predict: expected at least {2 * LANES} images, found {len(store)}")
@@ -124,7 +125,7 @@ def measure(
         for active, blocks in kinds if number % 2 == 0 else kinds[::-1]:
             times = None
             if job.hosts[: job.rank].count(job.host) < active:
-                clock = StepClock(LANES * blocks, turn, solo, skip=1, at_least=2)
+                clock = StepClock(LANES * blocks, turn, solo, at_least=2)
                 solo.take_events()
                 _train(solo, net, store, options, clock, seed=options.seed + job.rank)
                 times = clock.times()
@@ -136,15 +137,15 @@ def measure(
             if events is None and times is not None:
                 events = times.events
         if is_coupled:
-            net.parameters, net.state = copy.deepcopy(initial)  # the same on all ranks
-            clock = StepClock(options.batch_size, TOGETHER * turn, skip=1, at_least=2)
+            net.parameters, net.state = copy.deepcopy(initial)  # must be equal on all ranks
+            clock = StepClock(options.batch_size, TOGETHER * turn, at_least=2)
             _train(job, net, store, options, clock, seed=options.seed)
             coupled.append(clock.mean_seconds())
-    events = job.broadcast(events)
+    events, replays_steps = job.broadcast((events, solo.replays_steps))
     if job.rank == 0:
         show("messages and sums")
     leaves = max(blocks_of(options.batch_size), job.size)
-    network = _network(job, events, leaves, 0.3 * seconds / rounds, rounds)
+    network = _network(job, events, replays_steps, leaves, 0.3 * seconds / rounds, rounds)
     shares_memory = builds.kernels() is not None
     if shares_memory and most_ranks > 1:
         shares_memory = job.host_memory() is not None
@@ -155,6 +156,7 @@ def measure(
         "hosts": len(set(job.hosts)),
         "ranks_per_host": most_ranks,
         "shares_memory": shares_memory,
+        "replays_steps": replays_steps,
         "threads": threads,
         "is_oversubscribed": any(SHARED_CORES in line for line in lines),
         "images": len(train_set),
@@ -174,36 +176,36 @@ def measure(
 
 
 def _most_blocks(options, ranks):
-    """Return the largest number of blocks per rank if `ranks` ranks train."""
+    """Return the largest number of blocks on a rank if `ranks` ranks train."""
     if options.batch_per_rank is not None:
         return blocks_of(options.batch_per_rank)
     return most_blocks(blocks_of(options.batch_size), ranks)[0]
 
 
 def block_counts(largest: int, threads: int) -> list[int]:
-    """Return the numbers of blocks for which a step is timed: 1, T, 2T, 4T, ..., `largest`.
+    """Return the numbers of blocks per rank for which steps are timed: 1, T, 2T, 4T, ..., largest.
 
     Parameters
     ----------
     largest : int
-        The largest number of blocks of a rank.
+        The largest number of blocks of a rank. It is limited to MOST_ROUNDS_OF_BLOCKS * T.
     threads : int
         The number T of threads of a rank.
     """
     largest = min(largest, MOST_ROUNDS_OF_BLOCKS * threads)
     powers = [threads << k for k in range(largest.bit_length())]
     counts = [count for count in (1, *powers) if count < largest] + [largest]
-    # counts with equally many blocks per thread take the same time
+    # numbers with the same blocks per thread take the same time, so only the largest is kept
     return sorted({rounds_of_blocks(count, threads): count for count in counts}.values())
 
 
 def active_counts(ranks: int) -> list[int]:
-    """Return the numbers of ranks per node that compute at the same time: 1, 2, 4, ..., all."""
+    """Return the numbers of ranks per node that train in the turns: 1, 2, 4, ..., `ranks`."""
     return sorted({1, ranks, *(1 << k for k in range(ranks.bit_length()) if 1 << k <= ranks)})
 
 
 def _images(job, train_set, options):
-    """Return the images that the probe reads, and how many images of the run fit into the cache."""
+    """Return (images for the probe, number of images of the training that fit into the cache)."""
     if train_set.in_memory:
         return train_set, len(train_set)
     budget = memory_budget.for_images(options, train_set, job)
@@ -211,12 +213,12 @@ def _images(job, train_set, options):
     capacity = min(len(train_set), budget // max(image_bytes, 1))
     count = min(len(train_set), max(SUBSET, 4 * options.batch_size))
     subset = train_set.subset(np.arange(count) * len(train_set) // count)
-    is_cached = capacity == len(train_set)  # otherwise a real run reads images in every epoch
+    is_cached = capacity == len(train_set)  # else the training would read images in every epoch
     return NodeCache(subset, job, budget if is_cached else 0), capacity
 
 
 def _reading_seconds(job, net, store, options):
-    """Return the seconds per block in which a rank reads images while it does nothing else.
+    """Measure the seconds per block that a rank needs to read images without training.
 
     The ranks of a node first fill the cache together.
     """
@@ -237,7 +239,7 @@ def _reading_seconds(job, net, store, options):
 
 
 def _copy_seconds():
-    """Return the seconds per byte for copying gradients into a bucket."""
+    """Measure the seconds per byte for copying gradients into a bucket."""
     source = np.ones(BUCKET_BYTES // 4, np.float32)
     target, times = np.empty_like(source), []
     for _ in range(9):
@@ -248,7 +250,7 @@ def _copy_seconds():
 
 
 def _train(world, net, store, options, clock, seed):
-    """Train until the clock has measured its steps."""
+    """Train until `clock`, a StepClock, has measured enough steps and stops the training."""
     turn_options = replace(
         options,
         batch_size=clock.batch_size,
@@ -285,14 +287,17 @@ def _train(world, net, store, options, clock, seed):
 
 
 def _meet(job):
-    """Wait for all ranks asleep, because polling would slow the ranks that compute."""
+    """Wait for all ranks. Sleep meanwhile, because polling would slow the ranks that compute."""
     request = job.transport.comm.Ibarrier()
     job.transport.wait_until(request.Test, "a turn of the probe", lambda: time.sleep(SLEEP_SECONDS))
     job.barrier()
 
 
 def _gathered(job, times):
-    """Return the record of a turn on rank 0, from the times of all active ranks; collective."""
+    """Return the record of a turn on rank 0, and None on other ranks. Collective.
+
+    `times` are the StepTimes of this rank, or None if this rank did not train in the turn.
+    """
     everyone = job.gather(times)
     if everyone is None:
         return None
@@ -305,18 +310,20 @@ def _gathered(job, times):
 
 
 def slowest_of(segments: Sequence[np.ndarray]) -> list[float]:
-    """Return the expected seconds of a step of 1, 2, 4, ..., MOST_RANKS ranks.
+    """Return the expected duration in seconds of a step on 1, 2, 4, ..., MOST_RANKS ranks.
 
-    At the end of each segment, all ranks wait for the slowest rank. The expected time of a segment
-    is the mean of the largest of N random times, drawn in equal numbers from the measured ranks.
+    At the end of each segment of a step, all N ranks wait for the slowest rank. The expected
+    duration of a segment is therefore the expected maximum of N random times. An equal number of
+    these times is drawn from each measured rank.
 
     Parameters
     ----------
     segments : sequence of ndarray, shape (steps, segments)
-        Seconds of each segment of each step of each measured rank.
+        For each measured rank, the seconds of each segment of each step.
     """
     ordered = np.sort(np.concatenate(segments), axis=0)
-    log_parts = np.zeros(ordered.shape)  # logarithm of the product of the ranks' distributions
+    # logarithm of the product of the distribution functions of all ranks
+    log_parts = np.zeros(ordered.shape)
     with np.errstate(divide="ignore"):
         for steps in segments:
             for column, values in enumerate(np.sort(steps, axis=0).T):
@@ -331,8 +338,8 @@ def slowest_of(segments: Sequence[np.ndarray]) -> list[float]:
     return seconds
 
 
-def _network(job, events, leaves, seconds, rounds):
-    """Measure messages and exchanges in each round. Collective."""
+def _network(job, events, replays_steps, leaves, seconds, rounds):
+    """Measure messages and exchanges, and return one record per round. Collective."""
     pairs, exchanges = links.pairs(job), links.distinct(events)
     slot = seconds / (6 * len(pairs) + len(exchanges) + 6)
     largest = max((e for e in exchanges if e.kind == BUCKET), key=lambda e: e.width, default=None)
@@ -341,7 +348,9 @@ def _network(job, events, leaves, seconds, rounds):
         record: dict[str, Any] = {
             kind: links.measure_pair(job, pair, slot) for kind, pair in pairs.items()
         }
-        times = [links.measure_exchange(job, event, leaves, slot) for event in exchanges]
+        times = [
+            links.measure_exchange(job, event, leaves, slot, replays_steps) for event in exchanges
+        ]
         record["folds"] = [[list(e), t] for e, t in zip(exchanges, times, strict=True)]
         record["hidden"] = 0.0
         if largest is not None:

@@ -1,4 +1,4 @@
-"""Write the results of a scaling study: scaling.json, scaling.csv and a table on the terminal."""
+"""Write the results of a scaling study to scaling.json and scaling.csv, and format a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def write(out: str, content: Mapping[str, Any]) -> None:
     out : str
         Folder of the study.
     content : mapping
-        "rows" (see `results.row_of`), and "prediction" (see `prediction.predict`) or None.
+        "rows" is a list of results of `results.row_of`. "prediction" is the result of
+        `prediction.predict`, or None.
 
     Raises
     ------
@@ -48,7 +49,7 @@ def write(out: str, content: Mapping[str, Any]) -> None:
 
 
 def merged(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per number of ranks that was measured or predicted."""
+    """Return a row for each number of ranks, with the measurement and the prediction."""
     rows = {row["ranks"]: dict(row) for row in content["rows"]}
     for row in (content.get("prediction") or {"rows": []})["rows"]:
         target = rows.setdefault(row["ranks"], {"ranks": row["ranks"], "state": "predicted"})
@@ -60,7 +61,7 @@ def merged(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table_lines(content: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the table of all runs and predictions."""
+    """Return the lines of a table of all measurements and predictions."""
     rows, has_prediction = merged(content), bool(content.get("prediction"))
     measured = [row for row in rows if row["state"] == COMPLETE]
     has_accuracy = any(row.get("accuracy") is not None for row in measured)
@@ -100,7 +101,11 @@ def _number(value, form):
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
-    """Return the lines below the table: weights, oversubscribed runs, stop, checks, failures."""
+    """Return the lines below the table.
+
+    They report oversubscribed runs, equal weights and failed runs. With a prediction, they also
+    report fitted costs, the number of ranks at which scaling stops, and checks.
+    """
     rows, lines = content["rows"], []
     finished = [row for row in rows if row["state"] == COMPLETE]
     if any(row["is_oversubscribed"] for row in rows):
@@ -154,7 +159,7 @@ def fit_lines(fit: Mapping[str, Any], link: Sequence[float] | None) -> list[str]
 
 
 def stop_line(stop: Mapping[str, Any]) -> str:
-    """Return the line that says where scaling stops."""
+    """Return the line with the number of ranks at which scaling stops."""
     if stop["ranks"] is None:
         return f"Scaling does not stop up to {stop['limit']} ranks"
     return (
@@ -164,7 +169,7 @@ def stop_line(stop: Mapping[str, Any]) -> str:
 
 
 def option_lines(stop: Mapping[str, Any]) -> list[str]:
-    """Return a line per option that would move the point where scaling stops."""
+    """Return a line for each option that would raise the number of ranks where scaling stops."""
     lines = []
     for option, ranks in stop["options"].items():
         point = "beyond 256" if ranks is None else f"at {ranks}"
@@ -175,7 +180,10 @@ def option_lines(stop: Mapping[str, Any]) -> list[str]:
 
 
 def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per number of ranks that compares the prediction with the measurement."""
+    """Return lines that compare predictions with measurements, one per number of ranks.
+
+    A last line reports the largest differences.
+    """
     lines = []
     for check in checks:
         text = f"Check: {check['ranks']} rank(s), predicted / measured - 1 = "
@@ -197,7 +205,7 @@ def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _duration(seconds):
-    """Format seconds with three digits: in ms from 0.1 ms on, in µs below."""
+    """Format seconds with three digits, in ms if there is at least 0.1 ms, else in µs."""
     factor, unit = (1e3, "ms") if seconds >= 1e-4 else (1e6, "µs")
     return f"{factor * seconds:.3g} {unit}"
 

@@ -25,15 +25,24 @@ TAIL_BYTES = 4096
 
 
 def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[str, Any]:
-    """Return the medians of the finished runs on a number of ranks.
+    """Return the medians of the results of the finished runs on one number of ranks.
+
+    Parameters
+    ----------
+    ranks : int
+        The number of ranks.
+    runs : sequence of Run
+        The runs on this number of ranks.
+    errors : mapping
+        {name of a failed run: error message}.
 
     Returns
     -------
     dict
-        ranks, state, runs (the number of finished ones), images_per_second, lowest and highest
-        (over the runs), train_seconds, accuracy, loss, threads, device, weights_sha256 (None if the
-        runs differ), is_oversubscribed, compute, wait, sum, input and other (parts of the time, or
-        None), curve ([seconds, accuracy] pairs), curve_kind, error.
+        ranks, state, runs (number of finished runs), images_per_second, lowest and highest (speeds
+        of the runs), train_seconds, accuracy, loss, threads, device, weights_sha256 (None if the
+        runs differ), is_oversubscribed, compute, wait, sum, input and other (fractions of the time,
+        or None), curve (pairs [seconds, accuracy]), curve_kind, error.
     """
     finished = [read_run(run) for run in runs if run.is_done()]
     messages = [errors[run.name] for run in runs if run.name in errors]
@@ -56,13 +65,13 @@ def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[s
 
 
 def _median(values):
-    """Return the median of the values that are not None, or None."""
+    """Return the median of the values that are not None, or None if there are no such values."""
     numbers = [value for value in values if value is not None]
     return float(np.median(numbers)) if numbers else None
 
 
 def read_run(run: Run) -> dict[str, Any]:
-    """Return the results of a finished run, with the names that `row_of` lists."""
+    """Return the results of a finished run, with the same names as in `row_of`."""
     summary = read_json(os.path.join(run.folder, "summary.json"))
     path = os.path.join(run.folder, "metrics.jsonl")
     records = metrics.read(path) if os.path.exists(path) else []
@@ -80,11 +89,11 @@ def read_run(run: Run) -> dict[str, Any]:
 
 
 def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> float | None:
-    """Return the images per second of a run, without validations.
+    """Return the images per second of a run, not counting the time of validations.
 
-    The result is the median over the epochs. The first epoch is left out if there are at least
-    three, because it fills caches. Without a complete epoch, it is the mean over the iterations
-    after the first one. It is None if there are fewer than two.
+    The result is the median over the epochs. If there are at least three epochs, the first epoch is
+    left out, because it fills caches. If no epoch is complete, the result is the mean over the
+    iterations after the first one, or None if there are fewer than two iterations.
     """
     speeds = [r.get("images_per_second") for r in records if r.get("kind") == "epoch"]
     speeds = [speed for speed in speeds if speed]
@@ -97,7 +106,7 @@ def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
                 intervals.append(record["seconds"] - previous)
             previous = record["seconds"]
         elif record.get("kind") == "validation":
-            previous = None  # the next interval contains this one
+            previous = None  # the next interval between iterations would include the validation
     if not intervals:
         return None
     all_images = summary["images_per_second"] * summary["train_seconds"]
@@ -105,7 +114,7 @@ def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
 
 
 def curve_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float]]]:
-    """Return ("validation" or "training", [[seconds, accuracy], ...]) of a run."""
+    """Return ("validation" or "training", [[seconds, accuracy], ...]) from the records of a run."""
     for kind, title in (("validation", "validation"), ("epoch", "training")):
         points = [
             [record["seconds"], record["accuracy"]]
@@ -120,7 +129,10 @@ def curve_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float
 
 
 def phases_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the parts of the time of the run, as means over the ranks; None without records."""
+    """Return {phase: fraction of the run's time}, as means over the ranks.
+
+    The fractions are None if there are no records of phases.
+    """
     totals = dict.fromkeys(PHASES, 0.0)
     for record in records:
         if record.get("kind") == "ranks":
@@ -131,9 +143,9 @@ def phases_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
-    """Add speedup and efficiency to rows, relative to the smallest number of ranks with a result.
+    """Add speedup and efficiency to the rows, relative to the first row with a speed.
 
-    The efficiency on that number is 1 by definition, even if it is not one rank.
+    The efficiency of this row is 1 by definition, even if the row is not for one rank.
     """
     base = next((row for row in rows if row["images_per_second"]), None)
     for row in rows:
@@ -145,14 +157,17 @@ def add_efficiency(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def last_error(log: str) -> str | None:
-    """Return the last error message of mpidl in a log, or else its last line; None if empty."""
+    """Return the last error message of mpidl in a log, or else the last line of the log.
+
+    Return None if the log is empty.
+    """
     lines = log_lines(log)
     messages = [line.removeprefix("mpidl: ") for line in lines if line.startswith("mpidl: ")]
     return (messages or lines or [None])[-1]
 
 
 def log_lines(path: str) -> list[str]:
-    """Return the lines of a log that are not empty; an empty list without the file."""
+    """Return the non-empty lines of a log. Return an empty list if the file does not exist."""
     if not os.path.exists(path):
         return []
     with open(path, errors="replace") as file:
@@ -160,7 +175,7 @@ def log_lines(path: str) -> list[str]:
 
 
 def last_line(path: str) -> str:
-    """Return the last line of a log that is not empty, from its last few thousand bytes."""
+    """Return the last non-empty line of a log. Only the last TAIL_BYTES bytes are read."""
     with open(path, "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - TAIL_BYTES))
@@ -169,7 +184,7 @@ def last_line(path: str) -> str:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """Read a JSON file; raise UserError if it is damaged."""
+    """Read a JSON object from a file. Raise UserError if the file is damaged."""
     try:
         with open(path) as file:
             content = json.load(file)
@@ -183,15 +198,16 @@ def read_json(path: str) -> dict[str, Any]:
 def check_predictions(
     rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Compare measured with predicted speed and efficiency.
+    """Compare predicted speeds and efficiencies with measured ones.
 
     Returns
     -------
     list of dict
-        For each number of ranks that was measured and predicted: ranks; measured and predicted
-        images per second; difference (relative); efficiency_difference (the same of the
-        efficiency, or None without a run on one rank); error (predicted half-width of the speed);
-        is_counted (False if the run was oversubscribed, or on one rank).
+        A dict for each number of ranks that was measured and predicted. `measured` and `predicted`
+        are images per second, `difference` is their relative difference, and `error` is the stated
+        relative error of the prediction. `efficiency_difference` is the relative difference of the
+        efficiencies, or None if there is no run on one rank. `is_counted` is False for one rank and
+        for oversubscribed runs.
     """
     by_ranks = {row["ranks"]: row for row in predictions}
     has_base = any(row["ranks"] == 1 and row["images_per_second"] for row in rows)

@@ -1,19 +1,19 @@
 """Run the exchanges of `comm.exchange` on simulated ranks with a simulated clock.
 
-The generators are those of a real run. Only their transport differs: a `SimulatedRank` delivers
-messages inside one process and counts their cost by the LogGP model of a network (Alexandrov et
-al., "LogGP: incorporating long messages into the LogP model", 1995). Each rank has a clock in
-seconds, and these events advance it:
+The generators are the same as in a real run. Only their transport differs: a `SimulatedRank`
+delivers messages inside one process, and computes their cost by the LogGP model of a network
+(Alexandrov et al., "LogGP: incorporating long messages into the LogP model", 1995). Each rank has a
+clock in seconds, which these events advance:
 
-- Posting a message takes the sender `overhead` seconds, and receiving it takes the receiver as
-  much.
-- A message of n bytes arrives `latency + n * per_byte` seconds after it was posted. A rank sends
-  and receives one message at a time, in each direction.
-- Combining two nodes of n bytes takes `n * per_combined_byte` seconds.
+- Sending a message takes the sender `overhead` seconds. Receiving a message takes the receiver
+  `overhead` seconds too.
+- A message of n bytes arrives `latency + n * per_byte` seconds after it was sent. A rank sends one
+  message at a time, and receives one message at a time.
+- Combining two reduction-tree nodes of n bytes takes `n * per_combined_byte` seconds.
 
-Sums of ranks that share memory (`comm.host_memory`) are modelled: a rank notices what another rank
-of the node has written after the latency of a message, and copying n bytes into or out of the
-memory takes `n * per_byte` seconds. The exchange between nodes is that of a real run.
+Sums in memory that the ranks of a host share (`comm.host_memory`) are modelled. A rank sees the
+data of another rank after the latency of a message, and copying n bytes to or from this memory
+takes `n * per_byte` seconds. The exchange between hosts uses the generators of a real run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import fold
-from mpidl.comm import exchange, host_memory
+from mpidl.comm import exchange, host_memory, sum_plans
 
-SEGMENT = 64  # elements of a rank's segment above which simulated messages represent more bytes
+SEGMENT = 64  # maximum number of simulated elements per rank; each may represent several elements
 
 
 class Link(NamedTuple):
@@ -38,9 +38,9 @@ class Link(NamedTuple):
     Attributes
     ----------
     latency : float
-        Seconds from the end of the sender's overhead to the arrival of a message without content.
+        Seconds from the end of the sender's overhead to the arrival of an empty message.
     per_byte : float
-        Seconds per byte.
+        Additional seconds for each byte of a message.
     """
 
     latency: float
@@ -48,24 +48,24 @@ class Link(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Cost of messages and of combining nodes.
+    """Cost of messages and of combining reduction-tree nodes.
 
     Attributes
     ----------
     overhead : float
-        Seconds of work of the sender, and of the receiver, for each message.
+        Seconds of work per message, for the sender and for the receiver.
     inside : Link
-        Link between two ranks of one node.
+        Link between two ranks on one compute node.
     between : Link
-        Link between ranks of different nodes.
+        Link between ranks on different compute nodes.
     per_combined_byte : float
-        Seconds per byte of a node of the reduction tree for combining it with another one.
+        Seconds per byte for combining two nodes of the reduction tree.
     per_exchange : float
-        Seconds of fixed cost of an exchange, which do not depend on the algorithm.
+        Fixed cost of an exchange in seconds, which does not depend on the algorithm.
     ranks_per_node : int
-        Number of consecutive ranks on a node.
+        Number of consecutive ranks on a compute node.
     shares_memory : bool
-        Whether the ranks of a node sum in memory that they share.
+        Whether the ranks of a compute node compute sums in memory that they share.
     """
 
     overhead: float
@@ -77,11 +77,11 @@ class Network(NamedTuple):
     shares_memory: bool = False
 
 
-ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # the clock counts rounds of messages
+ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # makes the clock count rounds of messages
 
 
 class _Receive:
-    """A posted receive. `source` is the rank that sends."""
+    """The request of a receive. `source` is the rank that sends the message."""
 
     __slots__ = ("source", "tag", "array")
 
@@ -90,21 +90,21 @@ class _Receive:
 
 
 class Meeting:
-    """A point of a sum at which the ranks of a node wait for each other, as a request.
+    """A request that is complete when all ranks of a compute node have arrived.
 
     Parameters
     ----------
     count : int
         Number of ranks.
     latency : float
-        Seconds until a rank notices the arrival of another one.
+        Seconds until a rank notices the arrival of another rank.
 
     Attributes
     ----------
     missing : int
-        Number of ranks that have not arrived.
+        Number of ranks that have not arrived yet.
     time : float
-        When the last rank noticed that all have arrived.
+        Simulated time at which the ranks notice that all of them have arrived.
     """
 
     __slots__ = ("missing", "time", "waiting", "_latency")
@@ -114,7 +114,7 @@ class Meeting:
         self.waiting: list[_Process] = []
 
     def arrive(self, rank: SimulatedRank) -> Meeting:
-        """Let a rank arrive; return this request."""
+        """Record the arrival of a rank, and return this request."""
         self.missing -= 1
         self.time = max(self.time, rank.clock + self._latency)
         if not self.missing:
@@ -126,18 +126,18 @@ class Meeting:
 
 
 class SimulatedRank:
-    """The methods of `comm.transport.Transport` that an exchange uses, on one simulated rank.
+    """A simulated rank, with the methods of `comm.transport.Transport` that exchanges use.
 
     Attributes
     ----------
     rank, size : int
         Number of this rank, and number of ranks.
     clock : float
-        Time in seconds.
+        Simulated time of this rank in seconds.
     messages : int
         Number of messages that this rank has sent.
     bytes : float
-        Their total size.
+        Total size of these messages in bytes.
     """
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
@@ -149,7 +149,7 @@ class SimulatedRank:
         self.waiting: dict[tuple[int, int], _Process] = {}
 
     def isend(self, array: np.ndarray, dest: int, tag: int) -> None:
-        """Send an array; return None, a request that is complete."""
+        """Send an array. Return None, which stands for a complete request."""
         simulation = self.simulation
         network, nbytes = simulation.network, array.nbytes * simulation.bytes_per_byte
         receiver, key = simulation.ranks[dest], (self.rank, tag)
@@ -174,7 +174,7 @@ class SimulatedRank:
                 simulation.ready.append(process)
 
     def irecv(self, array: np.ndarray, source: int, tag: int) -> _Receive:
-        """Receive an array; return the request."""
+        """Return the request for receiving an array."""
         return _Receive(source, tag, array)
 
     def receive(self, requests: Sequence[_Receive | Meeting | None]) -> None:
@@ -197,13 +197,13 @@ class SimulatedRank:
                 request.array[...] = content.reshape(request.array.shape)
         arrivals.sort()
         overhead, clock, port_free = network.overhead, self.clock, self.receive_port_free
-        for arrival, transfer in arrivals:  # the rank receives one at a time
+        for arrival, transfer in arrivals:  # the rank receives one message at a time
             port_free = max(arrival, port_free + transfer)
             clock = max(clock, port_free) + overhead
         self.clock, self.receive_port_free = clock, port_free
 
     def spend(self, seconds: float) -> None:
-        """Advance the clock by work of this rank."""
+        """Advance the clock by the duration of some work."""
         self.clock += seconds
 
 
@@ -216,7 +216,7 @@ def _check_fit(content, array):
 
 
 class _Process:
-    """A generator of `comm.exchange` on one rank."""
+    """A generator of `comm.exchange` that runs on one simulated rank."""
 
     __slots__ = ("rank", "steps", "requests", "missing", "root", "is_complete")
 
@@ -226,7 +226,7 @@ class _Process:
         self.missing, self.root, self.is_complete = 0, None, False
 
     def advance(self):
-        """Run up to the next requests whose messages have not been sent."""
+        """Run the generator until it waits for a message that has not been sent, or ends."""
         while True:
             self.rank.receive(self.requests)
             try:
@@ -248,7 +248,7 @@ class _Process:
 
 
 class Simulation:
-    """Ranks that exchange messages in one process.
+    """Simulated ranks that exchange messages in one process.
 
     Parameters
     ----------
@@ -257,14 +257,14 @@ class Simulation:
     network : Network
         Cost of messages.
     carries_data : bool
-        Whether messages have content. Without it, a simulation measures time only.
+        Whether messages carry data. If False, the simulation only measures time.
     bytes_per_byte : float
-        Number of bytes of the real exchange that a byte of the simulated arrays represents.
+        Number of bytes in the real exchange that one byte of the simulated arrays represents.
 
     Attributes
     ----------
     ranks : list of SimulatedRank
-        The ranks, which are the transports of exchanges.
+        The ranks. Exchanges use them as transports.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Simulation:
     def run(
         self, exchanges: Iterable[tuple[int, Generator[Any, None, np.ndarray]]]
     ) -> list[np.ndarray]:
-        """Run exchanges to their end and return the result of each.
+        """Run exchanges until all of them have ended, and return their results.
 
         Parameters
         ----------
@@ -299,7 +299,7 @@ class Simulation:
         processes = [_Process(self.ranks[rank], steps) for rank, steps in exchanges]
         self.ready.extend(processes)
         collects = gc.isenabled()
-        gc.disable()  # a million messages exist at a time, and none is part of a cycle
+        gc.disable()  # up to a million messages exist at a time, and no message is part of a cycle
         try:
             while self.ready:
                 self.ready.popleft().advance()
@@ -315,16 +315,16 @@ class Simulation:
 
 
 class _SharedMemory:
-    """A model of the sums that `comm.host_memory.HostMemory` makes on one node.
+    """A model of the sums that `comm.host_memory.HostMemory` computes on one compute node.
 
     Parameters
     ----------
     simulation : Simulation
-        The ranks.
+        The simulated ranks.
     hosts : list of (int, int)
-        First rank of each node, and one past the last.
+        (first rank, one past the last rank) of each compute node.
     node : int
-        The node.
+        Index of this compute node.
     """
 
     def __init__(self, simulation, hosts, node):
@@ -335,7 +335,7 @@ class _SharedMemory:
         self.placed, self.folded, self.passed = (Meeting(self.size, latency) for _ in range(3))
 
     def steps(self, transport, tree, matrix, combine, combine_nodes):
-        """Return the generator of a sum on a rank of the node."""
+        """Return the generator of a sum on a rank of the compute node."""
         network, (first, stop) = self.network, self.hosts[self.node]
         nbytes = matrix.shape[1] * matrix.itemsize * self.simulation.bytes_per_byte
         copy_seconds = nbytes * network.inside.per_byte
@@ -343,7 +343,7 @@ class _SharedMemory:
         host_tree = fold.Tree(tree.leaves, runs, self.node)
         count = sum(len(nodes) for nodes in tree.nodes[first:stop])
         rows, rank = len(host_tree.nodes[self.node]), transport.rank - first
-        is_direct = combine is not fold.add or count * nbytes <= 2 * host_memory.SLOT_BYTES
+        is_direct = combine is not fold.add or count * nbytes <= 2 * sum_plans.SLOT_BYTES
         transport.spend(len(matrix) * copy_seconds)
         yield [self.placed.arrive(transport)]
         folded_bytes = (count - rows) * nbytes
@@ -373,20 +373,20 @@ def exchange_seconds(
     combine: exchange.Combine = fold.add,
     algorithm: exchange.Algorithm | None = None,
 ) -> float:
-    """Return the time of one exchange, in seconds, if all ranks start at the same time.
+    """Return the simulated duration of an exchange in seconds if all ranks start together.
 
     Parameters
     ----------
     runs : tuple of (int, int)
-        Run of blocks of each rank; see `fold.split_blocks`.
+        Range of blocks of each rank; see `fold.split_blocks`.
     width, itemsize : int
-        Number of elements of a node, and their size in bytes.
+        Number of elements of a reduction-tree node, and size of an element in bytes.
     network : Network
         Cost of messages.
     combine : callable
         `fold.add` or `fold.merge_moments`.
     algorithm : callable, optional
-        A generator function of `comm.exchange`; by default the one that a run would choose.
+        A generator function of `comm.exchange`; by default, the algorithm that a run would choose.
     """
     return _seconds(runs, width, itemsize, network, combine, algorithm)
 
@@ -399,10 +399,10 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
     trees = [fold.Tree(leaves, runs, rank) for rank in range(size)]
     nodes = trees[0].nodes
     for tree in trees[1:]:
-        tree.__dict__["nodes"] = nodes  # equal on all ranks, and computed once
+        tree.__dict__["nodes"] = nodes  # the nodes are equal on all ranks, so compute them once
     in_memory = network.shares_memory and algorithm is None and network.ranks_per_node > 1
     chosen_algorithm = algorithm or exchange.choose_algorithm(trees[0], width * itemsize, combine)
-    # Simulate fewer elements that represent more bytes, so that 1,024 ranks need little memory.
+    # Simulate fewer elements, each of which represents several, so that 1,024 ranks fit in memory.
     values = np.zeros(min(width, SEGMENT * size), f"V{itemsize}")
     factor = width / max(len(values), 1)
     simulation = Simulation(size, network, carries_data=False, bytes_per_byte=factor)
@@ -427,7 +427,7 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
 
 
 def allgather_seconds(size: int, nbytes: int, network: Network) -> float:
-    """Return the time in seconds in which every rank sends `nbytes` bytes to every other rank."""
+    """Return the simulated seconds in which every rank sends `nbytes` bytes to every other rank."""
     if size == 1:
         return 0.0
     runs = tuple((rank, rank + 1) for rank in range(size))

@@ -1,4 +1,4 @@
-"""Run a training on several numbers of ranks, one after the other, and read their results."""
+"""Run a training on several numbers of ranks, one after the other, and read the results."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from mpidl.training.files import checkpoint
 if TYPE_CHECKING:
     from mpidl.comm.failure import Signals
 
-STOPPED_CODE = 75
+STOPPED_CODE = 75  # exit code of mpidl.train after a stop with a checkpoint
 POLL_SECONDS = 0.2
-SHOW_SECONDS = 10.0  # seconds between two lines about a process
+SHOW_SECONDS = 10.0  # seconds between two lines of progress about a process
 FILE = "study.json"
 RUN_NAME = re.compile(r"ranks-(\d+)(?:-(\d+))?")
 
@@ -53,13 +53,13 @@ class Plan:
     words : tuple of str
         Arguments of mpidl.train.
     repeat : int
-        Runs per number of ranks.
+        Number of runs per number of ranks.
     is_weak : bool
-        Whether the mini-batch grows with the ranks.
+        Whether the mini-batch grows with the number of ranks (weak scaling).
     uses_srun : bool
-        Whether srun starts the runs instead of mpirun.
+        Whether to start the runs with srun instead of mpirun.
     defaults : mapping
-        Values that the study chose for missing options. A continued study uses them again.
+        Values that the study chose for missing options. A continued study uses the same values.
     """
 
     out: str
@@ -71,7 +71,7 @@ class Plan:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def runs(self) -> list[Run]:
-        """Return the runs in order: all counts, then all counts again."""
+        """Return the runs in order: one run on each number of ranks, then the repetitions."""
         return [Run(self, n, turn) for turn in range(1, self.repeat + 1) for n in self.counts]
 
     def identity(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the folder in the folder of the study."""
+        """Name of the run's folder in the folder of the study."""
         return f"ranks-{self.ranks}" + (f"-{self.turn}" if self.turn > 1 else "")
 
     @property
@@ -122,7 +122,7 @@ class Run:
 
 
 def earlier_start(out: str) -> dict[str, Any]:
-    """Return the content of study.json in a folder; an empty dict if there is none."""
+    """Return the content of study.json in a folder, or an empty dict if the file is missing."""
     path = os.path.join(out, FILE)
     return read_json(path) if os.path.exists(path) else {}
 
@@ -134,13 +134,13 @@ class Study:
     Parameters
     ----------
     plan : Plan
-        The runs.
+        The runs of the study.
     signals : Signals
-        Requests to stop.
+        Signals that have requested a stop.
     errors : dict, optional
-        {name of a run: message} of the runs that failed.
+        {name of a failed run: error message}.
     show : callable, optional
-        Function to call with a line about a process, at least every ten seconds.
+        Function that is called with a line of progress about every ten seconds.
     """
 
     plan: Plan
@@ -149,12 +149,17 @@ class Study:
     show: Callable[[str], object] = lambda line: None
 
     def start(self, overwrite: bool = False) -> None:
-        """Make the folder, or continue an earlier study in it.
+        """Create the folder of the study, or continue an earlier study in this folder.
+
+        Parameters
+        ----------
+        overwrite : bool
+            Whether to delete the runs of an earlier study.
 
         Raises
         ------
         UserError
-            If the folder holds a study with other arguments, or cannot be made.
+            If the folder contains a study with other arguments, or cannot be written.
         """
         out, identity = self.plan.out, self.plan.identity()
         path = os.path.join(out, FILE)
@@ -186,7 +191,7 @@ class Study:
         Raises
         ------
         UserError
-            If the training refuses its options or data, and no run of the study has finished.
+            If mpidl.train rejects its options or data, and no run of the study has finished.
         """
         with open(run.log, "a") as log:
             code = self.execute(run.name, run.command(), log)
@@ -204,9 +209,9 @@ class Study:
         return FAILED
 
     def execute(self, name: str, words: Sequence[str], log: IO[str]) -> int:
-        """Run a command that starts ranks, wait for its end, and return its exit code.
+        """Run a command that starts ranks, wait for its end, and return the exit code.
 
-        The first request to stop is passed on as USR1.
+        If a signal requests a stop, the command receives the signal USR1, once.
 
         Parameters
         ----------
@@ -215,7 +220,7 @@ class Study:
         words : sequence of str
             The command line.
         log : file
-            File for the output of the command. `show` receives its last line from time to time.
+            File for the output of the command. `show` receives the last line of this file.
         """
         process = subprocess.Popen(
             words,
@@ -223,7 +228,7 @@ class Study:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # signals of the terminal then do not reach the command
+            start_new_session=True,  # so that signals of the terminal do not reach the command
         )
         try:
             return self._wait(process, name, log.name)
@@ -233,7 +238,7 @@ class Study:
             raise
 
     def _wait(self, process, name, log):
-        """Wait for a process, pass on the first request to stop, and show lines of its log."""
+        """Wait for a process, show its log, pass on a request to stop, and return the exit code."""
         start = shown_time = time.monotonic()
         is_asked, previous = False, last_line(log)
         while True:
@@ -251,7 +256,7 @@ class Study:
                 previous = line
 
     def known_runs(self) -> list[Run]:
-        """Return the runs of the plan, and those of earlier starts whose folders exist."""
+        """Return the runs of the plan, and other runs whose folders exist from earlier starts."""
         names = [(run.turn, run.ranks) for run in self.plan.runs()]
         for name in os.listdir(self.plan.out):
             match = RUN_NAME.fullmatch(name)
@@ -260,7 +265,7 @@ class Study:
         return [Run(self.plan, ranks, turn) for turn, ranks in sorted(set(names))]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the result of each number of ranks; see `results.row_of`."""
+        """Return the results for each number of ranks, as `results.row_of` returns them."""
         by_count: dict[int, list[Run]] = {}
         for run in self.known_runs():
             by_count.setdefault(run.ranks, []).append(run)

@@ -1,25 +1,29 @@
-"""Record when the training steps of a single rank would communicate with other ranks."""
+"""Record at which times the training steps of one rank would communicate with other ranks."""
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidl import fold, phases
 from mpidl.comm import World
+from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.reducer import BUCKET_BYTES, Reducer, is_on_host
 from mpidl.errors import UserError
 from mpidl.fold import Partial
 
 if TYPE_CHECKING:
+    from mpidl.backends.cpu.recording import Recorder
     from mpidl.training.progress import EpochSummary
     from mpidl.training.steps import StepResult
     from mpidl.training.trainer import Trainer
 
 AGREE, SUM, BUCKET, FINISH = "agree", "sum", "bucket", "finish"
-BLOCKING = (AGREE, SUM)  # events at which a rank waits for all others
+BLOCKING = (AGREE, SUM)  # events at which a rank waits for all other ranks
 
 
 class Event(NamedTuple):
@@ -28,13 +32,14 @@ class Event(NamedTuple):
     Attributes
     ----------
     kind : str
-        AGREE: the ranks agree whether to continue. SUM: a sum that the step waits for. BUCKET: the
-        exchange of gradients starts, and the step goes on. FINISH: the step waits for all buckets.
+        At AGREE, the ranks agree whether to continue. At SUM, the step waits for a sum. At BUCKET,
+        an exchange of gradients starts, and the step continues. At FINISH, the step waits for all
+        buckets.
     width, itemsize : int
-        Number of values in a node of the sum, and the size of a value in bytes.
+        Number of values in a reduction-tree node of the sum, and size of a value in bytes.
     operation : str
-        "add"; "moments", the merge of statistics; or "gather" for values of all ranks that are not
-        nodes of a tree.
+        "add" for sums, "moments" for merging statistics, or "gather" for gathering values that are
+        not nodes of a reduction tree.
     """
 
     kind: str
@@ -44,7 +49,9 @@ class Event(NamedTuple):
 
 
 class TracingWorld(World):
-    """A world of one rank that records the exchanges of a step on several ranks.
+    """A world of one rank that records which exchanges a step would make on several ranks.
+
+    Replays of a recorded step record their exchanges too.
 
     Parameters
     ----------
@@ -54,21 +61,23 @@ class TracingWorld(World):
     Attributes
     ----------
     events : list of (float, Event)
-        Time of each event, by `time.perf_counter`, and the event.
+        Time of each event in seconds, from `time.perf_counter`, and the event.
+    replays_steps : bool
+        Whether a step has been recorded, so that later steps are replays.
     """
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm, threads=None)
         self.events: list[tuple[float, Event]] = []
-        self.replays_steps = False  # a replay on one rank makes no exchanges
+        self.replays_steps = False
         self._is_nested = False
 
     def note(self, event: Event) -> None:
-        """Record an event that happens now."""
+        """Record an event with the current time."""
         self.events.append((time.perf_counter(), event))
 
     def take_events(self) -> list[tuple[float, Event]]:
-        """Return the events since the last call."""
+        """Return the events since the last call, with their times."""
         events, self.events = self.events, []
         return events
 
@@ -89,16 +98,39 @@ class TracingWorld(World):
         return super().gop(operation, value)
 
     def reducer(self) -> Reducer:
-        return _TracingReducer(self)
+        return _TracingReducer(self, self.note)
+
+    def recorded(self, recorder: Recorder) -> RecordedWorld:
+        self.replays_steps = True
+        return _RecordedTrace(self, recorder)
+
+
+class _RecordedTrace(RecordedWorld):
+    """A recorded world whose replays record exchanges at the same points as the step itself."""
+
+    def __init__(self, world: TracingWorld, recorder: Recorder) -> None:
+        super().__init__(world, recorder)
+        self._tracing_world = world
+
+    def _note(self, event: Event) -> None:
+        self._tracing_world.note(event)
+        self.recorder.call_python(functools.partial(self._tracing_world.note, event))
+
+    def gplus(self, value: Any) -> Any:
+        for event in _sums_of(value):
+            self._note(event)
+        return super().gplus(value)
+
+    def reducer(self) -> Reducer:
+        return _TracingReducer(self._tracing_world, self._note)
 
 
 class _TracingReducer(Reducer):
-    """Records the buckets into which the reducer of several ranks would pack the gradients."""
+    """A reducer that records into which buckets several ranks would pack the gradients."""
 
-    def __init__(self, world: TracingWorld) -> None:
+    def __init__(self, world: TracingWorld, note: Callable[[Event], None]) -> None:
         super().__init__(world)
-        self._tracing_world = world
-        self._buckets_of_step = _Buckets(world)
+        self._note, self._buckets_of_step = note, _Buckets(note)
 
     def push(self, name: str, value: Any) -> None:
         if isinstance(value, Partial) and is_on_host(value):
@@ -107,15 +139,15 @@ class _TracingReducer(Reducer):
 
     def finish(self) -> dict[str, Any]:
         self._buckets_of_step.send()
-        self._tracing_world.note(Event(FINISH))
+        self._note(Event(FINISH))
         return super().finish()
 
 
 class _Buckets:
-    """The rule by which `comm.reducer.Reducer` packs terms into buckets."""
+    """Records buckets, into which terms are packed as in `comm.reducer.Reducer`."""
 
-    def __init__(self, world):
-        self.world, self.key, self.width = world, None, 0
+    def __init__(self, note):
+        self.note, self.key, self.width = note, None, 0
 
     def push(self, value):
         for width, itemsize, operation in _terms_of(value):
@@ -128,7 +160,7 @@ class _Buckets:
 
     def send(self):
         if self.width:
-            self.world.note(Event(BUCKET, self.width, *self.key))
+            self.note(Event(BUCKET, self.width, *self.key))
         self.width = 0
 
 
@@ -141,7 +173,10 @@ def _terms_of(value):
 
 
 def _sums_of(value):
-    """Return the events of a call of `World.gplus`; consecutive sums of a kind are one exchange."""
+    """Return the events of a call of `World.gplus`.
+
+    Consecutive sums of the same kind are one event.
+    """
     values = value.values() if isinstance(value, dict) else value
     values = list(values) if isinstance(value, (dict, list, tuple)) else [value]
     events: list[Event] = []
@@ -159,19 +194,19 @@ def _sums_of(value):
 
 
 class StepTimes(NamedTuple):
-    """Times of the training steps of a turn on one rank.
+    """Times of the measured training steps on one rank.
 
     Attributes
     ----------
     segments : ndarray, shape (steps, segments)
-        Seconds of work between consecutive points at which a rank of several would wait for the
-        others. The first segment is the end of a step and the start of the next one.
+        Seconds of work between consecutive points at which the rank would wait for other ranks. The
+        first segment consists of the end of a step and the start of a step.
     events : list of Event
         The events of a step.
     places : ndarray, shape (events,)
-        Place of each event in the step, from 0 at its start to 1 at its end.
+        Time of each event in a step, from 0 at the start of the step to 1 at its end.
     input : float
-        Mean seconds of a step that wait for the images of the mini-batch.
+        Mean number of seconds per step that the rank waits for the images of the mini-batch.
     """
 
     segments: np.ndarray
@@ -181,21 +216,21 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """A hook of `dl.train` that times training steps and ends the run after some seconds.
+    """A hook of `dl.train` that times training steps and then ends the training.
 
     Parameters
     ----------
     batch_size : int
-        Images per mini-batch; smaller ones at the end of an epoch are left out.
+        Number of images per mini-batch. Steps with smaller mini-batches are left out.
     seconds : float
-        Duration of the measurement.
+        Minimum duration of the measurement in seconds.
     world : TracingWorld, optional
-        The world of the run, whose events are recorded with the times. None if ranks train
-        together.
+        The world of the training, whose events are recorded with the times. By default, only times
+        are recorded, because several ranks train together.
     skip : int
-        Number of steps before the measurement.
+        Number of steps before the measurement. By default, the steps that are recorded and checked.
     at_least : int
-        Smallest number of measured steps.
+        Minimum number of measured steps.
     """
 
     def __init__(
@@ -216,11 +251,11 @@ class StepClock:
         self.steps: list[tuple[float, float, list[tuple[float, Event]]]] = []
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
-        """Note the size of the mini-batch."""
+        """Store the size of the mini-batch."""
         self.images = result.info.images
 
     def step(self, trainer: Trainer) -> None:
-        """Note the times of the step that has ended."""
+        """Store the times of the step that has ended. Stop the training after the last step."""
         now, input_total = time.perf_counter(), phases.seconds().input
         events = [] if self.world is None else self.world.take_events()
         if self.steps_to_skip:
@@ -234,20 +269,20 @@ class StepClock:
             trainer.stop()
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        """Leave out the next step, which waits until the first mini-batch has been read."""
+        """Leave out the next step, because it waits until the first mini-batch has been read."""
         self.steps_to_skip = max(self.steps_to_skip, 1)
 
     def mean_seconds(self) -> float:
-        """Return the mean seconds of a step."""
+        """Return the mean duration of a step in seconds."""
         return float(np.mean([end - start for start, end, _ in self.steps]))
 
     def times(self) -> StepTimes:
-        """Return the times of the steps.
+        """Return the times of the measured steps.
 
         Raises
         ------
         UserError
-            If the steps communicate in different orders.
+            If the steps do not all have the same events in the same order.
         """
         events = [event for _, event in self.steps[-1][2]]
         rows, places = [], []
@@ -258,7 +293,7 @@ class StepClock:
                     "ones from step to step"
                 )
             points = [moment for moment, event in timed_events if event.kind in BLOCKING]
-            # No rank waits between the last sum of a step and the agreement of the next one.
+            # No rank waits between the last sum of a step and the agreement of the next step.
             rows.append([points[0] - start + end - points[-1], *np.diff(points)])
             places.append([(moment - start) / (end - start) for moment, _ in timed_events])
         input_seconds = float(np.mean(self.input_seconds))

@@ -1,4 +1,4 @@
-"""Write an array with one entry per image to a file, while the entries are being computed."""
+"""Write an array with one entry per image to a file, while mpidl computes the entries."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class ArrayFile:
     """A file to which a float32 array is written in parts, in order.
 
     The file has a temporary name until `close` renames it. Only `close` raises an error if writing
-    failed, so that all ranks finish computing the entries together.
+    has failed, so that all ranks finish computing the entries together.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class ArrayFile:
         arrays: Mapping[str, np.ndarray | list[str]],
     ):
         self.path = path
-        self.count = 0  # entries written so far
+        self.count = 0  # number of written entries
         self.problem: Exception | None = None
         folder, base = os.path.split(os.path.abspath(path))
         self.part = os.path.join(folder, f".{base}.part")

@@ -16,7 +16,7 @@ MAX_NAMES = 60  # with more classes, the axes are too short for names
 
 
 def need_matplotlib(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if matplotlib is not installed; the message names the picture's path."""
+    """Raise UserError if matplotlib is not installed. The message names the path of the picture."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"{path}: drawing a picture requires matplotlib, which is not installed "
@@ -27,7 +27,7 @@ def need_matplotlib(path: str | os.PathLike[str]) -> None:
 def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     """Draw a confusion matrix.
 
-    The darker a cell, the larger its fraction of the labels in its row.
+    A cell is darker if it has a larger fraction of the labels in its row.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     classes : sequence of str
         Names of the K classes.
     accuracy : float
-        Accuracy that the title shows.
+        Accuracy to show in the title.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     # The title counts labels, not images, because an image may have a label per pixel.
-    title = f"accuracy {accuracy:.4f} of {int(counts.sum())} labels"
+    title = f"accuracy {accuracy:.4f} on {int(counts.sum())} labels"
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[:].set_visible(False)
     return png_of(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ class Series:
         Training speed; NaN for validations.
     seconds : ndarray of float64, shape (n,)
         Time since the start of the run, in seconds.
+    metrics : dict
+        {name: ndarray of float64, shape (n,)} of the metrics of validations that the option
+        `metrics` requests, such as "f1"; NaN if a metric is missing or undefined.
     """
 
     epoch: np.ndarray
@@ -43,21 +46,23 @@ class Series:
     learning_rate: np.ndarray
     images_per_second: np.ndarray
     seconds: np.ndarray
+    metrics: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.iteration)
 
     def as_dict(self) -> dict[str, np.ndarray]:
         """Return {field: array}, for example for ``pandas.DataFrame(series.as_dict())``."""
-        return {name: getattr(self, name) for name in FIELDS}
+        others = {name: array for name, array in self.metrics.items() if name not in FIELDS}
+        return {name: getattr(self, name) for name in FIELDS} | others
 
     def __repr__(self) -> str:
         last = f", last iteration {self.iteration[-1]}" if len(self) else ""
         return f"Series({len(self)} records{last})"
 
 
-FIELDS = tuple(field.name for field in fields(Series))
-POSITION = ("epoch", "iteration")  # the fields that are whole numbers
+FIELDS = tuple(f.name for f in fields(Series) if f.name != "metrics")
+POSITION = ("epoch", "iteration")  # fields with integer values
 VALUES = tuple(name for name in FIELDS if name not in POSITION)
 MOST_RESERVED = 1 << 18  # records, which take 14 MiB
 
@@ -67,7 +72,7 @@ class History:
     """The history of a run.
 
     ``history.validation.loss`` is an array with the loss of each validation, and
-    ``history.validation.iteration`` has their iterations. All arrays are copies.
+    ``history.validation.iteration`` has the corresponding iterations. All arrays are copies.
 
     Attributes
     ----------
@@ -76,8 +81,8 @@ class History:
 
     Notes
     -----
-    Losses, accuracies and learning rates are the same on all ranks. The times are those of this
-    rank.
+    Losses, accuracies and learning rates are the same on all ranks. Times are from the clock of
+    this rank.
     """
 
     iteration: Series
@@ -91,8 +96,8 @@ class History:
         Parameters
         ----------
         records : iterable of mapping
-            Records as `mpidl.report.metrics.read` returns them. Records of other kinds are left
-            out, and values that are missing or not numbers become NaN.
+            Records as `mpidl.report.metrics.read` returns them. Records of other kinds are
+            omitted. Values that are missing or not numbers become NaN.
 
         Returns
         -------
@@ -106,7 +111,7 @@ class History:
         return f"History({counts})"
 
 
-KINDS = tuple(field.name for field in fields(History))
+KINDS = tuple(f.name for f in fields(History))
 
 
 class HistoryRecorder:
@@ -124,9 +129,9 @@ class HistoryRecorder:
             self.add(record)
 
     def reserve(self, iterations: float) -> None:
-        """Allocate the memory for the records of a run with this many iterations now.
+        """Allocate the memory for the records of this many iterations now.
 
-        The memory of a long run then stays the same to its end. The method allocates at most
+        The memory use of a long run then stays constant. The method allocates at most
         `MOST_RESERVED` records, because a run may end early.
         """
         self._columns["iteration"].reserve(int(min(iterations, MOST_RESERVED)))
@@ -138,6 +143,8 @@ class HistoryRecorder:
             return
         position = [record[name] for name in POSITION]
         self._columns[kind].append(position, [_number(record.get(name)) for name in VALUES])
+        if isinstance(record.get("metrics"), Mapping):
+            self._columns[kind].add_metrics(record["metrics"])
 
     def cut(self, iteration: int) -> None:
         """Remove the records of iterations after `iteration`."""
@@ -145,11 +152,11 @@ class HistoryRecorder:
             columns.cut(iteration)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records as metrics.jsonl holds them, in its order."""
+        """Yield the records in the format and order of metrics.jsonl."""
         rows = [
-            {"kind": kind} | dict(zip((*POSITION, *VALUES), row, strict=True))
+            {"kind": kind} | dict(zip((*POSITION, *VALUES), row, strict=True)) | columns.extra(i)
             for kind, columns in self._columns.items()
-            for row in columns.rows()
+            for i, row in enumerate(columns.rows())
         ]
         for row in sorted(rows, key=lambda row: row["iteration"]):
             record = {k: metrics.number(v) if isinstance(v, float) else v for k, v in row.items()}
@@ -158,17 +165,18 @@ class HistoryRecorder:
             yield record
 
     def history(self) -> History:
-        """Return the records so far; later records do not change the result."""
+        """Return the history so far. Later records do not change the result."""
         return History(**{kind: columns.series() for kind, columns in self._columns.items()})
 
 
 class _Columns:
-    """The records of one kind: a column of whole numbers and one of floats per record."""
+    """The records of one kind: two arrays, of integers and of floats, with a column per record."""
 
     def __init__(self) -> None:
         self.count = 0
         self.positions = np.zeros((len(POSITION), 16), np.int64)
         self.values = np.zeros((len(VALUES), 16))
+        self.metrics: dict[int, dict[str, float]] = {}  # of the records that have some
 
     def reserve(self, count: int) -> None:
         """Allocate memory for `count` records, and write to it so that the system provides it."""
@@ -185,9 +193,21 @@ class _Columns:
         self.values[:, self.count] = values
         self.count += 1
 
+    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the last record."""
+        values = {str(name): _number(value) for name, value in metrics.items()}
+        self.metrics[self.count - 1] = values
+
+    def extra(self, row: int) -> dict[str, dict[str, float | None]]:
+        """Return the field "metrics" of a record as JSON has it, or {}."""
+        if row not in self.metrics:
+            return {}
+        return {"metrics": {k: metrics.number(v) for k, v in self.metrics[row].items()}}
+
     def cut(self, iteration: int) -> None:
         iterations = self.positions[POSITION.index("iteration"), : self.count]
         self.count = int(np.searchsorted(iterations, iteration, "right"))
+        self.metrics = {row: v for row, v in self.metrics.items() if row < self.count}
 
     def rows(self) -> list[tuple[int | float, ...]]:
         arrays = self.positions[:, : self.count], self.values[:, : self.count]
@@ -197,7 +217,15 @@ class _Columns:
     def series(self) -> Series:
         columns = [*self.positions[:, : self.count], *self.values[:, : self.count]]
         names = (*POSITION, *VALUES)
-        return Series(**{name: column.copy() for name, column in zip(names, columns, strict=True)})
+        arrays = {name: column.copy() for name, column in zip(names, columns, strict=True)}
+        return Series(**arrays, metrics=self._metric_arrays())
+
+    def _metric_arrays(self):
+        arrays: dict[str, np.ndarray] = {}
+        for row, values in self.metrics.items():
+            for name, value in values.items():
+                arrays.setdefault(name, np.full(self.count, np.nan))[row] = value
+        return arrays
 
 
 def _is_position(value):
@@ -207,14 +235,14 @@ def _is_position(value):
 def _number(value):
     try:
         return float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # a whole number of more than 300 digits
+    except OverflowError:  # an integer with more than 300 digits
         return math.nan
 
 
 def history(run: str | os.PathLike[str]) -> History:
     """Read the history of a run from its folder.
 
-    The run may still be in training: an incomplete last line of metrics.jsonl is left out.
+    The run may still be in training. An incomplete last line of metrics.jsonl is ignored.
 
     Parameters
     ----------
@@ -228,13 +256,13 @@ def history(run: str | os.PathLike[str]) -> History:
     Raises
     ------
     UserError
-        If there is no such folder, if it holds no run, or if the file cannot be read.
+        If the folder does not exist or has no run, or if the file cannot be read.
     """
     return History.from_records(read_records(run))
 
 
 def read_records(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a run, of all kinds; parameters and errors are those of `history`."""
+    """Return the records of all kinds of a run. See `history` for parameters and errors."""
     path = os.fspath(run)
     if os.path.isdir(path):
         path = os.path.join(path, FILE)

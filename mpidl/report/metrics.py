@@ -1,7 +1,7 @@
-"""Read and write metrics.jsonl, which holds one JSON object per line.
+"""Read and write metrics.jsonl, which has one JSON object (a record) per line.
 
-There is a record per iteration, epoch and validation, about every two seconds one of the kind
-"ranks" with the times of each rank, and one of the kind "lost" whenever ranks were lost.
+There is a record per iteration, epoch and validation. About every two seconds, a record of the
+kind "ranks" has the times of each rank. A record of the kind "lost" tells which ranks were lost.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ FLUSH_SECONDS = 2.0
 class Metrics:
     """Writer of the records of a metrics file.
 
-    The methods do nothing on ranks other than 0, except for `rewind`: a rank that calls `rewind`
+    The methods do nothing on ranks other than 0, with one exception: a rank that calls `rewind`
     writes the file from then on.
 
     Parameters
@@ -68,6 +68,7 @@ class Metrics:
         images_per_second: float | None,
         seconds: float,
         accuracy: float | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Append a record.
 
@@ -90,6 +91,8 @@ class Metrics:
             Time since the start of the run, in seconds.
         accuracy : float, optional
             Accuracy; None if the loss has no classes.
+        metrics : mapping, optional
+            Other metrics of a validation by name, such as {"f1": 0.9}.
 
         Raises
         ------
@@ -107,6 +110,8 @@ class Metrics:
         record["learning_rate"] = number(learning_rate)
         record["images_per_second"] = number(images_per_second)
         record["seconds"] = number(seconds)
+        if metrics is not None:
+            record["metrics"] = {name: number(value) for name, value in metrics.items()}
         self._append(record)
 
     def record_ranks(self, epoch: int, iteration: int, fields: Mapping[str, Any]) -> None:
@@ -117,9 +122,10 @@ class Metrics:
         epoch, iteration : int
             Position in the run, counted from 1.
         fields : mapping
-            "seconds" since the start of the run. Lists with one entry per rank: the seconds since
-            the last record for "input", "compute", "wait", "sum" and "other", which add up to all
-            of the time by that rank's clock; the resident "memory" in bytes; the "device".
+            "seconds" since the start of the run, and lists with one entry per rank. The lists
+            "input", "compute", "wait", "sum" and "other" have the seconds since the last record;
+            they add up to the whole time by that rank's clock. The list "memory" has the resident
+            memory in bytes, and "device" the devices.
 
         Raises
         ------
@@ -136,9 +142,9 @@ class Metrics:
         Parameters
         ----------
         epoch, iteration : int
-            Position in the run from which it continues.
+            Position from which the run continues.
         facts : mapping
-            Numbers and "hosts" of the lost "ranks", the number "ranks_left", and "seconds_lost".
+            Lost "ranks" and their "hosts", the number "ranks_left", and "seconds_lost".
 
         Raises
         ------
@@ -158,13 +164,13 @@ class Metrics:
                 self.flushed = time.monotonic()
 
     def flush(self) -> None:
-        """Hand all records to the operating system. Call this method before each checkpoint."""
+        """Pass all records to the operating system. Call this method before each checkpoint."""
         if self.file is not None:
             with self._writing():
                 self.file.flush()
 
     def close(self, discard: bool = False) -> None:
-        """Close the file; if `discard` is true, without the records that are not yet written."""
+        """Close the file. If `discard` is true, drop the records that are not yet written."""
         if self.file is not None:
             file, self.file = self.file, None
             if discard:
@@ -181,14 +187,14 @@ class Metrics:
         write_whole(self.path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
     def rewind(self, iteration: int, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Remove the records of iterations after `iteration`, and continue from there.
+        """Remove the records of iterations after `iteration`, and open the file for more records.
 
         Parameters
         ----------
         iteration : int
             The iteration.
         records : iterable of mapping
-            The records up to `iteration`. The method adds the records that the lost rank had not
+            The records up to `iteration`. The method adds those that the lost rank had not
             written.
         """
         self.close()

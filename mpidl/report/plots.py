@@ -78,7 +78,7 @@ def png_of(figure: Any) -> bytes:
 
 
 def lighten(axes: Any) -> None:
-    """Draw horizontal lines behind the data, and no frame at the top and on the right."""
+    """Draw horizontal grid lines behind the data, and remove the top and right frame lines."""
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -89,7 +89,9 @@ def _draw(axes, records, ends, key, factor):
     """Draw one panel. The mean of an epoch is drawn at the middle of its iterations."""
     styles = {
         "iteration": dict(color=FAINT, linewidth=0.8, label="mini-batch"),
-        "epoch": dict(color=TRAINING, linewidth=1.8, marker="o", label="training, mean of epoch"),
+        "epoch": dict(
+            color=TRAINING, linewidth=1.8, marker="o", label="training, mean over the epoch"
+        ),
         "validation": dict(color=VALIDATION, linewidth=1.8, marker="s", label="validation"),
     }
     for kind, style in styles.items():
@@ -106,7 +108,7 @@ def _draw(axes, records, ends, key, factor):
 
 
 def _mark_epochs(loss_axes, accuracy_axes, ends):
-    """Mark the end of each epoch, or of every second, fifth, ... epoch if there are many."""
+    """Mark the end of each epoch. If there are many, mark every second, fifth, ... epoch."""
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if len(ends) <= 12 * s or s == 1000)
     marked = {epoch: iteration for epoch, iteration in ends.items() if epoch % step == 0}
     for axes in (loss_axes, accuracy_axes):

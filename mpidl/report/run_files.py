@@ -28,8 +28,8 @@ TIMES = (
     "wait",
     "sum",
     "other",
-)  # columns of a record "ranks"; each has the seconds of every rank
-# Entries of summary.json that reports show.
+)  # columns of a "ranks" record, with the seconds of each rank
+# Entries of summary.json to show in reports.
 NUMBERS = (
     *("accuracy", "loss", "validation_accuracy", "validation_loss"),
     *("images_per_second", "train_seconds", "epochs", "iterations", "ranks", "threads"),
@@ -39,7 +39,7 @@ TEXTS = ("device", "stopped", "weights_sha256")
 
 @dataclass(frozen=True, eq=False)
 class ConfusionTable:
-    """The confusion matrix of the test set: counts (K, K) by true and by predicted class."""
+    """The confusion matrix of the test set; `counts` (K, K) has a row per true class."""
 
     classes: list[str]
     counts: np.ndarray
@@ -61,21 +61,21 @@ class RunFiles:
     history : History
         The records of metrics.jsonl.
     options, sources, versions : dict
-        Options and inputs of the run, where each value comes from, and versions of the software;
+        Options and inputs of the run, the source of each value, and versions of the software;
         empty if the folder has no options.toml, which `dl.train` does not write.
     summary : dict
         The entries NUMBERS and TEXTS of summary.json; empty if the run has not finished.
     confusion : ConfusionTable or None
         The confusion matrix of the test set.
     metrics : list of list of str
-        The metrics of the test set as rows of a table, with headings; [] if there are none.
+        The metrics of the test set as a table with headings in the first row; [] without metrics.
     ranks : list of dict
-        A dict per rank with its device, its memory in bytes and its seconds per phase of the run;
-        empty if the run did not measure them.
+        A dict per rank with its device, its memory in bytes and its seconds per phase; empty if the
+        run did not measure the phases.
     status : Status or None
-        The content of status.json; None if the folder has none.
+        The content of status.json; None if the file does not exist.
     written : float
-        When metrics.jsonl was last written, in seconds since 1970.
+        Time of the last change of metrics.jsonl, in seconds since 1970.
     """
 
     folder: str
@@ -92,7 +92,7 @@ class RunFiles:
 
     @property
     def state(self) -> str:
-        """State of the run: "in training" for a minute after a record, unless it has ended."""
+        """State of the run: "in training" if it has not ended and the last record is recent."""
         if self.status is not None and self.status.state == FAILED:
             return f"failed: {self.status.error}"
         if self.summary:
@@ -105,12 +105,12 @@ class RunFiles:
 
 
 def read(folder: str) -> RunFiles:
-    """Read the folder of a run, which may also be given by the path of its metrics.jsonl.
+    """Read the folder of a run; the path of its metrics.jsonl is also accepted.
 
     Raises
     ------
     UserError
-        If the folder holds no run, or if a file cannot be read or is damaged. An incomplete last
+        If the folder has no run, or if a file cannot be read or is damaged. An incomplete last
         line of metrics.jsonl is accepted.
     """
     records = read_records(folder)
@@ -138,7 +138,7 @@ def read(folder: str) -> RunFiles:
 
 
 def folders(paths: Sequence[str]) -> list[str]:
-    """Return the folders of runs; the folder of a sweep is replaced by those of its trials."""
+    """Return the folders of runs, replacing the folder of a sweep by the folders of its trials."""
     runs: list[str] = []
     for path in paths:
         trials = glob.glob(os.path.join(glob.escape(path), "trial-*", FILE))
@@ -196,7 +196,7 @@ def _read_status(path):
 
 
 def _read_rows(path, contents):
-    """Return the rows of a .csv file; [] if there is no such file."""
+    """Return the rows of a .csv file, or [] if the file does not exist."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             return list(csv.reader(file))
@@ -251,6 +251,6 @@ def _is_row(row, length):
 
 
 def _is_number(value):
-    """Return whether a value from JSON is a finite number, which fits into a float."""
+    """Return whether a value from JSON is a finite number that fits into a float."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""Read and write status.json, which says how long a run is, and whether and why it ended."""
+"""Read and write status.json, which has the length of a run, and whether and why the run ended."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from mpidl.files import write_whole
 
 NAME = "status.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
-MAX_NUMBER = 2**53  # a file with larger numbers was written by another program
+MAX_NUMBER = 2**53  # larger numbers cannot be from mpidl
 
 
 @dataclass
@@ -18,11 +18,11 @@ class Status:
     Attributes
     ----------
     state : {"running", "finished", "failed"}
-        A run that was killed stays "running".
+        State of the run. A killed run stays "running".
     stopped : str or None
-        The reason for an early end, as in `Result`.
+        Reason for an early end, as in `Result.stopped`.
     error : str or None
-        The error of a run that failed, in one line.
+        The error of a failed run, in one line.
     ranks : int
         Number of ranks.
     lost_ranks : int
@@ -30,8 +30,8 @@ class Status:
     host : str
         Host of rank 0.
     epochs : int
-        Number of epochs of the whole run. This number and the others below are 0 until the training
-        starts.
+        Number of epochs of the whole run. This number and the following numbers are 0 until the
+        training starts.
     iterations_per_epoch : int
         Number of mini-batches per epoch.
     iterations : int
@@ -61,7 +61,7 @@ def write(folder: str | os.PathLike[str], status: Status) -> None:
 
 
 def parse(content: bytes | None) -> Status | None:
-    """Return the status in the content of a file; None if it holds no status."""
+    """Parse the content of status.json. Return None if it is not a valid status."""
     try:
         values = json.loads(content or b"")
     except (ValueError, RecursionError):

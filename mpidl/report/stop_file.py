@@ -1,4 +1,4 @@
-"""Stop a run by a file: `stop` in the run's folder, which contains "now" or "epoch"."""
+"""Stop a run by the file `stop` in its folder, which contains "now" or "epoch"."""
 
 import contextlib
 import os
@@ -6,15 +6,15 @@ import secrets
 
 NAME = "stop"
 NOW, EPOCH = "now", "epoch"  # stop after the current mini-batch, or after the current epoch
-REASON = "stop file"  # the reason that `Result.stopped` and the command's last line name
-SECONDS = 0.5  # shortest time between two checks of a run for the file
+REASON = "stop file"  # the reason in `Result.stopped` and in the command's last line
+SECONDS = 0.5  # shortest time between two checks for the file
 MAX_BYTES = 64
 
 
 def read(folder: str | os.PathLike[str]) -> str | None:
-    """Return the request in a run's folder: `NOW`, `EPOCH`, or None if there is none.
+    """Return the request in a run's folder: `NOW`, `EPOCH`, or None if there is no request.
 
-    A file with another content, such as an empty one, requests nothing. Symbolic links are not
+    A file with other content, such as an empty file, is not a request. Symbolic links are not
     followed.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -52,7 +52,7 @@ def request(folder: str | os.PathLike[str], moment: str) -> None:
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(descriptor, 0o644)  # despite the umask: the run must be able to read it
+            os.fchmod(descriptor, 0o644)  # the run must be able to read it, despite the umask
         os.write(descriptor, f"{moment}\n".encode())
         os.close(descriptor)
         os.replace(part, os.path.join(folder, NAME))
@@ -63,6 +63,6 @@ def request(folder: str | os.PathLike[str], moment: str) -> None:
 
 
 def remove(folder: str | os.PathLike[str]) -> None:
-    """Remove the request of a run's folder, if there is one."""
+    """Remove the request in a run's folder, if any."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(folder, NAME))

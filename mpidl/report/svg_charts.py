@@ -11,16 +11,17 @@ from mpidl.report.page.elements import element
 
 SIZE = 720, 270  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels
-MAX_POINTS = 600  # largest number of points of a line, a multiple of 4; more would not be visible
+MAX_POINTS = 600  # points of a line, a multiple of 4; more points would not be visible
 MAX_MARKS = 60  # largest number of marks; a line with more points has none
-LOG_RATIO = 20  # ratio of the largest to the smallest value from which an axis is logarithmic
-# Distinguishable with any colour vision, and on paper.
+LOG_RATIO = 20  # above this ratio of the largest to the smallest value, an axis is logarithmic
+# These colours are distinguishable with colour blindness and on paper.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5c00", "#56b4e9", "#e69f00", "#555555")
 # {style of a line: (attributes of the line, CSS of its entry in the legend)}
 STYLES: dict[str, tuple[dict[str, str], str]] = {
     "line": ({"stroke_width": "2"}, "2.5px solid"),
     "dashed": ({"stroke_width": "2", "stroke_dasharray": "6 4"}, "2.5px dashed"),
     "faint": ({"stroke_width": "1", "opacity": "0.4"}, "1.5px solid; opacity: 0.45"),
+    "points": ({"stroke_width": "0"}, "5px dotted"),
 }
 ENTRY = "display: inline-block; width: 20px; margin: 0 6px 4px 16px; border-top: "
 
@@ -28,13 +29,14 @@ Point: TypeAlias = tuple[float, float]
 
 
 class Curve:
-    """The points of a line that grows, at most MAX_POINTS, which keep its extremes.
+    """The points of a growing line, reduced to at most MAX_POINTS points that keep its extremes.
 
-    A long line is divided into parts of equal length. Each has its lowest and its highest point.
+    A long line is divided into parts of equal length. Each part keeps its lowest and its highest
+    point.
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Point, Point]] = []  # the lowest and the highest of each part
+        self._parts: list[tuple[Point, Point]] = []  # the lowest and the highest point of each part
         self._count, self._size = 0, 1  # points so far, and points per part
 
     def add(self, x: float, y: float) -> None:
@@ -68,11 +70,11 @@ class Line(NamedTuple):
     name : str
         Name in the legend; "" for a line without an entry.
     points : sequence of (x, y)
-        The points, in ascending order of x. Points that are not finite are left out.
+        The points, in ascending order of x. Points that are not finite are omitted.
     colour : str
         Colour of the line.
-    style : {"line", "dashed", "faint"}
-        Solid with marks, dashed with marks, or thin and light.
+    style : {"line", "dashed", "faint", "points"}
+        Style: solid with marks, dashed with marks, thin and light, or only marks.
     """
 
     name: str
@@ -89,28 +91,31 @@ def chart(
     unit: str = "",
     ends: tuple[float | None, float | None] = (None, None),
     size: tuple[int, int] = SIZE,
+    x_label: str = "iteration",
 ) -> Element:
-    """Draw lines against the iteration.
+    """Draw lines against the iteration or another integer.
 
     Parameters
     ----------
     title : str
         Label of the vertical axis.
     lines : sequence of Line
-        The lines; those without points are left out.
+        The lines. Lines without points are omitted.
     log : bool
         Whether the vertical axis is logarithmic if the values differ by more than a factor of 20.
     unit : str
         Text after the numbers of the vertical axis.
     ends : (float or None, float or None)
-        Ends of the horizontal and the vertical axis; by default the largest values.
+        Largest values of the horizontal and the vertical axis; None for the largest in the data.
     size : (int, int)
         Width and height of the picture in pixels.
+    x_label : str
+        Label of the horizontal axis.
 
     Returns
     -------
     Element
-        The SVG with its legend. It needs no style sheet.
+        The SVG with its legend. The element needs no style sheet.
     """
     lines = [line._replace(points=_visible(line.points)) for line in lines]
     lines = [line for line in lines if line.points]
@@ -141,9 +146,9 @@ def chart(
             place = {"x": f"{axes.x(tick):.1f}", "y": str(height - BOTTOM + 18)}
             svg.append(element("text", f"{tick:g}", text_anchor="middle", **place))
     place = {"x": str(width - RIGHT), "y": str(height - 6)}
-    svg.append(element("text", "iteration", text_anchor="end", **place))
+    svg.append(element("text", x_label, text_anchor="end", **place))
     for line in sorted(lines, key=lambda line: line.style != "faint"):
-        svg.extend(_draw(line, axes, line.name or title))
+        svg.extend(_draw(line, axes, f"{line.name or title}, {x_label}"))
     keys = [
         element("span", element("i", style=f"color: {colour}; {ENTRY}{STYLES[style][1]}"), name)
         for name, _, colour, style in lines
@@ -155,7 +160,7 @@ def chart(
 
 
 class _Axes:
-    """Places of values in the picture."""
+    """Converts values to positions in the picture."""
 
     def __init__(self, size, x_end, y_bounds, is_log):
         self.size, self.x_end, self.is_log = size, x_end, is_log
@@ -189,9 +194,9 @@ def _draw(line, axes, name):
     places = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in line.points]
     points, style = " ".join(map(",".join, places)), STYLES[line.style][0]
     elements = [element("polyline", points=points, fill="none", stroke=line.colour, **style)]
-    if line.style != "faint" and len(places) <= MAX_MARKS:
+    if line.style == "points" or (line.style != "faint" and len(places) <= MAX_MARKS):
         for (x, y), (iteration, value) in zip(places, line.points, strict=True):
-            tip = element("title", f"{name}, iteration {iteration:g}: {value:.6g}")
+            tip = element("title", f"{name} {iteration:g}: {value:.6g}")
             elements.append(element("circle", tip, r="2.6", fill=line.colour, cx=x, cy=y))
     return elements
 
@@ -208,7 +213,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _decades(low, high):
-    """Return powers of ten for a logarithmic axis; on a short axis also 2 and 5 times them."""
+    """Return powers of ten for a logarithmic axis, and 2 and 5 times each if the axis is short."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     step = max(1, (last - first) // 6)

@@ -23,21 +23,21 @@ SCORES = (
     "accuracy",
     "validation_loss",
     "loss",
-)  # trials are ranked by the first of these scores that all ended trials have
+)  # trials are ranked by the first score that all ended trials have
 MAX_PANELS = 6
 
-# "trial" (the number of the trial), the columns of the options that vary, and RESULTS; the value
-# of a column is None if it is missing
+# The columns of a trial: "trial" (its number), the options that vary, and RESULTS. A missing value
+# is None.
 Row = dict[str, Any]
 
 
 def column_of(option: str) -> str:
-    """Return a name for an option's column that differs from the names in `RESULTS`."""
+    """Return the name of an option's column, which differs from all names in `RESULTS`."""
     return f"{option}_option" if option in RESULTS else option
 
 
 def score_of(rows: Sequence[Row]) -> str:
-    """Return the name of the score by which to compare trials that have ended.
+    """Return the name of the score that ranks trials.
 
     The score is the first of these that all ended trials have: validation accuracy, test accuracy,
     validation loss, test loss. The result is "loss" if there is no such score, or if no trial has
@@ -78,7 +78,7 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
     varied : sequence of str
         Columns of the options that vary.
     writer : int
-        Number of the writing process; several processes may write at the same time.
+        Number of the writing process, because several processes may write at the same time.
 
     Raises
     ------
@@ -97,12 +97,12 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
 
 
 def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Row]:
-    """Summarize the trials of a cross-validation: a row per setting of the other options.
+    """Summarize the trials of a cross-validation in one row per setting of the other options.
 
     Parameters
     ----------
     rows : sequence of Row
-        The trials. Each setting has `folds` trials in succession.
+        The trials. Each setting has `folds` consecutive trials.
     varied : sequence of str
         Columns of the options that vary, including "fold".
     folds : int
@@ -111,10 +111,11 @@ def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Ro
     Returns
     -------
     list of dict
-        The columns "trials" (such as "1-5"), the columns in `varied` except "fold", "done" (the
-        number of folds that have ended), and for each NAME in `SCORES` two columns: NAME, the mean
-        over the ended folds, and NAME_std, the sample standard deviation. Both are None if no fold
-        has ended or an ended fold has no score. NAME_std is also None if only one fold has ended.
+        One dict per setting. Its columns are "trials" (such as "1-5"), the columns in `varied`
+        except "fold", and "done", the number of folds that have ended. For each NAME in `SCORES`,
+        there are two more columns: NAME, the mean over the ended folds, and NAME_std, the sample
+        standard deviation. Both are None if no fold has ended or if an ended fold has no score.
+        NAME_std is also None if only one fold has ended.
     """
     summaries = []
     for first in range(0, len(rows), folds):
@@ -134,7 +135,7 @@ def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Ro
 
 
 def print_folds(summaries: Sequence[Row]) -> None:
-    """Print the result of `fold_rows` as a table, with scores as "mean ± standard deviation"."""
+    """Print the result of `fold_rows` as a table with scores as "mean ± standard deviation"."""
     scores = [name for name in SCORES if any(row[name] is not None for row in summaries)]
     columns = [name for name in summaries[0] if name.removesuffix("_std") not in SCORES]
     texts = []
@@ -159,8 +160,8 @@ def write_folds(folder: str, summaries: Sequence[Row]) -> None:
 def best_setting(summaries: Sequence[Row], folds: int) -> tuple[Row, str] | None:
     """Return the setting with the best mean score, and the name of the score.
 
-    Only settings whose folds have all ended are compared, by the first of `SCORES` that all these
-    settings have. The result is None if there is no such setting or no such score.
+    Only settings with `folds` ended folds are compared, by the first of `SCORES` that all these
+    settings have. Return None if there is no such setting or no such score.
     """
     complete = [row for row in summaries if row["done"] == folds]
     for name in SCORES:
@@ -184,7 +185,7 @@ def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
 
 
 def _lines(rows, columns):
-    """Return the lines of a table with these columns."""
+    """Return the lines of a table of `rows` with the given columns."""
     import rich.box
     import rich.console
     import rich.table
@@ -197,7 +198,7 @@ def _lines(rows, columns):
         table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(cell(name, row.get(name), digits=4) for name in columns))
-    # rich would cut values at a smaller width; the terminal wraps lines that are too long.
+    # At a smaller width, rich would cut values. The terminal wraps lines that are too long.
     console = rich.console.Console(file=sys.stdout, width=10_000, color_system=None)
     with console.capture() as text:
         console.print(table, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Summarize a timeline: the time of each rank, the slowest rank and the largest wait."""
+"""Summarize a timeline: the time of each rank, the slowest rank and the longest wait."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Wait(NamedTuple):
     iteration : int
         Number of the iteration.
     operation, place : str
-        What the rank waited for, and the names of the spans around the wait.
+        The operation that the rank waited for, and the names of the enclosing spans.
     last_rank : int or None
-        The rank that began the same operation last; None if it is the waiting rank itself, or if
+        The rank that began the same operation last. None if this is the waiting rank itself, or if
         other ranks do not wait in this operation.
     """
 
@@ -42,7 +42,7 @@ class Wait(NamedTuple):
 
 
 def slowest_rank(ranks: Sequence[RankSpans]) -> int:
-    """Return the rank with the most time in which it did not wait for other ranks."""
+    """Return the rank that spent the most time not waiting for other ranks."""
     return max(range(len(ranks)), key=lambda rank: _own_seconds(ranks[rank].seconds))
 
 
@@ -51,10 +51,10 @@ def _own_seconds(seconds: Seconds) -> float:
 
 
 def coverage(rank: RankSpans) -> float:
-    """Return the fraction of the time of the iterations that the spans of the main thread cover.
+    """Return the fraction of the iterations' time that the spans of the main thread cover.
 
-    The span around the whole training step is left out; forward, backward, update and the other
-    spans within it count.
+    The span around the whole training step does not count; forward, backward, update and the other
+    spans within the step count.
     """
     iterations, spans = rank.select(phases.ITERATIONS), rank.select(phases.MAIN)
     steps = [number for number, (_, _, name) in enumerate(rank.labels) if name == STEP]
@@ -79,7 +79,7 @@ def coverage(rank: RankSpans) -> float:
 def largest_wait(ranks: Sequence[RankSpans]) -> Wait | None:
     """Return the longest wait for other ranks within an iteration, or None if there is none.
 
-    The first of several iterations is left out, because readers and memory warm up in it.
+    If there are several iterations, the first one is ignored, because it includes warm-up.
     """
     longest: tuple[int, int, np.void] | None = None
     for number, rank in enumerate(ranks):
@@ -106,7 +106,7 @@ def largest_wait(ranks: Sequence[RankSpans]) -> Wait | None:
 
 
 def _iteration_of(spans, iterations):
-    """Return the number of the iteration in which each span begins, 0 if in none."""
+    """Return the number of the iteration in which each span begins; 0 outside of iterations."""
     if not len(iterations):
         return np.zeros(len(spans), np.int64)
     positions = np.searchsorted(iterations["start"], spans["start"], side="right") - 1
@@ -147,7 +147,7 @@ def _last_rank(ranks, number, wait):
 
 
 def summary(ranks: Sequence[RankSpans]) -> list[str]:
-    """Return the lines of the table, of the slowest rank and of the largest wait.
+    """Return the lines of the table, and lines about the slowest rank and the longest wait.
 
     The table has the milliseconds per iteration of each rank.
     """

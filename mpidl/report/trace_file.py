@@ -1,4 +1,4 @@
-"""Write a timeline of all ranks in the Chrome Trace Event format, which Perfetto shows."""
+"""Write a timeline of all ranks in the Chrome Trace Event format, which Perfetto can show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TITLES = {
     phases.SUMS: "pending sums",
     phases.GPU: "GPU",
 }
-# Perfetto identifies a thread by its number alone, which must also differ from all processes'.
+# Perfetto identifies a thread by its number only, which must differ from the numbers of processes.
 FIRST_LINE, MAX_LINES = 10_000_000, 1000
 CHUNK = 4096  # events that are compressed together
 
@@ -31,17 +31,17 @@ class RankSpans(NamedTuple):
     Attributes
     ----------
     host, device : str
-        Where the rank computes.
+        Host and device of the rank.
     spans : ndarray of `phases.SPAN`
         The spans.
     labels : list of (track, category, name)
-        What the field `label` of a span refers to.
+        Labels of spans; the field `label` of a span is an index into this list.
     seconds : Seconds
-        Time of each kind in the recorded iterations.
+        Seconds per phase in the recorded iterations.
     iterations : int
         Number of recorded iterations.
     is_full : bool
-        Whether spans are missing because the memory was full.
+        Whether spans are missing because the memory for spans was full.
     """
 
     host: str
@@ -53,7 +53,7 @@ class RankSpans(NamedTuple):
     is_full: bool
 
     def select(self, track: str, *categories: str) -> np.ndarray:
-        """Return the spans of a track, of some categories or of all."""
+        """Return the spans of a track in the given categories, or all spans of the track."""
         numbers = [
             number
             for number, (name, category, _) in enumerate(self.labels)
@@ -67,12 +67,12 @@ class RankSpans(NamedTuple):
 
 
 def cut_to_common(ranks: Sequence[RankSpans]) -> tuple[list[RankSpans], int | None]:
-    """Drop the iterations that are not complete on all ranks, if any rank ran out of memory.
+    """If a rank ran out of memory for spans, drop the iterations that are incomplete on any rank.
 
     Returns
     -------
     ranks : list of RankSpans
-        The ranks with the spans that stay.
+        The ranks with the remaining spans.
     last_iteration : int or None
         The last iteration that is complete on all ranks; None if no spans are missing.
     """
@@ -90,7 +90,7 @@ def cut_to_common(ranks: Sequence[RankSpans]) -> tuple[list[RankSpans], int | No
 def events(ranks: Sequence[RankSpans]) -> Iterator[str]:
     """Yield the events of a timeline as JSON.
 
-    A rank is a process of the trace. The first span of all ranks begins at time 0.
+    Each rank is a process of the trace. The earliest span of all ranks begins at time 0.
     """
     starts = [int(rank.spans["start"].min()) for rank in ranks if len(rank.spans)]
     origin = min(starts, default=0)
@@ -143,9 +143,9 @@ def write_timeline(path: str, ranks: Sequence[RankSpans], facts: Mapping[str, An
     path : str
         Path of the file, which ends in ".json.gz".
     ranks : sequence of RankSpans
-        The spans, with times of one clock.
+        The spans of all ranks, with times of a common clock.
     facts : mapping
-        Facts about the recording, which the file holds as "otherData".
+        Facts about the recording, stored in the file as "otherData".
 
     Raises
     ------

@@ -1,4 +1,7 @@
-"""Accumulate the gradients of the parts of a mini-batch, to the bytes of one computation."""
+"""Compute the gradients of a mini-batch part by part, so that less memory is needed.
+
+The sums have the same bytes as sums over the whole mini-batch.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ MEANS = ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "ms
 
 
 def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, targets: Any) -> Any:
-    """Return what `gradient(net, images, targets)` returns, computed part by part. Collective.
+    """Compute `gradient(net, images, targets)` part by part, and return the result. Collective.
 
-    Gradients and results are folded by a tree over the parts, whose leaves are nodes of the tree
-    over the blocks. Each part starts with the state of the network after the part before it, so the
-    statistics of batch normalization are those of a part.
+    A tree over the parts sums the gradients and the results. Each leaf of this tree is a node of
+    the tree over the blocks of the mini-batch. Each part starts with the network state that the
+    previous part left, so batch normalization computes its statistics separately for each part.
 
     Parameters
     ----------
@@ -40,7 +43,7 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
     value : tuple of ndarray
         The results over the mini-batch.
     gradients, state : dict
-        {name: array}: the gradients of the mini-batch, and the state after the last part.
+        {name: array}: the gradients of the mini-batch, and the network state after the last part.
     """
     assert isinstance(images.batch, PartedBatch)
     count, sums, net = len(images.batch.parts), {}, copy.copy(net)
@@ -57,7 +60,7 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
 
 
 def check(options: Any, loss: Any, device: Any) -> None:
-    """Raise UserError if a run cannot accumulate gradients as its options require.
+    """Raise UserError if the options request an accumulation of gradients that is impossible.
 
     Parameters
     ----------
@@ -66,7 +69,7 @@ def check(options: Any, loss: Any, device: Any) -> None:
     loss : str or function
         The loss, as `TrainingOptions.loss_for` returns it.
     device : CudaDevice or None
-        The GPU of this rank.
+        The GPU of this rank. None if the rank computes on the CPU.
     """
     if options.accumulate == 1:
         return

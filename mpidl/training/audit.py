@@ -1,4 +1,4 @@
-"""Compare the arrays of the ranks, and name the rank whose bytes differ."""
+"""Check that all ranks have the same weights, and name the ranks that differ."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from mpidl.comm import World
     from mpidl.training.trainer import Trainer
 
-MOST_NAMES = 3  # largest number of ranks, and of arrays, that a message names
+MOST_NAMES = 3  # a message names at most this many ranks, and at most this many arrays
 
 
 def audit(world: World, tables: Mapping[str, Mapping[str, np.ndarray]], iteration: int) -> None:
-    """Compare the bytes of arrays that must be the same on all ranks. Collective.
+    """Raise Fault if arrays do not have the same bytes on all ranks. Collective.
 
     The ranks exchange a hash of all arrays. If the hashes differ, they exchange one hash per array.
 
@@ -30,7 +30,7 @@ def audit(world: World, tables: Mapping[str, Mapping[str, np.ndarray]], iteratio
     tables : mapping
         {"learnables": {"conv1.weight": array, ...}, ...}
     iteration : int
-        Number of iterations so far, for the message.
+        Number of iterations so far, for the error message.
 
     Raises
     ------
@@ -63,14 +63,14 @@ def difference(ranks: Sequence[Mapping[str, bytes]], hosts: Sequence[str]) -> st
     Parameters
     ----------
     ranks : sequence of mapping
-        {name of an array: hash} of each rank.
+        For each rank, {array name: hash}.
     hosts : sequence of str
-        Host of each rank.
+        Host name of each rank.
 
     Returns
     -------
     str
-        Such as "rank 2 on host n3 differs from the other 3 ranks in conv1.weight".
+        A description, such as "rank 2 on host n3 differs from the other 3 ranks in conv1.weight".
     """
     keys = [tuple(sorted(digests.items())) for digests in ranks]
     (majority, count), *_ = collections.Counter(keys).most_common(1)
@@ -88,13 +88,13 @@ def difference(ranks: Sequence[Mapping[str, bytes]], hosts: Sequence[str]) -> st
 
 
 def _first_names(names):
-    """Join the first names, and say how many more there are."""
+    """Return the first names as text, with the number of further names."""
     rest = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class AuditHook:
-    """Compares the ranks' weights every `audit_every` iterations; checkpoints compare them too."""
+    """Compares the weights of all ranks every `audit_every` iterations."""
 
     def step(self, trainer: Trainer) -> None:
         if trainer.position.iteration % trainer.options.audit_every == 0:

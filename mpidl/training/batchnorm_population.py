@@ -24,9 +24,9 @@ def population_state(
 ) -> dict[str, np.ndarray] | None:
     """Return the network's state with statistics over the whole training set. Collective.
 
-    These population statistics replace the moving means and variances. They are computed in one
-    pass over the queue, in which batch normalization runs as in training, and all other layers run
-    as in prediction (no dropout). The moments (count, mean, sum of squared deviations) of the
+    These population statistics replace the moving means and variances. One pass over the queue
+    computes them. In this pass, batch normalization runs as in training, and all other layers run
+    as in prediction (without dropout). The moments (count, mean, sum of squared deviations) of the
     mini-batches are merged in order in float64. Frozen layers keep their state.
 
     Parameters
@@ -38,9 +38,9 @@ def population_state(
     world : World
         The ranks that share the mini-batches.
     signals : Signals, optional
-        Signals that the process received. A signal on any rank ends the pass.
+        Signals that the process has received. A signal on any rank ends the pass.
     progress : function, optional
-        Function to call after each mini-batch, with the number of images in the pass so far.
+        Function to call after each mini-batch, with the number of images processed so far.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def population_state(
         image_count += count
         if progress is not None:
             progress(image_count)
-        del images  # so that the next mini-batch can reuse the memory
+        del images  # let the next mini-batch reuse the memory
         moments = [
             np.concatenate([[count], mean, count * variance])
             for mean, variance in (

@@ -1,4 +1,4 @@
-"""The training step on a CPU, recorded once and replayed for every full mini-batch."""
+"""Record the training step on a CPU once, and replay it for every full mini-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mpidl.autodiff import value_and_grad
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.blocks import LANES, Batch, Blocked
-from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
     from mpidl.comm.world import World
     from mpidl.nn import Network
 
-GRADIENT, UPDATE = range(2)  # the parts of a recorded step
+GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step
 
 
 def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
-    """Return whether the step may be recorded: whether mpidl defines all of its parts.
+    """Return whether the training step can be recorded.
 
-    A custom layer, loss, optimizer or transform may behave differently in the next step, so a step
-    with one of these stays eager. So does a loss that divides by a number that depends on the
-    labels, and the loss of mixed labels, which NumPy computes.
+    A custom layer, loss, optimizer or transform may behave differently in each step, so a step that
+    contains one is not recorded. Two kinds of loss also prevent recording: a loss that divides by a
+    number that depends on the labels, and the loss of mixed labels, which NumPy computes.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     named_loss = label_loss(loss)
@@ -41,7 +40,6 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     )
     return (
         options.graphs != "off"
-        and options.accumulate == 1
         and options.worker_load != "measured"
         and options.batchnorm == "global"
         and not (options.mixup or options.cutmix)
@@ -53,10 +51,10 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
 
 
 class StepProgram:
-    """A training step on the host as a program that replays its kernel calls.
+    """A program that replays the kernel calls of a training step on the host.
 
-    The network gets copies of its learnables and its state. The program updates these copies and
-    the arrays of the optimizer in place.
+    The constructor replaces the network's learnables and state by copies. The program updates
+    these copies and the arrays of the optimizer in place.
 
     Parameters
     ----------
@@ -74,7 +72,7 @@ class StepProgram:
     batch : Batch
         The recorded mini-batch.
     state : dict
-        {name: array}, the new state of the network that the last `gradient` computed.
+        {name: array}: the new state of the network, computed by the last call of `gradient`.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class StepProgram:
         self._arrays, self._settings = _arrays(net, optimizer), _settings(net, optimizer)
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
-        self._world = RecordedWorld(world, self._recorder)
+        self._world = world.recorded(self._recorder)
         self._counts = self._recorder.constant(images.batch.counts())
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
         self._formats = _format(images), _format(targets)
@@ -99,7 +97,7 @@ class StepProgram:
     def record_gradient(
         self, objective: Callable[..., Any], images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Compute and record the value, the gradients and the new state of a mini-batch."""
+        """Compute the value, gradients and new state for a mini-batch, and record the kernels."""
         self._set_samples(images.batch)
         self._recorder.input("images", images.lanes)
         self._recorder.input("targets", targets.lanes)
@@ -119,7 +117,7 @@ class StepProgram:
         return value, gradients, state
 
     def record_update(self, gradients: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-        """Compute and record the update; return why the step cannot be recorded, or None."""
+        """Compute and record the update; return a reason if the step cannot be recorded."""
         net, recorder = self._net, self._recorder
         with recorder.recording():
             stepped = self._optimizer.apply(net.parameters, gradients, self._optimizer.advance())
@@ -130,12 +128,25 @@ class StepProgram:
             self._program = recorder.finish()
         return recorder.problem
 
-    def is_current(self) -> bool:
-        """Return whether the program computes the step of the network and optimizer as they are.
+    def finish(self) -> str | None:
+        """End the recording without an update; return a reason if it cannot be replayed."""
+        self._program = self._recorder.finish()
+        return self._recorder.problem
 
-        A hook may have replaced arrays, perhaps on this rank alone. If the new ones have the shapes
-        and types of those of the program, the program's arrays get the new values and take their
-        place.
+    def set_state(self, values: Mapping[str, np.ndarray]) -> None:
+        """Copy values into the state arrays of the program, which become those of the network."""
+        arrays = self._tables[1]
+        for name, array in arrays.items():
+            if values[name] is not array:
+                np.copyto(array, values[name])
+        self._net.state = dict(arrays)
+
+    def is_current(self) -> bool:
+        """Return whether the program matches the current network and optimizer.
+
+        A hook may have replaced arrays, possibly on this rank only. If the new arrays have the
+        expected shapes and types, their values are copied into the program's arrays, which then
+        become the arrays of the network and the optimizer again.
         """
         if _settings(self._net, self._optimizer) != self._settings:
             return False
@@ -153,10 +164,13 @@ class StepProgram:
         return True
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
-        """Return whether the program can compute the step of a mini-batch."""
-        batch, recorded = images.batch, self.batch
+        """Return whether the program can be replayed for this mini-batch."""
+        facts, recorded = (
+            (batch.count, batch.total, batch.tree, batch.seed)
+            for batch in (images.batch, self.batch)
+        )
         return (
-            (batch.count, batch.tree, batch.seed) == (recorded.count, recorded.tree, recorded.seed)
+            facts == recorded
             and (_format(images), _format(targets)) == self._formats
             and images.lanes.flags.c_contiguous
             and targets.lanes.flags.c_contiguous
@@ -165,7 +179,7 @@ class StepProgram:
     def gradient(
         self, images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Replay the computation of the value, the gradients and the new state."""
+        """Replay the computation of the value, the gradients and the new state, and return them."""
         self._set_samples(images.batch)
         inputs = self._program.inputs
         inputs.set_number("epoch", images.batch.epoch)
@@ -181,19 +195,19 @@ class StepProgram:
             self._program.inputs.set_number(name, value)
         self._program.run(UPDATE)
 
-    # methods of a device, which the recorded mini-batch calls (see `blocks.Batch`)
+    # The recorded mini-batch calls the methods below as the methods of its device (`blocks.Batch`).
 
     def valid(self, batch: Batch) -> np.ndarray:
         """Return the number of images in each block, (blocks,) int32."""
         return self._counts
 
     def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
-        """Return the epoch and the sample numbers, which each replay sets."""
+        """Return the epoch and the sample numbers. Each replay sets both."""
         return recording.scalar("epoch", batch.epoch), self._samples
 
     def per_image(self, batch: Batch) -> float:
-        """Return 1 / the number of images."""
-        return 1.0 / self.batch.count
+        """Return the reciprocal of the number of images in the whole mini-batch."""
+        return 1.0 / (self.batch.total or self.batch.count)
 
     def _set_samples(self, batch):
         self._samples[: len(batch.indices)] = batch.indices
@@ -220,7 +234,7 @@ def _arrays(net, optimizer):
 
 
 def _formats(tables):
-    """Return names, types and shapes of the arrays of tables."""
+    """Return the names, types and shapes of all arrays in the tables."""
     return [
         [(name, type(a), np.shape(a), getattr(a, "dtype", None)) for name, a in table.items()]
         for table in tables
@@ -228,13 +242,13 @@ def _formats(tables):
 
 
 def _set_tables(net, optimizer, tables):
-    """Give the network and the optimizer the arrays of these tables, in new dicts."""
+    """Set the arrays of the network and the optimizer to the arrays of these tables."""
     net.parameters, net.state, *state_arrays = map(dict, tables)
     optimizer.state_arrays.update(zip(optimizer.state_arrays, state_arrays, strict=True))
 
 
 def _settings(net, optimizer):
-    """Return all settings on which the kernel calls of a step depend."""
+    """Return all settings that affect the kernel calls of a training step."""
     parts = [*net.layers, *optimizer.transforms]
     options = net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
     return options, [dict(vars(part)) for part in parts]

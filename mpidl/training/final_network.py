@@ -1,4 +1,4 @@
-"""Finalize the trainer's network after the last iteration and the last checkpoint."""
+"""Finalize the network of a run after the last iteration and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
-    """Choose the final weights and compute their population statistics, as the options require.
+    """Choose the final weights, and compute population statistics if the options request them.
 
-    If a signal arrives during the validation or the computation, the rest is skipped. Collective.
+    If a signal arrives during the validation or the computation, the remaining work is skipped.
+    Collective.
     """
     net, options, world = trainer.net, trainer.options, trainer.world
     validation, iteration = trainer.validation, trainer.position.iteration
@@ -36,10 +37,10 @@ def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
         queue_options = {"prefetch": options.prefetch, **net.input_transform()}
         queue_options["bad_images"] = trainer.bad_images
         batch_size = options.batch_size
-        if options.accumulate > 1:  # as in training, where the statistics are those of a part
+        if options.accumulate > 1:  # as in training, compute statistics over parts of a mini-batch
             batch_size = part_blocks(batch_size, options.accumulate) * LANES
         arguments = trainer.datastore, batch_size, options.seed, world, "never"
-        # replace the training queue, which frees its memory
+        # Replacing the training queue frees its memory.
         trainer.queue = MinibatchQueue(*arguments, **queue_options)
         with trainer.console.stage("batch-norm statistics", len(trainer.datastore)) as progress:
             state = population_state(net.on(world.device), trainer.queue, world, signals, progress)

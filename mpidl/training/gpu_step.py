@@ -1,4 +1,4 @@
-"""The training step on a GPU, recorded once and replayed for every mini-batch."""
+"""Record the training step on a GPU once, and replay it for every mini-batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class StepProgram:
-    """The gradient computation and the optimizer's update, recorded as one program on a GPU.
+    """A training step, recorded as one program on a GPU.
 
-    The learnables and state of the network and the arrays of the optimizer are on the current GPU.
-    The program updates these arrays in place.
+    The program computes the gradients and the optimizer's update. The network's learnables and
+    state and the optimizer's arrays are on the current GPU, and the program updates them in place.
 
     Parameters
     ----------
@@ -29,13 +29,13 @@ class StepProgram:
     optimizer : Optimizer
         The optimizer.
     gradient : callable
-        A function returned by `value_and_grad` that sums over all ranks. The differentiated value
-        is a tuple of scalars.
+        A function returned by `value_and_grad` that sums over all ranks. The value that it
+        differentiates is a tuple of scalars.
     reader : Reader
-        Provides images and labels for recording, and uploads the images and labels of each
+        Provides images and labels for the recording, and uploads the images and labels of each
         mini-batch.
     counts : Counts
-        Receives the number of images in a mini-batch, which is needed for means over images.
+        Receives the number of images in each mini-batch, by which kernels divide sums over images.
     graphs : bool
         Whether to capture the program as CUDA graphs.
     """
@@ -69,7 +69,7 @@ class StepProgram:
             self.program = recorder.finish(outputs, graphs)
 
     def start(self, feed: Any) -> tuple[int, int]:
-        """Start the training step of a mini-batch, and return a handle for `finish` at once."""
+        """Start the training step of a mini-batch, and immediately return a handle for `finish`."""
         row = self.program.ready() % ROWS
         values = self.reader.values(feed, row)
         if "per_image" not in self.program.slots:  # the loss is not a mean over images
@@ -77,7 +77,7 @@ class StepProgram:
         return self.program.run(**values | self.optimizer.advance()), feed.batch.count
 
     def finish(self, handle: tuple[int, int]) -> tuple:
-        """Wait for the training step of a handle, and return the value of `gradient` as floats."""
+        """Wait for a started training step, and return the value of `gradient` as floats."""
         number, count = handle
         roots = self.program.results(number)
         self.counts.count = count

@@ -1,8 +1,8 @@
-"""Hooks, which the trainer calls between training steps to validate and to write files.
+"""Hooks, which the trainer calls between training steps, such as to validate and to write files.
 
-A hook is an object with some of the methods below. The trainer calls them on every rank, so hooks
-may be collective. The trainer calls the hooks in list order, except for `end`, which
-it calls in reverse order.
+A hook is an object with one or more of the methods below. The trainer calls these methods on every
+rank, so a hook may use collective operations. The hooks are called in list order, except for
+`end`, which is called in reverse order.
 
     start(trainer)              before the first iteration
     iteration(trainer, result)  for the `StepResult` of each iteration, in order; on a GPU, up
@@ -10,9 +10,9 @@ it calls in reverse order.
     step(trainer)               after each submitted mini-batch; on a GPU, a hook that reads the
                                 network must call `trainer.wait()` first
     epoch(trainer, summary)     after the last mini-batch of an epoch, with an `EpochSummary`
-    finish(trainer)             after the last mini-batch, before the network is finalized (choice
-                                of the best network, population statistics)
-    end(trainer)                when the network is final; the run's files are complete then
+    finish(trainer)             after the last mini-batch of the run, before the network is
+                                finalized (choice of the best network, population statistics)
+    end(trainer)                after the network is finalized; the run's files are then complete
     lost(trainer)               after ranks were lost, before the others repeat the iteration
 
 `trainer.stop()` ends the run after the current mini-batch, on all ranks.
@@ -62,7 +62,7 @@ def check_hooks(hooks: Any) -> list[Any]:
 
 
 class Hooks:
-    """All hooks of a run. `hooks.step(trainer)` calls `step` of each hook that has this method."""
+    """All hooks of a run. Each method, such as `step`, calls the hooks that have this method."""
 
     start: Callable[..., None]
     iteration: Callable[..., None]
@@ -75,7 +75,8 @@ class Hooks:
     def __init__(self, hooks: Iterable[Any]) -> None:
         hooks = list(hooks)
         for event in EVENTS:
-            # reversed: hooks that write files come before hooks that announce the result
+            # Hooks that write files are last in the list; `end` calls them first, before hooks
+            # that announce the result.
             order = reversed(hooks) if event == "end" else hooks
             methods = [
                 (type(hook).__name__, getattr(hook, event))
@@ -95,7 +96,7 @@ def _call_each(methods):
 
 
 class MetricsHook:
-    """Writes metrics.jsonl."""
+    """Writes a record of each iteration and each epoch to metrics.jsonl."""
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         info, seconds = result.info, trainer.position.seconds
@@ -130,7 +131,7 @@ class ConsoleHook:
         trainer.console.start(*numbers, trainer.position.epoch, has_validation)
 
     def lost(self, trainer: Trainer) -> None:
-        if not trainer.console.is_started:  # after a loss of ranks, this may be a new rank 0
+        if not trainer.console.is_started:  # if this rank has become rank 0
             self.start(trainer)
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
@@ -149,7 +150,7 @@ class ConsoleHook:
 
 
 class LiveHook:
-    """Passes the progress on rank 0 to the notebook that launched the ranks."""
+    """Sends the progress of the run from rank 0 to the notebook that launched the ranks."""
 
     def __init__(self, recorder: notebook.Recorder) -> None:
         self.recorder, self.validated = recorder, 0
@@ -234,7 +235,7 @@ class OutputFunctionsHook:
 
 
 class BalanceHook:
-    """Sets each rank's share of the images in the next epoch by the measured speed of the rank."""
+    """Sets each rank's share of the next epoch in proportion to the rank's measured speed."""
 
     def __init__(self, balancer: LoadBalancer) -> None:
         self.balancer = balancer
@@ -244,7 +245,7 @@ class BalanceHook:
 
 
 class CheckpointHook:
-    """Writes checkpoints: every `checkpoint_every` iterations, after epochs and after a stop."""
+    """Writes checkpoints every `checkpoint_every` iterations, after each epoch and after a stop."""
 
     def step(self, trainer: Trainer) -> None:
         interval = trainer.options.checkpoint_every
@@ -264,7 +265,7 @@ class CheckpointHook:
 
 
 class PlotHook:
-    """Draws progress.png after epochs and at the end."""
+    """Draws progress.png after epochs and at the end of the run."""
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         with trainer.console.stage("plot"):
@@ -290,9 +291,10 @@ def of_run(
     options : TrainingOptions
         The options of the run.
     balancer : LoadBalancer or None
-        Measures the speed of the ranks; None if the shares do not depend on speed.
+        Measures the speed of the ranks. None if the shares do not depend on speed.
     rollback : Rollback, optional
-        Keeps the states to which the run returns if its loss is not finite.
+        Keeps the state to which the run returns if its loss is not finite. By default such a loss
+        ends the run.
     """
     recorder = notebook.recorder()
     hooks = [MetricsHook(), ValidationHook(), ConsoleHook()]

@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 
 from mpidl import losses
-from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data import balanced
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages
@@ -20,7 +19,9 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.data.transforms.mixing import Mixing
 from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
+from mpidl.losses import CrossEntropy
 from mpidl.nn import Network
+from mpidl.training import whitening
 from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
 
@@ -63,7 +64,7 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         for name in ("scale", "crop_area", "crop_aspect", "erase_area", "erase_aspect")
         if getattr(options, name) is not None
     }
-    scales: Any = ranges  # whose two numbers the constructor checks
+    scales: Any = ranges  # the constructor checks that each range has two numbers
     try:
         return Augmenter(
             reflect_x="x" in options.flip,
@@ -89,12 +90,12 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
 
 
 def mixing_of(options: TrainingOptions) -> Mixing | None:
-    """Return the Mixing that the options describe, or None.
+    """Return the Mixing that the options describe, or None if images are not mixed.
 
     Raises
     ------
     UserError
-        If a value is invalid, or if the images are not in a new random order in each epoch.
+        If a value is invalid, or if the images are not shuffled in every epoch.
     """
     if not (options.mixup or options.cutmix):
         return None
@@ -166,8 +167,8 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     normalization = net.normalization
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(
-            f"--normalization {options.normalization}: expected {normalization.name}, as the "
-            "network was trained with (in Python "
+            f"--normalization {options.normalization}: expected {normalization.name}, with "
+            "which the network was trained (in Python "
             f'TrainingOptions(normalization="{normalization.name}")); '
             "to use another, set net.normalization = None first"
         )
@@ -189,6 +190,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network expects, found {store.image_shape}"
         )
+    whitening.layers_to_whiten(net)  # raises UserError
     loss = options.loss_with_options()
     class_metrics.requested(options.metrics, loss, net)
     _check_mixing(options, loss, datastore)
@@ -213,8 +215,9 @@ def prepare(
     Parameters
     ----------
     net : Network
-        The network. Its crop, preprocessing and classes are set, and its normalization unless it
-        already has one.
+        The network. The function sets its crop, preprocessing and classes. It also sets the
+        normalization unless the network already has one, and the filters of whitening layers that
+        still have their initial weights.
     datastore : Datastore
         The training set.
     options : TrainingOptions
@@ -222,10 +225,12 @@ def prepare(
     world : World
         The ranks of the run.
     checkpoint_tables : dict, optional
-        Tables of a checkpoint, from which the statistics of the normalization are read. By default
-        the statistics are computed from `datastore`.
+        Tables of a checkpoint that contain the statistics of the normalization. The network then
+        has the checkpoint's learnables already. By default the statistics and the filters are
+        computed from `datastore`.
     bad_images : BadImages, optional
-        Receives the images that cannot be read, which the queue and the statistics leave out.
+        Receives the images that cannot be read. The queue and the statistics skip these images. By
+        default an unreadable image is an error.
 
     Returns
     -------
@@ -233,23 +238,31 @@ def prepare(
         Keyword arguments of the `MinibatchQueue` for training.
     """
     augmenter = augmenter_of(options)
+    is_new = checkpoint_tables is None
+    needs_filters = is_new and bool(whitening.layers_to_whiten(net))
+    needs_statistics = is_new and net.normalization is None
+    if needs_statistics:
+        needs_statistics = normalize.needs_statistics(options.normalization, datastore)
+    images = datastore
+    if bad_images is not None and (needs_filters or needs_statistics):
+        bad_images.search(datastore, world)
+        images = bad_images.usable(datastore)
     if checkpoint_tables is not None:
         arrays, channels = checkpoint_tables.get("normalization", {}), datastore.image_shape[0]
         normalization = normalize.read(options.normalization, arrays, channels)
-    elif net.normalization is not None:  # the weights expect it; `check` has compared its name
+    elif net.normalization is not None:  # of a trained network; `check` has compared its name
         normalization = net.normalization
     else:
-        images = datastore
-        if bad_images is not None and normalize.needs_statistics(options.normalization, datastore):
-            bad_images.search(datastore, world)
-            images = bad_images.usable(datastore)
         normalization = normalize.normalization(options.normalization, images, world)
     normalization = normalization.window(image_shape(options, datastore.image_shape)[1:])
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.window
+    if needs_filters:
+        whitening.whiten(net, images, world)
     net.preprocess = datastore.preprocess or net.preprocess
     loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
+    net.loss = losses.trained_loss(loss, net, datastore)
     return {
         "augmenter": augmenter,
         "mixing": mixing_of(options),
@@ -262,7 +275,7 @@ def prepare(
 
 
 def facts(options: TrainingOptions) -> dict[str, Any]:
-    """Return {"augmenter": spec} for a checkpoint if the option `augmenter` is given, else {}."""
+    """Return {"augmenter": spec} for a checkpoint, or {} if the option `augmenter` is not set."""
     return {} if options.augmenter is None else {"augmenter": options.augmenter.spec()}
 
 
@@ -275,7 +288,7 @@ def check_unchanged(saved: dict[str, Any], options: TrainingOptions) -> None:
 
 
 def tables(net: Network) -> dict[str, dict[str, np.ndarray]]:
-    """Return {"normalization": statistics} for a file, or {} if there are no statistics."""
+    """Return {"normalization": arrays} for a checkpoint or model file, or {} without statistics."""
     arrays = {} if net.normalization is None else net.normalization.arrays()
     return {"normalization": arrays} if arrays else {}
 

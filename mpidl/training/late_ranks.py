@@ -1,4 +1,4 @@
-"""Find ranks for which the other ranks always wait."""
+"""Find ranks that keep the other ranks waiting all the time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import numpy as np
 
 from mpidl.phases import Seconds
 
-WINDOW = 10.0  # shortest period to judge, in seconds
-ALWAYS = 0.9  # fraction of the period in which a rank must be late
-DELAY = 0.1  # fraction of an interval by which a late rank delays the others
-MOST_NAMES = 3  # largest number of ranks in the message
+WINDOW = 10.0  # shortest period for which late ranks are reported, in seconds
+ALWAYS = 0.9  # fraction of this period during which a rank must be late to be reported
+DELAY = 0.1  # a late rank delays the others by at least this fraction of an interval
+MOST_NAMES = 3  # largest number of ranks that the message names
 
 
 class LateRanks:
-    """Judges which ranks kept the others waiting almost all of the time.
+    """Determines which ranks kept the others waiting almost all the time.
 
-    A rank is late in an interval if it took longer to read, compute and sum than other ranks would
-    for as many images, and if the other ranks waited. Both the excess time and the wait must be at
-    least `DELAY` of the interval. A rank is therefore not late only because it has more blocks than
-    the others, or because it writes the files of the run.
+    A rank is late in an interval if two conditions hold. The rank took longer to read, compute and
+    sum than other ranks would take for the same number of images, and the other ranks waited. Both
+    the excess time and the wait must be at least the fraction `DELAY` of the interval. A rank does
+    not count as late merely because it has more images or writes the files of the run.
 
     Parameters
     ----------
     hosts : sequence of str
-        Host of each rank.
+        Host name of each rank.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -38,14 +38,14 @@ class LateRanks:
         self.late_seconds, self.waits = np.zeros(len(self.hosts)), np.zeros(len(self.hosts))
 
     def add(self, times: Sequence[Seconds], images: Sequence[int]) -> None:
-        """Add an interval.
+        """Add the times of an interval.
 
         Parameters
         ----------
         times : sequence of Seconds
             Seconds that each rank spent on each kind of work in the interval.
         images : sequence of int
-            Images of each rank in a mini-batch.
+            Number of images of each rank in a mini-batch.
         """
         share = np.array(images, float)
         if (share > 0).sum() < 2:
@@ -62,10 +62,10 @@ class LateRanks:
         self.waits += waits
 
     def message(self) -> str | None:
-        """Return a line that names the late ranks, or None.
+        """Return a line that names the late ranks, or None if there is nothing to report.
 
-        The line covers the intervals since the last period that was judged. It is not repeated
-        while the same ranks are late.
+        The line covers all intervals since the end of the last period, which must together last at
+        least `WINDOW` seconds. The line is not repeated while the same ranks are late.
         """
         if self.seconds < WINDOW:
             return None
@@ -86,5 +86,5 @@ class LateRanks:
 
 
 def _median_of_others(values):
-    """Return for each rank the median over the other ranks, without NaN."""
+    """Return for each rank the median of the other ranks' values, ignoring NaN."""
     return np.array([np.nanmedian(np.delete(values, rank)) for rank in range(len(values))])

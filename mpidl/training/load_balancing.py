@@ -10,10 +10,10 @@ PARTS = 1000  # the weight of the fastest rank
 
 
 class LoadBalancer:
-    """Measures this rank's speed, and computes the ranks' shares of the next epoch from all speeds.
+    """Measures the speed of this rank, and computes all ranks' shares of the next epoch.
 
-    Time spent waiting for other ranks is left out. The shares do not affect the result of training,
-    not even its rounding errors.
+    The measurement excludes time spent waiting for other ranks. The shares do not affect the
+    training results, not even their rounding errors.
 
     Parameters
     ----------
@@ -31,19 +31,18 @@ class LoadBalancer:
         self.started = now - self.world.transport.wait_seconds
 
     def stop(self, now: float, blocks: int) -> None:
-        """Stop timing the step, in which this rank computed `blocks` blocks of 16 images."""
+        """Stop timing a step in which this rank computed `blocks` blocks of 16 images."""
         self.seconds += now - self.world.transport.wait_seconds - self.started
         self.blocks += blocks
 
     def load(self) -> tuple[int, ...] | None:
-        """Return each rank's weight for the next epoch, and restart the measurement.
-
-        The method is collective.
+        """Return each rank's weight for the next epoch, and restart the measurement. Collective.
 
         Returns
         -------
         tuple of int or None
-            One weight per rank, from 1 to PARTS. None if no rank measured any work.
+            One weight per rank, from 1 to `PARTS`, proportional to the rank's speed. None if no
+            rank measured any work.
         """
         speeds = np.zeros(self.world.size)
         if self.blocks and self.seconds > 0:
@@ -52,6 +51,6 @@ class LoadBalancer:
         speeds = self.world.gop("max", speeds)
         if not speeds.any():
             return None
-        # Ranks without a measurement get the mean speed of the ranks with one.
+        # A rank that has measured nothing gets the mean speed of the other ranks.
         speeds[speeds == 0] = speeds[speeds > 0].mean()
         return tuple(max(1, round(PARTS * speed)) for speed in (speeds / speeds.max()).tolist())

@@ -1,4 +1,4 @@
-"""Let a run continue on the remaining ranks after a loss of ranks, with unchanged results."""
+"""Let a run that has lost ranks continue on the remaining ranks, with the same results."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 def prepare(options: TrainingOptions, world: World) -> None:
-    """Let the world continue after a loss of ranks if the option `on_lost_rank` is "shrink".
+    """Let the world survive the loss of ranks if the option `on_lost_rank` is "shrink".
 
     Raises
     ------
     UserError
-        If the world cannot continue after a loss of ranks.
+        If the world cannot survive the loss of ranks.
     """
     if options.on_lost_rank == "shrink" and not world.outlives_ranks:
         world.outlive_ranks("--on-lost-rank shrink")
 
 
 def describe(lost: Sequence[LostRank], world: World) -> str:
-    """Return the beginning of the line about lost ranks."""
+    """Return the beginning of the console line about lost ranks."""
     names = ", ".join(f"rank {rank} on host {host}" for rank, host in lost)
     verb = "were" if len(lost) > 1 else "was"
     left = f"{world.size} rank{'s continue' if world.size > 1 else ' continues'}"
@@ -48,22 +48,20 @@ def describe(lost: Sequence[LostRank], world: World) -> str:
 def restart_test(
     world: World, console: Console, signals: Signals, lock: RunLock, result: Result
 ) -> None:
-    """Prepare to repeat the test after a loss of ranks during the test, and print a line.
-
-    Collective.
+    """After ranks were lost during the test, prepare to repeat it and print a line. Collective.
 
     Parameters
     ----------
     world : World
-        The ranks that are left.
+        The remaining ranks.
     console : Console
         The console of the run.
     signals : Signals
-        Stop requests of this rank; the ranks then agree on a stop again.
+        The stop requests of this rank. The ranks must agree on a stop again.
     lock : RunLock
         The lock of the run's folder.
     result : Result
-        The result of the training, with the number of ranks that were lost during the training.
+        The result of the training, which includes the number of ranks lost before the test.
     """
     if world.rank == 0:
         console.take_over()
@@ -74,23 +72,23 @@ def restart_test(
 
 
 class IterationStart:
-    """A copy of the state with which the current iteration started.
+    """A copy of the state in which the current iteration started.
 
-    A loss of ranks interrupts the other ranks at different places, some an iteration ahead of
-    others. All ranks return to the start of the last iteration that all of them have reached. A
-    rank reaches the start of an iteration when it asks the others whether to continue. When the
-    rank has received the answer, all ranks have reached this start, and no rank needs an earlier
-    start.
+    The loss of a rank interrupts the other ranks at different points, some of them one iteration
+    ahead of others. All ranks then return to the start of the last iteration that all of them have
+    reached. A rank reaches the start of an iteration when it asks the other ranks whether to
+    continue. Once the rank receives the answer, all ranks have reached this start, so the copy of
+    the previous start is no longer needed.
 
     Parameters
     ----------
     world : World
-        The ranks of the run. If the world does not outlive its ranks, there are no copies.
+        The ranks of the run. If the world cannot survive the loss of ranks, no copies are made.
 
     Attributes
     ----------
     losses : int
-        Number of ranks that the run has lost and announced.
+        Number of lost ranks that the run has announced.
     """
 
     def __init__(self, world: World) -> None:
@@ -103,17 +101,17 @@ class IterationStart:
         self._facts: dict[str, Any] = {}
 
     def reach(self) -> None:
-        """Note that this rank has completed an epoch, or an iteration with all its hooks."""
+        """Record that this rank has completed an epoch, or an iteration including all hooks."""
         self._is_reached = self.is_kept
         self._number, self._time = self._number + 1, time.monotonic()
 
     def keep(self, trainer: Trainer) -> None:
-        """Copy the state of a start that all ranks have reached, unless it was copied before."""
+        """Copy the current state, which all ranks have reached, unless it was copied already."""
         if not self._is_reached:
             return
         tables, facts = run_state.progress(trainer)
         for table, arrays in tables.items():
-            if table not in BEST:  # the best network is replaced, never changed
+            if table not in BEST:  # arrays of the best network are never changed in place
                 tables[table] = _copy_into(self._arrays.get(table, {}), arrays)
         self._arrays = tables
         self._facts = {"position": asdict(trainer.position), **copy.deepcopy(facts)}
@@ -135,7 +133,7 @@ class IterationStart:
         self._announce(trainer, start_time, repeated_seconds)
 
     def _announce(self, trainer, start_time, repeated_seconds):
-        """Record the loss of ranks, and print a line."""
+        """Record the loss of ranks in metrics.jsonl, and print a line."""
         world, position = trainer.world, trainer.position
         times = np.array([repeated_seconds, time.monotonic() - start_time])
         repeated_seconds, seconds = world.gop("max", times)
@@ -151,7 +149,7 @@ class IterationStart:
 
 
 def _copy_into(copies, arrays):
-    """Return copies of arrays by name, in the memory of earlier copies if the shapes are equal.
+    """Return copies of arrays by name; reuse the memory of `copies` if all shapes are equal.
 
     Copies are necessary because the optimizer overwrites arrays in place.
     """

@@ -1,7 +1,8 @@
-"""Compute how much of `--cache-mb` is available for caching decoded images.
+"""Compute how much of the memory limit `--cache-mb` is left for caching decoded images.
 
-The option limits how much memory each node uses for data, not counting the current mini-batch.
-Prefetched mini-batches and pixels that are being read use it first; the cache uses the rest.
+The option limits the memory that each node uses for data, not counting the current mini-batch.
+Memory for prefetched mini-batches and for pixels that are being read is reserved first. The cache
+gets the rest.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from mpidl.training import input_pipeline
 from mpidl.training.options.training_options import TrainingOptions
 
 MB = 10**6
-COPIES = 2  # each thread holds two copies of its pixels: as read, and merged with cached images
+COPIES = 2  # each thread holds its pixels twice: as read, and merged with cached images
 
 
 def for_images(options: TrainingOptions, datastore: Datastore, world: Any) -> int:
-    """Return the size in bytes per node, at least 0, for a `NodeCache` of the training set.
+    """Return the memory in bytes per node, at least 0, for a `NodeCache` of the training set.
 
     Notes
     -----
     When validation runs between iterations, the prefetched training mini-batches stay in memory,
-    so memory is reserved for both the training queue and the validation queue. At the end of an
-    epoch, no training mini-batches are queued, so only the larger of the two is reserved. If
-    `--cache-mb` is too small for the prefetched mini-batches, no image is cached. The number of
-    prefetched mini-batches is not reduced, because training steps might then have to wait for
-    images.
+    so memory is reserved for both the training queue and the validation queue. If validation runs
+    only at the end of an epoch, the training queue is empty then, so only the larger of the two
+    amounts is reserved. If `--cache-mb` is too small for the prefetched mini-batches, no image is
+    cached. The number of prefetched mini-batches is not reduced, because training steps might then
+    have to wait for images.
     """
     shape, staged = input_pipeline.image_shape(options, datastore.image_shape), 0
     if world.device is not None:
@@ -57,10 +58,10 @@ def queue_bytes(
     world: Any,
     staged: int = 0,
 ) -> int:
-    """Return the number of bytes that a `MinibatchQueue` needs besides the current mini-batch.
+    """Return the bytes that a `MinibatchQueue` needs per node besides the current mini-batch.
 
-    This includes prefetched mini-batches and pixels that threads are reading. If the nodes need
-    different amounts, the largest one is returned.
+    The result includes prefetched mini-batches and pixels that threads are reading. If the nodes
+    need different amounts, the result is the largest amount.
 
     Parameters
     ----------
@@ -72,11 +73,11 @@ def queue_bytes(
         (C, P, Q) of the network's images. The queue stores them as float32 blocks or, for a GPU,
         in the type of the datastore.
     batch_size : int
-        Number of images per mini-batch over all ranks.
+        Number of images per mini-batch, summed over all ranks.
     world : World
         The ranks.
     staged : int
-        Number of mini-batches held in memory in addition to the prefetched ones.
+        Number of mini-batches held in memory in addition to the prefetched mini-batches.
     """
     count, workers = len(datastore), options.workers if options.prefetch else 1
     load = None if options.worker_load == "measured" else options.load(world.size)

@@ -1,4 +1,4 @@
-"""The position and the result of a training run, and the arguments of output functions."""
+"""Define the position and the result of a run, and the argument of output functions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from mpidl.training.steps import StepResult
 
 OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons to end a run early
-RATE_FACTOR = 0.5  # factor of the rates at each rollback; a power of two keeps them exact
+RATE_FACTOR = 0.5  # each rollback multiplies learning rates by this; a power of two is exact
 
 
 @dataclass
 class Position:
-    """The progress of a run, which checkpoints store.
+    """The progress of a run, as stored in checkpoints.
 
     Attributes
     ----------
@@ -26,17 +26,17 @@ class Position:
     batch, iteration : int
         Number of mini-batches submitted in the current epoch, and in all epochs.
     loss : float
-        Sum of the losses of this epoch's images so far.
+        Sum of the losses over the images of the current epoch so far.
     correct : float or None
-        Correctly classified images of this epoch; None if the loss has no classes.
+        Number of correctly classified images in the current epoch. None if the loss has no classes.
     images, all_images : int
-        Number of images in completed steps of this epoch, and of all epochs.
+        Number of images in completed steps of the current epoch, and of all epochs.
     seconds : float
         Training time, including the time before a resume.
     epoch_loss : float or None
         Mean loss over the images of the last complete epoch.
     rollbacks : int
-        Number of rollbacks so far; see the option on_nan.
+        Number of rollbacks so far; see the option `on_nan`.
     """
 
     epoch: int = 1
@@ -73,7 +73,8 @@ class Position:
         learning_rate : float
             Learning rate of the last iteration.
         images_per_second : float
-            Images of the epoch divided by its seconds without validations and checkpoints.
+            Number of images in the epoch divided by its seconds, excluding validations and
+            checkpoints.
 
         Returns
         -------
@@ -89,7 +90,7 @@ class Position:
 
     @property
     def rate_factor(self) -> float:
-        """Factor of all learning rates, which each rollback halves."""
+        """Factor by which all learning rates are multiplied. Each rollback halves the factor."""
         return RATE_FACTOR**self.rollbacks
 
     @property
@@ -101,8 +102,8 @@ class Position:
     def mean_loss(self) -> float:
         """Mean loss of the current epoch so far.
 
-        Before the first mini-batch of an epoch, it is the mean loss of the previous epoch, or NaN
-        if there is none.
+        Before the first mini-batch of an epoch, the mean loss of the previous epoch. NaN if there
+        is no previous epoch.
         """
         if self.images:
             return self.loss / self.images
@@ -118,16 +119,17 @@ class Progress(NamedTuple):
         "start" before the first iteration, "iteration" after each iteration, "epoch" after each
         epoch, "done" at the end.
     epoch, iteration : int
-        The current epoch and iteration, counted from 1. `iteration` is 0 before the first one.
+        The current epoch and iteration, counted from 1. Before the first iteration, `iteration` is
+        0.
     loss, accuracy : float or None
-        Means over the mini-batch if `state` is "iteration", or over the images of the epoch. None
-        if there are no means yet, such as at the start.
+        Means over the mini-batch if `state` is "iteration", otherwise over the images of the epoch.
+        None if no mean is available, such as at the start.
     learning_rate : float
         Learning rate of the current iteration.
     seconds : float
         Training time since the start of the run, including the time before a resume.
     validation_loss, validation_accuracy : float or None
-        Results of the last validation, if any.
+        Results of the last validation. None if there was no validation.
     """
 
     state: str
@@ -153,8 +155,8 @@ class EpochSummary(NamedTuple):
     learning_rate : float
         Learning rate of the last iteration.
     images_per_second : float
-        Images of the epoch divided by its seconds without validations and checkpoints, on all ranks
-        together.
+        Number of images in the epoch, summed over all ranks, divided by the seconds of the epoch
+        excluding validations and checkpoints.
     """
 
     epoch: int
@@ -172,29 +174,29 @@ class Result:
     Attributes
     ----------
     stopped : str or None
-        What ended the run early: the name of a signal, "stop file", "output_function" (also for a
-        stop by a hook) or "validation_patience". None if the run did not end early.
+        The reason for an early end: the name of a signal, "stop file", "output_function" (also if a
+        hook stopped the run) or "validation_patience". None if the run did not end early.
     epochs : int
         Number of complete epochs.
     iterations : int
         Number of iterations, including those before a resume.
     loss : float
-        Mean loss over the images of the last epoch, complete or not.
+        Mean loss over the images of the last epoch, even if the epoch is incomplete.
     images_per_second : float
-        Number of images of all epochs divided by `train_seconds`.
+        Number of images in all epochs divided by `train_seconds`.
     train_seconds : float
         Training time in seconds, including the time before a resume.
     best_iteration : int or None
-        The iteration with the lowest validation loss. None without a validation.
+        The iteration with the lowest validation loss. None if there was no validation.
     validation_loss, validation_accuracy : float or None
         Results of the last validation, or of the best network if the run returns that network.
     rollbacks : int
-        Number of times that the run returned to an earlier state; see the option on_nan.
+        Number of times that the run returned to an earlier state; see the option `on_nan`.
     lost_ranks : int
-        Number of ranks that were lost; see the option on_lost_rank.
+        Number of ranks that were lost; see the option `on_lost_rank`.
     skipped_images : int
         Number of training and validation images that could not be read; see the option
-        on_bad_image.
+        `on_bad_image`.
     history : History
         Loss, accuracy, learning rate and speed of all iterations, epochs and validations. If the
         run was resumed in a folder, the history includes the records before the resume.

@@ -1,4 +1,4 @@
-"""Record in metrics.jsonl what each rank spends its time on."""
+"""Record how each rank spends its time, in the `ranks` records of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SECONDS = 2.0  # shortest time between two records within an epoch
 
 
 class RankTimesHook:
-    """Writes the `ranks` records: about every two seconds, and at the end of each epoch.
+    """Writes `ranks` records about every two seconds and at the end of each epoch.
 
-    At the end of an epoch, a line names the ranks that were late all the time.
+    At the end of an epoch, the hook also prints a line that names the ranks that were always late.
 
-    The ranks cannot agree on the time without a message. Rank 0 therefore decides in which
-    iteration the ranks exchange their times next, and they exchange nothing for this before that
-    iteration.
+    The ranks cannot agree on the time without a message. Rank 0 therefore decides at which
+    iteration the ranks will exchange their times next. Until that iteration, the hook sends no
+    messages.
     """
 
     def start(self, trainer: Trainer) -> None:
@@ -67,7 +67,7 @@ class RankTimesHook:
             self._record(trainer, trainer.position.epoch)
 
     def _record(self, trainer, epoch):
-        """Write the record of the time since the last one. Collective."""
+        """Write a record of the time since the last record. Collective."""
         if trainer.writer.out is None:
             return
         self.recorded = trainer.position.iteration
@@ -86,7 +86,7 @@ class RankTimesHook:
             trainer.writer.record_ranks(epoch, self.recorded, fields)
 
     def _judge(self, times, trainer):
-        """Count an interval for the message about late ranks."""
+        """Add an interval to the statistics about late ranks."""
         count = min(trainer.options.batch_size, len(trainer.datastore))
         shares = partition.image_shares(count, trainer.world.size, trainer.queue.load)
         self.late.add(times, [stop - first for first, stop in shares])

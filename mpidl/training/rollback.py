@@ -1,4 +1,4 @@
-"""Return to the last good state of a run if its loss or its weights are not finite."""
+"""Return a run to its last good state if its loss or its weights are not finite."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PREFIX = "rollback_"  # prefix of a checkpoint's tables that hold an earlier sta
 class Rollback:
     """Keeps the last good state of a run in memory, and restores it.
 
-    A state is kept at the start, after each epoch and every `checkpoint_every` iterations. A run
-    that was killed resumes from one of these states, so it returns to the same states as an
-    undisturbed run. A checkpoint of another iteration, such as after a signal, also stores the
-    kept state.
+    A state is kept at the start, after each epoch and every `checkpoint_every` iterations. A killed
+    run resumes from a checkpoint of one of these states, so it rolls back to the same states as an
+    uninterrupted run. A checkpoint written at another iteration, such as after a signal, also
+    stores the kept state.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Rollback:
         self.facts: dict[str, Any] = {}
 
     def keep(self, trainer: Trainer) -> None:
-        """Keep the current state; raise NotFinite if it is not finite. Collective."""
+        """Keep the current state; raise NotFinite if an array is not finite. Collective."""
         trainer.wait()
         tables, facts = run_state.progress(trainer)
         position, problem = trainer.position, None
@@ -43,14 +43,14 @@ class Rollback:
         except NotFinite as error:
             problem = error
         if trainer.world.gop("or", problem is not None):
-            trainer.audit()  # raises a Fault if only some of the ranks have this problem
+            trainer.audit()  # raise a Fault if only some of the ranks have this problem
         if problem is not None:
             raise problem
         self.arrays = run_state.copied(tables)
         self.facts = {"position": asdict(position), **copy.deepcopy(facts)}
 
     def load(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Keep the earlier state that a checkpoint stores, if it stores one."""
+        """Keep the earlier state stored in a checkpoint, if there is one."""
         if "rollback" in facts:
             self.facts = facts["rollback"]
             self.arrays = {
@@ -60,19 +60,22 @@ class Rollback:
             }
 
     def stored(self, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (tables, facts) to add to a checkpoint; empty if it holds the kept state."""
+        """Return (tables, facts) of the kept state, to add to a checkpoint.
+
+        Both are empty if the kept state is the state of the checkpoint itself.
+        """
         if self.facts["position"]["iteration"] == position.iteration:
             return {}, {}
         tables = {f"{PREFIX}{table}": arrays for table, arrays in self.arrays.items()}
         return tables, {"rollback": self.facts}
 
     def restore(self, trainer: Trainer, problem: NotFinite) -> None:
-        """Return to the kept state, and lower the learning rates from then on. Collective.
+        """Return to the kept state, and halve all learning rates from then on. Collective.
 
         Raises
         ------
         Fault
-            If the run has rolled back `LIMIT` times.
+            If the run has already rolled back `LIMIT` times.
         """
         count = trainer.position.rollbacks + 1
         if count > LIMIT:
@@ -91,7 +94,7 @@ class Rollback:
 
 
 class RollbackHook:
-    """Keeps the states to which a run may return."""
+    """Keeps the states to which the run returns if its loss is not finite."""
 
     def __init__(self, rollback: Rollback) -> None:
         self.rollback = rollback

@@ -13,7 +13,7 @@ from decimal import Decimal
 from mpidl.errors import UserError
 from mpidl.training.options.training_options import TrainingOptions
 
-SCALING_EPOCHS = 5  # of the warm-up of Goyal et al., "Accurate, large minibatch SGD", 2017
+SCALING_EPOCHS = 5  # length of the warm-up in Goyal et al., "Accurate, large minibatch SGD", 2017
 ENDING = ("cosine", "polynomial")  # schedules that depend on the number of epochs
 
 
@@ -34,7 +34,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
     Raises
     ------
     UserError
-        If the user's schedule function does not return a finite number of at least 0.
+        If a schedule function returns something other than a finite number of at least 0.
     """
     schedule = options.learn_rate_schedule
     if callable(schedule):
@@ -87,7 +87,7 @@ def _series(x, first):
 
 
 def _call_schedule(schedule: Callable[[int, int], float], epoch: int, iteration: int) -> float:
-    """Call the user's schedule function and check the rate that it returns."""
+    """Call the user's schedule function, check the learning rate, and return it."""
     rate = schedule(epoch, iteration)
     try:
         number = float(rate)

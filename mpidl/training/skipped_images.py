@@ -18,7 +18,7 @@ from mpidl.training.progress import EpochSummary
 if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
-MOST_LINES = 5  # number of images that are reported one by one
+MOST_LINES = 5  # largest number of images that are reported with a line each
 HEADINGS = ["set", "image", "reason"]
 
 
@@ -30,7 +30,7 @@ def write_list(folder: str | os.PathLike[str], sets: Mapping[str, Any]) -> None:
     folder : path
         The folder of the run.
     sets : mapping
-        {name of a set: (Datastore, BadImages)}
+        {name of the set, such as "training": (Datastore, BadImages)}
     """
     path = os.path.join(folder, BAD_IMAGES)
     rows = [row for row in _read_rows(path) if row[0] not in sets]
@@ -43,7 +43,7 @@ def write_list(folder: str | os.PathLike[str], sets: Mapping[str, Any]) -> None:
 
 
 def _read_rows(path):
-    """Return the undamaged rows of a list, without its headings."""
+    """Return the undamaged rows of a CSV file, without its headings."""
     rows: list[list[str]] = []
     if os.path.exists(path):
         with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -53,7 +53,7 @@ def _read_rows(path):
 
 
 def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
-    """Return {name: (images, skipped images)} of the sets of a run; {} if none are skipped."""
+    """Return {set name: (images, skipped images)} of a run; {} if the run skips no images."""
     validation = trainer.validation
     sets = {"training": (trainer.datastore, trainer.bad_images)}
     sets["validation"] = validation.store, validation.bad_images
@@ -65,20 +65,20 @@ def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:
-    """Return {"bad_images": {name of a set: {index: reason}}} for a checkpoint, or {}."""
+    """Return {"bad_images": {set name: {index: reason}}}; {} if no image was skipped."""
     reasons = {name: bad.reasons for name, (_, bad) in sets_of(trainer).items() if len(bad)}
     return {"bad_images": reasons} if reasons else {}
 
 
 def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Set the skipped images of a resumed run, from the facts of its checkpoint."""
+    """Restore the skipped images of a resumed run from the facts of its checkpoint."""
     for name, (_, bad_images) in sets_of(trainer).items():
         reasons = saved.get("bad_images", {}).get(name, {})
         bad_images.merge([{int(i): reason for i, reason in reasons.items()}])
 
 
 class SkippedImagesHook:
-    """Prints messages about the first skipped images, counts them, and lists all in a file."""
+    """Reports the first skipped images, and writes a list of all skipped images."""
 
     def __init__(self) -> None:
         self.reported: set[tuple[str, int]] = set()
@@ -91,7 +91,7 @@ class SkippedImagesHook:
         self._tell(trainer)
 
     def lost(self, trainer: Trainer) -> None:
-        self.listed = 0  # the number may differ between ranks
+        self.listed = 0  # after a loss, ranks may have listed different numbers of images
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self._tell(trainer)
@@ -105,7 +105,7 @@ class SkippedImagesHook:
         self._list(trainer)
 
     def _tell(self, trainer):
-        """Print messages about new images."""
+        """Print messages about images that were skipped since the last call."""
         for name, (_, bad_images) in sets_of(trainer).items():
             for i, reason in bad_images.reasons.items():
                 if (name, i) not in self.reported:
@@ -114,7 +114,7 @@ class SkippedImagesHook:
                         trainer.console.line(f"warning: skipped an image: {reason}")
 
     def _list(self, trainer):
-        """Write the file if there are new images. Collective."""
+        """Write the list if images were skipped since the last call. Collective."""
         if trainer.writer.out is None or self.listed == len(self.reported):
             return
         self.listed = len(self.reported)

@@ -1,4 +1,4 @@
-"""Report the state of a run in status.json, and obey requests in the file `stop`."""
+"""Write the state of a run to status.json, and stop the run if the file `stop` requests it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 def watched(
     folder: str | os.PathLike[str] | None, world: World, signals: Signals, lock: RunLock
 ) -> Iterator[None]:
-    """Within the block, let the file `stop` request a stop of the run, as a signal does.
+    """Within the block, let the file `stop` end the run as a signal does.
 
-    The loss of the lock requests a stop, too. The run then ends when it would write a checkpoint.
+    The run also stops if it loses the lock of its folder. It then writes no checkpoint.
 
-    Only rank 0 looks for the file. The start of the block removes the file of an earlier job, and
-    its end removes the file of this job. If the caller's block already watches for the same
-    signals, nothing changes.
+    Only rank 0 looks for the file. The file of an earlier job is removed at the start of the block,
+    and the file of this job at the end. If an outer block already watches on behalf of `signals`,
+    this block does nothing.
 
     Parameters
     ----------
     folder : path or None
-        Folder of the run.
+        Folder of the run. None if the run has no folder; there is then no file to watch.
     world : World
         The ranks of the run.
     signals : Signals
-        Requests to stop the run.
+        The requests to stop the run.
     lock : RunLock
         The lock of the folder.
     """
@@ -76,12 +76,15 @@ class StopFile:
         self.folder, self.world, self.look_time = folder, world, -math.inf
 
     def remove(self) -> None:
-        """Remove the file, which belongs to an earlier job or to this job at its end."""
+        """Remove the file."""
         if self.world.rank == 0:
             stop_file.remove(self.folder)
 
     def look(self) -> str | None:
-        """Return the reason to stop now, or None; read at most once per `stop_file.SECONDS`."""
+        """Return a reason if the file requests an immediate stop, else None.
+
+        The file is read at most once per `stop_file.SECONDS`.
+        """
         now = time.monotonic()
         if self.world.rank or now - self.look_time < stop_file.SECONDS:
             return None
@@ -90,7 +93,7 @@ class StopFile:
 
 
 class StopFileHook:
-    """Stops the run after an epoch, if the file `stop` requests that."""
+    """Stops the run after an epoch if the file `stop` requests that."""
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         out, signals = trainer.writer.out, trainer.signals
@@ -103,8 +106,9 @@ class StopFileHook:
 class StatusHook:
     """Writes status.json when a run begins, when it ends, and if it fails.
 
-    The `with` block of the hook is the run; the command's block includes the test. The methods are
-    collective, except for the exit after an exception.
+    The hook is also a context manager: its `with` block encloses the run. In the command `train`,
+    the block also includes the test. All methods are collective, except for `__exit__` after an
+    exception.
 
     Parameters
     ----------
@@ -141,7 +145,7 @@ class StatusHook:
         elif self.world.rank == 0:
             text = describe(error).encode("utf-8", "backslashreplace").decode()
             self.status.state, self.status.error = status.FAILED, text
-            with contextlib.suppress(UserError, LostLock):  # the run's own error is the one to show
+            with contextlib.suppress(UserError, LostLock):  # show the error of the run instead
                 self.lock.check()
                 status.write(self.folder, self.status)
 
@@ -171,7 +175,7 @@ class StatusHook:
 def of_run(
     hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World, lock: RunLock
 ) -> StatusHook | None:
-    """Return a StatusHook; None if the run has no folder, or if `hooks` contains such a hook."""
+    """Return a StatusHook, or None if the run has no folder or `hooks` contains a StatusHook."""
     if folder is None or any(isinstance(hook, StatusHook) for hook in hooks):
         return None
     return StatusHook(folder, world, lock)

@@ -2,15 +2,14 @@
 
 Both classes have the same methods. `submit` starts the training step of a mini-batch and returns
 the results that are ready. `drain` waits for all remaining results, and `close` moves the network
-back to host memory. On the host, each step is complete when `submit` returns. On a GPU, the host
-submits up to `STEPS_AHEAD` steps ahead.
+back to host memory. On the host, each step is complete when `submit` returns. On a GPU, up to
+`STEPS_AHEAD` earlier steps may still be running when the next step is submitted.
 """
 
 from __future__ import annotations
 
 import collections
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,14 +18,12 @@ import numpy as np
 
 from mpidl import losses, phases
 from mpidl.autodiff import value_and_grad
-from mpidl.backends.cpu import arenas
-from mpidl.data import MinibatchQueue
 from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import NotFinite, UserError
-from mpidl.training import accumulation, cpu_step
+from mpidl.training import accumulation
 from mpidl.training.optimizers import Optimizer
 
-STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wait for
+STEPS_AHEAD = 4  # largest number of GPU steps that may be pending when a step is submitted
 
 
 class StepInfo(NamedTuple):
@@ -37,7 +34,7 @@ class StepInfo(NamedTuple):
     epoch, iteration : int
         Epoch and iteration of the step, from 1.
     images : int
-        Number of images of the mini-batch, on all ranks.
+        Number of images in the mini-batch, summed over all ranks.
     learning_rate : float
         Learning rate of the step.
     start : float
@@ -62,9 +59,9 @@ class StepResult(NamedTuple):
         Loss of the mini-batch.
     correct : float or None
         Number of correctly classified images. An image with several labels counts as the
-        fraction of labels that are correct. None if the loss has no classes.
+        fraction of its labels that are correct. None if the loss has no classes.
     images_per_second : float
-        Images of the mini-batch divided by the seconds since the start of the step.
+        Number of images in the mini-batch divided by the seconds since the start of the step.
     """
 
     info: StepInfo
@@ -78,70 +75,6 @@ class StepResult(NamedTuple):
         return None if self.correct is None else self.correct / self.info.images
 
 
-def make_step(net, optimizer, options, loss, world, datastore, queue_options, balancer, advice):
-    """Create the mini-batch queue and the training step for the device of `world`.
-
-    Parameters
-    ----------
-    loss : str or function
-        The loss, as `TrainingOptions.loss_for` returns it.
-    queue_options : dict
-        Arguments of `MinibatchQueue` other than datastore, batch size, seed, world and shuffling.
-    balancer : LoadBalancer or None
-        Measures each rank's time per block of 16 images.
-    advice : Callable[[float], str]
-        Function of the learning rate that advises the user about a loss that is not finite.
-
-    Returns
-    -------
-    queue : MinibatchQueue
-        The queue that delivers mini-batches for the step.
-    step : EagerStep or RecordedStep
-        The step.
-
-    Raises
-    ------
-    UserError
-        If an option or the optimizer does not work on a GPU.
-    """
-    arguments = datastore, options.batch_size, options.seed, world, options.shuffle
-    labels_per_image = losses.labels_per_image(net, datastore)
-    accumulation.check(options, loss, world.device)
-    if world.device is None:
-        is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
-        step_class = ReplayedStep if is_recordable and world.replays_steps else EagerStep
-        queue = MinibatchQueue(*arguments, **queue_options)
-        queue.parts = options.accumulate
-        return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
-    from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
-
-    if options.mixup or options.cutmix:
-        raise UserError(
-            "--mixup and --cutmix: GPUs have no kernels for labels that are probabilities; use "
-            "--device cpu"
-        )
-    if options.batchnorm == "local":
-        raise UserError("--batchnorm local: on GPUs the statistics are global; use --device cpu")
-    if balancer:
-        raise UserError(
-            "--worker-load measured: on GPUs the shares are fixed when the step is recorded; "
-            "give numbers, or use --device cpu"
-        )
-    missing = [
-        name for name in ("apply", "prepare", "numbers", "advance") if not hasattr(optimizer, name)
-    ]
-    if missing:
-        raise UserError(
-            f"optimizer: {type(optimizer).__name__} has no {', '.join(missing)}, which a GPU's "
-            "recorded step needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
-        )
-    queue = DeviceQueue(*arguments, **queue_options)
-    graphs = options.graphs != "off"
-    return queue, RecordedStep(
-        net, optimizer, loss, world, labels_per_image, queue.reader(), advice, graphs
-    )
-
-
 class EagerStep:
     """A training step on the host, where each op runs as soon as it is called."""
 
@@ -153,9 +86,10 @@ class EagerStep:
         self.observers: list[Callable[[Mapping[str, np.ndarray]], None]] = []
 
     def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """Call a function with the gradients of each mini-batch, {name: array}, before the update.
+        """Register a function that receives the gradients of each mini-batch before the update.
 
-        The optimizer may overwrite the arrays, so the function must not keep them.
+        The gradients are passed as {name: array}. The optimizer may overwrite the arrays, so the
+        function must not keep references to them.
         """
         self.observers.append(observer)
 
@@ -196,7 +130,7 @@ class EagerStep:
         pass
 
     def _raise_fault(self, images, targets, loss, info):
-        """Raise NotFinite, which names the ranks whose images make the loss NaN or infinite."""
+        """Raise a `NotFinite` that names the ranks whose images cause a NaN or infinite loss."""
         gradient = value_and_grad(self.objective)
         own_losses = [gradient(self.net, *part)[0][0] for part in parts_of(images, targets)]
         is_finite = all(np.isfinite(own_loss.local()).all() for own_loss in own_losses)
@@ -208,108 +142,6 @@ class EagerStep:
         elif not ranks:  # a faulty processor, or a layer that is not a function of its input
             place = ", but finite when computed again"
         raise _not_finite(loss, info, place, self.advice)
-
-
-class ReplayedStep(EagerStep):
-    """A training step on the host that is recorded while it runs, and then replayed.
-
-    The first mini-batch is recorded. The second one is computed both ways: the step stays eager
-    unless both gradients have the same bytes on all ranks. Mini-batches of other sizes, and steps
-    whose spans are stored, run eagerly. Eager and replayed steps exchange the same messages.
-
-    A hook may change settings of the network or of the optimizer, perhaps on one rank alone. This
-    rank runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
-
-    Replays update the arrays of the network and of the optimizer in place. The arguments are those
-    of `EagerStep`.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.program: cpu_step.StepProgram | None = None
-        self._recording: cpu_step.StepProgram | None = None
-        self._is_checked, self._is_off, self._epoch = False, False, 0
-        self._finish: Callable[[Any, Any], None] = super()._update
-
-    def close(self) -> None:
-        self.program, self._recording, self._epoch = None, None, 0
-        self._is_checked, self._is_off = False, False
-
-    def _gradient(self, images, targets):
-        if self._is_off or targets is None:
-            return self._eager_gradient(images, targets)
-        if self.program is not None and images.batch.epoch != self._epoch:
-            self._agree()
-        self._epoch = images.batch.epoch
-        if self.program is None or images.batch.count > self.program.batch.count:
-            with phases.span("recording"):
-                return self._record(images, targets)
-        fits = self.program.fits(images, targets)
-        if fits and not self._is_checked:
-            with phases.span("check of the recording"):
-                self._check(images, targets)
-            return self._gradient(images, targets)
-        if not self.program.is_current():
-            return self._eager_gradient(images, targets)
-        if fits and phases.spans() is None:
-            self._finish = self._replay_update
-            return self.program.gradient(images, targets)
-        self._finish = self._update_in_place
-        with arenas.through(self.program.arena):
-            return super()._gradient(images, targets)
-
-    def _eager_gradient(self, images, targets):
-        self._finish = super()._update
-        return super()._gradient(images, targets)
-
-    def _update(self, gradients, state):
-        self._finish(gradients, state)
-
-    def _agree(self):
-        """Drop the program unless it is current on all ranks. Collective."""
-        if not self.world.gop("and", self.program.is_current()):
-            self.close()
-
-    def _record(self, images, targets):
-        self.close()
-        self._recording = cpu_step.StepProgram(
-            self.net, self.optimizer, self.world, images, targets
-        )
-        self._finish = self._record_update
-        return self._recording.record_gradient(self.objective, images, targets)
-
-    def _record_update(self, gradients, state):
-        problem = self._recording.record_update(gradients, state)
-        self._is_off = not self.world.gop("and", problem is None)
-        self.program, self._recording = None if self._is_off else self._recording, None
-
-    def _check(self, images, targets):
-        """Compare the bytes of an eager and a replayed gradient; stay eager if they differ."""
-        self._agree()
-        if self.program is None:
-            return
-        with arenas.through(self.program.arena):
-            expected = cpu_step.digest(*super()._gradient(images, targets))
-        value, gradients, _ = self.program.gradient(images, targets)
-        is_equal = expected == cpu_step.digest(value, gradients, self.program.state)
-        self._is_checked = self.world.gop("and", is_equal)
-        if not self._is_checked:
-            self.close()
-            self._is_off = True
-            if self.world.rank == 0:
-                text = "warning: a replayed training step differs from the eager one; please report"
-                print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
-
-    def _update_in_place(self, gradients, state):
-        with arenas.through(self.program.arena):
-            parameters = self.optimizer(self.net.parameters, gradients)
-            for news, olds in ((parameters, self.net.parameters), (state, self.net.state)):
-                for name, old in olds.items():
-                    if news[name] is not old:
-                        np.copyto(old, news[name])
-
-    def _replay_update(self, gradients, state):
-        self.program.update()
 
 
 class RecordedStep:
@@ -330,17 +162,17 @@ class RecordedStep:
             raise
 
     def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """Do nothing: the arrays of a recorded step share memory, and are never copied."""
+        """Do nothing: gradients of a recorded step share memory and are not copied to the host."""
 
     def submit(self, images, targets, info: StepInfo) -> Iterator[StepResult]:
-        """Yield the results that are due, then start the training step of a mini-batch.
+        """Yield results of earlier steps, then start the training step of a mini-batch.
 
-        Results are due for all earlier steps except the last `STEPS_AHEAD`.
+        The method waits for all earlier steps except the last `STEPS_AHEAD`.
 
         Parameters
         ----------
         images : Feed
-            The mini-batch from a `DeviceQueue`, which includes the labels.
+            The mini-batch from a `DeviceQueue`, including the labels.
         targets : None
             Not used.
         info : StepInfo
@@ -355,7 +187,7 @@ class RecordedStep:
         return self._results(0)
 
     def close(self) -> None:
-        """Move the network back to host memory, and free the memory of the step."""
+        """Move the network back to host memory, and free the memory of the recorded step."""
         self.pending.clear()
         self.net.to(None)
         self.program = None
@@ -371,7 +203,7 @@ class RecordedStep:
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
-    """Apply an optimizer, and return the new parameters in the order of the old ones.
+    """Apply an optimizer, and return the new parameters in the order of the old parameters.
 
     Raises
     ------
@@ -399,9 +231,9 @@ def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) ->
 
 
 def _result(info, sums, labels_per_image):
-    """Return the StepResult for the sums that the loss returned (see `cross_entropy_loss.Sums`)."""
+    """Return the StepResult for the sums that the loss returned (see `losses.base.Sums`)."""
     speed, correct = info.images / (time.monotonic() - info.start), None
-    if len(sums) > 2:  # not all labels count
+    if len(sums) > 2:  # the loss ignores some labels
         correct = sums[1] / max(sums[2], 1.0) * info.images
     elif len(sums) == 2:
         correct = sums[1] / labels_per_image

@@ -1,4 +1,4 @@
-"""Train many models at once: groups of ranks take the next trial as they become free."""
+"""Train many models at once on groups of ranks; a free group takes the next trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpidl.files import on_rank_0, reason
 Trial = TypeVar("Trial")
 Returned = TypeVar("Returned")
 
-STOP_SECONDS = 0.5  # time between two checks for a stop request of another group
+STOP_SECONDS = 0.5  # time between two checks for a stop request from another group
 
 
 def sweep(
@@ -34,33 +34,34 @@ def sweep(
     world: World | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> list[Returned | Exception]:
-    """Call `function(trial, world)` for each trial, on groups of ranks that work at the same time.
+    """Call `function(trial, world)` for each trial, on groups of ranks that work concurrently.
 
-    Collective over all ranks. A group takes the next trial as soon as it is free.
+    Collective over all ranks. Each group takes the next trial as soon as the group is free.
 
     Parameters
     ----------
     function : callable
-        Function of a trial and the `World` of its group, called on each rank of the group. It may
-        train with `dl.train(..., world=world)`. Inside it, `dl.World()` also has the ranks of the
-        group.
+        Function of a trial and the `World` of a group, called on each rank of the group. The
+        function may train with `dl.train(..., world=world)`. Within the function, `dl.World()` also
+        returns a world of the ranks of the group.
     trials : iterable
-        The trials, such as dictionaries of options; the same on all ranks.
+        The trials, such as dictionaries of options. All ranks must pass the same trials.
     ranks_per_model : int
         Number of consecutive ranks per group. It must divide the number of ranks.
     world : World, optional
-        The ranks; by default all ranks.
+        The ranks to divide into groups. By default all ranks of the job.
     folder : path, optional
-        Existing folder, visible on all hosts, for the files by which the groups share the trials.
-        By default the temporary folder or, on several hosts, ~/.cache/mpidl ($MPIDL_CACHE).
+        Existing folder, visible on all hosts, for the files through which the groups share the
+        trials. By default the system's temporary folder. If the ranks are on several hosts, the
+        default is $MPIDL_CACHE, or ~/.cache/mpidl if this variable is not set.
 
     Returns
     -------
     list
-        The results in the order of the trials, the same on all ranks. A result is what the function
-        returned on rank 0 of the group, and must be picklable. A trial that failed has its
-        exception in the list. If a signal (USR1, TERM, INT) stopped the sweep, trials that did not
-        start have a `Fault`.
+        One element per trial, in the order of the trials; the same on all ranks. The element is the
+        value that the function returned on rank 0 of the group, which must be picklable. If the
+        trial failed, the element is the exception. If a signal (USR1, TERM, INT) stopped the sweep
+        before the trial started, the element is a `Fault`.
 
     Raises
     ------
@@ -102,9 +103,9 @@ def run(
     signals: Signals,
     folder: str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[int, Returned]]:
-    """Share trials among groups, and yield the trials of this group as they end.
+    """Share trials among groups, and yield each trial of this group when it ends.
 
-    Collective over the job; the iterator ends on all ranks when all groups have ended.
+    Collective over all ranks of the job. The iterator ends on all ranks when all groups have ended.
 
     Parameters
     ----------
@@ -115,17 +116,17 @@ def run(
     group : Group
         The group of this rank.
     signals : Signals
-        Requests to stop. If any rank has one, no group starts another trial, and each rank that
-        leads a group receives USR1.
+        The requests to stop. If any rank has received a request, no group starts another trial, and
+        the first rank of each group receives the signal USR1.
     folder : path, optional
-        See `sweep`.
+        Folder for the files through which the groups share the trials, as in `sweep`.
 
     Yields
     ------
     index : int
-        Number of the trial.
+        Number of the trial, from 0.
     result : object
-        What `attempt` returned.
+        The value that `attempt` returned.
     """
     with _claims_folder(group.job, folder) as claims, _stops(claims, group, signals) as stop_path:
         for index in range(count):
@@ -151,9 +152,10 @@ def _is_stopping(signals):
 
 @contextlib.contextmanager
 def _claims_folder(world, parent):
-    """Make a folder for this start, which gets a file for each trial that a group has claimed.
+    """Create a folder for the files that record which trials the groups have claimed.
 
-    Unlike messages in many MPI libraries, files need no action of a rank that computes.
+    Each claimed trial has a file. With messages instead of files, many MPI libraries would need a
+    rank that is computing to respond.
     """
     if parent is None and len(set(world.hosts)) > 1:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -200,10 +202,10 @@ def _touch(path):
 
 @contextlib.contextmanager
 def _stops(folder, group, signals):
-    """Pass requests to stop between the groups, by a file whose path this context manager yields.
+    """Pass requests to stop between the groups through a file, and yield the path of the file.
 
-    A thread of each leader creates the file if its rank has a request, and sends the signal USR1 to
-    its rank if another group has created the file.
+    The first rank of each group runs a thread. The thread creates the file if its rank has received
+    a request. If another group has created the file, the thread sends USR1 to its own process.
     """
     path, is_over = os.path.join(folder, "stop"), threading.Event()
 
@@ -217,7 +219,7 @@ def _stops(folder, group, signals):
 
     watcher = threading.Thread(target=watch, name="mpidl-sweep-stops", daemon=True)
     has_handlers = threading.current_thread() is threading.main_thread()
-    if group.is_leader and has_handlers:  # elsewhere USR1 would end the process
+    if group.is_leader and has_handlers:  # without a handler, USR1 would end the process
         watcher.start()
     try:
         yield path

@@ -1,4 +1,4 @@
-"""Record a timeline of a run: the option `timeline`."""
+"""Record a timeline of the first iterations of a run, as the option `timeline` requests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ FILE = "timeline.json.gz"
 
 
 class TimelineHook:
-    """Stores spans of the first iterations, and writes them to the folder of the run.
+    """Stores the spans of the first iterations, and writes them to the folder of the run.
 
-    It is the last hook, so that the spans of iterations contain the work of all other hooks.
+    A span is a named interval of time. This hook is the last hook, so that the span of an iteration
+    contains the work of all other hooks.
     """
 
     def __init__(self, options: TrainingOptions) -> None:
@@ -46,7 +47,7 @@ class TimelineHook:
         self.before = phases.seconds()
 
     def lost(self, trainer: Trainer) -> None:
-        if trainer.world.gop("or", self.is_recording):  # record the ranks that are left
+        if trainer.world.gop("or", self.is_recording):  # start again with the remaining ranks
             self.totals = [0.0] * len(phases.KINDS)
             self.start(trainer)
 
@@ -78,9 +79,9 @@ class TimelineHook:
             self.write(trainer)
 
     def write(self, trainer: Trainer) -> None:
-        """Stop recording, and write the file on rank 0. Collective.
+        """Stop recording, and write the timeline on rank 0. Collective.
 
-        A file that cannot be written does not end the run.
+        If the file cannot be written, rank 0 prints a warning and the run continues.
         """
         trainer.wait()  # on a GPU, the last steps may still run
         self.is_recording = False
@@ -99,7 +100,7 @@ class TimelineHook:
                 trainer.console.line(line)
 
     def _write(self, trainer, ranks: list[RankSpans], offsets: list[ClockOffset]) -> list[str]:
-        """Write the file; return the lines to print."""
+        """Write the timeline; return the lines to print."""
         for number, rank in enumerate(ranks):
             spans = rank.spans.copy()
             for edge in ("start", "end"):

@@ -1,4 +1,4 @@
-"""The function `dl.train`, which prepares a run and starts its `Trainer`."""
+"""Define `dl.train`, which prepares a training run and hands it to a `Trainer`."""
 
 from __future__ import annotations
 
@@ -43,52 +43,53 @@ def train(
     signals: Signals | None = None,
     lock: RunLock | None = None,
 ) -> Result:
-    """Train a network, changing the parameters and the state in place. Collective.
+    """Train a network, updating its parameters and state in place. Collective.
 
     Parameters
     ----------
     net : Network
         The network to train.
     datastore : Datastore
-        Images with the labels or targets that the loss needs.
+        The training images, with the labels or targets that the loss needs.
     options : TrainingOptions, optional
         The options of the run. By default `TrainingOptions()`.
     world : World, optional
-        The ranks that train. By default all ranks.
+        The ranks that train the network. By default all ranks of the job.
     out : path, optional
-        Folder for metrics.jsonl, progress.png and the checkpoints. By default the folder of
-        `resume`. If neither is given, no files are written.
+        Folder for metrics.jsonl, progress.png and the checkpoints. By default the folder given by
+        `resume`. Without either argument, no files are written.
     console : Console, optional
         The console that prints progress. By default a new console that follows the options
         `verbose` and `verbose_every`.
     resume : path or (arrays, facts), optional
-        Folder of the run to resume, or the loaded checkpoint of that run.
+        Folder of the run to resume, or the checkpoint of that run as `checkpoint.load` returns it.
     overwrite : bool
-        Whether to replace another run in `out`.
+        Whether to replace another run that `out` may contain.
     optimizer : optional
-        A built-in optimizer such as `SGDM(0.05)`, or a custom object. A custom object needs
-        `learning_rate`, `__call__(parameters, gradients)`, which returns new parameters, and
-        `state()` and `load_state(state)` for the arrays that checkpoints keep. On a GPU, a custom
-        object also needs the other methods of `Optimizer`. The argument replaces the options that
-        describe an optimizer, such as `solver`, `l2` and `gradient_threshold`. Schedules start from
-        the optimizer's learning rate.
+        A built-in optimizer such as `SGDM(0.05)`, or a custom object. A custom object needs an
+        attribute `learning_rate`, a method `__call__(parameters, gradients)` that returns new
+        parameters, and the methods `state()` and `load_state(state)` for the arrays that
+        checkpoints keep. On a GPU, a custom object also needs the other methods of `Optimizer`.
+        This argument replaces the options that describe an optimizer, such as `solver`, `l2` and
+        `gradient_threshold`. Schedules start from the optimizer's learning rate.
     hooks : iterable
-        Objects with some of the methods that `mpidl.training.hooks` describes.
+        Objects with one or more of the methods described in `mpidl.training.hooks`.
     facts : mapping, optional
         Additional facts to store in the checkpoints.
     signals : Signals, optional
-        An entered `Signals` object, for callers that also watch for signals before and after the
-        training.
+        An entered `Signals` object, for callers that also watch for signals before and after
+        training. By default this function watches for signals itself.
     lock : RunLock, optional
-        The lock of `out`, for callers that also write to the folder before and after the training.
+        The lock of `out`, for callers that also write to the folder before and after training. By
+        default this function creates the lock.
 
     Returns
     -------
     Result
         The result of the run. A run ends early if any rank receives the signal USR1, TERM or INT,
-        if a hook or an output function requests a stop, or if validation_patience is exhausted. The
-        attribute `stopped` then names the reason. Such a run writes a checkpoint and ends on all
-        ranks after the current mini-batch.
+        if a hook or an output function requests a stop, or if the validation loss has not improved
+        for `validation_patience` validations. The run then completes the current mini-batch, writes
+        a checkpoint and ends on all ranks. The attribute `stopped` of the result names the reason.
 
     Raises
     ------
@@ -96,15 +97,15 @@ def train(
         If an argument is invalid, if `out` holds another run, if another process trains in `out`,
         or if the resumed run has different options, a different network or different images.
     Fault
-        If the loss or the weights are not finite, unless the option `on_nan` is "rollback", or if
-        the weights of the ranks differ. The last good checkpoint is kept. Also if another job has
-        taken over the folder, for example while this one was suspended.
+        If the loss or the weights are not finite, unless the option `on_nan` is "rollback"; if the
+        weights differ between ranks; or if another job has taken over the folder, for example while
+        this job was suspended. The last good checkpoint is kept.
 
     Notes
     -----
-    The options choose the final network, which is either the network of the last iteration or the
-    network with the lowest validation loss. The options also choose between moving and population
-    statistics of batch normalization. Checkpoints always hold the network of the last iteration
+    The options determine whether the final network is the network of the last iteration or the
+    network with the lowest validation loss. They also determine whether batch normalization uses
+    moving or population statistics. Checkpoints always contain the network of the last iteration
     with moving statistics.
     """
     options = TrainingOptions() if options is None else options

@@ -1,4 +1,4 @@
-"""The class `Trainer`: the training loop of `dl.train` and of the command `train`."""
+"""Define `Trainer`, the training loop behind `dl.train` and the command `train`."""
 
 from __future__ import annotations
 
@@ -42,26 +42,28 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
 from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
-from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
+from mpidl.training.step_selection import make_step
+from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult
 from mpidl.training.weight_average import WeightAverage
 
 
 def stopped_by(signals: Signals, world: World) -> str | None:
-    """Return the name of the signal on which the ranks agreed to stop, or None. Collective."""
+    """Return the name of the signal for which the ranks agreed to stop, or None. Collective."""
     if not signals.agreed:
         return None
     return next(name for name in world.broadcast(world.gather(signals.name)) if name)
 
 
 class Trainer:
-    """A training run, which hooks receive as their first argument.
+    """A training run. Hooks receive this object as their first argument.
 
     Parameters
     ----------
     folder : RunFolder
         The results folder.
     spec : list or None
-        The transforms of the optimizer, which a resumed run compares.
+        Description of the transforms of an optimizer that the caller of `train` passed. It must be
+        the same when the run is resumed. None if the options describe the optimizer.
     hooks : iterable of object
         The user's hooks.
 
@@ -70,29 +72,30 @@ class Trainer:
     net, options, world, console, optimizer
         The arguments of `train`, with defaults filled in.
     datastore : NodeCache
-        The training set with a cache of decoded images.
+        The training set, with a cache of decoded images.
     queue : MinibatchQueue
         The queue that delivers the mini-batches.
     step : EagerStep or RecordedStep
-        The object that computes the training steps.
+        The object that runs the training steps.
     average : WeightAverage
-        The average of the weights, if the options require one.
+        The average of the weights over iterations, if the options request one.
     position : Position
         The progress of the run, such as the current epoch and iteration.
     validation : Validation
-        The validations and the best network so far.
+        The validation results and the best network so far.
     writer : RunWriter
         The object that writes the files of the run.
     signals : Signals
         The requests to stop the run.
     bad_images : BadImages or None
-        Training images that were skipped; None if they are not skipped.
+        Training images that could not be read and were skipped. None if such an image ends the run.
     rollback : Rollback or None
-        The state to which the run returns if its loss is not finite; None if it then ends.
+        The state to which the run returns if the loss is not finite. None if such a loss ends the
+        run.
     iteration_start : IterationStart
         The state to which the run returns if ranks are lost.
     stopped : str or None
-        The reason for an early end, as in `Result`. None during the training.
+        The reason for an early end, as in `Result`. None during training.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Trainer:
         self.average = WeightAverage(options, optimizer)
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
-        self._seconds_apart = 0.0  # seconds that the speed excludes
+        self._seconds_apart = 0.0  # time for validations and checkpoints, excluded from the speed
         self.optimizer_spec = spec
         self._results: collections.deque[StepResult] = collections.deque()
         load = options.load(world.size)
@@ -155,12 +158,12 @@ class Trainer:
 
     @property
     def history(self) -> History:
-        """The records of the run so far, which later records do not change."""
+        """A snapshot of the records of the run so far."""
         return self.writer.recorder.history()
 
     @property
     def max_iterations(self) -> float:
-        """Largest number of iterations that the options allow; infinite if they set none."""
+        """Largest number of iterations that the options allow; infinite if there is no limit."""
         return self.options.max_iterations or math.inf
 
     @property
@@ -175,13 +178,13 @@ class Trainer:
 
     @property
     def leaves_epoch(self) -> bool:
-        """Whether the run submits no more mini-batches of this epoch."""
+        """Whether the run will submit no more mini-batches in this epoch."""
         is_last = self.position.iteration >= self.max_iterations or self.at_epoch_end
         return is_last or not self._continues()
 
     @property
     def is_over(self) -> bool:
-        """Whether the run submits no more mini-batches."""
+        """Whether the run will submit no more mini-batches at all."""
         position = self.position
         is_complete = position.epoch > self.options.epochs
         is_complete = is_complete or position.iteration >= self.max_iterations
@@ -198,7 +201,7 @@ class Trainer:
         Returns
         -------
         float
-            The rate of the schedule.
+            The learning rate of the schedule, lowered if the run has rolled back.
         """
         rate = rate_of(self.options, self.position.epoch, iteration, len(self.queue))
         return rate * self.position.rate_factor
@@ -215,12 +218,12 @@ class Trainer:
         self.signals.name = self.signals.name or OUTPUT_FUNCTION
 
     def run(self) -> Result:
-        """Train to the end and return the result. Collective.
+        """Train until the run is complete or stopped, and return the result. Collective.
 
         Returns
         -------
         Result
-            Loss, times, and what ended the run.
+            The loss, the times, and the reason for an early end.
         """
         try:
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -229,9 +232,9 @@ class Trainer:
                     self.world, self._run, lambda: self.iteration_start.restore(self)
                 )
         finally:
-            phases.take_spans()  # drop spans that a failed run left
+            phases.take_spans()  # discard the spans of a failed run
             self.step.close()
-            with contextlib.suppress(UserError):  # the error of the run is the one to show
+            with contextlib.suppress(UserError):  # show the error of the run instead
                 self.writer.close()
 
     def _run(self):
@@ -263,7 +266,7 @@ class Trainer:
         )
 
     def _train_to_the_end(self):
-        """Run the remaining epochs. Return None, or the NotFinite after which to roll back."""
+        """Run the remaining epochs. Return None, or the `NotFinite` that requires a rollback."""
         try:
             if self.validation.owed:
                 self.optimizer.learning_rate = self._last_rate()
@@ -274,7 +277,7 @@ class Trainer:
         except NotFinite as error:
             if self.rollback is None:
                 raise
-            return error.with_traceback(None)  # the traceback refers to the mini-batch
+            return error.with_traceback(None)  # the traceback would keep the mini-batch in memory
         return None
 
     def _run_epoch(self):
@@ -288,7 +291,7 @@ class Trainer:
                 with phases.span("learning rate"):
                     info = self._next_step(images.batch.count)
                 self._report(self.step.submit(images, targets, info))
-                del images, targets  # free the memory for the next mini-batch
+                del images, targets  # free memory for the next mini-batch
                 self.hooks.step(self)
                 if self.leaves_epoch:
                     break
@@ -302,14 +305,16 @@ class Trainer:
             self.hooks.epoch(self, summary)
 
     def _agreed(self, batches):
-        """Yield the mini-batches; write a checkpoint if one of them cannot be read."""
+        """Yield the mini-batches; if one cannot be read, write a checkpoint before raising."""
         try:
             yield from agreed(batches, self.world, self.signals, self.writer.check)
         except (StorageFault, UserError) as error:
             raise self.after_checkpoint(error) from None
 
     def after_checkpoint(self, error: StorageFault | UserError) -> StorageFault | UserError:
-        """Write a checkpoint if the run has a folder and has begun. Collective.
+        """Save the run before an error ends it, and return the error to raise. Collective.
+
+        No checkpoint is written if the run has no folder or has completed no iteration.
 
         Parameters
         ----------
@@ -319,7 +324,7 @@ class Trainer:
         Returns
         -------
         StorageFault or UserError
-            The error to raise; after a checkpoint, its message says how to continue.
+            The error to raise. If a checkpoint was written, the message says how to continue.
         """
         if self.writer.out is None or self.position.iteration == 0:
             return error
@@ -337,11 +342,12 @@ class Trainer:
         return StepInfo(position.epoch, position.iteration, images, rate, start_time)
 
     def _report(self, results):
-        """Add the results to the position, then pass them to the `iteration` hooks.
+        """Add step results to the position, then pass the results to the `iteration` hooks.
 
-        If `results` raises a Fault for a loss that is not finite, the hooks still receive all
-        results that precede the Fault. A hook that calls `wait` or `save` causes a nested call. A
-        nested call only adds results to the position; the outermost call passes them to the hooks.
+        If the iterator `results` raises a Fault because a loss is not finite, the hooks still
+        receive all earlier results. A hook that calls `wait` or `save` causes a nested call of this
+        method. A nested call only adds its results to the position; the outermost call passes all
+        results to the hooks.
         """
         is_outermost = not self._results
         try:
@@ -355,7 +361,7 @@ class Trainer:
                 self._results.popleft()
 
     def wait(self) -> None:
-        """Wait for the submitted training steps and report the results.
+        """Wait for the submitted training steps, and report their results.
 
         On a GPU, the network is up to date only after this call.
         """
@@ -370,10 +376,11 @@ class Trainer:
         Parameters
         ----------
         announce : bool
-            Whether to print a line about the validation. At the end of an epoch, the line about the
-            epoch already includes the validation.
+            Whether to print a line about the validation. At the end of an epoch this is not needed,
+            because the line about the epoch includes the validation.
         interruptible : bool
-            Whether a signal may end the validation. A stop requested by a hook never ends it.
+            Whether a signal may interrupt the validation. A stop requested by a hook never
+            interrupts it.
 
         Raises
         ------
@@ -401,20 +408,21 @@ class Trainer:
         rate, seconds = self.optimizer.learning_rate, position.seconds
         numbers = evaluation.loss, rate, None, seconds, evaluation.accuracy
         epoch = position.epoch if position.batch else position.epoch - 1
-        self.writer.record("validation", epoch, position.iteration, *numbers)
+        values = None if evaluation.metrics is None else evaluation.metrics.values
+        self.writer.record("validation", epoch, position.iteration, *numbers, metrics=values)
         if announce:
             self.console.validation(position.iteration, evaluation)
 
     @contextlib.contextmanager
     def _apart(self, *stage):
-        """Enter a stage of the console whose time does not count in the speed of an epoch."""
+        """Enter a console stage, and exclude its time from the speed of the epoch."""
         start_time = time.monotonic()
         with self.console.stage(*stage) as progress:
             yield progress
         self._seconds_apart += time.monotonic() - start_time
 
     def _finish(self):
-        """Finalize the network. Return the reason why the run ended early, or None.
+        """Finalize the network, and return the reason why the run ended early, or None.
 
         This method runs after the last checkpoint, so a resumed run continues as if it had never
         stopped.
@@ -422,7 +430,7 @@ class Trainer:
         signals = self.signals
         reason = stopped_by(signals, self.world)
         if reason is None and signals.name == OUTPUT_FUNCTION:
-            signals.name = None  # requested after the last step: the run did not end early
+            signals.name = None  # the stop came after the last step, so the run did not end early
         if reason is None and self.validation.exhausted:
             reason = PATIENCE
         if reason not in (None, OUTPUT_FUNCTION, PATIENCE):
@@ -431,7 +439,7 @@ class Trainer:
         return reason or stopped_by(signals, self.world)
 
     def audit(self) -> None:
-        """Compare the weights of the ranks; raise Fault if they differ. Collective."""
+        """Raise Fault if the weights differ between ranks. Collective."""
         self.wait()
         with self.console.stage("audit"):
             audit(self.world, run_state.progress(self)[0], self.position.iteration)
@@ -443,7 +451,7 @@ class Trainer:
         Yields
         ------
         None
-            No training step uses the arrays within the block.
+            Within the block, no training step uses the arrays.
         """
         self.step.close()
         self._results.clear()
@@ -452,12 +460,12 @@ class Trainer:
             self.queue, self.step = self._make_step()
 
     def restart(self) -> None:
-        """Restore the state of the run, and let it continue on the remaining ranks. Collective."""
+        """Prepare the run to continue on the ranks that remain after a loss. Collective."""
         self._results.clear()
         self.signals.agreed = False
         if self.world.device is None:
-            self.step.close()  # a recorded step knows only the former ranks
-        # a new queue, because measured shares include shares of lost ranks
+            self.step.close()  # a recorded step still includes the lost ranks
+        # Create a new queue, because measured shares include the shares of lost ranks.
         self.queue, _ = self._make_step()
         self.writer.folder.lock.take_over()
         self.writer.rewind(self.position.iteration)
@@ -473,8 +481,9 @@ class Trainer:
         Parameters
         ----------
         wait : bool
-            Return after the file is written. Otherwise a large checkpoint is written while the
-            training goes on, and the ranks raise the error before a later mini-batch if that fails.
+            Whether to return only after the file is written. If false, a large checkpoint is
+            written while training continues. If writing fails, all ranks raise the error before a
+            later mini-batch.
         """
         if self.writer.out is None:
             return

@@ -1,7 +1,9 @@
-"""Averages of the weights over iterations: exponential moving averages (EMA) and SWA.
+"""Average the weights over iterations: exponential moving averages (EMA) and SWA.
 
-The optimizer updates the average after each step, as one of its state arrays, so checkpoints and
-recorded steps contain it. This module computes the share of each iteration's weights.
+SWA (stochastic weight averaging) averages the weights of iterations at a fixed interval. The
+optimizer updates the average after each step and keeps it with its state arrays, so checkpoints and
+recorded steps include the average. This module computes the share of each iteration's weights in
+the average.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ class WeightAverage:
     options : TrainingOptions
         The options of the run.
     optimizer : Optimizer or CustomOptimizer
-        The optimizer, which keeps the average from now on if the options require one.
+        The optimizer. If the options request an average, it keeps the average from now on.
 
     Raises
     ------
     UserError
-        If a custom optimizer would have to keep an average.
+        If the options request an average, and the optimizer is a custom object.
     """
 
     def __init__(self, options: TrainingOptions, optimizer: Any) -> None:
@@ -44,12 +46,12 @@ class WeightAverage:
             )
 
     def prepare_step(self, iteration: int, per_epoch: int) -> None:
-        """Set the share of the weights of an iteration, counted from 1, before its step."""
+        """Before a training step, set the share of the weights that the step will compute."""
         if self.is_kept:
             self.optimizer.average_share = self.share(iteration, per_epoch)
 
     def share(self, iteration: int, per_epoch: int) -> float:
-        """Return the share of the weights of an iteration in the average; 0 for most with SWA.
+        """Return the share of an iteration's weights in the average.
 
         Parameters
         ----------
@@ -61,7 +63,9 @@ class WeightAverage:
         Returns
         -------
         float
-            1 for the first weights of the average. Then 1 - decay, or 1 / n for the n-th weights.
+            0 if the iteration's weights are not averaged, as for most iterations with SWA. 1 for
+            the first weights of the average. For later weights, 1 - decay with EMA, or 1 / n for
+            the n-th weights with SWA.
         """
         count, is_due = self._count(iteration, per_epoch)
         if not is_due:
@@ -71,7 +75,7 @@ class WeightAverage:
         return 1 / count
 
     def _count(self, iteration, per_epoch):
-        """Return how many weights are averaged after an iteration, and whether its own are."""
+        """Return how many iterations the average includes, and whether it includes this one."""
         options, is_ema = self.options, self.options.average == "ema"
         first_epoch = options.average_start or (1 if is_ema else options.epochs * 3 // 4 + 1)
         interval = options.average_every or (1 if is_ema else per_epoch)
@@ -80,7 +84,7 @@ class WeightAverage:
         return count, count > 0 and rest == 0
 
     def replaces_weights(self, iteration: int, per_epoch: int) -> bool:
-        """Return whether the network of an iteration has the average as weights.
+        """Return whether the network to evaluate or save has the averaged weights.
 
         Parameters
         ----------
@@ -92,23 +96,24 @@ class WeightAverage:
         Returns
         -------
         bool
-            False before the average starts, or if the options choose the raw weights.
+            False before the average starts, and if the options choose the weights of the last
+            iteration.
         """
         is_used = self.is_kept and self.options.average_use == "average"
         return is_used and self._count(iteration, per_epoch)[0] > 0
 
     def network(self, net: Network) -> Network:
-        """Return a copy of the network with the average as weights.
+        """Return a copy of the network with the averaged weights.
 
         Parameters
         ----------
         net : Network
-            The network that is trained.
+            The network being trained.
 
         Returns
         -------
         Network
-            The copy, which shares the state and the learnables that are frozen.
+            The copy. It shares the state and the frozen learnables with `net`.
         """
         averaged = net.bind(self.optimizer.averages)
         averaged.training = net.training

@@ -1,4 +1,4 @@
-"""The tape: gradients of custom functions, with learnables in a dict or a network."""
+"""Test the tape: gradients of custom functions with learnables in a dict or a network."""
 
 import gc
 import weakref
@@ -10,39 +10,39 @@ from single_rank import SingleRank, assert_slopes, blocked, finite_differences, 
 import mpidl as dl
 from mpidl.autodiff import tape
 
-COUNTS = (5, 37, 64)  # one block, so ranks idle; a partly filled last block; four full blocks
+COUNTS = (5, 37, 64)  # ranks without a block; a partly filled last block; four full blocks
 each_count = pytest.mark.parametrize("count", COUNTS)
 
 
 def bytes_of(result):
-    """Return the bytes of a loss and of gradients, added up over the ranks."""
+    """Return the bytes of a loss and of gradients that are summed over the ranks."""
     loss, gradients = result[:2]
     return np.asarray(loss).tobytes(), {name: g.tobytes() for name, g in gradients.items()}
 
 
-# models: ways for a custom loss to use its learnables, in float64 or float32
+# models, each of which uses learnables in another way, in float64 or float32
 
 
 def two_layers(p, x, y):
-    """Two dense layers."""
+    """Return the loss of two dense layers."""
     h = dl.relu(dl.dense(dl.flatten(x), p["w1"], p["b1"]))
     return dl.mean_squared_error(dl.dense(h, p["w2"], p["b2"]), y)
 
 
 def penalty(p, x, y):
-    """An L2 penalty, which is replicated and therefore added once on any number of ranks."""
+    """Return a loss with an L2 penalty, which is replicated, so it is added only once."""
     return two_layers(p, x, y) + 0.05 * (dl.total(p["w1"] ** 2) + dl.total(p["w2"] ** 2))
 
 
 def tied(p, x, y):
-    """An autoencoder whose second layer is the first one's transpose."""
+    """Return the loss of an autoencoder whose second layer is the first one's transpose."""
     x = dl.flatten(x)
     h = dl.dense(x, p["w1"], p["b1"])
     return dl.mean_squared_error(dl.dense(h * h, dl.transpose(p["w1"]), p["b3"]), x)
 
 
 def weight_normalized(p, x, y):
-    """Salimans and Kingma, "Weight normalization", 2016: w = g * v / |v|, by filter."""
+    """Return a loss with weight normalization (Salimans and Kingma, 2016): w = g * v / |v|."""
     norm = dl.sqrt(dl.total(p["v"] ** 2, axis=(1, 2, 3)))
     w = p["v"] * dl.reshape(p["g"] / norm, (4, 1, 1, 1))
     h = dl.conv2d(x, w, p["bias"], padding=1)
@@ -50,7 +50,7 @@ def weight_normalized(p, x, y):
 
 
 def scaled_loss(p, x, y):
-    """The loss times a learnable: its Partial meets a replicated number."""
+    """Return the loss times a learnable, so a Partial meets a replicated number."""
     return two_layers(p, x, y) * dl.exp(p["s"]) - p["s"]
 
 
@@ -97,7 +97,7 @@ def test_gradients_against_finite_differences(world, model):
 @each_count
 @each_model
 def test_one_result_on_any_number_of_ranks(world, model, count):
-    """Compare this session's ranks, with and without `reduce`, with a single rank."""
+    """Results of this session's ranks, with and without `reduce`, equal a single rank's."""
     p, single = learnables(model, np.float32), SingleRank()
     expected = dl.value_and_grad(model)(p, *data(single, count, np.float32))
     expected = bytes_of(single.gplus(expected))
@@ -112,7 +112,7 @@ def test_one_result_on_any_number_of_ranks(world, model, count):
 
 
 def test_a_vjp_of_parts_of_a_sum_would_give_another_result():
-    """The negative control of the test above: why a Partial is folded before a replicated vjp.
+    """Negative control of the test above: a Partial must be folded before a replicated vjp.
 
     The vjp of w -> w * w, applied to two nodes of dw and added, rounds differently from the vjp of
     their sum.
@@ -163,7 +163,7 @@ def test_gradients_come_in_the_order_of_the_tape_and_progress_is_called(world):
         on_ready=lambda leaf, gradient: events.append((leaf.name, type(gradient))),
         progress=lambda: events.append("vjp"),
     )
-    # gradients are reported from the last layer on, each once, as soon as it is final
+    # each gradient is reported once, as soon as it is final, starting at the last layer
     assert events == [
         "vjp",  # mean squared error
         ("w2", dl.Partial),
@@ -202,7 +202,7 @@ def test_saved_arrays_are_freed_after_their_last_use(world):
     tape.backward(
         loss, np.ones(()), on_ready=lambda leaf, g: alive.update({leaf.name: saved() is not None})
     )
-    # the vjp of relu reads h; it has run when w1 is ready
+    # the vjp of relu reads h; this vjp has run when w1 is ready
     assert alive == {"w2": True, "w1": False}
     assert h.value is None and saved() is None
 
@@ -220,7 +220,7 @@ def test_a_tape_is_played_once(world):
 def make_affine(shapes):
     @dl.op
     def affine(x, scale, shift):
-        """x * scale + shift, one block at a time."""
+        """Compute x * scale + shift, one block at a time."""
         shapes.append(x.shape)
         assert x.flags.c_contiguous
         y = x * scale + shift
@@ -381,7 +381,7 @@ def test_values_of_two_mini_batches_do_not_mix(world):
 
 
 def test_a_tied_weight_needs_images_as_arguments_or_reduce(world):
-    """If images come from a closure, the tape cannot tell which ranks share a weight's sum."""
+    """The tape cannot tell which ranks share a weight's sum if images come from a closure."""
     x, y = data(world, 20)
     p = learnables(tied)
     with pytest.raises(TypeError, match="reduce=world"):
@@ -394,7 +394,7 @@ def test_a_tied_weight_needs_images_as_arguments_or_reduce(world):
 
 
 def test_a_constant_sum_takes_part_in_the_loss(world):
-    """A Partial that is not differentiated is scaled by learnables and added to them."""
+    """A Partial that is not differentiated can be scaled by learnables and added to them."""
     values = numbers("values", 37)
     x = blocked(world, values)
 
@@ -412,7 +412,7 @@ def test_a_constant_sum_takes_part_in_the_loss(world):
 
 @each_count
 def test_gradients_have_the_type_of_their_learnables(world, count):
-    """Gradients of float32 learnables are float32, also with float64 targets and factors."""
+    """Gradients of float32 learnables are float32, even with float64 targets and factors."""
 
     def f(p, x, y):
         loss = two_layers(p, x, y) * dl.exp(p["s"])

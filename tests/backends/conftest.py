@@ -1,4 +1,4 @@
-"""The fixtures of devices, and `--device cuda`, which deselects tests that use no device."""
+"""Fixtures that open devices, and the option `--device cuda`, which selects tests with a device."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def pytest_addoption(parser):
         "--device",
         choices=["emulated", "cuda"],
         default="emulated",
-        help="the device of the kernels' tests (emulated)",
+        help="device for the tests of kernels (default: emulated)",
     )
 
 

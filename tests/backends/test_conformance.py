@@ -1,7 +1,8 @@
-"""Every backend computes the same results for a table of calls of the interface.
+"""Check that every backend computes the same results for a table of calls of the interface.
 
-The oracle is the reference in float64. The CPU backend runs on every build and on several numbers
-of threads, the GPU backend on the emulated device (or on a GPU by `--device cuda`).
+Results are compared with the reference backend in float64. The CPU backend runs with every build
+and several numbers of threads. The GPU backend runs on the emulated device, or on a GPU with
+`--device cuda`.
 """
 
 import functools
@@ -44,7 +45,7 @@ BY_NAME = {str(case): case for case in CASES}
 
 
 def first_cases(cases):
-    """Return the first of the cases of each function, by the function's name."""
+    """Return {function name: the first case of the function}."""
     return {case.function: case for case in reversed(cases)}
 
 
@@ -52,10 +53,11 @@ FIRST = first_cases(CASES)
 
 
 def on_cases(backend, cases=CASES, limit=None, each_function_once=False, each_case_once=True):
-    """Parametrize a test by the cases of a backend, each with its first `limit` settings.
+    """Parametrize a test by the cases of a backend and their settings, at most `limit` per case.
 
-    The settings after the first are slow cross-checks; without `each_case_once`, only for cases
-    after the first of a function. With `each_function_once`, all settings of those cases are slow.
+    By default, the test is slow for all settings of a case except the first. If `each_case_once` is
+    False, all settings of the first case of a function are quick too. If `each_function_once` is
+    True, all cases of a function except the first are slow.
     """
     firsts = {str(case) for case in first_cases(cases).values()}
     part = pytest.mark.slow({"cpu": "ranks", "gpu": "gpu"}[backend])
@@ -101,7 +103,7 @@ def expected(name, blocks, last):
 
 
 def assert_near(case, actual, blocks=2, last=LAST):
-    """Check types, shapes, zeros in unused lanes and numbers against the reference."""
+    """Compare types, shapes, zeros in unused lanes and numbers with the reference."""
     single, double = expected(str(case), blocks, last)
     assert len(actual) == len(single) == len(double) > 0
     for i, (value, rounded, exact) in enumerate(zip(actual, single, double, strict=True)):
@@ -125,13 +127,13 @@ def assert_near(case, actual, blocks=2, last=LAST):
 
 
 def zeroes_unused(case):
-    """Return whether the interface promises zeros in unused lanes of results."""
+    """Return whether the interface requires zeros in the unused lanes of results."""
     counted = "counts" in parameters(case.function) and case.function not in FUSED
     return counted or case.function == "images"
 
 
 def check_on_gpu(device, *names, **values):
-    """Check cases on the open device, for tests that change its kernels."""
+    """Check cases on the open device, for tests that change the kernels."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in values.items():
             patch.setattr(settings, key, value)
@@ -139,7 +141,7 @@ def check_on_gpu(device, *names, **values):
             assert_near(BY_NAME[name], results(BY_NAME[name], GPU))
 
 
-pytestmark = [  # warnings of NumPy about non-finite cases and about cases without images
+pytestmark = [  # NumPy warns about non-finite cases and cases without images
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Mean of empty slice:RuntimeWarning"),
 ]
@@ -148,7 +150,7 @@ pytestmark = [  # warnings of NumPy about non-finite cases and about cases witho
 @needs_kernels
 @on_cases("cpu")
 def test_the_cpu_computes_what_the_reference_does(case, values):
-    """The generic build is slow; only the part `threads` runs all cases on it."""
+    """Because the generic build is slow, it runs all cases only in the part `threads`."""
     is_first = case is FIRST[case.function] or len(THREADS) > 2
     names = BUILDS if is_first else VECTOR_BUILDS
     for actual in on_all_builds(lambda: results(case, CPU), names).values():
@@ -187,7 +189,7 @@ def test_a_gpu_ignores_unused_images(device, case, values, blocks, last):
 
 
 def assert_shares(case, backend):
-    """Three ranks, one of them without images, have the bytes of one rank."""
+    """Check that three ranks, one of them without images, compute the bytes of one rank."""
     one_rank, three_ranks = (results(case, backend, 5, runs) for runs in (((0, 5),), SPLIT))
     assert bytes_of(one_rank) == bytes_of(three_ranks)
 
@@ -199,7 +201,7 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
 
 
 SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
-SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others treat images alone
+SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others compute each image alone
 
 
 @on_cases("gpu", [c for c in SHARED if not c.numbers_only], each_function_once=True)
@@ -209,20 +211,20 @@ def test_any_shares_give_the_same_bytes_on_a_gpu(device, case, values):
 
 @functools.cache
 def types_and_shapes(name):
-    """Return (type, shape) of the reference's results of one block."""
+    """Return (dtype, shape) of the reference's results for one block."""
     case = BY_NAME[name]
     outputs = flat(call(case, REFERENCE, arguments(case, REFERENCE, share(1))))
     return [(value.dtype, value.shape) for value in outputs]
 
 
 def assert_empty(case, backend):
-    """A rank without images has results of the same types and shapes, and no node of a sum."""
+    """Check that a rank without images returns the same types and shapes, and no nodes of sums."""
     outputs = flat(call(case, backend, arguments(case, backend, share(5, SPLIT, 1))))
     for value, (dtype, shape) in zip(outputs, types_and_shapes(str(case)), strict=True):
         assert value.dtype == dtype
         if isinstance(value, Partial):
             assert value.shape == shape and host(value) == []
-        elif shape[:1] in ((1,), (LAST,)):  # numbers of blocks, of images
+        elif shape[:1] in ((1,), (LAST,)):  # the first axis counts blocks or images
             assert value.shape == (0, *shape[1:])
         else:
             assert value.shape == shape
@@ -246,7 +248,7 @@ DEFERRED = [c for c in CASES if "deferred" in {d.kind for d in draws(c)}]
 
 
 def assert_separate(case, backend):
-    """A call that computes activations while it reads them has the bytes of separate functions."""
+    """Check that a call with deferred activations has the bytes of separate functions."""
     fused, separate = (
         flat(call(case, backend, arguments(case, backend, share(3), stored=stored), stored))
         for stored in (False, True)
@@ -266,7 +268,7 @@ def test_fused_calls_have_the_bytes_of_separate_functions_on_a_gpu(device, case,
 
 
 def assert_overwrite(case, backend):
-    """A gradient that may overwrite its cotangent has the same bytes; otherwise dy is unchanged."""
+    """Check that `overwrite` does not change the gradient's bytes, and dy is kept without it."""
     values = arguments(case, backend, share(2))
     dy, outputs = [bytes_of(host(values["dy"]))], []
     for overwrite in (False, True):
@@ -291,7 +293,7 @@ SELECTIVE = [case for case in CASES if "needs" in case.arguments]
 
 
 def assert_needs(case, backend):
-    """Gradients that are not needed are None; the others have the same bytes."""
+    """Check that gradients that are not needed are None, and others have the same bytes."""
     values = arguments(case, backend, share(2))
     gradients = call(case, backend, values)
     for needs in itertools.product((False, True), repeat=3):
@@ -318,7 +320,7 @@ def test_only_needed_gradients_are_computed_on_a_gpu(device, case, values):
 def test_bias_gradients_have_the_bytes_of_channel_sums(case, values):
     def check():
         values = arguments(case, CPU, share(3))
-        values["dy"][:, 0] = -0.0  # adds up to 0, not -0
+        values["dy"][:, 0] = -0.0  # the sum must be 0, not -0
         sums = CPU.channel_sums(values["dy"], values["tree"])
         assert bytes_of(call(case, CPU, values)[2]) == bytes_of(sums)
 
@@ -339,7 +341,7 @@ def test_arrays_need_not_be_aligned_nor_c_ordered(case, values):
         for change in (unaligned, np.asfortranarray):
             assert bytes_of(results(case, CPU, change=change)) == bytes_of(aligned)
 
-    if "weights" in case.arguments:  # these kernels read the arrays in place
+    if "weights" in case.arguments:  # optimizer kernels read the arrays in place
         on_all_builds(check)
     else:
         check()

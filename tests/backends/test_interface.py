@@ -1,4 +1,4 @@
-"""The backends define the functions of `backends.interface`, with its arguments."""
+"""Check that backends define the functions of `backends.interface` with the same parameters."""
 
 import inspect
 import re
@@ -15,13 +15,13 @@ from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import FUSED, HOST, Backend
 from mpidl.backends.reference import activation
 
-# The only function with additional keywords, which gathers images of a dataset on the device.
+# The only function with additional parameters: on a GPU, it also gathers images of a dataset.
 EXTENDED = {("gpu", "images"): ["indices", "counts", "blocks"]}
 BACKENDS = pytest.mark.parametrize("backend", [REFERENCE, CPU, GPU], ids=lambda b: b.name)
 
 
 def parameters(function):
-    """(name, default, kind) of each parameter but self."""
+    """Return (name, default, kind) of each parameter except self."""
     declared = inspect.signature(function).parameters.values()
     return [(p.name, p.default, p.kind) for p in declared if p.name != "self"]
 
@@ -56,7 +56,7 @@ def test_a_backend_has_only_the_interface(backend):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_is_documented_in_the_interface(name):
     first_line = (inspect.getdoc(getattr(Backend, name)) or "").partition("\n")[0]
-    assert re.fullmatch(r"[A-Z][a-z]+ .*[.:]", first_line)  # a verb, and a whole sentence
+    assert re.fullmatch(r"[A-Z][a-z]+ .*[.:]", first_line)  # a complete sentence with a verb first
 
 
 def test_a_backend_without_a_function_is_refused():
@@ -67,7 +67,7 @@ def test_a_backend_without_a_function_is_refused():
 
 @pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
 def test_zeros_and_copies_of_host_arrays(backend):
-    """zeros_like and from_numpy; tests/backends/gpu/test_gpu_elementwise.py has those of a GPU."""
+    """Test zeros_like and from_numpy on the host; test_gpu_elementwise.py tests them on a GPU."""
     like = np.ones((3, 40), np.float32)
     zeros = backend.zeros_like(like)
     assert zeros.dtype == like.dtype and np.array_equal(zeros, 0 * like)
@@ -81,7 +81,7 @@ def test_backends_are_chosen_by_type():
 
 
 def test_a_run_on_cpus_loads_no_kernels_of_gpus():
-    """Without a GPU, only the modules that discover GPUs and compile for them are loaded."""
+    """Without a GPU, a run loads only the modules that discover GPUs and compile kernels."""
     code = (
         "import sys, mpidl; from mpidl import training;"
         "print([m for m in sys.modules if m.startswith('mpidl.backends.gpu.')])"

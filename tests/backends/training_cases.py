@@ -1,4 +1,4 @@
-"""The table's calls of losses, optimizers and images (`backends.training_interface`)."""
+"""The cases of `backends.training_interface` in the table: losses, optimizers and images."""
 
 import types
 
@@ -14,7 +14,7 @@ CPU = ("cpu",)
 
 
 def label_rules(classes, pixels, label, scores, large):
-    """Calls with labels that are no classes, class weights, smoothing and a focal exponent."""
+    """Yield cases with labels outside the classes, class weights, smoothing and focal loss."""
     weights, labels = np.linspace(0, 2, classes), Draw("lanes", pixels, -1, classes + 2, np.int32)
     rules = {
         "other labels": LabelRule(),
@@ -33,7 +33,7 @@ def label_rules(classes, pixels, label, scores, large):
 
 
 def binary_losses(classes, pixels, label, scores, large):
-    """Calls with targets that are ints, some of them neither 0 nor 1, or fractions."""
+    """Yield cases with integer targets, some of them neither 0 nor 1, and with float targets."""
     shape, weights = (classes, *pixels), np.linspace(0.5, 3, classes)
     targets = {
         "ints": Draw("lanes", shape, -1, 4, np.int32),
@@ -51,7 +51,7 @@ def binary_losses(classes, pixels, label, scores, large):
 
 
 def dice_losses(classes, pixels, label, large):
-    """Calls with labels that are no classes, for each rule."""
+    """Yield cases with labels outside the classes, for each rule."""
     p = Draw("lanes", (classes, *pixels), 0, 1, np.float64)
     arguments = {"p": p, "labels": Draw("lanes", pixels, -1, classes + 2, np.int32)}
 
@@ -61,7 +61,7 @@ def dice_losses(classes, pixels, label, large):
     def gradient(backend, a):
         _, slopes = backend.dice(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])
         d = backend.dice_dp(a["p"], a["labels"], slopes, 0.37, a["counts"])
-        return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # of the reference
+        return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # the reference has float64
 
     weights = np.linspace(0.5, 2, classes)
     for name, rule in {
@@ -75,7 +75,7 @@ def dice_losses(classes, pixels, label, large):
 
 
 def reciprocal(backend, arguments):
-    """Call the function with a sum over all ranks, as `World.gplus` returns it."""
+    """Call `reciprocal` with a sum over all ranks, in the form that `World.gplus` returns."""
     total = arguments["total"]
     if isinstance(total, np.ndarray):
         return np.array([backend.reciprocal(total[0])])
@@ -83,13 +83,13 @@ def reciprocal(backend, arguments):
 
 
 SCORES = [(10, ()), (1, ()), (2, ()), (33, ()), (1000, ()), (4, (1, 1)), (3, (2, 3)), (40, (3, 5))]
-SCORES += [(2, (3, 87))]  # two parts of an image, the last one smaller
+SCORES += [(2, (3, 87))]  # an image is split into two leaves of different sizes
 
 
 def losses(classes, pixels):
     label = f"{classes} classes" + (f", {pixels}" if pixels else "")
     scores = Draw("lanes", (classes, *pixels), -8, 8)
-    large = {"numbers_only": pixels == (3, 87)}  # for functions without sums
+    large = {"numbers_only": pixels == (3, 87)}  # option of cases of functions without sums
     labelled = {"logits": scores, "labels": labels(classes, *pixels)}
     yield Case("softmax", label, {"logits": scores}, 1e-14, True, **large)
     yield Case(
@@ -123,14 +123,14 @@ LEARNABLES = [
 ]
 DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
 FACTORS = [1, 2, 0.5, 1, 1, 20, 1, 1, 0.1]
-# About the size of a tile of the C kernels; they convert gradients of another type.
+# Sizes around the tile size of the C kernels. These kernels convert gradients of other dtypes.
 LARGE_LEARNABLES = [vector(17), vector(3, 5), vector(128, 128), vector(16385), vector(0, 4)]
 LARGE_LEARNABLES += [vector(1), vector(50_001), vector(), vector(64)]
 LARGE_GRADIENTS = [draw._replace(dtype=np.float64) for draw in LARGE_LEARNABLES[:1]]
 LARGE_GRADIENTS += LARGE_LEARNABLES[1:]
 
 ADAM = (0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8)
-FORMULAS = {  # the numbers of each, and the lowest number of each array that it keeps
+FORMULAS = {  # {formula: (numbers, lowest value of each state array)}
     "sgdm": ((0.1, 0.9), [-1.0]),
     "nesterov": ((0.1, 0.9), [-1.0]),
     "adam": (ADAM, [-1.0, 0.0]),
@@ -141,7 +141,7 @@ FORMULAS = {  # the numbers of each, and the lowest number of each array that it
 
 
 def step(formula, label, learnables, gradients, backends=("cpu", "gpu")):
-    """New weights, and the state that changes in place, are equal to the last bit."""
+    """Return a case of an optimizer step. New weights and state must have equal bits."""
     (rate, *constants), lows = FORMULAS[formula]
     lists = {"weights": learnables, "gradients": gradients}
     names = [f"state {i}" for i in range(len(lows))]
@@ -158,7 +158,10 @@ def step(formula, label, learnables, gradients, backends=("cpu", "gpu")):
 
 
 def clipped(method, threshold):
-    """Results are equal to the last bit, unless a GPU scales by norms: it sums in another order."""
+    """Yield cases of clipping. Results have equal bits, except for norms on a GPU.
+
+    A GPU sums in another order.
+    """
     arguments = {"weights": LEARNABLES, "gradients": LEARNABLES}
     options = {"decays": DECAYS, "method": method, "threshold": threshold}
     tolerance = 0 if method == "absolute-value" or threshold == 1e6 else 2e-7
@@ -171,8 +174,11 @@ COEFFICIENTS = [0, 0.001, 0.5, 1, 1, 0, 2, 1, 1]
 
 
 def trust(method):
-    """Results are equal to the last bit, except on a GPU, which sums in another order."""
-    zero = [vector(5, low=0, high=0), *LEARNABLES[1:4]]  # a ratio without norm is 1
+    """Yield cases of trust ratios. Results have equal bits, except on a GPU.
+
+    A GPU sums in another order.
+    """
+    zero = [vector(5, low=0, high=0), *LEARNABLES[1:4]]  # the ratio is 1 if the norm is 0
     options = {"decays": DECAYS, "coefficients": COEFFICIENTS, "method": method}
     arguments = {"weights": LEARNABLES, "updates": LEARNABLES} | options
     yield Case("trust", method, arguments, 2e-7)
@@ -189,7 +195,7 @@ LARGE_PIXELS = [(3, 32, 32), (2, 3, 16), (1, 2, 17)]
 
 
 def pixels_to_lanes(shape):
-    """Results are equal to the last bit: mirrored, moved out of view, cut, filled, scaled."""
+    """Yield cases of `images`: mirror, shift, crop, fill and scale. Results have equal bits."""
     c, h, w = shape
     moves = {
         "mirrored": images(low=0, high=4, dtype=np.int32),
@@ -215,7 +221,7 @@ def pixels_to_lanes(shape):
 
 
 def planes(stride, width):
-    """The rows of a decoder, which need not be contiguous."""
+    """Return a case with rows of a decoder, which may have gaps between them."""
     rows = vector(7, width + 3, stride, low=0, high=256, dtype=np.uint8)
     return Case(
         *("planes", f"rows of {width} pixels of {stride} bytes", {"pixels": rows}, 0),
@@ -235,7 +241,7 @@ def training_table():
         large = f"{formula}, large"
         yield step(formula, large, LARGE_LEARNABLES, LARGE_GRADIENTS, backends=CPU)
     for method in ("l2norm", "global-l2norm", "absolute-value"):
-        for threshold in (0.25, 10.0, 100.0, 1e6):  # 10 and 100 are between the norms
+        for threshold in (0.25, 10.0, 100.0, 1e6):  # some norms are below 10 and 100, some above
             yield from clipped(method, threshold)
     for method in reference.TRUST_METHODS:
         yield from trust(method)

@@ -1,4 +1,4 @@
-"""The fixtures of devices, for the check of GPUs."""
+"""Import the device fixtures for the tests of the GPU check."""
 
 from gpu_devices import device, emulated
 

@@ -1,4 +1,4 @@
-"""Arguments, comparisons, counts and reports of the benchmarks; times are not tested."""
+"""Test arguments, comparisons, counts and reports of the benchmarks, but no times."""
 
 import json
 import os
@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from single_rank import SingleRank
 
-from benchmarks import arguments, compare, fold, kernels, machine, optimizers, report, turns
+from benchmarks import (
+    arguments,
+    compare,
+    fold,
+    kernels,
+    machine,
+    optimizers,
+    passes,
+    report,
+    turns,
+)
 from benchmarks import main as compare_main
 from mpidl.errors import Fault, UserError
 
@@ -47,7 +57,7 @@ def test_predictions_are_compared_on_one_rank(monkeypatch, capsys):
 
 @pytest.mark.slow("jobs")
 def test_predictions_next_to_onnxruntime(capsys, tmp_path):
-    """The sides compute the same loss; PyTorch takes part if it is installed."""
+    """All sides must compute the same loss; PyTorch is included if it is installed."""
     options = "compare --predict --batch-size 16 --rounds 1 --variants eager"
     path = tmp_path / "figures.json"
     compare_main([*options.split(), "--json", str(path)])
@@ -106,20 +116,23 @@ def test_optimizers_are_compared_only_if_their_steps_agree():
 
 def test_operations_and_bytes_of_kernels():
     options = arguments.parse(["kernels", "--batch-size", "32"])
-    cases = {(c.layer, c.name): c for c in kernels.cases("digits", options)}
+    cases = {(c.layer, c.name): c for c in passes.cases("digits", options)}
     pixels = 24 * 24 * 32
     assert cases["digits/conv1", "forward"].flops == 2 * 25 * 20 * pixels
     assert cases["digits/conv2", "dx"].flops == 2 * 9 * 20 * 20 * pixels
     assert cases["digits/conv2", "dweight"].flops == 2 * 9 * 20 * 20 * pixels
-    assert ("digits/conv1", "dx") not in cases  # which no step computes
+    assert ("digits/conv1", "dx") not in cases  # no step computes this gradient
     assert cases["digits/dense1", "forward"].flops == 2 * 11520 * 10 * 32
     assert cases["digits/dense1", "backward"].flops == 4 * 11520 * 10 * 32
     assert cases["digits/relu1", "forward"].bytes == 2 * 4 * 20 * pixels
     assert cases["digits/conv2", "dx"].shape == cases["digits/conv3", "dx"].shape
+    weight = 4 * 9 * 20 * 20
+    assert cases["digits/conv2", "dx"].bytes == 2 * 4 * 20 * pixels + weight
+    assert cases["digits/conv2", "fused backward"].bytes == 2 * cases["digits/conv2", "dx"].bytes
     for case in cases.values():
-        assert bool(case.flops) != bool(case.bytes)
+        assert case.bytes > 0 and case.products <= case.flops
         case.run()
-    shapes = {c.layer for c in kernels.cases("shapes", options)}
+    shapes = {c.layer for c in passes.cases("shapes", options)}
     assert shapes == {"20 at 24x24", "32 at 32x32", "64 at 16x16", "128 at 8x8"}
 
 
@@ -127,7 +140,7 @@ def test_operations_and_bytes_of_kernels():
 def test_the_large_layer_beside_blas():
     """BLAS computes the same product as the case, for all images."""
     options = arguments.parse(["kernels", "--batch-size", "64"])
-    cases = list(kernels.cases("dense", options))
+    cases = list(passes.cases("dense", options))
     assert [case.name for case in cases] == ["forward", "dx", "dweight"]
     for case in cases:
         assert (case.layer, case.flops) == ("9216 to 4096", 2 * 9216 * 4096 * 32)
@@ -140,17 +153,17 @@ def test_the_large_layer_beside_blas():
     both = [case._replace(run=lambda: None) for case in cases]
     figures = kernels.measure(both[0], kernels.Yardsticks(1), 3)
     assert set(figures) == {"ms", "gflops", "share_of_peak", "sgemm_ratio"}
-    assert figures["sgemm_ratio"] < 0.01  # an empty call against a matrix product
+    assert figures["sgemm_ratio"] < 0.01  # an empty call takes less time than a matrix product
     row = dict(zip(kernels.HEAD, kernels.table_row(both[0], figures), strict=True))
     assert row["time / sgemm"] == "0.00" and row["GB/s"] == ""
     options.threads = 2
-    assert all(case.sgemm is None for case in kernels.cases("dense", options))
+    assert all(case.sgemm is None for case in passes.cases("dense", options))
 
 
 def test_a_case_is_measured_against_its_yardstick():
     options = arguments.parse(["kernels", "--batch-size", "16"])
     yardsticks = kernels.Yardsticks(1)
-    case = next(kernels.cases("digits", options))
+    case = next(passes.cases("digits", options))
     figures = kernels.measure(case._replace(run=lambda: None), yardsticks, 3)
     assert set(figures) == {"ms", "gflops", "share_of_peak"}
     peak, copy = yardsticks.medians()

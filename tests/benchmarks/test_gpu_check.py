@@ -1,4 +1,4 @@
-"""The check and the timing of GPUs, on an emulated GPU: errors, counts and reports."""
+"""Test the check and the timing of GPUs on an emulated GPU: errors, counts and reports."""
 
 import json
 import math
@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(compiler.find() is None, reason="no g++ for 
 
 @pytest.fixture
 def gpu():
-    """A world of one rank on an emulated GPU."""
+    """Return a world of one rank on an emulated GPU."""
     world = World(threads=1)
     with opened() as device:
         world.device, world.counts = device, Counts()
@@ -54,7 +54,7 @@ def visible_gpus(*names):
 
 
 def test_the_floors_of_the_zoo():
-    """The GFLOP of a step and the lower bounds of an H200's times equal values by hand."""
+    """The GFLOP of a step and the lower bounds of times on an H200 equal known values."""
     digits = floors.work(zoo.digits())
     products = 24 * 24 * 20 * (25 + 180 + 180) + 11520 * 10
     assert digits.products == products and digits.first == 24 * 24 * 20 * 25
@@ -62,7 +62,7 @@ def test_the_floors_of_the_zoo():
     assert digits.flop == 2 * (3 * products - 24 * 24 * 20 * 25)
     rate = floors.rates("NVIDIA H200")
     exact = floors.milliseconds(digits, 128, rate, "fp32")
-    assert exact["products"] == pytest.approx(0.0207, rel=1e-2)  # three TF32 products for each
+    assert exact["products"] == pytest.approx(0.0207, rel=1e-2)  # 3 TF32 products per fp32 product
     assert exact["bytes fused"] == pytest.approx(0.0370, rel=1e-2)
     assert exact["bytes apart"] == pytest.approx(0.0535, rel=1e-2)
     assert exact["floor"] == exact["bytes fused"]
@@ -129,7 +129,7 @@ def test_the_units_of_a_step_are_found_without_computing(gpu):
         patch.setattr(compiling, "compile_all", compile_all)
         compiling.check_all(report, gpu, {"digits": (16,)})
     assert len(set(compiled)) == len(compiled) and report.failed == ["kernels compile"]
-    assert {"pool", "conv_direct"} <= {unit.family for unit in compiled}  # of other networks
+    assert {"pool", "conv_direct"} <= {unit.family for unit in compiled}  # of other networks too
 
 
 # training
@@ -152,7 +152,7 @@ def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     failed = [name for name in report.failed if not name.startswith("accuracy")]
     assert failed == []
     assert "4 iterations" in checks["losses at rate 1e-05: GPU and CPU"]["found"]
-    assert report.failed == ["accuracy after 1 epochs"]  # random images teach nothing
+    assert report.failed == ["accuracy after 1 epochs"]  # random images, so no learning
 
 
 def test_losses_that_differ_fail():
@@ -164,7 +164,7 @@ def test_losses_that_differ_fail():
 
 
 class Runs:
-    """Runs trainings for `identity` in this process on an emulated GPU."""
+    """Runner of trainings for `identity` in this process on an emulated GPU."""
 
     def __init__(self, world, spoil=None):
         self.world, self.spoil, self.started = world, spoil, []
@@ -217,7 +217,7 @@ def test_the_digit_set_is_kept_in_a_file(tmp_path, monkeypatch):
     path = str(tmp_path / "digits.npz")
     for _ in range(2):
         train_set, test_set = training.digits(path)
-        monkeypatch.undo()  # the second time it is read
+        monkeypatch.undo()  # the second call reads the file
     assert (len(train_set), len(test_set)) == (40, 10) or len(train_set) + len(test_set) == 50
 
 
@@ -236,7 +236,7 @@ def test_a_step_and_its_kernels(gpu):
     assert sum(row["times"] for row in rows) == len(step.program.launches())
     flop = sum(row["flop"] for row in rows)
     work = floors.work(subject.network("digits", IMAGE))
-    images = 32  # two blocks: kernels compute unused images too
+    images = 32  # two blocks, because kernels compute unused images too
     assert flop == images * work.flop
     assert all(row["bytes"] > 0 for row in rows)
     assert step.losses(1)[0] < losses[0] + 1  # training continues as before
@@ -248,7 +248,7 @@ def needs_torch():
 
 
 class LocalSides(speed.Sides):
-    """The sides in this process: ours on the emulated GPU, PyTorch on the CPU."""
+    """Sides in this process: mpidl on the emulated GPU, PyTorch on the CPU."""
 
     def __init__(self, world, seconds):
         self.world, self.seconds, self.steps, self.torch = world, seconds, {}, True
@@ -347,14 +347,14 @@ def test_a_report_as_markdown_and_in_its_file(tmp_path):
     report.fact("GPU", "Some | GPU")
     report.check("this", True, "fine")
     report.check("that", False, "1 of 2")
-    report.note("left out: more")
+    report.note("skipped: more")
     report.table("Times", ["a", "b"], [["1", "2"]])
     report.table("Times", ["a", "b"], [["3", "4"]])
     record = load(str(tmp_path), "timing")
     assert record == report.record and not record["finished"] and report.failed == ["that"]
     text = markdown([record])
     assert "### timing, 0 s (not finished)" in text and "| GPU | Some \\| GPU |" in text
-    assert "| that | 1 of 2 | **failed** |" in text and "- left out: more" in text
+    assert "| that | 1 of 2 | **failed** |" in text and "- skipped: more" in text
     assert "Times:\n\n| a | b |\n| --- | --- |\n| 3 | 4 |" in text and "| 1 | 2 |" not in text
     assert load(str(tmp_path), "nothing") is None
 
@@ -385,7 +385,7 @@ report.finish()
 
 
 def run_check(tmp_path, monkeypatch, capsys, behaviour, *words, gpus=("Some GPU",)):
-    """Run a check whose stages behave as given; return exit code, last line and JSON."""
+    """Run a check whose stages behave as given. Return the exit code, last line and JSON."""
     short = [
         s._replace(seconds=1.5 if behaviour.get(s.name) == "sleep" else 60) for s in check.STAGES
     ]
@@ -433,7 +433,7 @@ def test_no_gpu_and_unknown_stages(tmp_path, monkeypatch, capsys):
 
 def test_arguments_of_the_benchmark():
     options = arguments.parse(["gpu", "--settings", "digits:32", "--rounds", "3"])
-    assert [speed.parse_setting(text) for text in options.settings] == [("digits", 32)]
+    assert options.settings == [("digits", 32)]
     assert (options.rounds, options.limit, options.json) == (3, 900, None)
     with pytest.raises(UserError, match="NETWORK:BATCH"):
-        speed.parse_setting("digits")
+        arguments.parse(["gpu", "--settings", "digits"])

@@ -1,4 +1,4 @@
-"""Memory that the benchmarks measure: peaks, and the processes of a job."""
+"""Test the memory that the benchmarks measure: peaks, and the processes of a job."""
 
 import contextlib
 import mmap
@@ -15,7 +15,7 @@ from mpidl.data import PackedDatastore
 
 def test_the_peak_of_memory_that_was_freed_again():
     before = machine.start_of_peak()
-    # malloc maps more than 32 MiB anew; less may be resident memory that was freed before.
+    # malloc always maps new memory for more than 32 MiB, but may reuse freed memory for less.
     pixels = np.ones(16 << 20, np.float32)
     del pixels
     assert 62 << 20 < machine.peak() - before < 96 << 20
@@ -43,7 +43,7 @@ def test_peaks_beyond_a_training_on_one_mini_batch(monkeypatch, capsys):
 
 @contextlib.contextmanager
 def started(code):
-    """Run a Python process that has printed a line, until its input closes."""
+    """Start a Python process and wait for its first line; end it by closing its input."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as job:
         job.stdout.readline()
@@ -51,11 +51,11 @@ def started(code):
 
 
 def test_the_memory_of_processes():
-    """It is the RssAnon of all live processes plus the shared memory once."""
+    """The result is the RssAnon of all live processes, plus the shared memory once."""
     code = "import numpy, sys; a = numpy.ones(4 << 20); print(flush=True); sys.stdin.read()"
     with started(code) as job:
         child = input_memory.memory_of([job.pid])
-        shared = mmap.mmap(-1, 8 << 20)  # of this process and its children
+        shared = mmap.mmap(-1, 8 << 20)  # shared by this process and its children
         shared.write(bytes(8 << 20))
         before, both = (
             input_memory.memory_of([os.getpid()]),
@@ -69,7 +69,7 @@ def test_the_memory_of_processes():
 
 
 def test_ranks_are_found_below_their_launcher():
-    """The launcher's variables identify each rank once, also if it starts other processes."""
+    """The launcher's variables identify each rank once, even if it starts other processes."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     start = f"import subprocess as s, sys; p = [s.Popen([sys.executable, '-c', {code!r}], env={{"
     start += "'PMI_RANK': str(r)}) for r in range(2)]; print(flush=True); [x.wait() for x in p]"

@@ -1,4 +1,4 @@
-"""The verdict of `python -m benchmarks memory`; tests/launch/test_benchmarks.py trains."""
+"""Test the verdict of `python -m benchmarks memory`; tests/launch/test_benchmarks.py trains."""
 
 import types
 

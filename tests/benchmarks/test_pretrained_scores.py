@@ -1,4 +1,4 @@
-"""Published weights of MobileNetV2: scores of PyTorch, in every way in which mpidl reads them."""
+"""Test that published weights of MobileNetV2 give PyTorch's scores, however they are read."""
 
 import importlib.util
 

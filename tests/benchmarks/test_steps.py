@@ -1,4 +1,4 @@
-"""The steps that the benchmarks compare equal the library's and PyTorch's, layer by layer."""
+"""Test that the benchmarks' steps equal the library's and PyTorch's, layer by layer."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LAYERS = [
     *(dl.Conv2D(3, 8), dl.BatchNorm(), dl.ReLU(), dl.AveragePool2D(2), dl.Dense(10)),
 ]
 
-# layers of every kind that PyTorch has too
+# layers of every kind that PyTorch also has
 BRANCHES = [
     dl.Conv2D(5, 8, stride=2, padding="same", name="first"),
     dl.ReLU(name="a"),
@@ -36,7 +36,7 @@ BRANCHES = [
     dl.PReLU(shared=True),
     dl.Dropout(0.0),
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
-    dl.ReLU(after="sum"),  # the layer has other readers too
+    dl.ReLU(after="sum"),  # other layers read "sum" too
     dl.MaxPool2D(3, stride=3, padding=(2, 1), name="e"),  # padding of more than half a window
     dl.Concat(inputs=("c", "d", "e")),
     dl.Dense(16),
@@ -88,7 +88,7 @@ def test_a_step_learns_and_starts_again(world):
 
 
 def test_a_step_is_as_the_library_makes_it(world):
-    """The weights equal those of a custom training loop."""
+    """The weights must equal the weights of a custom training loop."""
     net, *batch = small()
     step = mpidl_step.EagerStep(net, batch, world)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_layers_without_a_counterpart_in_pytorch_are_refused():
 
 
 def test_every_layer_is_on_the_tape():
-    """Names and values are the same whether layers are fused or run one by one."""
+    """Names and values must be the same whether layers are fused or run one by one."""
     net, images, labels = small()
     fused, _ = accuracy.our_step(net, images, labels)
     net.fuse = False

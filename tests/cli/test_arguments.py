@@ -1,4 +1,4 @@
-"""The --help of each command: the commonest options first, and all of them with --help-all."""
+"""Test the --help of each command: the most common options first, all options with --help-all."""
 
 import pytest
 from image_sets import refusal
@@ -46,7 +46,7 @@ def test_the_ten_commonest_options_come_first(command, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_group(command):
-    """help_groups.GROUPS names each option of the commands with groups."""
+    """Every option of a command with groups is in help_groups.GROUPS."""
     parser = parser_of(command)
     sections = help_groups.sections(parser.options, parser.common)
     assert help_groups.UNGROUPED not in sections, sections[help_groups.UNGROUPED]
@@ -80,7 +80,7 @@ def test_a_timeline_needs_no_number():
 
 
 def test_a_command_without_common_options_shows_all(capsys):
-    """Options with one destination are all shown; unknown ones come last."""
+    """Options with the same destination are all shown, and options without a group come last."""
     parser = Parser("mpidl.none", "Do nothing.", quiet=False)
     for i in range(help_groups.SHORT_LIST + 1):
         parser.text(f"--flag-{i}", "N", f"Set {i}", dest="same")

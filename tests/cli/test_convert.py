@@ -1,4 +1,4 @@
-"""`mpidl.convert`: between all formats, with the weights byte for byte and the same scores."""
+"""Test `mpidl.convert` between all formats, with equal weights, byte for byte, and equal scores."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The report on the ranks of a job, with fictitious ranks and files of fictitious hosts."""
+"""Test the report on the ranks of a job, with fictitious ranks and files of fictitious hosts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""mpidl.launch restarts a training that dies; a script replaces mpirun and its training."""
+"""Test that mpidl.launch restarts a training that dies. A script replaces mpirun and training."""
 
 import threading
 
@@ -9,9 +9,9 @@ from mpidl.comm import failure
 from mpidl.comm.job_words import JobCommand
 from mpidl.errors import Fault, UserError
 
-# Each start writes its options to a file and ends with the next exit code in the file `codes`. The
-# code "c1" means 1 after a checkpoint, "r0" means 0 in the middle of a run, and the script prints a
-# message before it ends with 2.
+# Each start of this script writes its options to a file and ends with the next exit code in the
+# file `codes`. The code "c1" means 1 after a checkpoint, and "r0" means 0 in the middle of a run.
+# Before exit code 2, the script prints a message.
 MPIRUN = """#!/bin/sh
 shift 3
 echo "$*" >> {folder}/starts
@@ -27,7 +27,7 @@ exit ${{code#[cr]}}
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """Return a function that runs the command; the script ends with these codes, in turn."""
+    """Return a function that runs the command. The script's starts end with the given codes."""
     monkeypatch.setattr(launch, "FIRST_PAUSE", 0.01)
     script = tmp_path / "mpirun"
     script.write_text(MPIRUN.format(folder=tmp_path))
@@ -75,14 +75,14 @@ def test_a_death_resumes_from_the_checkpoint(launched):
 
 
 def test_an_exit_code_0_in_the_middle_of_a_run_is_a_death(launched):
-    """Open MPI's mpirun --with-ft ulfm ends like this if it loses a host."""
+    """An exit code 0 during a run, as of mpirun --with-ft ulfm after losing a host, is a death."""
     assert launched("r0 0", "--epochs", "3") == 0
     assert starts(launched) == ["--epochs 3"] * 2
     assert log(launched)[0] == "start 1 ended after 0 s: mpirun ended with exit code 0"
 
 
 def test_the_starts_of_a_job_have_a_token_and_numbers(launched):
-    """A later start takes over the lock of an earlier start by these."""
+    """Each start gets the job's token and a number, with which it takes over the earlier lock."""
     assert launched("1 c1 0") == 0
     lines = [line.split() for line in (launched.folder / "numbers").read_text().splitlines()]
     assert len({token for token, _ in lines}) == 1
@@ -106,14 +106,14 @@ def test_the_limit(launched):
 
 
 def test_an_exit_code_2_without_a_message_is_a_death(launched):
-    """MPICH's mpirun combines the exit codes and signals of its processes."""
+    """Exit code 2 without a message is a death, because MPICH's mpirun combines exit codes."""
     script = launched.folder / "mpirun"
     script.write_text(script.read_text().replace('echo "mpidl: refused" >&2', ":"))
     assert launched("2 0") == 0
 
 
 def test_the_checkpoint_of_a_run_that_is_replaced(launched):
-    """The job may die before it has removed the checkpoint."""
+    """A job with --overwrite that dies before removing the old checkpoint does not resume it."""
     (launched.folder / "run").mkdir()
     (launched.folder / "run" / "checkpoint.h5").write_text("of another run")
     assert launched("1 c1 0", "--overwrite") == 0
@@ -129,7 +129,7 @@ def test_a_run_that_is_resumed(launched):
 
 
 def test_a_stop(launched):
-    """It ends a pause, and a training that dies instead of stopping is not started again."""
+    """A stop ends a pause, and a training that dies instead of stopping is not restarted."""
     signals = failure.Signals()
     signals.name = "SIGTERM"
     with pytest.raises(Fault, match="^SIGTERM: the training died instead of stopping: "):

@@ -1,4 +1,4 @@
-"""The command `pack`, called in this process: sources, options and refusals."""
+"""Test the command `pack` in this process: sources, options and refusals."""
 
 import datafiles
 import numpy as np
@@ -84,7 +84,7 @@ def test_pack_resizes_and_converts(tmp_path):
     assert np.array_equal(store.read([0, 1]), folder.read([0, 1]))
     floats = datafiles.hdf5(tmp_path / "f.h5", np.zeros((4, 2, 2)), [0, 1, 0, 1])
     text = refusal(run, floats, tmp_path / "z.h5", "--colour", "rgb")
-    assert "expected gray or RGB images of bytes to resize" in text
+    assert "expected gray or RGB images of uint8 to resize" in text
 
 
 def test_pack_resizes_and_cuts_both_parts(tmp_path):
@@ -120,7 +120,7 @@ def test_pack_refuses_options(tmp_path):
     assert "centre crop 9x9 (--centre-crop, or crop= in Python): expected" in text
     for arguments in ([target], ["--resize", "8"]):
         text = refusal(run, source, *arguments, "--verify")
-        assert "expected a packed file and nothing else" in text
+        assert "expected only a packed file" in text
 
 
 def test_pack_refuses_sources(tmp_path):

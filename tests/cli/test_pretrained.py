@@ -1,4 +1,4 @@
-"""The options of a training that starts from a weight file, and the conversion of its images."""
+"""Test the options of a training that starts from a weight file, and the image conversion."""
 
 import hashlib
 
@@ -19,7 +19,7 @@ def resolve(**typed):
 
 
 def test_the_network_of_a_run_with_weights():
-    """Without --network, the network is that of the file, and no recipe applies."""
+    """Without --network, the file's network is used, and no recipe applies."""
     resolved = resolve(weights="a.onnx")
     assert resolved.run["network"] is None and pretrained.title(resolved.run) == "a"
     assert resolved.options == dl.TrainingOptions()
@@ -35,7 +35,7 @@ def test_the_network_of_a_run_with_weights():
 
 
 def test_options_toml_leaves_out_a_normalization_of_the_weights(tmp_path):
-    """A run with this file as --config therefore takes it from the weights, too."""
+    """A normalization from the weights is not in options.toml, so --config does not fix it."""
     path = str(tmp_path / "options.toml")
     resolved = resolve(weights="a.h5", freeze_up_to="conv1")
     sources = resolved.sources | {"normalization": configuration.WEIGHTS}
@@ -65,7 +65,7 @@ def test_images_are_converted_to_the_input_of_the_network(tmp_path):
     # the other files of a folder may have other sizes
     grow(tmp_path, shape=(3, 12, 10))
     assert pretrained.conversion(net, dl.ImageFolder(tmp_path), options) == expected
-    # with a random crop only the colour changes
+    # with a random crop, only the colour changes
     crop = dl.TrainingOptions(random_crop=(12, 10))
     assert pretrained.conversion(net, arrays(1, 30, 20), crop) == dl.Preprocess(colour="rgb")
     assert not pretrained.conversion(net, arrays(3, 30, 20), crop)

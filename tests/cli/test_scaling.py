@@ -1,4 +1,4 @@
-"""Arguments of mpidl.scaling: those of the study, those of mpidl.train, and what it refuses."""
+"""Test the arguments of mpidl.scaling: the study's, mpidl.train's, and refused ones."""
 
 import pytest
 
@@ -132,7 +132,7 @@ def test_a_prediction_of_unequal_shares_is_refused(tmp_path):
 
 
 def test_a_probe_is_not_repeated(tmp_path):
-    """With the same ranks and seconds, the command uses the record of an earlier start."""
+    """With the same ranks and seconds, the command reuses the record of an earlier start."""
     plan = study.Plan(str(tmp_path), (), ())
     runs = study.Study(plan, failure.Signals())
     parsed = scaling.parse("--predict --probe-ranks 2 --probe-seconds 7".split()).parsed
@@ -170,7 +170,7 @@ def test_a_probe_that_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, first, second, words):
-    """The machine has 8 cores and the recipe a mini-batch of 128. None: the study is refused."""
+    """A continued study keeps its threads and batch, or is refused (`words` is None)."""
     plans = []
 
     def run(command, runs, threads):

@@ -1,4 +1,4 @@
-"""Networks, functions and modules that options name by a user's file."""
+"""Test networks, functions and modules in user files that options name."""
 
 import pickle
 import sys
@@ -42,7 +42,7 @@ def negative(input_shape, classes):
 
 @pytest.fixture
 def file(tmp_path):
-    """A model whose weights are not drawn from a seed, and a FILE.py that loads it."""
+    """A FILE.py that loads a saved model with weights that no seed gives."""
     net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(2)], SHAPE, seed=3)
     net.parameters = {name: a + np.float32(0.125) for name, a in net.parameters.items()}
     net.state = {name: a + np.float32(2) for name, a in net.state.items()}
@@ -100,7 +100,7 @@ def test_functions_that_return_no_network(file, function, text):
 
 
 def test_each_user_file_is_a_separate_module(tmp_path):
-    """Files of equal name in two folders do not replace each other; pickle finds their classes."""
+    """Files of equal name in two folders are separate modules, and pickle finds their classes."""
     modules = []
     for folder in ("a", "b-1"):
         (tmp_path / folder).mkdir()
@@ -176,4 +176,4 @@ def test_a_network_stays_with_its_normalization(file):
     net.normalization = None
     dl.train(net, store, zscore, world=world)
     assert net.normalization.name == "zscore"
-    dl.train(net, store, zscore, world=world)  # again, which it now accepts
+    dl.train(net, store, zscore, world=world)  # again, which is now accepted

@@ -1,4 +1,4 @@
-"""The command train from its start to its end: requests to stop, and what status.json says."""
+"""Test the command train from start to end: requests to stop, and the content of status.json."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def folder(world, tmp_path, monkeypatch):
 
 
 def run(folder, *options):
-    """Train on all ranks; return the exit code and the status that the run leaves."""
+    """Train on all ranks. Return the exit code and the final status of the run."""
     words = ["--data", folder / "set.npz", "--network", f"{folder / 'network.py'}:layers"]
     words += ["--out", folder / "run", "--epochs", 2, "--batch-size", 16, "--plots", "none"]
     world = dl.World(threads=1)
@@ -67,7 +67,7 @@ def before(monkeypatch, module, name, action):
 @pytest.mark.slow_on_ranks
 @pytest.mark.parametrize(("module", "name"), [(input_pipeline, "prepare"), (evaluate, "evaluate")])
 def test_a_request_before_the_training_or_in_the_test(world, folder, monkeypatch, module, name):
-    """The run stops as after a signal, and the resumed run does what it left out."""
+    """The run stops as after a signal, and the resumed run completes the remaining work."""
     out, contents = folder / "run", []
 
     def request():
@@ -84,7 +84,7 @@ def test_a_request_before_the_training_or_in_the_test(world, folder, monkeypatch
     assert not (out / "stop").exists() and not (out / "summary.json").exists()
     world.barrier()
     if world.rank == 0:
-        stop_file.request(out, stop_file.NOW)  # too late: it is no request to the next job
+        stop_file.request(out, stop_file.NOW)  # too late; the next job must not obey it
     world.barrier()
     code, content = run(folder, "--resume", out)
     assert (code, content.state, content.stopped) == (0, status.FINISHED, None)

@@ -1,4 +1,4 @@
-"""The current act of a process and its stacks, as another process of the host sees them."""
+"""Test how a process sees the current act and the Python stacks of another process."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_a_process_is_seen_while_it_runs_is_stopped_and_has_ended(child):
     assert running.act.startswith("epoch 3, iteration 17: waits for gop max, for ")
     assert "in count_sheep" in running.stacks
     (repeated,) = acts.look_at([child.address])
-    assert repeated.stacks.count("in count_sheep") == 1  # only the stacks of the second request
+    assert repeated.stacks.count("in count_sheep") == 1  # without the stacks of the first request
     (silent,) = acts.look_at([child.address], stacks=False)
     assert silent.stacks == ""
 
@@ -77,7 +77,7 @@ def test_a_process_that_computes(child):
 
 
 def test_another_process_with_the_same_number_gets_no_signal(child):
-    """The signal would end a process that is not a rank."""
+    """A process that reuses the ID of a rank gets no signal, because the signal would end it."""
     tell(child, "wait")
     assert acts.look_at([child.address._replace(inode=-1)]) == [acts.Sighting("")]
     hidden = child.address._replace(namespace="pid:[1]")

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' clocks, with clocks that are wrong by a known amount."""
+"""Test the comparison of the ranks' clocks, with clocks that are wrong by a known amount."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def test_ranks_of_a_host_share_a_clock(world):
 
 
 def test_times_are_corrected_for_offset_and_drift():
-    """A clock that is 3 s ahead and gains 100 microseconds per second."""
+    """Times of a clock that is 3 s ahead and gains 100 microseconds per second are corrected."""
     true = np.arange(0, 20 * SECOND, SECOND // 7, dtype=np.int64)
     gain = 1e-4
     clock = true + 3 * SECOND + np.rint(true * gain).astype(np.int64)
@@ -38,4 +38,4 @@ def test_times_are_corrected_for_offset_and_drift():
     last = ClockOffset(int(clock[-1]), int(clock[-1] - true[-1]), 0)
     assert np.abs(to_rank_0(clock, first, last) - true).max() <= 2
     late = to_rank_0(clock, first, first._replace(time=last.time))
-    assert np.abs(late - true).max() > 10**6  # without the drift
+    assert np.abs(late - true).max() > 10**6  # negative control: without correction of the drift

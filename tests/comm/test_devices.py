@@ -1,4 +1,4 @@
-"""The assignment of GPUs to ranks on simulated hosts, and messages between GPUs."""
+"""Test the assignment of GPUs to ranks on simulated hosts, and exchanges between GPUs."""
 
 import ctypes
 import gc
@@ -17,18 +17,18 @@ from mpidl.errors import UserError
 
 
 def gpu(letter, index=0, name="NVIDIA H100", architecture="sm_90", processors=132):
-    """Return the GPU `letter` of a host, which a rank sees as number `index`."""
+    """Return the GPU with identity `letter`, which a rank sees at index `index`."""
     return Gpu(index, letter, name, architecture, processors, 80 << 30)
 
 
 def seeing(letters, host="node0", **kind):
-    """Return a rank that sees these GPUs of its host."""
+    """Return the report of a rank that sees the given GPUs on its host."""
     gpus = tuple(gpu(f"{host} {x}", i, **kind) for i, x in enumerate(letters))
     return RankGpus(host, gpus, "" if gpus else "no NVIDIA driver", len(gpus))
 
 
 def assigned(ranks, gpus=None, device="gpu"):
-    """Return letters and numbers of the ranks' GPUs, such as "A0 B1"; None for the CPU."""
+    """Return letter and index of each rank's GPU, such as "A0 B1"; None for CPUs."""
     assignment = assign_gpus(ranks, device, gpus).gpus
     return assignment and " ".join(f"{g.identity.split()[-1]}{g.index}" for g in assignment)
 
@@ -46,7 +46,7 @@ def assigned(ranks, gpus=None, device="gpu"):
         # srun --gpus-per-task=1 or 2: each rank sees only its own GPUs, numbered from 0
         ([seeing("A"), seeing("B"), seeing("C")], "A0 B0 C0"),
         ([seeing("AB"), seeing("CD")], "A0 C0"),
-        ([seeing("AB"), seeing("BA")], "A0 B0"),  # the same two GPUs under other numbers
+        ([seeing("AB"), seeing("BA")], "A0 B0"),  # the same two GPUs with other indices
     ],
 )
 def test_ranks_take_the_gpus_of_their_host_in_order(ranks, expected):
@@ -122,7 +122,7 @@ def test_gpus_that_slurm_allocated():
     assert letters(SLURM_STEP_GPUS="1,3") == ("BD", "")
     assert letters(SLURM_JOB_GPUS="0-2") == ("ABC", "")
     assert letters() == letters(SLURM_GPUS_ON_NODE="4") == ("ABCD", "")
-    # CUDA already counts only these, because of the variable or of a cgroup
+    # CUDA already shows only the job's GPUs, because of the variable or of a cgroup.
     assert letters(SLURM_STEP_GPUS="1,3", CUDA_VISIBLE_DEVICES="1,3,0,2") == ("ABCD", "")
     for numbers in ("4,5,6,7", "0,1,2,3,4,5,6,7", "gpu:2"):
         assert letters(SLURM_JOB_GPUS=numbers) == ("ABCD", "")
@@ -150,7 +150,7 @@ def test_a_gpu_needs_a_compiler_of_kernels(monkeypatch):
 
 
 def test_devices_of_the_world(world, monkeypatch):
-    """`use_device("cpu")` looks for no GPU; an error about GPUs names the host."""
+    """`use_device("cpu")` does not look for GPUs, and an error about GPUs names the host."""
     monkeypatch.setattr(devices, "visible", None)
     assert world.use_device("cpu") == [] and world.device is None
     assert "--gpus 0: expected --device gpu" in refusal(world.use_device, "cpu", "0")
@@ -169,7 +169,8 @@ def able(*letters, version=22707, aware=False, host="node0"):
         (able("A"), None, "host"),
         (able("A", "B"), None, "nccl"),
         (able("A", "A"), None, "host"),
-        (able("A") + able("A", host="node1"), None, "nccl"),  # the drivers report only the slot
+        # GPUs on different hosts may have the same identity
+        (able("A") + able("A", host="node1"), None, "nccl"),
         (able("A", "B", version=0), None, "host"),
         (able("A", "B", version=0, aware=None), None, "host"),
         (able("A", "B", version=0, aware=True), None, "mpi"),
@@ -179,7 +180,8 @@ def able(*letters, version=22707, aware=False, host="node0"):
         (able("A", "B"), "host", "host"),
         (able("A", "B"), "nccl", "nccl"),
         (able("A", "A", aware=True), "mpi", "mpi"),
-        (able("A", "B", aware=None), "mpi", "mpi"),  # only the user knows
+        # if it is unknown whether MPI is CUDA-aware, the user's request is followed
+        (able("A", "B", aware=None), "mpi", "mpi"),
     ],
 )
 def test_transport_of_nodes(ranks, transport, expected):
@@ -209,7 +211,7 @@ def test_whether_the_mpi_reads_device_memory():
 
 
 class HostDevice:
-    """A device for messages whose memory is the host's."""
+    """A simulated device for messages, with memory on the host."""
 
     identity = "none"
 
@@ -224,20 +226,20 @@ class HostDevice:
 
 
 def device_array(array):
-    """Return what a mover needs of a device array."""
+    """Return an object with the attributes of a device array that a mover uses."""
     return SimpleNamespace(address=array.ctypes.data, nbytes=array.nbytes)
 
 
 @pytest.fixture
 def device_world(world):
-    """The world with a device in host memory."""
+    """Return the world with a simulated device."""
     world.device = HostDevice()
     yield world
     world.device = None
 
 
 def test_the_mpi_mover_gathers_in_the_order_of_the_ranks(device_world):
-    """Each rank's padded nodes have shape (nodes, width)."""
+    """The mover writes the nodes of all ranks to the target in rank order."""
     size, mover = device_world.size, nccl.MpiMover(device_world)
     for nodes, width in ((3, 5), (1, 1), (2, 70000), (0, 4)):
         source = np.full((nodes, width), device_world.rank + 0.5, np.float32)
@@ -249,7 +251,7 @@ def test_the_mpi_mover_gathers_in_the_order_of_the_ranks(device_world):
 
 
 def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
-    """Destroying a communicator would wait for the graphs that hold its messages."""
+    """A communicator is kept, because its destructor would wait for graphs with its messages."""
     destroyed = []
 
     class Communicator:
@@ -283,7 +285,7 @@ def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
 
 
 def test_a_rank_keeps_its_gpu(world, monkeypatch):
-    """The device's contents go too: a network, kernels, connections."""
+    """A device stays open if all ranks keep their GPU, and is closed otherwise."""
     devices_in_use = []
 
     class Device(HostDevice):

@@ -1,4 +1,4 @@
-"""Exchanges, simulated for 1 to 64 ranks and run by the ranks of this session."""
+"""Test exchanges between 1 to 64 simulated ranks and between the ranks of this session."""
 
 import math
 import weakref
@@ -17,21 +17,21 @@ from mpidl.performance.simulation import Simulation
 WIDTH = 37
 LAYOUTS = {
     "equal": lambda ranks: None,
-    "rising": lambda ranks: tuple(range(ranks)),  # rank 0 idles
+    "rising": lambda ranks: tuple(range(ranks)),  # rank 0 has no blocks
     "one has most": lambda ranks: (1,) * (ranks - 1) + (9 * ranks,),
     "every other idles": lambda ranks: tuple((r + 1) % 2 for r in range(ranks)),
 }
 
 
 def wide(seed, *shape):
-    """Return float32 values of many magnitudes, so that another order of addition shows."""
+    """Return float32 values of many magnitudes, whose sum depends on the order of additions."""
     size = int(np.prod(shape))
     sign = 2 * keyed.uniform(seed, "value", size) - 1
     return (sign * 10.0 ** (6 * keyed.uniform(seed, "size", size) - 3)).reshape(shape).astype("f4")
 
 
 def tree_sum(leaves, start, stop, combine=np.add):
-    """Return the sum that the tree defines, by recursion."""
+    """Return the sum that the reduction tree defines, computed recursively."""
     if stop - start == 1:
         return leaves[start].copy()
     half = 1
@@ -42,8 +42,8 @@ def tree_sum(leaves, start, stop, combine=np.add):
 
 
 def cases_of(ranks):
-    """Yield (blocks, layout, width) of the cases for a number of ranks."""
-    if ranks > 24:  # the cost grows with ranks squared
+    """Yield test cases (blocks, layout, width) for a number of ranks."""
+    if ranks > 24:  # fewer cases, because the cost grows with the square of the number of ranks
         for leaves, layout in ((ranks, "equal"), (2 * ranks, "equal"), (45, "rising")):
             yield leaves, layout, WIDTH
         yield 45, "one has most", WIDTH
@@ -55,7 +55,7 @@ def cases_of(ranks):
     if ranks > 1:
         yield 29, "rising", WIDTH
         yield 3 * ranks, "every other idles", WIDTH
-    if ranks in (2, 3, 7, 8):  # also fewer values than ranks
+    if ranks in (2, 3, 7, 8):  # include cases with fewer values than ranks
         yield from ((21, "equal", width) for width in (0, 1, 2, 5, 64))
 
 
@@ -72,7 +72,7 @@ def algorithms(tree):
 
 
 def limits_of(algorithm, ranks, leaves, nodes, width):
-    """Return a rank's most rounds, messages and values, by the table in exchange.py."""
+    """Return the limits of rounds, messages and values for a rank, from exchange.py's table."""
     n, hops = len(nodes), math.ceil(math.log2(ranks))
     return {
         exchange.single_rank: (0, 0, 0),
@@ -122,11 +122,11 @@ def test_moments_are_exchanged_alike():
             outcome = simulator.exchange(algorithm, trees, matrices, fold.merge_moments)
             assert {root.tobytes() for root in outcome.roots} == {expected.tobytes()}
         choice = exchange.choose_algorithm(trees[0], expected.nbytes, fold.merge_moments)
-        assert choice is not exchange.segmented  # cutting it would tear mean from M2
+        assert choice is not exchange.segmented  # segments would separate mean and M2
 
 
 def test_two_pending_exchanges_do_not_mix():
-    """Tags separate two exchanges, even if messages of the second arrive first."""
+    """Tags separate two exchanges, even if messages of the second exchange arrive first."""
     trees = trees_of(13, 5, "equal")
     first, second = wide(1, 13, WIDTH), wide(2, 13, WIDTH)
     simulation, exchanges = Simulation(5), []
@@ -158,12 +158,12 @@ def test_the_algorithm_depends_on_layout_and_size_alone():
     ]
     for leaves, ranks, nbytes, combine, algorithm in table:
         trees = trees_of(leaves, ranks, "equal")
-        # twice, on every rank
+        # The choice is the same in each of two calls on every rank.
         assert {exchange.choose_algorithm(t, nbytes, combine) for t in trees * 2} == {algorithm}
 
 
 def test_plain_moments_never_go_up_the_tree():
-    """With `plain` each rank sends one value, whatever its run, and moments still arrive."""
+    """Moments are also summed correctly if each rank sends a single value (`plain`)."""
     counts = np.ones((29, 1))
     values = np.hstack([counts, wide(1, 29, 2), np.zeros((29, 2))])
     for ranks in (3, 12):
@@ -175,7 +175,7 @@ def test_plain_moments_never_go_up_the_tree():
         np.testing.assert_allclose(root[1:3], values[:, 1:3].mean(axis=0), rtol=1e-12)
 
 
-# Exchanges of the ranks of this session
+# Exchanges between the ranks of this session
 
 
 def leaves_of(count, name, shape):
@@ -211,7 +211,10 @@ def test_real_ranks_with_skewed_shares(world):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 20])
 def test_many_sums_at_once(world, bucket_bytes):
-    """As in the backward pass, values come one by one, full buckets are sent, `finish` waits."""
+    """Sums of values that are pushed one by one, as in the backward pass, are correct.
+
+    Full buckets are sent at once, and `finish` waits for all sums.
+    """
     count, shapes = 7 * LANES - 1, [(9,), (1000, 300), (), (40, 25), (7,), (128, 64), (3,)]
     batch = share(count, world)
     leaves = [leaves_of(count, i, shape) for i, shape in enumerate(shapes)]
@@ -230,7 +233,7 @@ def test_many_sums_at_once(world, bucket_bytes):
 
 
 def test_nodes_are_released_early(world):
-    """On one rank the node itself becomes the sum, without a copy."""
+    """The reducer releases nodes once they are sent. On one rank, the node becomes the sum."""
     count = 7 * LANES
     leaves, batch = leaves_of(count, 1, (50, 40)), share(count, world)
     partial, reducer = partial_of(batch, leaves), Reducer(world, 1)
@@ -255,7 +258,7 @@ def test_terms_of_different_types_and_trees_in_one_sum(world):
 
 
 def test_plain_sums_depend_on_the_number_of_ranks(world):
-    """Negative control: MPI's own sum adds each share from left to right."""
+    """Negative control: a plain sum has other bytes, because it adds each share in order."""
     plain = World(plain=True)
     leaves = leaves_of(17 * LANES, 3, (1000,))
     batch = share(17 * LANES, plain)

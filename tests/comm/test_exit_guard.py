@@ -1,4 +1,4 @@
-"""The exit guard ends stopped processes, and no others."""
+"""Test that the exit guard ends stopped processes, and no others."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ def rank():
 
 
 def guard(*words, timeout=0.2):
-    """Start the program as a rank does, with "PID TICK NAME" of the processes that it watches."""
+    """Start the exit guard as a rank does, with "PID TICK NAME" of each process to watch."""
     command = [sys.executable, "-I", "-S", exit_guard.__file__, str(timeout), *words]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -38,17 +38,17 @@ def test_a_stopped_process_is_named_and_ended(rank):
     _, stderr = guard(word).communicate()
     assert rank.wait() == -signal.SIGKILL
     assert stderr.splitlines() == [
-        "mpidl: leaving: a process has been stopped for 0.2 s (--timeout), and is ended",
+        "mpidl: leaving: a process has been stopped for 0.2 s (--timeout), and is now killed",
         "  rank 1 on host a does not answer: its process is stopped (SIGSTOP)",
     ]
 
 
 def test_a_process_that_goes_on_is_left_alone(rank):
-    """The guard ends with the last process, and prints nothing."""
+    """If a process continues, the guard prints nothing, and ends with the last process."""
     process = guard(f"{rank.pid} {exit_guard.start_tick(rank.pid)} rank 1", timeout=30)
     stop(rank)
     os.kill(rank.pid, signal.SIGCONT)
-    assert process.stdout.read() == ""  # it has closed its own stdout
+    assert process.stdout.read() == ""  # the guard has closed its stdout
     assert process.poll() is None
     rank.communicate("\n")
     assert rank.returncode == 0
@@ -68,7 +68,7 @@ def test_without_processes_the_program_ends():
 
 
 def test_it_imports_nothing_that_python_does_not_load_anyway():
-    """A rank of each host starts it at the end of each job."""
+    """The guard imports only modules that Python has loaded, because it must start quickly."""
     source = "import os, sys, time; before = {*sys.modules}; import exit_guard; "
     source += "print({*sys.modules} - before)"
     words = [sys.executable, "-S", "-c", source]

@@ -1,4 +1,4 @@
-"""Launchers of another MPI are refused before MPI starts, with the right command."""
+"""Test that a launcher of another MPI library is refused, with advice on the right command."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ PMIX = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0"}
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Return a function that sets a launcher's variables, and the programs beside this Python."""
+    """Return a function that sets launcher variables and creates programs next to Python."""
     for name in [*os.environ]:
         if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")):
             monkeypatch.delenv(name)
@@ -42,7 +42,7 @@ def launched(monkeypatch, tmp_path):
         ("Open MPI", SRUN | PMIX),
         ("Intel MPI", SRUN),
         ("Intel MPI", PRTE),
-        ("MPICH", HYDRA | SRUN),  # mpirun in an allocation
+        ("MPICH", HYDRA | SRUN),  # mpirun in a Slurm allocation
         ("Open MPI", PRTE | {"SLURM_STEP_NUM_TASKS": "1"}),
     ],
 )

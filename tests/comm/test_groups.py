@@ -1,4 +1,4 @@
-"""Groups of ranks: tasks in parallel, exceptions on some ranks, shared cores and GPUs."""
+"""Test groups of ranks: parallel tasks, exceptions on some ranks, shared cores and GPUs."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from mpidl.comm.thread_budget import Cores
 
 
 class Unpicklable(Exception):
-    """Pickle cannot load it: its constructor needs two arguments."""
+    """An exception that pickle cannot load, because the constructor needs two arguments."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -26,7 +26,7 @@ def short_grace(monkeypatch):
 
 
 def total(group_world):
-    """A task with a collective operation."""
+    """Run a task with a collective operation."""
     return group_world.rank, group_world.gop("sum", 1), dl.World(threads=1).size
 
 
@@ -66,7 +66,10 @@ def test_an_exception_on_all_ranks(world):
 
 @pytest.mark.parametrize("failing", ["first", "last"])
 def test_an_exception_on_one_rank_ends_the_waits_of_the_others(world, failing):
-    """Ranks wait in a broadcast of a megabyte, a sum and an exchange of the fold."""
+    """An exception on one rank cancels the waits of the other ranks.
+
+    The other ranks wait in a broadcast of a megabyte, in a sum, or in a barrier.
+    """
     group = Group(world, world.size)
     rank = 0 if failing == "first" else world.size - 1
     for operation in (
@@ -118,7 +121,7 @@ def test_waits_end_although_the_task_handles_the_first_error(world):
 
 
 def test_the_shared_memory_of_a_task_is_freed(world):
-    """Otherwise a sweep would fill /dev/shm with the data sets of its trials."""
+    """The shared memory of a task is freed. Otherwise the trials of a sweep would fill /dev/shm."""
     group = Group(world, world.size)
 
     def task(group_world):
@@ -143,17 +146,17 @@ def member(rank, size, neighbours):
 
 
 def test_groups_share_the_cores():
-    """Four groups of one rank on four cores get a thread each, not four."""
+    """On four cores, four groups of one rank get one thread each, not four."""
     cores = [("node0", Cores((0, 1, 2, 3)))] * 4
     neighbours = Neighbours(2, cores, [])
     assert thread_budget.set_threads(member(0, 1, neighbours), 0) == ([1], [])
     single = SimpleNamespace(**vars(member(0, 1, None)))
     single.allgather = lambda value: cores[:1]
-    assert thread_budget.set_threads(single, 0) == ([4], [])  # the negative control
+    assert thread_budget.set_threads(single, 0) == ([4], [])  # negative control
 
 
 def test_groups_get_different_gpus():
-    """Groups of two ranks on a host of four GPUs: the second group gets the third and fourth."""
+    """On a host with four GPUs, the second group of two ranks gets the third and fourth GPU."""
     reports = [seeing("ABCD")] * 4
     for first, letters in ((0, "AB"), (2, "CD")):
         neighbours = Neighbours(first, [], reports)

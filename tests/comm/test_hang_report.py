@@ -1,4 +1,4 @@
-"""The message about a job that hangs, and the file with the complete report."""
+"""Test the message about a hanging job, and the file with the complete report."""
 
 from mpidl.comm import hang_report
 from mpidl.comm.acts import Address, Sighting
@@ -17,10 +17,10 @@ SILENT = [
     "  rank 1 on host n0 (process 101) does not answer: its process is stopped (SIGSTOP); last "
     "activity: epoch 1, iteration 2: computes, after gop max, for 9 s",
     "  rank 2 on host n1 (process 102) does not answer: its process has ended",
-    "  rank 3 on host n1 (process 103) does not answer: its process runs; last activity: epoch 1, "
-    "iteration 2: computes, after gop max, for 8 s",
-    "  rank 4 on host n2 (process 104) does not answer: no other rank of this host does, either",
-    "  rank 5 on host n2 (process 105) does not answer: no other rank of this host does, either",
+    "  rank 3 on host n1 (process 103) does not answer: its process is running; last activity: "
+    "epoch 1, iteration 2: computes, after gop max, for 8 s",
+    "  rank 4 on host n2 (process 104) does not answer: no rank of this host answers",
+    "  rank 5 on host n2 (process 105) does not answer: no rank of this host answers",
 ]
 NO_STACKS = "  rank 1 is stopped, so it cannot show its Python stacks"
 
@@ -43,7 +43,7 @@ def test_a_folder_gets_the_stacks(tmp_path):
     assert lines[1:] == [
         *SILENT,
         "  rank 0, waits",
-        f"  {path} has all ranks, and the Python stacks of the silent ones",
+        f"  {path} lists all ranks, with the Python stacks of the silent ranks",
     ]
     report = path.read_text().splitlines()
     assert report[1:8] == [*lines[:7]] and report[8] == NO_STACKS

@@ -1,4 +1,4 @@
-"""Sums in shared memory: simulated ranks in one process, threads, and the ranks of this session."""
+"""Test sums in shared memory, on simulated ranks, on threads and on the ranks of this session."""
 
 import gc
 import random
@@ -15,9 +15,11 @@ import mpidl as dl
 from mpidl import fold
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES, share
-from mpidl.comm import World, exchange, host_memory, messaging
-from mpidl.comm.host_memory import KINDS, HostMemory, HostSum, SumQueue
+from mpidl.comm import World, exchange, host_memory, messaging, sum_plans, sum_queue
+from mpidl.comm.host_memory import HostMemory
 from mpidl.comm.reducer import Reducer
+from mpidl.comm.sum_plans import KINDS
+from mpidl.comm.sum_queue import HostSum, SumQueue
 from mpidl.fold import Counter
 
 pytestmark = needs_kernels
@@ -26,30 +28,30 @@ SUM, MOMENTS = (fold.add, np.add), (fold.merge_moments, fold.merge_moments)
 
 
 def queues_of(ranks):
-    """Return a queue for each of several ranks that share memory in this process."""
-    nbytes = host_memory.queue_bytes(ranks)
-    memory = np.zeros(nbytes + host_memory.LINE, np.uint8)
-    start = -host_memory.address_of(memory) % host_memory.LINE
+    """Return the queues of several simulated ranks that share memory in this process."""
+    nbytes = sum_queue.queue_bytes(ranks)
+    memory = np.zeros(nbytes + sum_plans.LINE, np.uint8)
+    start = -sum_queue.address_of(memory) % sum_plans.LINE
     memory = memory[start : start + nbytes]
     return [SumQueue(memory, rank, ranks, patience=0) for rank in range(ranks)]
 
 
 def moments(name, blocks, channels):
-    """Return moments of all blocks, some of which have no images."""
+    """Return moments of all blocks. Some blocks have no images."""
     values = wide(name, blocks, 1 + 2 * channels).astype("f8")
     values[:, 0] = np.arange(blocks) % 3
     return np.abs(values)
 
 
 class Job:
-    """A sum over all blocks, for each of several ranks."""
+    """A sum over all blocks, which provides the nodes of each rank and the expected result."""
 
     def __init__(self, values, operations=SUM):
         self.values, (self.combine, oracle) = values, operations
         self.expected = tree_sum(values, 0, len(values), oracle).tobytes()
 
     def pieces(self, tree):
-        """Return a rank's nodes in two pieces, and an array for the root."""
+        """Return a rank's nodes, divided into two values, and an array for the root."""
         counter = Counter(tree, self.combine)
         for block in range(*tree.run):
             counter.push(self.values[block].copy())
@@ -60,15 +62,15 @@ class Job:
         return pieces, np.full(width, np.nan, self.values.dtype)
 
     def of_rank(self, tree):
-        """Return a rank's HostSum if all ranks share memory, and the array for its root."""
+        """Return the HostSum of a rank, for ranks that all share memory, and its root array."""
         pieces, root = self.pieces(tree)
         kind = KINDS[self.combine, root.dtype]
-        plan = host_memory.plan_of(tree, (0, len(tree.runs)), tree.rank, len(root), kind)
+        plan = sum_plans.plan_of(tree, (0, len(tree.runs)), tree.rank, len(root), kind)
         return HostSum(plan, pieces, root), root
 
 
 def run(jobs, trees, queues, seed):
-    """Run sums on ranks whose order is drawn; return the roots of each rank."""
+    """Run sums on simulated ranks that advance in random order; return each rank's roots."""
     draw = random.Random(seed)
     started = [[] for _ in trees]
     pending = set(range(len(trees)))
@@ -93,7 +95,11 @@ def assert_sums(jobs, roots):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
 def test_all_ranks_get_the_sum_that_the_tree_defines(ranks):
-    """Sums of one value, of none, of several chunks, and of more chunks than slots, in between."""
+    """Sums of different sizes give the expected bytes on all ranks.
+
+    They include sums without values, of one value, of several chunks, and of more chunks than
+    slots.
+    """
     for blocks, layout in ((1, "equal"), (ranks, "equal"), (13, "equal"), (29, "one has most")):
         large = 700_000 // blocks
         jobs = [
@@ -112,39 +118,39 @@ def test_all_ranks_get_the_sum_that_the_tree_defines(ranks):
 
 def test_small_sums_are_folded_by_every_rank_and_large_ones_in_segments():
     plans = [
-        host_memory.plan_of(trees_of(8, 4, "equal")[1], (0, 4), 1, width, host_memory.FLOATS)
+        sum_plans.plan_of(trees_of(8, 4, "equal")[1], (0, 4), 1, width, sum_plans.FLOATS)
         for width in (82, 8192, 8193, 10**6)
     ]
     assert [int(plan[5]) for plan in plans] == [1, 1, 0, 0]
-    assert int(plans[3][3]) * host_memory.SLOT_BYTES >= 4 * 10**6  # chunks fit into slots
+    assert int(plans[3][3]) * sum_plans.SLOT_BYTES >= 4 * 10**6  # each chunk fits into a slot
 
 
 def test_another_order_of_additions_gives_other_bytes():
-    """Negative control: the sum from left to right differs from that of the tree."""
+    """Negative control: a sum from left to right has other bytes than the sum of the tree."""
     job, trees = Job(wide(1, 13, 1000)), trees_of(13, 3, "equal")
     plain = fold.Tree(13, trees[0].runs, 0, plain=True)
-    joins_of = host_memory._joins_of
-    host_memory.plan_of.cache_clear()
+    joins_of = sum_plans._joins_of
+    sum_plans.plan_of.cache_clear()
     try:
-        host_memory._joins_of = lambda tree, ranges: joins_of(plain, ranges)
+        sum_plans._joins_of = lambda tree, ranges: joins_of(plain, ranges)
         (root,), *_ = run([job], trees, queues_of(3), seed=1)
     finally:
-        host_memory._joins_of = joins_of
-        host_memory.plan_of.cache_clear()
+        sum_plans._joins_of = joins_of
+        sum_plans.plan_of.cache_clear()
     np.testing.assert_allclose(root, np.sum(job.values, 0, "f8"), rtol=1e-3, atol=1e-2)
     assert root.tobytes() != job.expected
 
 
 def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
-    """Rank 0 gets as far ahead as there are slots, although rank 1 never takes anything."""
+    """Rank 0 can be ahead of rank 1 by the number of slots, but not further."""
     trees, queues = trees_of(2, 2, "equal"), queues_of(2)
-    jobs = [Job(wide(n, 2, 6)) for n in range(host_memory.SLOTS + 3)]
+    jobs = [Job(wide(n, 2, 6)) for n in range(sum_queue.SLOTS + 3)]
     first_sums = [job.of_rank(trees[0]) for job in jobs]
     for host_sum, _ in first_sums:
         queues[0].start(host_sum)
         queues[0].advance()
     placed = queues[0].words[7]
-    assert placed == host_memory.SLOTS and not any(s.is_complete for s, _ in first_sums)
+    assert placed == sum_queue.SLOTS and not any(s.is_complete for s, _ in first_sums)
     second_sums = [job.of_rank(trees[1]) for job in jobs]
     for host_sum, _ in second_sums:
         queues[1].start(host_sum)
@@ -154,9 +160,50 @@ def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
     assert_sums(jobs, [[root for _, root in sums] for sums in (first_sums, second_sums)])
 
 
+def run_different_sums():
+    """Run a sum on three ranks, with a different shape on the last rank; return job and roots."""
+    jobs, trees = [Job(wide(1, 7, 1000)), Job(wide(1, 7, 1001))], trees_of(7, 3, "equal")
+    queues = queues_of(3)
+    sums = [jobs[rank == 2].of_rank(tree) for rank, tree in enumerate(trees)]
+    for _ in range(3):
+        for queue, (host_sum, _) in zip(queues, sums, strict=True):
+            if not queue.is_busy and not host_sum.is_complete:
+                queue.start(host_sum)
+            queue.advance()
+    return jobs[0], [root for _, root in sums]
+
+
+DIFFERENT = (
+    "the ranks sum different values at the same time: ranks 0, 1 1000 float32 values; rank 2 1001 "
+    "float32 values: all ranks must call the same functions in the same order, with values of the "
+    "same shapes"
+)
+
+
+def test_ranks_that_start_different_sums_raise_an_error(monkeypatch):
+    with pytest.raises(dl.Fault) as error:
+        run_different_sums()
+    assert str(error.value) == DIFFERENT
+    plan = sum_plans._plan
+
+    def without_identity(*arguments):
+        words = plan(*arguments)
+        words[sum_plans.IDENTITY_WORD] = 0
+        return words
+
+    sum_plans.plan_of.cache_clear()
+    monkeypatch.setattr(sum_plans, "_plan", without_identity)
+    job, roots = run_different_sums()  # negative control: wrong sums without an error
+    sum_plans.plan_of.cache_clear()
+    assert not np.isnan(roots[0]).any() and roots[2][:1000].tobytes() != job.expected
+
+
 @pytest.mark.timeout(120)
 def test_ranks_that_run_at_the_same_time():
-    """Threads, because they share memory as ranks do, and kernels run without Python's lock."""
+    """Ranks that run concurrently get the expected sums.
+
+    The ranks are threads, which share memory; kernels run without the interpreter's lock.
+    """
     ranks, blocks = 3, 7
     trees, queues = trees_of(blocks, ranks, "equal"), queues_of(ranks)
     jobs = [Job(wide(n, blocks, 1 + 4000 * (n % 5))) for n in range(40)]
@@ -179,7 +226,7 @@ def test_ranks_that_run_at_the_same_time():
 
 
 class Mailbox:
-    """A transport of simulated ranks: messages lie here until they are received."""
+    """A transport for simulated ranks, which stores messages until they are received."""
 
     def __init__(self, rank, size, letters):
         self.rank, self.size, self.letters = rank, size, letters
@@ -193,7 +240,7 @@ class Mailbox:
         return (source, self.rank, tag), array
 
     def receive(self, requests):
-        """Receive the messages of all requests if all of them were sent; return whether so."""
+        """Receive all messages if all of them have been sent; return whether they were received."""
         receives = [request for request in requests if request is not None]
         if not all(self.letters.get(key) for key, _ in receives):
             return False
@@ -216,7 +263,7 @@ def memories_of(sizes):
 
 
 def exchange_all(jobs, trees, memories, draw):
-    """Run all sums at once, on ranks whose order is drawn; return the roots of each rank."""
+    """Run all sums at once on ranks that advance in random order; return each rank's roots."""
     pending, roots = [], [[None] * len(jobs) for _ in memories]
 
     def advance(rank, number, steps):
@@ -267,7 +314,7 @@ HOSTS = {
 
 
 def world_on(hosts):
-    """Return a World whose ranks believe that they are on certain hosts."""
+    """Return a World in which the ranks appear to be on the given hosts."""
     world = World(timeout=60)
     world.transport.hosts = [HOSTS[hosts](rank) for rank in range(world.size)]
     return world
@@ -325,7 +372,7 @@ def test_two_worlds_at_once(world):
 
 
 def test_without_room_the_ranks_send_messages(world, monkeypatch):
-    """One host with too little room is enough; the bytes are the same."""
+    """If one host has too little free memory, all ranks send messages, with the same results."""
     free_bytes = 0 if world.rank == world.size - 1 else 1 << 40
     monkeypatch.setattr(host_memory, "free_shared_bytes", lambda transport: free_bytes)
     ranks, count = World(timeout=60), 13 * LANES
@@ -344,7 +391,7 @@ def test_without_room_the_ranks_send_messages(world, monkeypatch):
 
 
 def test_a_late_rank_is_waited_for(world):
-    """The others wait in the library at first, and then in `Transport.wait_until`."""
+    """The other ranks wait for a late rank, first in the library, then in `wait_until`."""
     count = 5 * LANES
     leaves = leaves_of(count, 1, (20,))
     for late in range(world.size):
@@ -352,6 +399,26 @@ def test_a_late_rank_is_waited_for(world):
         if world.rank == late:
             time.sleep(0.02)
         assert world.gplus(partial).tobytes() == tree_sum(leaves, 0, 5).tobytes()
+
+
+@pytest.mark.parametrize("width", [7, 100_000])
+def test_ranks_of_a_job_that_sum_different_shapes(world, width):
+    """Every rank raises the same error, and the ranks can continue in another world."""
+    count, ranks, other = 5 * LANES, World(timeout=60), World(timeout=60)
+    shape = (width + (world.rank == world.size - 1),)
+    partial = partial_of(share(count, ranks), leaves_of(count, 1, shape))
+    if world.size == 1:
+        ranks.gplus(partial)
+    else:
+        last = world.size - 1
+        with pytest.raises(dl.Fault, match=f"rank {last} {width + 1} float32 values: all") as error:
+            ranks.gplus(partial)
+        assert len(set(world.allgather(str(error.value)))) == 1
+    leaves = leaves_of(count, 1, (width,))
+    total = other.gplus(partial_of(share(count, other), leaves))
+    assert total.tobytes() == tree_sum(leaves, 0, 5).tobytes()
+    ranks.close()
+    other.close()
 
 
 @dl.op
@@ -363,13 +430,14 @@ def unlearnable(x):
 
 
 def test_memory_of_worlds_that_end(world):
-    """Evaluations keep no memory, and sums that an exception leaves are advanced by nobody."""
+    """Evaluations free their shared memory, and no kernel advances sums after an exception."""
 
     def count_maps():
         return Path("/proc/self/maps").read_text().count("/dev/shm")
 
-    images = np.random.default_rng(0).integers(0, 200, (40, 1, 12, 12)).astype(np.uint8)
-    store, net = dl.ArrayDatastore(images, np.arange(40) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
+    count = 16 * world.size  # each rank has images, so each rank raises the exception below
+    images = np.random.default_rng(0).integers(0, 200, (count, 1, 12, 12)).astype(np.uint8)
+    store, net = dl.ArrayDatastore(images, np.arange(count) % 3), dl.nn.zoo.digits((1, 12, 12), 3)
     dl.evaluate(net, store)
     before = count_maps()
     for _ in range(3):
@@ -384,11 +452,11 @@ def test_memory_of_worlds_that_end(world):
 
     for _ in range(2):
         other = dl.World()
-        ((pixels, labels),) = dl.MinibatchQueue(store, 40, 0, other, "never").epoch(1)
+        ((pixels, labels),) = dl.MinibatchQueue(store, count, 0, other, "never").epoch(1)
         with pytest.raises(ArithmeticError):
             dl.value_and_grad(loss, reduce=other)(weights, pixels, labels)
         other.close()
         del other
         gc.collect()
-        options = dl.TrainingOptions(epochs=2, batch_size=40, verbose=False, plots="none")
+        options = dl.TrainingOptions(epochs=2, batch_size=count, verbose=False, plots="none")
         dl.train(dl.nn.zoo.digits((1, 12, 12), 3), store, options, world=world)

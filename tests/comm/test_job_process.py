@@ -1,4 +1,4 @@
-"""A job that a launcher has started: its messages, its end, and what it leaves."""
+"""Test a job that a launcher has started: its messages, its end, and its leftover processes."""
 
 import contextlib
 import os
@@ -101,17 +101,20 @@ def test_a_signal_and_a_program_that_does_not_exist(capfd):
 
 
 def test_processes_of_a_dead_launcher_are_ended():
-    """The launcher leaves two processes, one of them in a separate session."""
+    """Both processes that a launcher leaves are ended, even the one in a separate session."""
     job = start("sleep 600 & setsid sleep 600 & exit 1")
     assert job.wait(failure.Signals(), has_children=True) == 1
     wait_until(lambda: not marked(TOKEN))
 
 
 def test_a_launcher_without_processes_is_ended(monkeypatch):
-    """mpirun behaves like this if its proxy is killed before it has started ranks."""
+    """A launcher without child processes is ended.
+
+    mpirun has no child processes if its proxy is killed before it has started ranks.
+    """
     monkeypatch.setattr(job_process, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(job_process, "ALONE_SECONDS", 0.4)
-    # A shell starts a process, which is then an orphan, and becomes `sleep`.
+    # The outer shell becomes a `sleep` without children; its subshell leaves an orphan `sleep`.
     script = "(sleep 600 &); exec sleep 600"
     job = JobProcess(["sh", "-c", script], dict(os.environ), TOKEN)
     job.words = ["sleep"]
@@ -119,14 +122,17 @@ def test_a_launcher_without_processes_is_ended(monkeypatch):
     code = job.wait(failure.Signals(), has_children=True)
     assert not exceeded(start_time, 5)
     assert not marked(TOKEN)
-    cause = "the processes of sleep on this host have ended, but not sleep itself"
+    cause = "the processes of sleep on this host have ended, but sleep itself has not"
     assert job.cause(code) == cause
     job = start("sleep 1 & wait; exit 5")  # negative control
     assert job.wait(failure.Signals(), has_children=True) == 5
 
 
 def test_a_job_whose_messages_nobody_reads_goes_on(monkeypatch, capfd):
-    """Such as with `2>&1 | head`: a full pipe would stop the ranks."""
+    """A job continues if nobody reads its messages, such as with `2>&1 | head`.
+
+    Without a reader, a full pipe would block the ranks.
+    """
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as closed:

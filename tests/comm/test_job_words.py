@@ -1,4 +1,4 @@
-"""The words of a job: its training, its ranks and its hosts, and the job on fewer hosts."""
+"""Test the parsing of a job's command line, and the command for fewer hosts."""
 
 import shutil
 
@@ -12,7 +12,7 @@ TRAIN = ["python", "-m", "mpidl.train"]
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """An allocation of three nodes with four tasks each."""
+    """Simulate a Slurm allocation of three nodes with four tasks each."""
     script = tmp_path / "scontrol"
     script.write_text('#!/bin/sh\necho "${3%%[*}1"; echo "${3%%[*}2"; echo "${3%%[*}3"\n')
     script.chmod(0o755)
@@ -67,7 +67,7 @@ def test_a_file_of_hosts(tmp_path):
     path.write_text("# the cluster\nn1:4\n\nn2 slots=2  # old\nn3\nn3\n")
     command = parse("mpirun", "-n", 8, "-f", path, *TRAIN)
     assert command.hosts == {"n1": 4, "n2": 2, "n3": 0}
-    with pytest.raises(UserError, match=r"none: the file of hosts cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"none: the hostfile cannot be read: No such file"):
         parse("mpirun", "--hostfile", tmp_path / "none", *TRAIN)
 
 
@@ -106,7 +106,10 @@ def test_fewer_nodes_of_slurm(slurm):
 
 
 def test_hosts_that_cannot_start_a_program(tmp_path):
-    """The launcher starts `true` on each host; here it fails for those that begin with x."""
+    """A host counts as lost if the launcher cannot start `true` on it.
+
+    This launcher fails on hosts with names that begin with x.
+    """
     path = tmp_path / "mpirun"
     path.write_text('#!/bin/sh\ncase "$2" in x*) exit 255 ;; *) exec $5 ;; esac\n')
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The thread that watches the start of MPI."""
+"""Test the thread that watches the start of MPI."""
 
 import os
 import threading
@@ -12,13 +12,13 @@ from mpidl.comm import mpi_start
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Return a function that watches a block for some seconds, and returns why it would end."""
+    """Return a function that runs a watched block, and returns reasons to end the process."""
     monkeypatch.setattr(mpi_start, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(mpi_start, "GONE_SECONDS", 0.05)
     monkeypatch.setattr(mpi_start, "START_SECONDS", 0.02)
 
     def watch(timeout, seconds, states=None):
-        """states: those of the ranks of this host, as under MPICH's mpirun."""
+        """Watch a block of `seconds`. `states` are the process states of this host's ranks."""
         end_event, reasons = threading.Event(), []
         watch = mpi_start.Watch(timeout)
         if states is not None:
@@ -39,13 +39,13 @@ def watched(monkeypatch):
 
 
 def test_a_start_that_takes_too_long(watched):
-    assert watched(0.1, 60) == ["within 0.1 s (--timeout) and 0.02 s for its start"]
+    assert watched(0.1, 60) == ["within 0.1 s (--timeout) plus 0.02 s for its start"]
 
 
 def test_a_stopped_rank_is_named(watched):
     states = {os.getpid(): "R", 77: "T"}
     assert watched(0.1, 60, states) == [
-        "within 0.1 s (--timeout) and 0.02 s for its start: stopped on this host: process 77"
+        "within 0.1 s (--timeout) plus 0.02 s for its start: stopped on this host: process 77"
     ]
 
 
@@ -62,7 +62,7 @@ def test_a_launcher_that_has_ended(watched, monkeypatch):
 
 
 def test_a_process_ends_although_nobody_reads_its_message(monkeypatch):
-    """A launcher that was killed no longer reads stderr."""
+    """The process ends even if its launcher was killed and no longer reads stderr."""
     codes = []
 
     class Pipe:
@@ -77,7 +77,7 @@ def test_a_process_ends_although_nobody_reads_its_message(monkeypatch):
 
 @pytest.mark.parametrize("states", [None, {os.getpid(): "R", 77: "S"}, {}])
 def test_a_start_in_time(watched, states):
-    """Without the file `children` in /proc, nothing is known about other ranks."""
+    """A start in time is not ended, even if the states of other ranks are unknown."""
     assert watched(100, 0.3, states) == []
 
 

@@ -1,4 +1,4 @@
-"""Free space in /dev/shm, and segments that ended jobs have left there."""
+"""Test the check for free space in /dev/shm, and the removal of segments of dead jobs."""
 
 import mmap
 import os
@@ -23,7 +23,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a segment that is old enough to be removed in any PID namespace."""
+    """Return a folder with a segment that is old enough to be removed in any PID namespace."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     old_segment(tmp_path / "mpich_shm_5f3a_0")
@@ -58,7 +58,7 @@ def test_the_segment_of_a_live_process_stays(folder):
 
 
 def test_a_young_segment_stays_in_a_container(folder, monkeypatch):
-    """Its process may be in another PID namespace that shares the folder."""
+    """A young segment may belong to a process in another PID namespace that shares the folder."""
     path = old_segment(folder / "mpich_shm_77_0")
     os.utime(path, times=(time.time() - 30,) * 2)
     monkeypatch.setattr(shared_segments, "_sees_all_processes", lambda: False)
@@ -68,7 +68,7 @@ def test_a_young_segment_stays_in_a_container(folder, monkeypatch):
 
 
 def test_dead_segments_of_ucx_are_removed_where_all_processes_are_seen(folder, monkeypatch):
-    """A rank may open them at any time."""
+    """UCX's segments are kept in containers, because a rank may open them at any time."""
     old_segment(folder / "ucx_shm_posix_3c7d16b0")
     monkeypatch.setattr(shared_segments, "_sees_all_processes", lambda: False)
     assert shared_segments.remove_dead(str(folder)) == ["mpich_shm_5f3a_0"]
@@ -98,7 +98,7 @@ def test_too_little_room(folder, monkeypatch):
 
 
 def test_the_segments_of_this_start_count_as_room(folder, monkeypatch):
-    """A faster rank of this host has already allocated the segments for all ranks."""
+    """Segments that a faster rank on this host has already allocated count as free space."""
     status = os.statvfs(folder)
     room = status.f_bavail * status.f_frsize
     (folder / "mpich_shm_77_0").write_bytes(bytes(8 << 20))
@@ -132,7 +132,7 @@ def test_the_segments_of_this_start_count_as_room(folder, monkeypatch):
             },
             (3, 4),
         ),
-        ({"SLURM_LOCALID": 0}, (0, 1)),  # the batch script of a job
+        ({"SLURM_LOCALID": 0}, (0, 1)),  # in the batch script of a job
     ],
 )
 def test_the_ranks_of_a_host(monkeypatch, variables, expected):

@@ -1,4 +1,4 @@
-"""The types that `srun --mpi=list` prints, and the one that an MPI library needs."""
+"""Test parsing the output of `srun --mpi=list`, and the advice for an MPI library."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A task that is called again after losses, until all ranks that are left complete it."""
+"""Test that a task is repeated after each loss of ranks, until all remaining ranks complete it."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ class Lost(Exception):
 
 
 class Ranks:
-    """A fake world that loses ranks and records the calls of its methods."""
+    """Fake world that loses ranks and records the calls of its methods."""
 
     outlives_ranks = True
 
@@ -24,7 +24,7 @@ class Ranks:
         return value
 
     def task(self, *errors):
-        """Return a task that raises these errors in turn, then returns 7."""
+        """Return a task that raises one of the errors in each call, and then returns 7."""
         errors = list(errors)
 
         def run():

@@ -1,4 +1,4 @@
-"""The number of threads of each rank, and warnings if the machine has too few cores."""
+"""Test the number of threads of each rank, and the warnings about too few cores."""
 
 import os
 import subprocess
@@ -18,11 +18,11 @@ from mpidl.comm.thread_budget import (
 
 
 def bound(*ranks, quota=None):
-    """Return ranks of one host, each with the cores it may use, and the quota of all."""
+    """Return ranks on one host, given the cores that each rank may use and the common quota."""
     return [("node0", Cores(tuple(cores), quota)) for cores in ranks]
 
 
-# The quota applies also if the ranks are bound to separate cores.
+# The quota also applies if the ranks are bound to separate cores.
 HALVES_OF_64 = bound(range(32), range(32, 64), quota=4)
 
 
@@ -53,7 +53,7 @@ HALVES_OF_64 = bound(range(32), range(32, 64), quota=4)
     ],
 )
 def test_ranks_divide_their_cores_and_warn_once(ranks, threads, expected, warning):
-    """By default (0) ranks divide the cores that they share."""
+    """With 0 threads, ranks divide the cores that they share; too many threads cause a warning."""
     counts, lines = assign_threads(ranks, threads)
     assert counts == expected
     assert len(lines) == bool(warning) and warning in "".join(lines)
@@ -107,7 +107,7 @@ def test_a_variable_that_asks_for_nothing_else(monkeypatch, value):
 
 
 def test_an_ignored_variable_is_named(monkeypatch):
-    """The note has the user's value, although the package has set the variable to 1."""
+    """The note contains the user's value, although the package sets the variable to 1."""
     program = "import mpidl; print(mpidl.startup.omp_num_threads, os.environ['OMP_NUM_THREADS'])"
     result = subprocess.run(
         [sys.executable, "-c", f"import os; {program}"],

@@ -1,4 +1,7 @@
-"""Which MPI and which launcher let a job outlive its ranks, and which errors mean a loss."""
+"""Test which MPI libraries and launchers let a job survive lost ranks, and which errors do so.
+
+An error of MPI counts as a loss of ranks only in some cases.
+"""
 
 from types import SimpleNamespace
 
@@ -16,7 +19,7 @@ def mpi(vendor=OPEN_MPI, is_revoked=lambda: False):
 
 
 def lacking():
-    """Fail as mpi4py does for a function that the MPI library lacks."""
+    """Raise the error that mpi4py raises for a function that the MPI library lacks."""
     raise NotImplementedError
 
 
@@ -50,7 +53,7 @@ def test_the_refusal_names_the_command(monkeypatch, enabled, library, environmen
         return
     command = "mpirun --with-ft ulfm -n 4 python -m mpidl.train ..."
     assert refusal == f"expected Open MPI 5 and {command}, found {cause}"
-    assert ulfm.refusal(library, 1) is None  # nobody can be lost
+    assert ulfm.refusal(library, 1) is None  # a single rank cannot lose other ranks
 
 
 def test_without_the_switch_nothing_is_a_loss(monkeypatch):
@@ -64,7 +67,7 @@ def test_without_the_switch_nothing_is_a_loss(monkeypatch):
 
 
 def test_collectives_that_survive_a_loss_are_chosen(monkeypatch, enabled):
-    monkeypatch.setenv("OMPI_MCA_coll", "basic,libnbc")  # the user's choice stays
+    monkeypatch.setenv("OMPI_MCA_coll", "basic,libnbc")  # a value set by the user is kept
     ulfm.prepare()
     assert ulfm.os.environ["OMPI_MCA_coll"] == "basic,libnbc"
     monkeypatch.delenv("OMPI_MCA_coll")

@@ -1,4 +1,4 @@
-"""World: reductions, messages and shared memory of the ranks of this session."""
+"""Test `World` on the ranks of this session: reductions, messages and shared memory."""
 
 import functools
 import os
@@ -23,11 +23,11 @@ def test_ranks_are_numbered_once(world):
     assert world.allgather(world.rank) == list(range(world.size))
     assert world.host == world.hosts[world.rank]
     changes = sum(a != b for a, b in zip(world.hosts[:-1], world.hosts[1:], strict=True))
-    assert len(set(world.hosts)) == 1 + changes  # neighbours share a host
+    assert len(set(world.hosts)) == 1 + changes  # the ranks of a host are consecutive
 
 
 def test_ranks_bound_to_cores_of_their_own_share_none(world):
-    """Each rank may use one core; they are too many only if some ranks use the same core."""
+    """Ranks that are bound to one core each are oversubscribed only if they share cores."""
     allowed = os.sched_getaffinity(0)
     core = sorted(allowed)[world.rank % len(allowed)]
     os.sched_setaffinity(0, {core})
@@ -74,7 +74,7 @@ def test_gop_and_allreduce(world, operation, kind):
     with np.errstate(over="ignore"):
         expected = BY_NUMPY[operation]([np.asarray(VALUES[kind](r)) for r in range(world.size)])
     if operation in ("and", "or"):
-        expected = np.asarray(expected, bool)  # also with one rank
+        expected = np.asarray(expected, bool)  # with one rank, `reduce` returns the value itself
     value = VALUES[kind](world.rank)
     total, reduced = world.gop(operation, value), world.allreduce(value, op=operation)
     assert np.array_equal(total, expected) and np.shape(total) == np.shape(value)
@@ -86,7 +86,7 @@ def test_gop_and_allreduce(world, operation, kind):
     else:
         assert type(total) in (bool, int, float)
     assert len(set(world.allgather(np.asarray(total).tobytes()))) == 1
-    if kind == "list" and operation == "sum":  # allreduce adds lists item by item, like gplus
+    if kind == "list" and operation == "sum":  # like gplus, allreduce sums each item of a list
         assert reduced == expected.tolist()
     else:
         assert type(reduced) is type(total)
@@ -111,7 +111,7 @@ def test_gop_refuses_what_it_cannot_combine(world):
 
 
 def partial_of_ones(world, *shape):
-    """Return the sum over a mini-batch of 37 images of ones, before it is folded."""
+    """Return the sum over 37 images of ones, as a Partial that is not yet folded."""
     batch = dl.share(37, world)
     images = np.ones((batch.images[1] - batch.images[0], *shape))
     return dl.sum(dl.from_images(images, batch))
@@ -198,7 +198,7 @@ def test_gather_and_broadcast(world, size):
         received = world.broadcast(message if world.rank == root else "not this", root)
         assert received["rank"] == root and received["none"] is None
         assert (received["data"] == root).all() and received["data"].shape == (size,)
-        received["data"][:] = 1  # each rank gets a writable copy
+        received["data"][:] = 1  # each rank has a writable copy
 
 
 def test_raise_if_any_raises_one_error_on_all_ranks(world):
@@ -224,7 +224,7 @@ def test_every_message_has_arrived_at_the_barrier(world):
     for i in range(30):
         world.send((world.rank, i, np.full(100_000 if i == 7 else 3, i)))
         if i == 15:
-            world.gop("sum", 1)  # other calls may run in between
+            world.gop("sum", 1)  # other collective calls are allowed between messages
     world.barrier()
     if world.rank == 0:
         assert len(received) == 30 * world.size
@@ -234,7 +234,7 @@ def test_every_message_has_arrived_at_the_barrier(world):
             assert all((data == i).all() for _, i, data in from_rank)
     else:
         assert received == []
-    world.barrier()  # no rank sends more until rank 0 has counted
+    world.barrier()  # rank 0 has counted the messages before any rank sends more
     world.send((world.rank, "more", np.zeros(0)))
     world.barrier()
     assert world.gop("max", len(received)) == 31 * world.size
@@ -262,7 +262,7 @@ def test_a_shared_array_is_shared_by_the_ranks_of_a_host(world):
     for shape, dtype in (((world.size, 5), np.float64), ((3, 2, 2), np.uint8), ((0, 4), np.int32)):
         array = world.shared_array(shape, dtype)
         assert array.shape == shape and array.dtype == dtype and not array.any()
-        world.barrier()  # all ranks have seen the zeros
+        world.barrier()  # all ranks have checked the zeros
         if world.rank == neighbours[0]:
             array[...] = 7
         world.barrier()
@@ -282,7 +282,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(world):
         entered = time.monotonic()
         world.barrier()
         left = time.monotonic()
-        if len(set(world.hosts)) == 1:  # the ranks share one clock
+        if len(set(world.hosts)) == 1:  # ranks on one host share a clock
             assert world.gop("max", entered) <= world.gop("min", left)
 
 
@@ -305,7 +305,7 @@ def test_rank_0_reports(world, capsys):
 
 
 def test_a_world_continues_with_some_of_its_ranks(world):
-    """The last rank leaves a world of all ranks; the others use it as before."""
+    """After the last rank has left, the other ranks can continue to use the world."""
     job = World(threads=1)
     array = job.shared_array((3,), np.int32)
     last = job.size - 1
@@ -319,7 +319,7 @@ def test_a_world_continues_with_some_of_its_ranks(world):
         lost = [(last, job.host)] if last else []
         assert [tuple(rank) for rank in job.lost_ranks] == lost
         assert job.gop("sum", 1) == job.size and job.allgather(job.rank) == survivors
-        array[...] = 7  # memory that the lost rank shared stays
+        array[...] = 7  # memory shared with the lost rank is still valid
         job.free(array)
         job.barrier()
 

@@ -1,4 +1,4 @@
-"""Class-balanced sampling: exact counts per class and image, keys, shares, and bad images."""
+"""Test class-balanced sampling: counts per class and image, keys, shares, and bad images."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ PER_CLASS = 14  # ceil(54 / 4)
 
 
 def numbered(labels=LABELS):
-    """Images of 1x2x2 pixels, image i full of i."""
+    """Images of 1x2x2 pixels. All pixels of image i are i."""
     count = len(labels)
     images = np.repeat(np.arange(count, dtype=np.uint8), 4).reshape(count, 1, 2, 2)
     return ArrayDatastore(images, labels, "abcde")
@@ -106,7 +106,7 @@ def test_shuffle_once_repeats_the_first_draws():
 
 
 def test_copies_of_an_image_are_augmented_differently():
-    """The only image of class 4 has 14 copies; each is shifted by its own random numbers."""
+    """The 14 copies of the only image of class 4 are shifted by different random numbers."""
     store = ArrayDatastore(
         np.arange(54 * 64, dtype=np.uint32).reshape(54, 8, 8).astype(np.uint8), LABELS, "abcde"
     )
@@ -139,6 +139,17 @@ def test_refusals():
     text = refusal(queue, shuffle="never")
     assert text == "--sampling balanced and --shuffle never: expected a random order"
     assert refusal(dl.TrainingOptions, sampling="balanced", shuffle="never") == text
+    for options in (
+        {"class_weights": "balanced"},
+        {"class_weights": "balanced", "loss": "crossentropy+dice"},
+        {"loss": dl.CrossEntropy("balanced")},
+        {"loss": "binary-crossentropy", "positive_weights": "balanced"},
+    ):
+        dl.TrainingOptions(**options)
+        text = refusal(dl.TrainingOptions, sampling="balanced", **options)
+        flag = "positive" if "positive_weights" in options else "class"
+        assert text.startswith(f"--sampling balanced and --{flag}-weights balanced: expected at")
+    dl.TrainingOptions(sampling="balanced", class_weights="1,2")
     plain = ArrayDatastore(np.zeros((4, 2, 2), np.uint8))
     for store in (plain, dl.data.combined(numbered(), np.zeros(54))):
         text = refusal(MinibatchQueue, store, 2, sampling="balanced")

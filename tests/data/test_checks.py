@@ -1,4 +1,4 @@
-"""Checks of datasets: finite pixels, and classes that a classifier can be trained on."""
+"""Test checks of datasets: finite pixels, and classes suitable for training a classifier."""
 
 import datafiles
 import numpy as np
@@ -35,7 +35,7 @@ def test_pixels_must_be_finite(tmp_path, value):
         expected = f"{source}: image 13: expected finite pixels, found {value} (2 of 9)"
         for wrapped in (store, store.subset(np.arange(20)), NodeCache(store)):
             assert refusal(next, MinibatchQueue(wrapped).epoch(0)) == expected
-    huge = np.full((4, 1, 2, 2), 3e38, np.float32)  # whose sum is infinite
+    huge = np.full((4, 1, 2, 2), 3e38, np.float32)  # finite, but the sum is infinite
     next(MinibatchQueue(ArrayDatastore(huge)).epoch(0))
 
 

@@ -1,4 +1,4 @@
-"""Datasets combined of images and targets: images, numbers and pixel labels."""
+"""Test datasets that combine images with targets: images, numbers and pixel labels."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def test_images_as_targets(tmp_path):
     ((images, targets),) = MinibatchQueue(store).epoch(0)
     assert np.array_equal(targets.local(), clean.read(order) / np.float32(255))
     assert np.array_equal(images.local(), noisy.read(order) / np.float32(255))
-    for rank in range(3):  # shares of whole blocks, the last of them ragged or empty
+    for rank in range(3):  # shares of whole blocks; the last share is ragged or empty
         world = SimpleNamespace(rank=rank, size=3)
         ((_, part),) = MinibatchQueue(store, world=world).epoch(0)
         assert part.lanes.shape == (part.batch.blocks, 1, 6, 5, 16)
@@ -42,7 +42,7 @@ def test_images_as_targets(tmp_path):
 
 @pytest.mark.usefixtures("world")
 def test_names_of_pixel_labels():
-    """They name the rows of a confusion matrix."""
+    """The names of pixel labels are the row names of a confusion matrix."""
     images = ArrayDatastore(pixels_of(0, 20, 3, 4, 4))
     masks = ArrayDatastore(pixels_of(1, 20, 1, 4, 4) % 3)
     store = combined(images, masks, pixel_labels=True, classes=["sky", "road", "tree"])
@@ -70,7 +70,7 @@ def test_numbers_as_targets():
     assert "expected numbers as targets" in refusal(combined, images, np.array(["a"] * 20))
     colours = ArrayDatastore(pixels_of(0, 20, 3, 2, 2))
     text = refusal(combined, images, colours, pixel_labels=True)
-    assert "expected gray images of bytes as pixel labels" in text
+    assert "expected gray uint8 images as pixel labels" in text
     angles[7] = np.nan
     queue = MinibatchQueue(combined(images, angles))
     assert "image 7: expected finite targets, found nan (1 of 1)" in refusal(next, queue.epoch(0))

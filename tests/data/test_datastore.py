@@ -1,4 +1,4 @@
-"""Arrays, subsets, splits, transforms, and datasets that a user defines."""
+"""Test arrays, subsets, splits, transforms, and datasets that a user defines."""
 
 import numpy as np
 import pytest
@@ -58,11 +58,11 @@ def test_split_is_per_label_seeded_and_in_order():
 
 
 def test_a_split_into_several_parts():
-    """The first part is that of a split into two; together they hold each image once."""
+    """The first part equals that of a split into two, and all parts contain each image once."""
     labels = np.array([0] * 50 + [1] * 7 + [2] * 3)[np.random.default_rng(1).permutation(60)]
     store = ArrayDatastore(np.arange(60, dtype=np.uint8).reshape(60, 1, 1), labels, "abc")
     parts = store.split(0.7, 0.2, seed=5)
-    # 35, 4.9, 2.1 of 50, 7, 3; the ends of the second part are 45, 6.3, 2.7
+    # first part: 35, 4.9, 2.1 of 50, 7, 3; ends of the second part: 45, 6.3, 2.7
     counts = [list(part.class_counts().values()) for part in parts]
     assert counts == [[35, 5, 2], [10, 1, 1], [5, 1, 0]]
     assert np.array_equal(parts[0].indices, store.split(0.7, seed=5)[0].indices)
@@ -129,7 +129,7 @@ def test_transform():
 
     def shrink(image, i):
         calls.append((i, image.shape))
-        image[0, 0, 0] = 0  # its own copy
+        image[0, 0, 0] = 0  # changes only the function's copy
         return image[:, ::2, ::2] / 255 - i
 
     small = store.transform(shrink, include_index=True)
@@ -139,7 +139,7 @@ def test_transform():
     expected[:, 0, 0, 0] = 0
     expected = expected[:, :, ::2, ::2] / 255 - [[[[4]]], [[[2]]]]
     assert np.array_equal(images, expected.astype(np.float32))
-    assert calls[1:] == [(4, (1, 4, 4)), (2, (1, 4, 4))]  # an image at a time
+    assert calls[1:] == [(4, (1, 4, 4)), (2, (1, 4, 4))]  # one image at a time
     bright = store.transform(lambda image: 255 - image)
     assert bright.dtype == np.uint8 and np.array_equal(bright.read([3]), 255 - store.read([3]))
     assert len({s.fingerprint() for s in (store, small, bright)}) == 3
@@ -153,14 +153,14 @@ def test_transforms_are_checked():
     text = refusal(store.transform, lambda image: 3)
     assert "expected transform to return uint8 or floats (C, H, W)" in text
     empty = ArrayDatastore(np.zeros((0, 2, 2), np.uint8))
-    assert "expected images, whose transformed shape is needed" in refusal(
+    assert "expected an image to determine the transformed shape" in refusal(
         empty.transform, lambda image: image
     )
     assert len(empty.transform(np.copy, image_shape=(1, 2, 2), dtype=np.uint8)) == 0
 
 
 class UserDatastore(Datastore):
-    """What a user must define: three methods and two shapes."""
+    """A minimal dataset of a user: three methods and two shapes."""
 
     image_shape, targets_shape, dtype = (1, 3, 3), (2,), np.dtype(np.float32)
 

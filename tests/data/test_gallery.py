@@ -1,4 +1,4 @@
-"""The picture of augmented images."""
+"""Test the picture of augmented images."""
 
 import io
 
@@ -12,7 +12,7 @@ from mpidl.data import ArrayDatastore, gallery
 @pytest.mark.parametrize(
     ("shape", "size"),
     [
-        ((3, 10, 30), (120, 40)),  # enlarged by 4, to at least 96 pixels
+        ((3, 10, 30), (120, 40)),  # enlarged by a factor of 4, to at least 96 pixels
         ((3, 96, 200), (200, 96)),
         ((1, 40, 2048), (512, 10)),  # reduced to 512 pixels
         ((1, 1, 2048), (512, 1)),

@@ -1,4 +1,4 @@
-"""The mini-batch queue: order, shares, lanes, memory, and reading ahead."""
+"""Test the mini-batch queue: order, shares, lanes, memory, and prefetching."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ SIZES = (1, 2, 3, 5, 7)
 
 
 def numbered(n, labels=True):
-    """n images of 3x2x5 pixels, image i full of i."""
+    """Return n images of 3x2x5 pixels. All pixels of image i are i."""
     images = np.repeat(np.arange(n, dtype=np.uint8), 30).reshape(n, 3, 2, 5)
     return ArrayDatastore(images, np.arange(n) if labels else None)
 
@@ -43,7 +43,7 @@ class Recording(Datastore):
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("size", SIZES)
 def test_shares_of_all_ranks_are_the_global_order(size, prefetch):
-    store = numbered(203)  # mini-batches of 80, 80 and 43; the last block holds 11 images
+    store = numbered(203)  # mini-batches of 80, 80 and 43 images; the last block has 11 images
     queues = [MinibatchQueue(store, 80, 7, world, prefetch=prefetch) for world in worlds(size)]
     order = queues[0].order(4)
     indices = []
@@ -123,7 +123,7 @@ def test_the_queue_reads_as_far_ahead_as_prefetch(prefetch):
 
 @pytest.mark.parametrize("prefetch, workers", [(0, 1), (1, 1), (2, 1), (3, 4)])
 def test_mini_batches_reuse_memory(prefetch, workers):
-    """At most `prefetch` mini-batches and the one in use lie in memory."""
+    """Memory holds at most `prefetch` mini-batches and the mini-batch in use."""
     store = ArrayDatastore(np.ones((400, 1, 32, 32), np.uint8), np.zeros(400, int))
     batches, places = MinibatchQueue(store, 16, prefetch=prefetch, workers=workers).epoch(0), []
     for images, labels in batches:
@@ -162,7 +162,7 @@ def test_arguments_are_checked():
 
 @pytest.mark.parametrize("sampling", ["global", "partition"])
 def test_the_partial_mini_batch_is_discarded(sampling):
-    """The other mini-batches equal those of a queue that returns it, also from a later start."""
+    """The other mini-batches equal those of a queue with partial mini-batches, from any start."""
     store, options = numbered(203), {"sampling": sampling, "prefetch": 0}
     for size in (1, 3):
         for world in worlds(size):

@@ -1,4 +1,4 @@
-"""Opening what --data and --test-data name."""
+"""Test opening the data sets that --data and --test-data name."""
 
 import datafiles
 from image_sets import grow, on_ranks, pixels_of, refusal, save

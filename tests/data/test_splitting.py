@@ -1,4 +1,4 @@
-"""Folds of a cross-validation: stratified as scikit-learn's, disjoint, keyed."""
+"""Test the folds of a cross-validation: stratified as in scikit-learn, disjoint, and keyed."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_each_image_validates_once(count):
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_mix_of_labels_is_that_of_scikit_learn(count):
-    """The folds have the same numbers of images per label as scikit-learn's, in another order."""
+    """Folds have the same numbers of images per label as scikit-learn's folds, in another order."""
     selection = pytest.importorskip(
         "sklearn.model_selection", reason="scikit-learn is not installed"
     )
@@ -56,7 +56,7 @@ def test_images_without_labels():
     assert sorted(len(fold) for _, fold in store.kfold(3)) == [3, 4, 4]
     for count in (1, 12):
         text = refusal(store.kfold, count)
-        assert text.endswith(f"expected from 2 folds to as many as images, 11, got {count}")
+        assert text.endswith(f"expected 2 to 11 folds, the number of images, got {count}")
 
 
 def test_the_option_selects_a_fold():
@@ -74,5 +74,8 @@ def test_refusals():
         assert "I/K" in refusal(dl.TrainingOptions, fold=text)
     text = refusal(dl.TrainingOptions, fold="1/5", validation_fraction=0.1)
     assert text == "--fold 1/5 and --validation-fraction 0.1: expected at most one of them"
+    options = dl.TrainingOptions(fold="1/3", validation=labelled())
+    text = refusal(validation.held_out, labelled(), options)
+    assert text == "validation= and --fold 1/3: expected at most one of them"
     text = refusal(validation.held_out, labelled((1, 1)), dl.TrainingOptions(fold="1/3"))
     assert text == "--fold 1/3: expected at least 3 training images, found 2"

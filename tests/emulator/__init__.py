@@ -1,8 +1,8 @@
-"""An emulated GPU for tests: a Device on the CPU that runs the kernels of kernels/cuda.
+"""Emulate a GPU for tests: a Device on the CPU that runs the kernels of kernels/cuda.
 
-g++ compiles the kernels (compiler.py), which run thread by thread (shim.h). The emulator shows
-their errors: memory starts as NaN; a write just outside an allocation or a pointer outside every
-allocation raises an error; a background copy arrives when a stream waits for it, and not before.
+g++ compiles the kernels (compiler.py), which run thread by thread (shim.h). The emulator detects
+errors of kernels. Memory starts as NaN. A write just outside an allocation, or a pointer outside
+every allocation, raises an error. A background copy arrives only when a stream waits for it.
 """
 
 import bisect
@@ -23,8 +23,8 @@ from mpidl.backends.gpu import kernels, launching
 GUARD = 1024  # bytes before and after each allocation that no kernel may write
 ALIGNED = 256
 Size = ctypes.c_uint * 3
-# arguments of shim::launch: values, grid, block, shared, schedule, truncating, guards, n_guards,
-# culprit
+# Types of the arguments of shim::launch: values, grid, block, shared, schedule, truncating, guards,
+# n_guards, culprit.
 ARGUMENTS = [ctypes.c_void_p, Size, Size, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
 ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlong)]
 
@@ -35,12 +35,12 @@ def names_of_kernels(text):
 
 
 class Region:
-    """Memory shared by all emulated devices of a process, separate from its other memory.
+    """Memory that all emulated devices of a process share, separate from its other memory.
 
-    A kernel that writes far out of bounds hits this memory. Free bytes are 0xFF.
+    A kernel that writes far out of bounds writes to this memory. Free bytes are 0xFF.
     """
 
-    FILL = 1 << 20  # bytes that are filled at once
+    FILL = 1 << 20  # bytes to fill at once
 
     def __init__(self, nbytes):
         no_reserve = 0x4000  # mmap.MAP_NORESERVE, which exists since Python 3.13
@@ -52,7 +52,7 @@ class Region:
         self._free = defaultdict(list)  # {bytes: addresses}
 
     def take(self, nbytes):
-        """Return the address of `nbytes` bytes, a multiple of 256."""
+        """Return the address of `nbytes` bytes, which is a multiple of 256."""
         if self._free[nbytes]:
             return self._free[nbytes].pop()
         offset, self._used = self._used, self._used + nbytes
@@ -75,9 +75,9 @@ def region():
 
 
 class Memory:
-    """An allocation on the device, freed when this object is garbage-collected.
+    """Allocation on the device, freed when this object is garbage-collected.
 
-    `nbytes` is rounded up as on a device; the guard begins where the requested bytes end.
+    `nbytes` is rounded up as on a GPU. The guard starts after the requested bytes.
     """
 
     def __init__(self, device, address, nbytes):
@@ -86,7 +86,7 @@ class Memory:
 
 
 class Kernel:
-    """A compiled kernel: `run` is its C function."""
+    """Compiled kernel whose C function is `run`."""
 
     def __init__(self, name, library):
         self.name = name
@@ -96,17 +96,18 @@ class Kernel:
 
 
 class Token:
-    """A point on a stream; waiting for it calls `land`, which completes the copies before it."""
+    """Point on a stream; a wait for it calls `land`, which completes the earlier copies."""
 
     def __init__(self, moment=None, land=None):
         self.moment, self.land = moment, land
 
 
 class EmulatedDevice:
-    """The Device protocol on the CPU: one stream, on which each operation runs immediately.
+    """The Device protocol on the CPU, with one stream on which each operation runs immediately.
 
-    order: the schedule of threads, 0 forward, 1 reverse, 2 random. truncate: tensor cores round
-    towards zero. architecture, processors, shared: the device's properties.
+    `order` is the schedule of threads: 0 forward, 1 reverse, 2 random. With `truncate`, tensor
+    cores round towards zero. `architecture`, `processors` and `shared` are properties of the
+    device.
     """
 
     name = "emulated GPU"
@@ -120,12 +121,12 @@ class EmulatedDevice:
         self.architecture, self.processors, self.shared = architecture, processors, shared
         self.launched = []  # the names of the kernels, in order
         self._regions = {}  # {address: bytes} of all memory that a kernel may access
-        self._guards = {}  # {address: its two guards, each (address, bytes, pattern)}
+        self._guards = {}  # {address: two guards, each (address, bytes, pattern)}
         self._starts = None  # (sorted addresses, guards as an array), None after a change
         self._pinned = {}  # {address: bytes}
-        self._patterns = itertools.count(1)  # of guards
+        self._patterns = itertools.count(1)  # numbers for the patterns of guards
         self._arriving = []  # downloads to pinned memory that have not been waited for
-        self._downloads = 0  # their number since the start
+        self._downloads = 0  # number of downloads since the start
         self._recorded = None  # the nodes of the graph that is being captured
 
     # Memory
@@ -191,7 +192,8 @@ class EmulatedDevice:
         threads = int(np.prod(block))
         if threads % 32 or not 0 < threads <= handle.threads:
             raise RuntimeError(
-                f"{handle.name}: a block of {threads} threads, made for {handle.threads} at most"
+                f"{handle.name}: a block of {threads} threads for a kernel with at most "
+                f"{handle.threads}"
             )
         if min(grid) < 1 or max(grid[1:]) > 65535 or grid[0] >= 1 << 31:
             raise RuntimeError(f"{handle.name}: no device takes a grid of {grid}")
@@ -220,7 +222,7 @@ class EmulatedDevice:
             raise RuntimeError(f"kernel {handle.name}: {text}")
 
     def _place(self, guard, size, pattern):
-        """Restore a guard and return which allocation it belongs to."""
+        """Restore a guard and return a description of its allocation."""
         _fill(guard, size, pattern)
         if guard + GUARD in self._regions:
             return f", before an allocation of {self._regions[guard + GUARD]} bytes"
@@ -338,9 +340,9 @@ def _with_guards(nbytes):
 
 
 def _pattern(n):
-    """Return eight bytes of a guard, which differ from allocation to allocation.
+    """Return eight bytes that fill a guard and differ from allocation to allocation.
 
-    Read as float or double they are a signalling NaN, which no arithmetic gives back.
+    Read as a float or double, the bytes are a signalling NaN, which no arithmetic returns.
     """
     return (0xFFF00000FFA00000 | n % 65536 << 32 | n % 65536) - (1 << 64)
 
@@ -358,7 +360,7 @@ def _move(to, source, nbytes, keep=None):
 def opened(order=0, **options):
     """Compute on an EmulatedDevice inside the `with` statement.
 
-    Each Array gets a separate allocation, so that the guards catch a write beside it.
+    Each Array gets a separate allocation, so the guards detect writes outside an Array.
     """
     device = launching.open(EmulatedDevice(order, **options))
     launching.sink().empty = device.allocate

@@ -1,6 +1,6 @@
 """Compile CUDA C for the CPU: shim.h, a unit's text, and a C function that calls each kernel.
 
-Compiled units stay in a temporary folder of the user, for all processes and checkouts.
+Compiled units stay in a temporary folder that all processes and checkouts of the user share.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ import numpy as np
 from mpidl.backends.gpu import kernels
 
 SHIM = (Path(__file__).parent / "shim.h").read_text()
-# No contraction: products and sums are rounded separately, as with NVRTC's -fmad=false. No strict
-# aliasing: kernels read floats as integers and shared memory as any type, as CUDA allows.
+# No contraction: products and sums are rounded separately, as with -fmad=false of NVRTC. No strict
+# aliasing: kernels read floats as integers, and shared memory as any type, as CUDA allows.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-fcf-protection=none"] if os.uname().machine == "x86_64" else []
 FLAGS += ["-march=native", "-fPIC", "-w"]
@@ -29,13 +29,13 @@ C_NUMBERS = {ctype: name for name, ctype in kernels.NUMBERS.items()}
 
 
 def find():
-    """Return the path of MPIDL_CXX, g++ or c++, the first that exists, or None."""
+    """Return the path of the first of MPIDL_CXX, g++ and c++ that exists, or None."""
     names = filter(None, [os.environ.get("MPIDL_CXX"), "g++", "c++"])
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def program(text, defines=()):
-    """Return the C++ text of a unit, which follows shim.h."""
+    """Return the C++ text of a unit, to be placed after shim.h."""
     names = "".join(f"#define {name} {value}\n" for name, value in defines)
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     calls = [_call(name, params, code) for name, params in kernels.signatures(text).items()]
@@ -43,7 +43,7 @@ def program(text, defines=()):
 
 
 def _call(name, arguments, text):
-    """Return C functions that run a kernel and that return its largest number of threads."""
+    """Return C functions that run a kernel and return its maximum number of threads."""
     values = []
     for i, argument in enumerate(arguments):
         if argument.element is None:
@@ -83,9 +83,9 @@ def compiled(text, name):
 
 @functools.cache
 def _header():
-    """Return the path of a copy of shim.h with its precompiled header beside it.
+    """Return the path of a copy of shim.h, with a precompiled header next to it.
 
-    Without that, most of a small unit's time would go into the headers of C++.
+    Otherwise, small units would spend most of their compile time on the C++ headers.
     """
     path = _folder() / f"shim-{_key('')}.h"
     if not path.exists():
@@ -115,13 +115,13 @@ def _key(text):
 
 
 def _make_once(name, make):
-    """Return the path of a file that one process makes by make(path), while others wait."""
+    """Return the path of a file that one process creates with make(path) while others wait."""
     path = _folder() / name
     if path.exists():
         return path
     lock_path = path.with_name(f"{name}.lock")
     with open(lock_path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock of a dead process
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases locks of dead processes
         if not path.exists():
             part = path.with_name(f"{name}.{os.getpid()}")
             make(part)

@@ -1,14 +1,15 @@
-// Runs CUDA C kernels on the CPU, for tests only. It defines the parts of the language that our .cu
-// files use. It runs one block at a time. Each thread of a block is a fiber that runs until it
-// waits for other threads.
+// Runs CUDA C kernels on the CPU, for tests only. This header defines the parts of the language
+// that our .cu files use. A kernel runs one block at a time. Each thread of a block is a fiber that
+// runs until it waits for other threads.
 //
-// - __syncthreads waits for the block; warp collectives (shuffles, ldmatrix, mma) for 32 lanes.
-//   A wait that can never end, or a barrier that some threads have left behind, is an error.
-// - The data of cp.async arrive only at its cp_wait. Its target is NaN as soon as it is issued.
-// - Shared memory starts as NaN (bytes 0xFF), as all memory of the emulated device does.
-// - Three schedules (order 0 forward, 1 reverse, 2 random): a warp runs as far as it can before
-//   the next one does, so that a missing barrier shows as a difference.
-// - Threads that never wait run one after the other on one fiber, as a plain loop would.
+// - __syncthreads waits for the block. Warp collectives (shuffles, ldmatrix, mma) wait for 32
+//   lanes. A wait that can never end is an error, and so is a barrier after some threads have
+//   returned.
+// - The data of cp.async arrive only at its cp_wait. Until then, the target is NaN.
+// - Shared memory starts as NaN (bytes 0xFF), like all memory of the emulated device.
+// - There are three schedules (order 0 forward, 1 reverse, 2 random). A warp runs as far as it can
+//   before the next warp runs, so a missing barrier changes the results.
+// - Threads that never wait run one after the other on one fiber, like a plain loop.
 #pragma once
 #define MPIDL_EMULATED
 #include <math.h>
@@ -64,7 +65,7 @@ namespace shim {
 #define SHIM_FENCE asm volatile("" ::: "memory")
 
 #ifdef __x86_64__
-enum { ENTRY = 8 };  // where a function starts, a return address lies above the stack pointer
+enum { ENTRY = 8 };  // at the start of a function, a return address is above the stack pointer
 #else
 enum { ENTRY = 0 };
 #endif
@@ -77,15 +78,15 @@ struct Thread {
     uint3 index;
     int number;
     bool started;
-    std::vector<Copy> copies;  // of cp.async, in order; the first `landed` have been written
-    std::vector<int> groups;   // of each committed group, the end of its copies
+    std::vector<Copy> copies;  // by cp.async, in order; the first `landed` have been written
+    std::vector<int> groups;   // the end of each committed group in `copies`
     size_t landed, waited;     // `waited` groups have landed
 };
 
 struct Fiber { void* context[5]; char* stack; };
 
 struct Warp {
-    u32 ready;  // one bit a lane that can run
+    u32 ready;  // a bit for each lane that can run
     int arrived, collective;
     const void* in[32];
     void* out[32];
@@ -105,9 +106,9 @@ static void** arguments;
 static char message[512];
 
 // A context is the point at which a thread continues: its frame, its next instruction and its
-// stack, as stored by __builtin_setjmp. exchange(from, to) continues at `to`, and returns when
-// another thread continues at `from`. On x86-64 it is inline, because the processor mispredicts a
-// return to the caller of another fiber, which is several times slower.
+// stack, as __builtin_setjmp stores them. exchange(from, to) continues at `to`, and returns when
+// another thread continues at `from`. On x86-64 the function is inline: the processor would
+// mispredict a return to the caller of another fiber, which is several times slower.
 #ifdef __x86_64__
 #define SHIM_INLINE inline __attribute__((always_inline))
 #ifdef __AVX512F__
@@ -161,7 +162,7 @@ static inline Thread* lane_of(int w, int lane) {
     return &threads[w * 32 + lane];
 }
 
-// Returns the thread that runs next; none if all are done. Ends the launch if all wait forever.
+// Returns the next thread, or null if all are done. Ends the launch if all wait forever.
 __attribute__((noinline)) static Thread* pick() {
     const int n = count / 32;
     for (;;) {
@@ -203,7 +204,7 @@ __attribute__((noinline)) static void fiber_main() {
     }
 }
 
-// Returns the context in which a thread that has not started can run: an idle fiber.
+// Returns the context in which a thread that has not started can run, from an idle fiber.
 __attribute__((noinline)) static void** fiber_for(Thread* t) {
     next = t;
     if (!idle.empty()) {
@@ -231,13 +232,13 @@ static SHIM_INLINE void suspend() {
     current = me, threadIdx = me->index;
 }
 
-// Waits for all 32 lanes; the last one does the work with the arguments of all.
+// Waits for all 32 lanes. The last lane does the work with the arguments of all lanes.
 template <class F>
 static inline __attribute__((always_inline)) void meet(int collective, const void* in, void* out, F work) {
     SHIM_FENCE;
     Warp& w = warps[current->number / 32];
     const int lane = current->number % 32;
-    if (w.arrived && w.collective != collective) fail("lanes meet in different collectives");
+    if (w.arrived && w.collective != collective) fail("lanes wait in different collectives");
     w.collective = collective, w.in[lane] = in, w.out[lane] = out;
     if (++w.arrived < 32) {
         suspend();
@@ -249,7 +250,7 @@ static inline __attribute__((always_inline)) void meet(int collective, const voi
     SHIM_FENCE;
 }
 
-static void abandon() {  // fibers that are still inside a kernel that failed
+static void abandon() {  // frees fibers that are still inside a failed kernel
     for (Fiber* f : fibers) {
         munmap(f->stack, STACK);
         delete f;
@@ -269,7 +270,7 @@ static void run_block() {
     exchange(home, fiber_for(pick()));
 }
 
-// A row of the table of guards: this many bytes at the address must still hold the pattern.
+// A row of the table of guards: `bytes` bytes at `address` must still contain `pattern`.
 struct Guard { const char* address; long long bytes, pattern; };
 
 static bool is_whole(const Guard& guard) {
@@ -300,7 +301,7 @@ static const char* launch(void (*kernel)(void**), void** values, const unsigned*
     dynamic = (char*)(((uintptr_t)memory.data() + 127) & ~(uintptr_t)127);
     const long long blocks = (long long)grid[0] * grid[1] * grid[2];
     long long step = 1;
-    if (order >= 2)  // an odd step that has no divisor in common with `blocks` visits them all
+    if (order >= 2)  // a step without a common divisor with `blocks` visits all blocks
         for (step = blocks * 5 / 8 + 1;; ++step) {
             long long a = step, b = blocks;
             while (b) { const long long r = a % b; a = b, b = r; }
@@ -367,7 +368,7 @@ static inline void wait(int most) {
     SHIM_FENCE;
 }
 
-static inline float rounded(double sum) {  // to nearest, or towards zero as tensor cores may
+static inline float rounded(double sum) {  // to nearest, or towards zero like some tensor cores
     const float f = (float)sum;
     return truncate && std::fabs((double)f) > std::fabs(sum) ? std::nextafterf(f, 0.f) : f;
 }
@@ -414,7 +415,7 @@ static inline void ldsm4(u32& a, u32& b, u32& c, u32& d, const void* row) {
     a = out[0], b = out[1], c = out[2], d = out[3];
 }
 
-// c += a b of m16n8k8: products are exact, each element of c is rounded once.
+// Computes c += a b for m16n8k8. Products are exact; each element of c is rounded once.
 static inline void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     const shim::In in{a, b};
     shim::meet(3, &in, c, [](shim::Warp& w) {

@@ -1,4 +1,4 @@
-"""Metrics of classifiers, compared with scikit-learn on the predictions of the network."""
+"""Compare metrics of classifiers with scikit-learn's on the network's predictions."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def with_pixel_labels(classes=CLASSES, count=40):
 
 
 def outputs_of(world, net, store, function=None):
-    """Return the scores of all images, computed as `evaluate` computes them, on all ranks."""
+    """Return the scores of all images on all ranks, computed as in `evaluate`."""
     parts = []
     for batch, _ in evaluate.in_order(net, store, world, 33):
         scores = net.logits(batch)
@@ -66,7 +66,7 @@ def assert_equal(result, expected):
 
 
 def scores_of(sk, y, predicted, zero=0):
-    """Return scikit-learn's metrics of counts for one class per image or pixel."""
+    """Return scikit-learn's count-based metrics for one class per image or pixel."""
     options = {"average": "macro", "zero_division": zero}
     return {
         "balanced-accuracy": sk.balanced_accuracy_score(y, predicted),
@@ -81,7 +81,7 @@ def scores_of(sk, y, predicted, zero=0):
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
 @pytest.mark.parametrize("absent", [None, 2])
 def test_one_class_per_image(world, absent):
-    """A class without labels counts in the means if it is predicted."""
+    """The means must include a class without labels if the class is predicted."""
     sk, store, net = sklearn_metrics(), labelled(), classifier()
     if absent is not None:
         store.labels[store.labels == absent] = 0
@@ -166,7 +166,7 @@ def test_ignored_labels_do_not_count(world):
 
 @pytest.mark.slow_on_ranks
 def test_the_size_of_mini_batches_and_ranks_does_not_matter(world):
-    """Not a bit, also for the means of the images."""
+    """Not a bit may change, not even of means over the images."""
     for net, store, loss in (
         (classifier(), labelled(), "crossentropy"),
         (classifier(), with_targets(), LABELS),

@@ -1,4 +1,4 @@
-"""Confusion matrices: counts, text, tables, pictures, and HTML for notebooks."""
+"""Test confusion matrices: counts, text, tables, pictures, and HTML for notebooks."""
 
 import csv
 import re
@@ -34,7 +34,7 @@ def test_counts_recall_precision_and_text():
 
 
 class Table(HTMLParser):
-    """Parse the only table of a document into rows, lists of (tag, style, text)."""
+    """Parse a document's only table. A row is a list of (tag, style, text)."""
 
     def __init__(self, text):
         super().__init__()
@@ -58,7 +58,7 @@ class Table(HTMLParser):
 
 
 def test_a_confusion_matrix_in_a_notebook():
-    """The cells are those of the text, escaped; counts are shaded by their share of the row."""
+    """Cells must have the escaped text, and counts must be shaded by their share of the row."""
     matrix = dl.confusion_matrix([0, 0, 0, 1], [0, 0, 1, 1], ["<b>cat", "dog & co"])
     text = matrix._repr_html_()
     assert "<b>" not in text
@@ -107,7 +107,7 @@ def test_a_confusion_matrix_is_saved_as_csv(tmp_path):
     "classes", [2, *(pytest.param(n, marks=pytest.mark.slow("jobs")) for n in (40, 100))]
 )
 def test_a_confusion_matrix_is_saved_as_a_picture(classes, tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     labels = np.arange(3 * classes) % classes
     matrix = dl.confusion_matrix(labels, labels[::-1])
     matrix.save(tmp_path / "a.png")
@@ -120,21 +120,21 @@ def test_a_confusion_matrix_is_saved_as_a_picture(classes, tmp_path):
 
 
 def test_the_title_of_a_picture_counts_labels(monkeypatch, tmp_path):
-    """The picture counts labels, not images: an image may have several labels."""
-    pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
+    """The picture must count labels, not images, because an image may have several labels."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from matplotlib.axes import Axes
 
     titles = []
     monkeypatch.setattr(Axes, "set_title", lambda self, text, **style: titles.append(text))
     labels = np.arange(2 * 8 * 8).reshape(2, 8, 8) % 4
     dl.confusion_matrix(labels, labels).save(tmp_path / "a.png")
-    assert titles == ["accuracy 1.0000 of 128 labels"]
+    assert titles == ["accuracy 1.0000 on 128 labels"]
 
 
 @pytest.mark.parametrize(
     "labels, predicted, classes, text",
     [
-        ([0, 1], [0], None, "whole numbers of one shape"),
+        ([0, 1], [0], None, "integer arrays of one shape"),
         ([0, 3], [0, 1], ["a", "b"], "from 0 to 1, found 3"),
         ([0, -1], [0, 1], None, "found -1"),
     ],

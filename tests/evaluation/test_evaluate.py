@@ -1,4 +1,4 @@
-"""Predictions and metrics of a network, on any number of ranks, against plain NumPy."""
+"""Compare predictions and metrics of a network, on any number of ranks, with NumPy."""
 
 import re
 
@@ -31,7 +31,7 @@ def labelled(count):
 
 
 def by_layer(net, images):
-    """Return {layer: its outputs} in float64, by sums over windows."""
+    """Return {layer: outputs} in float64, computed by sums over windows."""
     p = {name: np.float64(value) for name, value in {**net.parameters, **net.state}.items()}
     x, outputs = images.astype(np.float64) / 255, {}
     windows = np.lib.stride_tricks.sliding_window_view
@@ -81,7 +81,7 @@ def test_scores_and_labels(count, world):
 
 
 def test_arrays_and_worlds(world):
-    """Arrays and single images are accepted; the default world has all ranks."""
+    """Arrays and single images must be accepted, and the default world must have all ranks."""
     net, store = small(), labelled(20)
     scores = dl.predict(net, store, world=world)
     assert np.array_equal(dl.predict(net, store.images), scores)
@@ -107,7 +107,7 @@ def test_results_only_on_rank_0(world):
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_activations(fuse, world):
-    """Activations of fused layers are available; those of the last layer are the outputs."""
+    """Fused layers must have activations, and the last layer's must equal the outputs."""
     net, store = small(), labelled(35)
     net.fuse = fuse
     expected = by_layer(net, store.images)
@@ -120,7 +120,7 @@ def test_activations(fuse, world):
 
 
 def test_activations_of_branches(world):
-    """Layers that the requested layer does not depend on are not computed."""
+    """Only layers on which the requested layer depends must be computed."""
     layers = [
         dl.Conv2D(3, 4, padding=1, name="left"),
         dl.Conv2D(1, 4, name="right", after="images"),
@@ -135,7 +135,7 @@ def test_activations_of_branches(world):
     part = net.up_to("bent")
     assert part.layer_names == ["right", "bent"]
     assert list(part.parameters) == ["right.weight", "right.bias"]
-    copy = dl.Network.from_spec(part.spec(), SHAPE)  # the layers name what they read
+    copy = dl.Network.from_spec(part.spec(), SHAPE)  # the layers name their inputs
     assert copy.layer_names == part.layer_names and copy.reads == part.reads
     names = ("left", "bent", "both")
     left, bent, both = (dl.activations(net, store, name, world=world) for name in names)
@@ -150,7 +150,7 @@ def test_an_unknown_layer(world):
 
 
 def test_evaluation(world):
-    """77 images make 2 mini-batches of 33 and one of 11."""
+    """77 images are evaluated as two mini-batches of 33 and one of 11."""
     net, store = small(), labelled(77)
     expected = by_layer(net, store.images)["dense1"]
     evaluation = dl.evaluate(net, store, world=world, batch_size=33, top_k=2, confusion=True)
@@ -182,7 +182,7 @@ def test_top_k_may_be_an_integer_of_numpy_or_all_classes(world):
 
 
 def test_places():
-    """Equal scores rank in class order, as in `argmax`; NaN ranks last."""
+    """Equal scores must rank in class order, as in `argmax`, and NaN must rank last."""
     scores = np.array([[1, 3, 2], [2, 2, 2], [2, 2, 2], [1, np.nan, 0]], np.float32)
     assert evaluate.places(scores, np.array([1, 0, 2, 1])).tolist() == [0, 0, 2, 3]
     assert evaluate.places(np.zeros((0, 3)), np.zeros(0, int)).tolist() == []
@@ -208,7 +208,7 @@ def test_regression_errors(shape, last, world):
     net = dl.Network(layers, SHAPE, seed=1)
     errors = dl.regression_errors(net, store, world=world, batch_size=20)
     outputs = all_images(world, net(blocked(world, store.images / np.float32(255))))
-    predicted = dl.predict(net, store, world=world)  # no softmax: the images have targets
+    predicted = dl.predict(net, store, world=world)  # no softmax, because the images have targets
     assert np.abs(predicted - outputs).max() < 1e-5 * np.abs(outputs).max()
     error = outputs.astype(np.float64).reshape(store.values.shape) - store.values
     assert errors.images == 43
@@ -255,7 +255,7 @@ def test_representations_fit_a_line():
 
 
 def test_classes_of_pixels(world):
-    """A network with scores for each pixel."""
+    """A network with scores for each pixel must be evaluated pixel by pixel."""
     net, store = dl.Network([dl.Conv2D(1, 3)], SHAPE, seed=2), labelled(9)
     expected = dl.predict(net, store, world=world).argmax(axis=1)
     predicted = dl.classify(net, store, world=world)

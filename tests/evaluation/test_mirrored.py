@@ -1,4 +1,4 @@
-"""Scores averaged over mirror images, against averages of separate predictions."""
+"""Compare scores averaged over mirror images with averages of separate predictions."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Validation during training, patience and the best network, on any number of ranks."""
+"""Test validation during training, patience and the best network, on any number of ranks."""
 
 import dataclasses
 import io
@@ -77,7 +77,7 @@ LAST = "Iteration: {}, Epoch: 2, Loss: , Images"
     ],
 )
 def test_each_validation_is_printed_once(world, frequency, limit, expected):
-    """In a log, the line of a validation at the end of an epoch precedes the line of the epoch."""
+    """In a log, the line of a validation at the end of an epoch must precede the epoch's line."""
     options = {"epochs": 2, "batch_size": 40, "max_iterations": limit}
     options |= {"validation": HELD_OUT, "validation_frequency": frequency}
     console = Console(world.rank, stream=io.StringIO())
@@ -104,7 +104,7 @@ def test_the_result_has_the_validation_of_its_network(world, output):
 
 
 def test_the_last_validation_is_printed_and_plotted(world, tmp_path, monkeypatch):
-    """A validation after the last iteration of an epoch belongs to this epoch."""
+    """A validation after the last iteration of an epoch must belong to this epoch."""
     plotted, out = [], world.broadcast(str(tmp_path))
     monkeypatch.setattr(plots, "progress", lambda path, _: plotted.append(metrics.read(path)))
     options = {"epochs": 2, "batch_size": 40, "validation": HELD_OUT, "validation_frequency": 4}
@@ -138,7 +138,7 @@ def test_the_last_picture_is_drawn_before_the_run_is_called_done(world, tmp_path
 
 
 def test_patience_and_the_best_network(world):
-    """The loss rises at a high rate; the best network is the one with the lowest loss."""
+    """The loss rises at a high rate, and the best network has the lowest loss."""
     options = {"validation": HELD_OUT, "validation_frequency": 1, "shuffle": "every-epoch"}
     options |= {
         "learn_rate_schedule": diverging_rate,
@@ -193,7 +193,7 @@ def test_a_run_is_resumed_only_with_its_validation_images(world, tmp_path):
 
 
 class Interrupted(Datastore):
-    """A dataset that sends a signal to the rank that reads its last image."""
+    """Dataset that sends a signal to the rank that reads the last image."""
 
     def __init__(self, store, signals):
         self.store, self.signals = store, signals
@@ -212,7 +212,7 @@ class Interrupted(Datastore):
     "frequency, iteration", [(2, 2), pytest.param(0, 3, marks=pytest.mark.slow("jobs"))]
 )
 def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, frequency, iteration):
-    """A resumed run ends by patience at the same iteration as an uninterrupted one."""
+    """Patience must end a resumed run at the same iteration as an uninterrupted run."""
     out, images = world.broadcast(str(tmp_path)), pictures(300, "others")
     options = RUN | {"epochs": 4, "learning_rate": 1e-30}
     options |= {"validation_frequency": frequency, "validation_patience": 2}
@@ -247,7 +247,7 @@ def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, freque
 
 @pytest.mark.parametrize("limit", [None, pytest.param(5, marks=pytest.mark.slow("jobs"))])
 def test_resuming_a_finished_run_returns_its_result(world, tmp_path, monkeypatch, limit):
-    """The run ended with an epoch, or within one after a validation."""
+    """The run ended with an epoch, or within an epoch after a validation."""
     out, store = world.broadcast(str(tmp_path)), pictures(100)
     options = RUN | {"max_iterations": limit, "validation_frequency": 5 if limit else 0}
     options = dl.TrainingOptions(validation=HELD_OUT, **options)
@@ -289,8 +289,34 @@ def test_a_fraction_of_the_training_set_validates(world):
     training, options = validation.held_out(pictures(90), options)
     assert (len(training), len(options.validation)) == (72, 18)
     assert validation.held_out(training, options) == (training, options)
+    text = refusal(trained, world, validation_fraction=0.2, validation=pictures(18))
+    assert text == "validation= and --validation-fraction 0.2: expected at most one of them"
     options = dl.TrainingOptions(validation_fraction=0.01)
     text = refusal(validation.held_out, pictures(9), options)
     assert "--validation-fraction 0.01: expected training and validation images" in text
     _, result = trained(world, store=pictures(90), validation_fraction=0.2, epochs=3)
     assert result.iterations == 6 and result.best_iteration == 6
+
+
+def test_validations_record_metrics(world, tmp_path):
+    """The values are those of an evaluation at that moment, and change nothing else."""
+    out, values = world.broadcast(str(tmp_path)), []
+
+    class Evaluated:
+        def step(self, trainer):
+            metrics = dl.evaluate(trainer.net, HELD_OUT, world=world, metrics="f1,recall").metrics
+            values.append([metrics["f1"], metrics["recall"]])
+
+    options = RUN | {"validation": HELD_OUT, "validation_frequency": 1}
+    net, plain = small(), small()
+    settings = dl.TrainingOptions(metrics="f1,recall", **options)
+    result = dl.train(net, pictures(100), settings, world=world, hooks=[Evaluated()], out=out)
+    dl.train(plain, pictures(100), dl.TrainingOptions(**options), world=world)
+    assert weights_sha256(net) == weights_sha256(plain)
+    series = [result.history.validation]
+    if world.rank == 0:
+        series.append(dl.history(out).validation)
+    for validations in series:
+        assert list(validations.metrics) == ["recall", "f1"]
+        columns = [validations.metrics["f1"], validations.metrics["recall"]]
+        assert np.array_equal(np.transpose(columns), values) and len(set(values[0])) == 2

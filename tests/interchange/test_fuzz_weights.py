@@ -1,4 +1,4 @@
-"""Any bytes of a weight file give weights or a UserError of one line, in little memory."""
+"""Test that any bytes of a weight file give weights or a one-line UserError, in little memory."""
 
 import json
 
@@ -63,7 +63,7 @@ ATTRIBUTES = st.dictionaries(
 @FUZZ
 @given(data=st.data())
 def test_hostile_onnx_graphs(tmp_path_factory, data):
-    """Graphs of valid operators with any attributes and inputs."""
+    """Graphs of valid operators may have any attributes and inputs."""
     path, nodes, names = tmp_path_factory.mktemp("fuzz") / "a.onnx", [], ["x", "w", "n", ""]
     for i in range(data.draw(st.integers(1, 4))):
         inputs = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4))

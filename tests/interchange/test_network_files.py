@@ -1,4 +1,4 @@
-"""Weights of any file in a network that the caller defines: names, sizes and refused files."""
+"""Test loading weights into a network that the caller defines: names, sizes, refused files."""
 
 import json
 
@@ -21,7 +21,7 @@ def build(input_shape, outputs):
 
 
 def network(classes=4):
-    """Return a network with a normalization, class names and a conversion of images."""
+    """Return a network with a normalization, class names and preprocessing of images."""
     net = zoo.digits(SHAPE, classes, seed=2)
     net.state = {name: a + np.float32(0.25) for name, a in net.state.items()}
     centre, divisor = np.float32([90, 100, 110]), np.float32([40, 50, 60])
@@ -67,7 +67,7 @@ def test_names_of_libraries_are_detected(tmp_path):
 
 
 def foreign(path, operator="Relu", softmax=True):
-    """Write an ONNX file as another library does: no description, and other names."""
+    """Write an ONNX file like another library: without a description, with other names."""
     dl.save_onnx(network(), path)
     proto = onnx.load(path)
     del proto.metadata_props[:]
@@ -125,7 +125,7 @@ def test_damaged_descriptions(tmp_path):
         refusal(loaded, path)
     metadata = original | {"description": json.dumps(description | {"classes": '["a"]'})}
     safetensors.numpy.save_file(arrays, path, metadata)
-    assert loaded(path).classes is None  # one name for four outputs
+    assert loaded(path).classes is None  # one class name for four outputs
 
 
 def test_files_that_are_no_weights(tmp_path):
@@ -141,7 +141,7 @@ def test_files_that_are_no_weights(tmp_path):
 
 
 def test_the_numbers_of_torchvisions_normalization():
-    """The numbers equal the documented means and standard deviations of pixels from 0 to 1."""
+    """The numbers must equal torchvision's means and standard deviations for pixels in 0..1."""
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5)).astype(np.uint8)
     mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     expected = (images / 255 - mean[:, None, None]) / deviation[:, None, None]

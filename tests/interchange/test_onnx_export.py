@@ -1,4 +1,4 @@
-"""Networks written as ONNX files: onnxruntime's scores, and the same network when read restored."""
+"""Test that ONNX files have onnxruntime's scores, and that reading them restores the network."""
 
 import json
 
@@ -165,7 +165,7 @@ def test_a_changed_graph_is_read_as_it_is(tmp_path):
 
 
 def test_a_description_that_does_not_fit_is_ignored(tmp_path):
-    """Then the graph alone is read, or refused."""
+    """In this case, the graph is read without the description, or refused."""
     net, path = zoo.digits((1, 12, 11), 3, seed=1), tmp_path / "a.onnx"
     net.classes = ("a", "b", "c")
     dl.save_onnx(net, path)
@@ -180,7 +180,7 @@ def test_a_description_that_does_not_fit_is_ignored(tmp_path):
 
     assert read().classes == net.classes
     layers = json.loads(description["network"])
-    layers[-1]["outputs"] = 60_000_000  # would take 100 GB
+    layers[-1]["outputs"] = 60_000_000  # would need 100 GB
     for changes in (
         {"classes": '["a", "b"]'},
         {"classes": '"abc"'},

@@ -1,4 +1,4 @@
-"""Damaged and hostile ONNX files: one line, no other files, no memory beyond the file's size."""
+"""Test that bad ONNX files give a one-line error, read no other files and need little memory."""
 
 import re
 
@@ -17,7 +17,7 @@ CONV = node("Conv", "x w", "y")
 
 
 def external(path, location, target=None, **place):
-    """Write a model whose weight is in another file; return its path."""
+    """Write a model whose weight is in another file, and return the model's path."""
     proto = model([CONV], {"w": WEIGHT}, SHAPE)
     (tensor,) = proto.graph.initializer
     tensor.ClearField("raw_data")
@@ -137,7 +137,7 @@ def test_inputs_and_outputs(tmp_path):
 
 
 def test_external_data_of_a_constant(tmp_path, monkeypatch):
-    """They are in the folder of the ONNX file, not in the current one."""
+    """The data are in the folder of the ONNX file, not in the current folder."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "w.bin").write_bytes(WEIGHT.tobytes())
     (tmp_path / "w.bin").write_bytes((7 * WEIGHT).tobytes())
@@ -180,7 +180,7 @@ def test_the_type_of_the_input(tmp_path):
 
 
 def test_constants_larger_than_allowed(tmp_path):
-    """A few bytes of file that would compute terabytes."""
+    """A few bytes of a file could make the reader compute terabytes."""
     long = np.ones(1 << 15, np.float32)
     for nodes, constants in (
         ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 20, 1 << 20, 3, 3])}),

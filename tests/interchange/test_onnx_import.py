@@ -1,4 +1,4 @@
-"""Networks from ONNX files: onnxruntime's scores for each operator, an error for the others."""
+"""Test networks from ONNX files: scores like onnxruntime's, errors for unknown operators."""
 
 import re
 
@@ -31,7 +31,7 @@ NORM = {k: array(k, 4, low=0.5, high=1.5) for k in ("gamma", "beta", "mean", "va
 CONV = [conv("h", "x", "w")]
 DENSE = [node("Flatten", "x", "f")]
 
-# {case: (nodes, constants)} of the images x (N, 4, 7, 6)
+# {case: (nodes, constants)} for images x (N, 4, 7, 6)
 CASES = {
     "Conv, pads": ([conv("y", "x", "w", pads=[2, 0, 1, 1], strides=[2, 1])], {"w": WEIGHT}),
     "Conv, dilations": ([conv("y", "x", "w", dilations=[2, 1])], {"w": WEIGHT}),
@@ -206,7 +206,7 @@ def test_a_value_that_others_read_keeps_its_bias_apart(tmp_path):
 
 @pytest.mark.parametrize("opset", [7, 9, 11, 13, 17, 20, 21, 23])
 def test_opsets(tmp_path, opset):
-    """A network whose operators have changed between opsets."""
+    """The network has operators that have changed between opsets."""
     norm = "BatchNormalization"
     dropout = {"ratio": 0.25} if opset < 12 else {}
     nodes = [
@@ -246,7 +246,7 @@ def test_an_imported_network_trains_and_fuses_on_any_ranks(world, tmp_path):
         **NORM,
     }
     net = dl.load_onnx(saved(tmp_path / "a.onnx", nodes, constants, SHAPE))
-    assert len(net.stored_layers()) == len(net.layers) - 2  # the first three are one op
+    assert len(net.stored_layers()) == len(net.layers) - 2  # the first three layers are one op
     images, labels = array("images", 37, *SHAPE), np.arange(37) % 3
 
     def results(ranks):
@@ -327,7 +327,7 @@ def test_unsupported_forms(tmp_path, reason):
     assert text.startswith(f"{path}: unsupported nodes: ") and reason in text
 
 
-# Values with two names: a node that reads one name reads the value of the other.
+# Values with two names: a node that reads one name also reads the value of the other name.
 ALIASES = {
     "a bias": [
         *(*CONV, node("Identity", "h", "a"), node("Add", "a b", "s")),

@@ -1,4 +1,4 @@
-"""ONNX operators with a corresponding layer, and values whose axes have another order."""
+"""Test ONNX operators with a corresponding layer, and values with axes in another order."""
 
 import numpy as np
 import onnx
@@ -35,7 +35,7 @@ def pad(*pads):
 
 
 CONV = node("Conv", "p w", "y")
-# {case: (nodes, constants, layers)} of the images x (N, 4, 7, 6)
+# {case: (nodes, constants, layers)} for images x (N, 4, 7, 6)
 CASES = {
     "PRelu": ([node("PRelu", "x slope", "y")], "PReLU"),
     "PRelu, one slope": ([node("PRelu", "x one", "y")], "PReLU"),
@@ -233,7 +233,7 @@ def channels_last(nodes, constants, path):
 
 
 def test_images_that_the_graph_transposes_first(tmp_path):
-    """As networks of TensorFlow are exported, with a normalization before the transposition."""
+    """Exported TensorFlow networks have such graphs, also with a normalization first."""
     nodes = [
         *(node("Sub", "x mean", "a"), node("Div", "a std", "b"), node("Pad", "b border", "p")),
         node("Transpose", "p", "t", perm=[0, 3, 1, 2]),
@@ -261,7 +261,7 @@ def test_images_that_the_graph_transposes_first(tmp_path):
 
 
 def test_transposed_pixels_at_the_end(tmp_path):
-    """The network's output has the usual order of axes."""
+    """The network's output must have the usual order of axes."""
     nodes = [node("Conv", "x w", "c"), node("Transpose", "c", "y", perm=[0, 2, 3, 1])]
     path = saved(tmp_path / "a.onnx", nodes, {"w": WEIGHT}, SHAPE)
     images = array("images", 3, *SHAPE)

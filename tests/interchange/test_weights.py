@@ -1,4 +1,4 @@
-"""Weights to and from safetensors files: bytes, names, and one error for all differences."""
+"""Test weights in safetensors files: bytes, names, and one error for all differences."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_weights_come_back_byte_for_byte(tmp_path):
     for path in (tmp_path / "weights.safetensors", tmp_path / "model.h5"):
         restored = dl.load_weights(network(seed=1), path)
         assert weights_sha256(restored) == weights_sha256(net) != weights_sha256(network(seed=1))
-    # the library itself reads what was written
+    # the safetensors library can read the file
     arrays = safetensors.numpy.load_file(tmp_path / "weights.safetensors")
     expected = net.parameters | net.state
     assert arrays.keys() == expected.keys()
@@ -77,7 +77,7 @@ def test_names_of_torchvision(tmp_path):
 
 
 def hugging_face(name):
-    """The name in a ResNet of Hugging Face's transformers, written from its modules' names."""
+    """Return the parameter name in a ResNet of Hugging Face's transformers."""
     embedder = "resnet.embedder.embedder."
     if match := re.fullmatch(r"layer(\d)\.(\d+)\.(conv|bn)(\d)\.(\w+)", name):
         stage, block, kind, i, array = match.groups()
@@ -102,7 +102,7 @@ def test_names_of_transformers(tmp_path):
 
 
 def test_names_of_timm(tmp_path):
-    """timm's VGG has convolutions for the first two fully connected layers."""
+    """In timm's VGG, the first two fully connected layers are convolutions."""
     net = dl.Network(
         [
             *(dl.Conv2D(3, 4, name="features_0"), dl.Dense(6, name="classifier_0")),
@@ -240,7 +240,7 @@ def test_unusable_files_and_names(tmp_path, monkeypatch):
 
 
 def test_training_starts_from_loaded_weights_on_any_ranks(world, tmp_path):
-    """The file is read by each rank; the weights are the same, and so is their first step."""
+    """Each rank reads the file. The weights and the first step must be the same."""
     path = world.broadcast(str(tmp_path / "a.safetensors"))
     if world.rank == 0:
         dl.save_weights(network(seed=3), path)

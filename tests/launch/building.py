@@ -1,4 +1,4 @@
-"""Import kernels/build.py as a module."""
+"""Import kernels/build.py as a module for the tests of builds."""
 
 import importlib.util
 import shutil

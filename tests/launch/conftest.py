@@ -1,4 +1,4 @@
-"""Data fixtures for tests that run whole jobs."""
+"""Define fixtures with data for tests that run whole jobs."""
 
 import jobs
 import numpy as np
@@ -8,26 +8,26 @@ from image_sets import pixels_of, save
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
-    """A folder of 210 small images in three classes."""
+    """Return a folder of 210 small images in three classes."""
     return jobs.draw_images(tmp_path_factory.mktemp("pictures") / "shapes")
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    """{kind of targets: HDF5 file of 90 images with such targets}."""
+    """Return {kind of targets: HDF5 file of 90 images with such targets}."""
     return jobs.write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="session")
 def colours(tmp_path_factory):
-    """A folder of 60 colour images of 32 x 32 pixels in three classes."""
+    """Return a folder of 60 colour images of 32 x 32 pixels in three classes."""
     folder = tmp_path_factory.mktemp("colours") / "shapes"
     return jobs.draw_images(folder, per_class=20, side=32, channels=3)
 
 
 @pytest.fixture(scope="session")
 def sizes(tmp_path_factory):
-    """A folder of images of many sizes, gray and RGB, PNG and JPEG."""
+    """Return a folder of images of many sizes, gray and RGB, PNG and JPEG."""
     folder = tmp_path_factory.mktemp("sizes") / "set"
     random = np.random.default_rng(0)
     for c, name in enumerate(("bright", "dark")):

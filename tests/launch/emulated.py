@@ -1,8 +1,14 @@
-"""`python emulated.py NAME ...`: `python -m mpidl.NAME ...` with an emulated GPU for each rank.
+"""Run a command of mpidl with emulated GPUs.
 
-EMULATED_GPUS: the number of GPUs (1), which the ranks share if it is smaller than theirs.
-EMULATED_GATHERED: the most bytes that a GPU gathers, see `sums.GATHERED`. EMULATED_RESIDENT: the
-share of its memory that data sets may take, see `device_queue.RESIDENT`.
+`python emulated.py NAME ...` is like `python -m mpidl.NAME ...`, but each rank has an emulated GPU.
+Environment variables:
+
+EMULATED_GPUS
+    Number of GPUs, by default 1. If there are more ranks than GPUs, ranks share GPUs.
+EMULATED_GATHERED
+    Largest number of bytes that a GPU gathers; see `sums.GATHERED`.
+EMULATED_RESIDENT
+    Fraction of the GPU's memory that data sets may occupy; see `device_queue.RESIDENT`.
 """
 
 import contextlib
@@ -14,7 +20,7 @@ from unittest import mock
 
 
 def open_gpu(gpu):
-    """Return the Device of a Gpu; replaces `devices.open_gpu`."""
+    """Return an emulated device for a Gpu. This function replaces `devices.open_gpu`."""
     from emulator import EmulatedDevice
 
     device = EmulatedDevice()
@@ -23,7 +29,7 @@ def open_gpu(gpu):
 
 
 def visible():
-    """Return the emulated GPUs; replaces the answer of a driver."""
+    """Return the emulated GPUs. This function replaces the query of a driver."""
     from emulator import EmulatedDevice
 
     from mpidl.backends.gpu.discovery import Gpu, Visible
@@ -43,12 +49,12 @@ def main():
     replacements = [
         (devices, "open_gpu", open_gpu),
         (devices, "visible", visible),
-        (nccl, "cuda_aware", lambda: True),  # the device uses the host's memory
+        (nccl, "cuda_aware", lambda: True),  # an emulated device uses host memory
         (sums, "GATHERED", gathered),
         (device_queue, "RESIDENT", resident),
     ]
     name = sys.argv.pop(1)
-    with contextlib.ExitStack() as stack:  # a pool's rank runs other commands afterwards
+    with contextlib.ExitStack() as stack:  # undo the changes, because a pool runs other commands
         for module, attribute, value in replacements:
             stack.enter_context(mock.patch.object(module, attribute, value))
         failure.run(importlib.import_module(f"mpidl.cli.{name}").main)

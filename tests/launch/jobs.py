@@ -1,4 +1,4 @@
-"""Small sets of images, short jobs that train on them, and readers of their output and files."""
+"""Create small sets of images, run short jobs on them, and read the output and files of jobs."""
 
 import hashlib
 import json
@@ -14,18 +14,18 @@ import pytest
 from image_sets import save
 
 CLASSES = ("bar", "box", "dot")
-# A tenth of the 210 images is held out. The other 189 make 3 mini-batches of 50 and one of 39,
-# whose last blocks hold 2 and 7 images.
+# A tenth of the 210 images is held out. The other 189 images form 3 mini-batches of 50 and one of
+# 39 images. The last blocks of these mini-batches have 2 and 7 images.
 PER_CLASS, ITERATIONS = 70, 4
 
 
 def network(function):
-    """Return the value of --network for a function of networks.py."""
+    """Return the value of --network for a function in networks.py."""
     return f"{Path(__file__).with_name('networks.py')}:{function}"
 
 
 SMALL = network("small")
-STOPPED = 75  # the exit code after a signal
+STOPPED = 75  # exit code after a signal
 ENDLESS = ["--epochs", 10**6]
 ROOT = str(launcher.ROOT)
 
@@ -44,7 +44,7 @@ def draw_images(folder, per_class=PER_CLASS, side=12, channels=1):
 
 
 def write_pairs(folder, count=90, side=10):
-    """Write HDF5 files of images with targets to learn; return {kind of targets: file}."""
+    """Write HDF5 files of images with different kinds of targets; return {kind: file}."""
     images = np.random.default_rng(0).integers(0, 256, (count, 1, side, side), dtype=np.uint8)
     targets = {
         "numbers": images.mean(axis=(2, 3), dtype=np.float32)[:, 0] / 255,
@@ -59,12 +59,12 @@ def write_pairs(folder, count=90, side=10):
 
 
 def without_plots():
-    """Return an environment without matplotlib: drawing takes longer than a small run."""
+    """Return environment variables that hide matplotlib, because plots take longer than the run."""
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("no_plots")), ROOT])}
 
 
 def command(name, *options, network=SMALL, data=None, out=None):
-    """Return the words of a command after `python`."""
+    """Return the command-line arguments of `python` that run a command of mpidl."""
     words = ["-m", name if name == "benchmarks" else f"mpidl.{name}", *options]
     for flag, value in (("--network", network), ("--data", data), ("--out", out)):
         words += [] if value is None else [flag, value]
@@ -72,7 +72,7 @@ def command(name, *options, network=SMALL, data=None, out=None):
 
 
 def train(ranks, data, out, *options, network=SMALL, check=0, env=None):
-    """Train to the end in mini-batches of 50 and return the job's Result."""
+    """Train to the end in mini-batches of 50, and return the Result of the job."""
     words = command("train", "--batch-size", 50, *options, network=network, data=data, out=out)
     if env:
         return launcher.mpirun(ranks, *words, env=without_plots() | env, check=check)
@@ -80,13 +80,13 @@ def train(ranks, data, out, *options, network=SMALL, check=0, env=None):
 
 
 def trained_hash(ranks, data, out, *options, **keywords):
-    """Train as `train` does and return the hash of the weights."""
+    """Train like `train`, and return the hash of the weights."""
     train(ranks, data, out, *options, **keywords)
     return weights_hash(out)
 
 
 def resume(ranks, folder, *options, check=0):
-    """Resume the run in a folder and return the job's Result."""
+    """Resume the run in a folder, and return the Result of the job."""
     words = command("train", "--resume", folder, *options, network=None)
     return pool.run(ranks, *words, check=check)
 
@@ -103,7 +103,7 @@ def refused_prediction(model, data, *options, ranks=2):
 
 
 def start(ranks, data, out, *options, network=SMALL, until="Epoch: 2,"):
-    """Start a training in mini-batches of 50; return the Job once it has printed `until`."""
+    """Start a run in mini-batches of 50, and return the Job when a line begins with `until`."""
     words = ["--batch-size", 50, *options]
     words = command("train", *words, network=network, data=data, out=out)
     job = launcher.start(ranks, *words, env=without_plots())
@@ -113,8 +113,8 @@ def start(ranks, data, out, *options, network=SMALL, until="Epoch: 2,"):
     pytest.fail(launcher.finish(job).stderr)
 
 
-# Lines that mpirun adds to stderr if a job ends early. MPICH: a line and a box of "="; Open MPI:
-# boxes between lines of "-" and a NUL, both of them lines that start with a host.
+# Text that mpirun adds to stderr if a job ends early. MPICH adds a line and a box of "=". Open MPI
+# adds a NUL and boxes between lines of "-". Both add lines that start with a host name.
 NOISE = re.compile(
     r"\0|-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[(?:warn|[\w.-]+[:@][\w.]+)\][^\n]*",
     re.M | re.S,
@@ -122,19 +122,19 @@ NOISE = re.compile(
 
 
 def error_lines(result):
-    """Return the program's lines of stderr without the note on more ranks than cores."""
+    """Return the program's stderr lines, without the warning about too few cores."""
     lines = NOISE.sub("", result.stderr).splitlines()
     return [line for line in lines if line.strip() and "which slows all of them" not in line]
 
 
 def output_lines(result):
-    """Return the lines of stdout without the note that the kernels are missing."""
+    """Return the lines of stdout, without the note that the kernels are missing."""
     lines = result.stdout.splitlines()
     return [line for line in lines if not line.startswith("note: without C kernels ")]
 
 
 def refusal(result):
-    """Return the one line by which a command refused its input, without "mpidl: "."""
+    """Return the one-line error of a command that exited with code 2, without "mpidl: "."""
     assert result.returncode == 2, result.stdout + result.stderr
     lines = error_lines(result)
     assert len(lines) == 1 and lines[0].startswith("mpidl: "), result.stderr
@@ -151,20 +151,21 @@ def weights_hash(out):
 
 
 def metrics(out):
-    """Return the records of metrics.jsonl, except the records of the ranks' times."""
+    """Return the records of metrics.jsonl, without the records of the ranks' times."""
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if record["kind"] != "ranks"]
 
 
 def iterations(out):
-    """Return the iterations with a record in metrics.jsonl, in its order."""
+    """Return the iterations recorded in metrics.jsonl, in the order of the file."""
     return [record["iteration"] for record in metrics(out) if record["kind"] == "iteration"]
 
 
 def rehash(path):
-    """Return the SHA-256 of a model file's weights, computed from the file's description alone.
+    """Return the SHA-256 of the weights in a model file, computed with h5py alone.
 
-    It covers all learnables, then all state, layer by layer, as little-endian float32 in C order.
+    The hash covers all learnables, then all state, layer by layer, as little-endian float32 in C
+    order.
     """
     learnables = "weight", "bias", "gamma", "beta", "slope"
     tables = {"learnables": learnables, "state": ("mean", "variance")}
@@ -184,11 +185,11 @@ def rehash(path):
 
 
 def assert_same_end(expected, out):
-    """Check that two runs, given by their folders, ended with the same results."""
+    """Assert that two runs, given by their folders, ended with the same results."""
     for name in ("weights_sha256", "accuracy", "loss", "iterations", "epochs"):
         assert summary(out)[name] == summary(expected)[name], name
 
 
 def assert_same_weights(hashes):
-    """Check that runs on any number of ranks gave the same results."""
+    """Assert that all runs ended with the same weights, given {description: hash}."""
     assert len(set(hashes.values())) == 1, f"the weights depend on the ranks: {hashes}"

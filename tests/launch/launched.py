@@ -1,4 +1,7 @@
-"""Functions that test_from_a_script.py launches; the ranks import this module without pytest."""
+"""Define functions that test_from_a_script.py launches.
+
+The ranks import this module, which must not import pytest.
+"""
 
 import os
 import signal
@@ -24,7 +27,10 @@ def trained(world, pixels, labels):
 
 
 def speak(world, path):
-    """Print two lines, by one write on rank 0 because mpirun mixes the writes; wait for a file."""
+    """Print two lines, and wait for a file to appear.
+
+    Rank 0 prints them with one write, because mpirun may mix the writes of ranks.
+    """
     end = "in two lines\n" if world.rank == 0 else "in two"
     sys.stdout.write(f"rank {world.rank} speaks\n{end}")
     sys.stdout.write("" if world.rank == 0 else " lines")
@@ -34,7 +40,7 @@ def speak(world, path):
 
 
 class Unpicklable(Exception):
-    """Its pickle cannot be loaded."""
+    """An exception whose pickle cannot be loaded."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -45,7 +51,7 @@ def raise_error():
 
 
 def fail(world, statement, ranks):
-    """Execute a statement on some of the ranks, while the others wait."""
+    """Execute a statement on the given ranks, while the other ranks wait in a barrier."""
     if world.rank in ranks:
         exec(statement)
     world.barrier()
@@ -59,7 +65,7 @@ def hang(world):
 
 
 def train_on(world, out):
-    """Train until an interrupt, announce each iteration, and return the result and the weights."""
+    """Train until an interrupt; return the result and the hash of the weights."""
     pixels = (np.arange(90 * 64).reshape(90, 8, 8) * 31 % 251).astype(np.uint8)
     net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)], (1, 8, 8), seed=0)
     options = {"epochs": 100_000, "batch_size": 32, "plots": "none", "output_functions": announce}

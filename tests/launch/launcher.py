@@ -1,4 +1,4 @@
-"""Start jobs under mpirun as a user would; no job outlives its test."""
+"""Start jobs under mpirun like a user, and end all processes of a job at the end of its test."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Result(NamedTuple):
-    """A job's output and its exit code, the negated signal number if a signal ended it."""
+    """The output and the exit code of a job. The code is -N if signal N ended the job."""
 
     returncode: int
     stdout: str
@@ -25,11 +25,11 @@ class Result(NamedTuple):
 
 
 def environment(extra=None):
-    """Return this process's environment without a launcher's variables, and with `extra`.
+    """Return environment variables for a job: the variables of this process, and `extra`.
 
-    The checkout comes first on PYTHONPATH, and this Python's folder on PATH, so that `mpirun` and
-    `python` come from the same installation. Open MPI is told to accept root, and more ranks than
-    cores.
+    Variables of launchers are removed. The checkout comes first on PYTHONPATH. The folder of this
+    Python comes first on PATH, so that `mpirun` and `python` come from the same installation. Open
+    MPI is configured to allow root, and to allow more ranks than cores.
     """
     launchers = ("PMI_", "PMIX_", "PRTE_", "OMPI_", "OPAL_", "HYDRA_", "HYDI_", "MPI_", "MPIR_")
     launchers += ("SLURM_",)
@@ -37,7 +37,7 @@ def environment(extra=None):
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env |= {
-        "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stacks of a job that hangs
+        "PYTHONFAULTHANDLER": "1",  # print Python stacks on SIGABRT, to debug a hanging job
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -47,7 +47,10 @@ def environment(extra=None):
 
 
 def command(ranks, *args, wrapper=(), options=()):
-    """Return `mpirun options -n ranks wrapper python args...`, without mpirun if ranks is None."""
+    """Return the command `mpirun options -n ranks wrapper python args...`.
+
+    If `ranks` is None, the command does not contain mpirun.
+    """
     python = [*wrapper, sys.executable, *map(str, args)]
     if ranks is None:
         return python
@@ -57,7 +60,7 @@ def command(ranks, *args, wrapper=(), options=()):
 
 
 class Job(subprocess.Popen):
-    """A started job; `with start(...) as job:` ends all of its processes."""
+    """A running job. At the end of a `with` block, all processes of the job are killed."""
 
     def __exit__(self, *exception):
         kill(self)
@@ -76,13 +79,13 @@ class Job(subprocess.Popen):
         return pids
 
     def print_stacks(self):
-        """Have each rank write its stack to stderr and end."""
+        """Make each rank write its Python stacks to stderr and end."""
         ranks = set(self.rank_pids().values())
         launchers = [self.pid, *set(_descendants(self.pid)) - ranks]
         if not ranks:
             ranks, launchers = {self.pid}, []
-        _send(launchers, signal.SIGSTOP)  # they end all ranks when the first one ends
-        _send(ranks, signal.SIGABRT)  # see PYTHONFAULTHANDLER
+        _send(launchers, signal.SIGSTOP)  # otherwise they would kill all ranks after the first end
+        _send(ranks, signal.SIGABRT)  # prints the stacks; see PYTHONFAULTHANDLER
         time.sleep(1)
         _send(launchers, signal.SIGCONT)
 
@@ -103,7 +106,7 @@ def start(
     wrapper=(),
     options=(),
 ):
-    """Start `mpirun options -n ranks wrapper python args...` (text pipes) and return the Job."""
+    """Start `mpirun options -n ranks wrapper python args...` with text pipes; return the Job."""
     return Job(
         command(ranks, *args, wrapper=wrapper, options=options),
         stdin=subprocess.PIPE,
@@ -117,9 +120,10 @@ def start(
 
 
 def finish(job, input=None):
-    """Wait for a started job and return its Result.
+    """Wait for a started job to end, and return its Result.
 
-    If the test's limit expires first, end the job and show its output and each rank's stack.
+    If the time limit of the test expires first, end the job, and show its output and the Python
+    stacks of all ranks.
     """
     expired = None
     try:
@@ -127,7 +131,7 @@ def finish(job, input=None):
     except pytest.fail.Exception as error:
         expired = error
         job.print_stacks()
-        # mpirun forwards the stacks and ends; if it is ended earlier, stacks may be lost.
+        # Let mpirun forward the stacks and end by itself; if it is killed, stacks may be lost.
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.communicate(timeout=5)
     finally:
@@ -138,9 +142,9 @@ def finish(job, input=None):
 
 
 def mpirun(ranks, *args, env=None, input=None, check=None, cwd=None):
-    """Run `mpirun -n ranks python args...` to its end and return its Result.
+    """Run `mpirun -n ranks python args...` to its end, and return the Result.
 
-    check: the expected exit code; with another one the test fails and shows the output.
+    `check` is the expected exit code. With a different code, the test fails and shows the output.
     """
     result = finish(start(ranks, *args, env=env, cwd=cwd), input)
     if check is not None and result.returncode != check:
@@ -150,12 +154,12 @@ def mpirun(ranks, *args, env=None, input=None, check=None, cwd=None):
 
 
 def assert_gone(pids):
-    """Wait until these processes are gone; a parent may take a moment to reap one."""
+    """Wait until processes are gone. Their parents may take a moment to reap them."""
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def marked(text):
-    """Return the command lines of the processes with a text in their environment at the start."""
+    """Return the command lines of processes that were started with `text` in the environment."""
     commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -165,7 +169,7 @@ def marked(text):
 
 
 def kill(job):
-    """End mpirun, which ends its ranks, then all processes of the job that are left."""
+    """End mpirun, which ends its ranks, and then kill all remaining processes of the job."""
     family = _descendants(job.pid)  # each rank may be in a separate session
     if job.poll() is None:
         job.terminate()
@@ -177,7 +181,7 @@ def kill(job):
 
 
 def _descendants(pid):
-    """Return the process ids below `pid`, without orphans."""
+    """Return the IDs of all descendants of a process, except orphans."""
     children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Networks for `--network FILE.py:FUNCTION`: small ones, and some that misbehave."""
+"""Define networks for `--network FILE.py:FUNCTION`: small networks, and faulty networks."""
 
 import itertools
 import sys
@@ -9,19 +9,19 @@ from mpidl.comm import failure
 
 
 def small(input_shape, classes):
-    """Return every kind of layer that communicates, with about a thousand learnables."""
+    """Return a network with all kinds of layers that communicate, and about 1000 learnables."""
     return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
 
 
 def varied(input_shape, classes):
-    """Return every kind of layer, with convolutions by each algorithm of the kernels."""
+    """Return a network with all kinds of layers and all convolution algorithms of the kernels."""
     return [
         dl.Conv2D(3, 32, padding=1),
         dl.BatchNorm(),
         dl.ReLU(),
         dl.MaxPool2D(2),
         dl.CrossChannelNorm(5),
-        dl.Conv2D(3, 33, padding="same"),  # Winograd's algorithm forward and backward
+        dl.Conv2D(3, 33, padding="same"),  # uses Winograd's algorithm forward and backward
         dl.BatchNorm(),
         dl.ReLU(),
         dl.CrossChannelNorm(4, beta=0.6),
@@ -52,7 +52,7 @@ def varied(input_shape, classes):
 
 
 def wide(input_shape, classes):
-    """Return layers without batch normalization, so that images do not influence each other."""
+    """Return a network without batch normalization, so that images do not affect each other."""
     return [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(classes)]
 
 
@@ -62,34 +62,34 @@ def one_output(input_shape, classes):
 
 
 def slow(input_shape, classes):
-    """Return a network whose first step prints a line and takes a minute."""
+    """Return a network that prints a line and sleeps for a minute in the first step."""
     return [Sleep(), *small(input_shape, classes)]
 
 
 def late(input_shape, classes):
-    """Print a line, wait half a second and return a network."""
+    """Print a line, wait half a second, and return a network."""
     print("building", flush=True)
     time.sleep(0.5)
     return small(input_shape, classes)
 
 
 def slow_test(input_shape, classes):
-    """Return a network that prints a line and waits half a second per mini-batch of a test."""
+    """Return a network that prints a line and waits half a second per test mini-batch."""
     return [SleepInTest(), *small(input_shape, classes)]
 
 
 def raises_on_rank_1(input_shape, classes):
-    """Return a network that raises an error in the first step of rank 1."""
+    """Return a network that raises an error in the first step on rank 1."""
     return [Break(), *small(input_shape, classes)]
 
 
 def breaks_on_odd_ranks(input_shape, classes):
-    """Return a network that raises an error in the first step of the job's odd ranks."""
+    """Return a network that raises an error in the first step on odd ranks of the job."""
     return [BreakOnOddRanks(), *small(input_shape, classes)]
 
 
 def hangs_on_even_ranks(input_shape, classes):
-    """Raise an error on the job's odd ranks, and sleep on the others."""
+    """Raise an error on odd ranks of the job, and sleep on the other ranks."""
     if failure.launched_rank() % 2:
         raise ArithmeticError("this network is not built on odd ranks")
     time.sleep(600)
@@ -101,7 +101,7 @@ def exits(input_shape, classes):
 
 
 def late_on_rank_1(input_shape, classes):
-    """Return a network that takes a tenth of a second longer on rank 1."""
+    """Return a network that takes a tenth of a second longer per step on rank 1."""
     return [Late(), *small(input_shape, classes)]
 
 
@@ -112,7 +112,7 @@ class Late(dl.ReLU):
 
 
 def infinite_once(input_shape, classes):
-    """Return a network whose outputs are infinite in the 6th step."""
+    """Return a network with infinite outputs in the 6th step."""
     Overflow.steps = itertools.count(1)
     return [Overflow(), *small(input_shape, classes)]
 
@@ -153,7 +153,7 @@ class Break(dl.ReLU):
 
 
 def convolutions(input_shape, classes):
-    """Return a small network with pooling for emulated GPUs, with every kind of sum."""
+    """Return a small network for emulated GPUs, with pooling and every kind of sum over ranks."""
     return [
         dl.Conv2D(3, 4, stride=2),
         dl.BatchNorm(),

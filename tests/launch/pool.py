@@ -1,8 +1,8 @@
-"""Jobs under mpirun that run many commands, for tests that do not depend on a job's start.
+"""Run many commands in one job under mpirun, so that each test does not have to start a job.
 
-A pool is one `mpirun -n N python pooled.py FOLDER` that stays until the tests end. Its ranks run
-the commands that the tests send. Tests of signals, exit handlers and the environment at the start
-need a separate process, by launcher.mpirun.
+A pool is one job `mpirun -n N python pooled.py FOLDER` that runs until the tests end. Its ranks
+execute the commands that the tests send. Tests of signals, exit handlers or environment variables
+that are read at the start need a separate process, which launcher.mpirun starts.
 """
 
 import atexit
@@ -22,13 +22,18 @@ _pools = {}  # {ranks: Pool}
 
 
 def run(ranks, *args, env=None, check=None, cwd=None):
-    """Run `python args...` on each rank of a pool and return its Result, as launcher.mpirun does.
+    """Run `python args...` on each rank of a pool, and return a Result like launcher.mpirun.
 
-    ranks: None or 1 for a process without mpirun. env: variables that a command reads when it
-    runs; variables that a process reads when it starts have the pool's values.
+    Parameters
+    ----------
+    ranks : int or None
+        Number of ranks. With None or 1, the pool is a process without mpirun.
+    env : dict, optional
+        Environment variables that the command reads while it runs. Variables that a process reads
+        when it starts have the values of the pool.
     """
     words = [str(word) for word in args]
-    ranks = None if ranks == 1 else ranks  # one process less to start
+    ranks = None if ranks == 1 else ranks  # without mpirun, there is one process less to start
     pool = _pools.get(ranks)
     if pool is None or not pool.is_up():
         pool = _pools[ranks] = Pool(ranks)
@@ -50,7 +55,7 @@ class Pool:
         self.log = open(self.folder / "log", "w+")
         streams = {"stdout": self.log, "stderr": self.log}
         self.job = launcher.start(ranks, SERVER, self.folder, env=env, **streams)
-        # Opened also for reading, so that opening does not wait for a rank that never starts.
+        # Open the pipes for reading too, so that opening does not wait for ranks to start.
         paths = [self.folder / f"commands-{rank}" for rank in range(self.size)]
         self.pipes = [os.fdopen(os.open(path, os.O_RDWR), "w") for path in paths]
         atexit.register(self.close)
@@ -77,7 +82,7 @@ class Pool:
         return launcher.Result(max(codes), "".join(outputs), "".join(errors))
 
     def _fail(self, reason, words):
-        """End the job and fail the test with the output of its ranks."""
+        """End the job, and fail the test with the output of the ranks."""
         self.log.seek(0)
         text = launcher.format_output(words, "", self.log.read())
         self.close()

@@ -1,4 +1,4 @@
-"""A rank of a pool (see pool.py), which runs the commands that it receives."""
+"""Run as a rank of a pool (see pool.py), which executes the commands that it receives."""
 
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ from mpidl.comm import failure
 
 
 def serve(folder):
-    """Run commands until the tests have ended."""
+    """Run commands until the tests end."""
     rank, defaults = failure.launched_rank(), dict(vars(settings))
     with open(folder / f"commands-{rank}") as commands:
         for line in commands:

@@ -1,6 +1,7 @@
-"""Record calls of the kernels and their results as a C program that repeats and checks them.
+"""Record kernel calls as a C program that repeats the calls and checks their results.
 
-Tests compare kernels for a machine without Python with the bytes of this machine's kernels.
+With such a program, tests check the kernels of a machine without Python: the results must have the
+same bytes as on this machine.
 """
 
 import ctypes
@@ -32,11 +33,11 @@ static void check(const char *name, const void *actual, size_t bytes) {
 }
 """
 HEADER = Path(builds.kernels_folder(), "cpu", "mpidl.h")
-UNRECORDED = ("set_hook", "optimizer_step")  # their arguments are addresses
+UNRECORDED = ("set_hook", "optimizer_step")  # functions whose arguments are addresses
 
 
 class Recorder:
-    """A Library that records its calls: `text` is the program, `data` its standard input."""
+    """A kernel library that records its calls as a program `text` with standard input `data`."""
 
     def __init__(self, library):
         self.kernels, self.called = library, []
@@ -83,7 +84,7 @@ class Recorder:
 
 
 class recording:
-    """`with recording() as calls:` records the calls of this process's kernels."""
+    """Context manager that records the kernel calls of this process in the yielded Recorder."""
 
     def __enter__(self):
         self.before = builds.kernels()

@@ -1,4 +1,4 @@
-"""A pytest plugin: arrays use NumPy's memory, whose bounds AddressSanitizer checks."""
+"""Pytest plugin that lets arrays use NumPy's memory, so that AddressSanitizer checks bounds."""
 
 from mpidl.backends.cpu import arenas
 

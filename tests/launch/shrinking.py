@@ -1,9 +1,10 @@
-"""A program whose ranks end themselves at given moments of a training, for `test_shrink.py`.
+"""Train in a job in which ranks kill themselves at given moments, for `test_shrink.py`.
 
     mpirun --with-ft ulfm -n 4 python shrinking.py OUT '{"2": 31, "0": 57}'
 
-Rank 2 ends in its 31st wait for other ranks, and rank 0 in its 57th. A moment after the last wait
-lets the rank live. The last line of the output is JSON: the result, and the number of waits.
+In this example, rank 2 ends in its 31st wait for other ranks, and rank 0 in its 57th wait. A rank
+with fewer waits than that number survives. The last line of the output is JSON with the result and
+the number of waits.
 """
 
 import json
@@ -33,7 +34,7 @@ waits = 0
 
 
 def end_in_wait(moment):
-    """Let this process end in one of its waits."""
+    """Let this process kill itself in its wait number `moment`."""
     poll = Transport._poll
 
     def counted(*arguments):

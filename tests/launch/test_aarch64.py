@@ -1,4 +1,4 @@
-"""Kernels cross-compiled for AArch64 give the bytes of the AVX2 kernels under qemu."""
+"""Test that kernels for AArch64, run with qemu, give the same bytes as the AVX2 kernels."""
 
 import shutil
 import subprocess

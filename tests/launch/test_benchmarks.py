@@ -1,4 +1,4 @@
-"""The benchmarks as a user starts them: the content of their JSON; speed is not tested."""
+"""Test the benchmarks as a user runs them, and the content of their JSON, but not the speed."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ needs_torch = pytest.mark.skipif(
 
 @pytest.fixture
 def bench(tmp_path):
-    """A function that runs a sub-command and returns its stdout and its JSON record."""
+    """Return a function that runs a sub-command and returns its stdout and its JSON record."""
 
     def run(command, *options, ranks=None, env=None, program=("-m", "benchmarks")):
         path = tmp_path / f"{command}.json"
@@ -74,7 +74,7 @@ def test_step_on_several_numbers_of_ranks(bench):
 
 @pytest.mark.slow("jobs")
 def test_kernels(bench):
-    """The record has the passes of a network's layers, with rates and their shares of the peak."""
+    """The record has the rates of all passes of a network's layers, and shares of the peak."""
     words = ["--networks", "digits", "--batch-size", 16, "--rounds", 1]
     stdout, record = bench("kernels", *words)
     assert {"forward", "dweight"} <= set(record["gflops"]["digits/conv1"])
@@ -181,7 +181,10 @@ def test_the_memory_of_a_training_stays_the_same(tmp_path):
 
 @pytest.mark.slow("jobs")
 def test_against_another_checkout(bench, tmp_path):
-    """Against itself, mpidl has the same weights; a folder without mpidl is refused."""
+    """A comparison of the checkout with itself finds equal weights.
+
+    A folder without mpidl is an error.
+    """
     stdout, record = bench("against", ROOT, "--batch-size", 32, "--rounds", 2)
     assert "the same weights: " in stdout
     assert set(record["ratios"]) == {"this", "other", "again"}
@@ -191,14 +194,14 @@ def test_against_another_checkout(bench, tmp_path):
 
 @pytest.mark.slow("jobs")
 def test_compare_without_torch():
-    """The error is one line that names the extra."""
+    """Without PyTorch, the error is one line that names the extra to install."""
     line = jobs.refusal(mpirun(None, "-c", WITHOUT_TORCH, "compare"))
     assert "pip install 'mpidl[bench]'" in line
 
 
 @pytest.mark.slow("jobs")
 def test_sweep(bench):
-    """The sides train the same models; other weights are an error."""
+    """All sides of the comparison train the same models with the same weights."""
     words = ["--network", jobs.SMALL, "--models", 2, "--iterations", 2, "--rounds", 2]
     stdout, record = bench("sweep", *words)
     assert set(record["seconds"]) == {"groups of 1", "one after another", "one group"}
@@ -210,7 +213,7 @@ def test_sweep(bench):
 
 @pytest.mark.slow("jobs")
 def test_monitor(bench):
-    """The ratio is that of the seconds, and a page that receives nothing would be an error."""
+    """The record has the ratio of the times, and the page has received frames."""
     pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'mpidl[monitor]'")
     stdout, record = bench("monitor", "--epochs", 4, "--rounds", 2)
     sides = record["seconds_per_epoch"]
@@ -222,7 +225,10 @@ def test_monitor(bench):
 
 @pytest.mark.slow("jobs")
 def test_large_batch(bench):
-    """One epoch: a mini-batch of 8192 images takes 2 steps, of which none has learned much."""
+    """The record has the accuracy for each batch size after one epoch.
+
+    With mini-batches of 8192 images, an epoch has only 2 steps, so the accuracy is low.
+    """
     words = ["--epochs", 1, "--batch-sizes", "128,8192"]
     stdout, record = bench("large_batch", *words)
     assert record["accuracies"]["128"] > 0.8 > record["accuracies"]["8192"]
@@ -230,10 +236,24 @@ def test_large_batch(bench):
 
 
 @needs_torch
+@pytest.mark.slow("jobs")
+def test_time_to_accuracy(bench, pictures):
+    """Both sides train an epoch of a mini-batch, after which each accuracy is high enough."""
+    words = ["--data", pictures, "--accuracy", 0, "--epochs", 1, "--rounds", 1, "--threads", 1]
+    stdout, record = bench("time_to_accuracy", *words, "--variants", "eager,channels_last")
+    assert set(record["torch_variants"]["seconds"]) == {"eager", "channels_last"}
+    for side in ("ours", "torch"):
+        (result,) = record["results"][side]
+        assert result["seconds"] > 0 and len(result["accuracies"]) == 1
+        assert result["images_per_second"] == pytest.approx(128 / result["seconds"])
+    assert f"ratio {record['ratio']:.2f} of the times" in stdout and "torch" in record["versions"]
+
+
+@needs_torch
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow("jobs")
 def test_compare(bench, tmp_path, ranks):
-    """The comparison continues if a variant fails, here because the compiler is missing."""
+    """The comparison continues if a variant fails, in this test for lack of a compiler."""
     words = ["--variants", "eager,compile", "--ranks", ranks]
     env = {"CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     stdout, record = bench("compare", *QUICK, *words, env=env)
@@ -284,7 +304,7 @@ def test_refused_under_mpirun():
 
 @pytest.mark.slow("jobs")
 def test_input(bench):
-    """The record has each kind of file and every comparison; the images are too few for times."""
+    """The record has each kind of file and every comparison; the times are not meaningful."""
     words = ["--side", 40, "--images", 20, "--batch-size", 16, "--rounds", 1, "--workers", "1,2"]
     stdout, record = bench("input", *words, "--network", jobs.SMALL)
     assert set(record["input"]) == {"jpeg", "png", "packed", "arrays"}
@@ -299,7 +319,7 @@ def test_input(bench):
 
 @pytest.mark.slow("jobs")
 def test_packs(bench):
-    """The size does not depend on the machine; the images are too few for rates."""
+    """The record has the size of the packed files, and rates, which are not meaningful."""
     words = ["--packs", "--side", 40, "--images", 12, "--batch-size", 8, "--rounds", 1]
     _, record = bench("input", *words)
     assert all(0 < size <= 0.3 for size in record["packs"]["size"].values())
@@ -310,7 +330,7 @@ def test_packs(bench):
 
 @pytest.mark.slow("jobs")
 def test_input_memory():
-    """The record has every way to read; the set is too small for meaningful figures."""
+    """The record has the memory for each way of reading, although the set is small."""
     options = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())
     options.gigabytes, options.busy = 5e-4, 0.0
     record = input_memory.run(options)

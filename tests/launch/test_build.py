@@ -1,4 +1,4 @@
-"""kernels/build.py: all sources compile without warnings and pass under sanitizers."""
+"""Test kernels/build.py, and that all sources compile without warnings and pass sanitizers."""
 
 import errno
 import functools
@@ -23,7 +23,10 @@ KERNEL_TESTS = sorted(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """compiled(compiler): the folder of its builds and {build: error} with -Werror."""
+    """Return a function that compiles all builds with a compiler and -Werror.
+
+    The function returns the folder of the builds, and {build: error}.
+    """
 
     @functools.cache
     def compile_all(compiler):
@@ -38,7 +41,7 @@ def compiled(tmp_path_factory):
 
 @needs_compiler
 def test_this_checkout_has_its_kernels():
-    """Without builds the tests of the kernels would be skipped instead of failing."""
+    """All builds exist. Without builds, the tests of the kernels would be skipped."""
     assert builds.built() == kernels.builds()
 
 
@@ -62,7 +65,7 @@ def test_clang_has_the_bytes_of_gcc(compiled, build, pictures, tmp_path):
 
 @pytest.fixture
 def two(monkeypatch, tmp_path):
-    """The source folder of a library with two files and a header."""
+    """Return the source folder of a library with two source files and a header."""
     sources = tmp_path / "cpu"
     sources.mkdir()
     shutil.copy(ROOT / "kernels" / "cpu" / "about.c", sources)
@@ -96,7 +99,7 @@ def test_only_what_changed_is_compiled(two, tmp_path):
     assert compile_it() == first
     (two / "two.h").write_text("#define TWO 3\n")
     assert not kernels.is_current("generic", lib)
-    recompiled = compile_it() - first  # about.o contains a hash of all sources
+    recompiled = compile_it() - first  # includes about.o, which contains a hash of all sources
     assert {name.split("-")[0] for name in recompiled} == {"about", "two"} and len(recompiled) == 2
     for name in first:
         os.utime(tmp_path / "objects" / name, (0, 0))
@@ -105,7 +108,7 @@ def test_only_what_changed_is_compiled(two, tmp_path):
 
 @pytest.fixture
 def old_library(two, tmp_path):
-    """A compiled library; at the end, check that failures changed nothing and left no file."""
+    """Return the folder of a compiled library; at the end, check that the folder is unchanged."""
     lib = tmp_path / "lib"
     assert kernels.compile_builds(["generic"], str(lib), kernels.find_compiler()) == {}
     before = (lib / "libmpidl-generic.so").read_bytes()
@@ -131,7 +134,7 @@ def test_sources_that_do_not_compile_leave_the_old_library(broken, two, old_libr
 @needs_compiler
 @pytest.mark.parametrize("source", [None, "int two = 3;"], ids=["the library", "an object"])
 def test_a_full_disk_leaves_the_old_library(source, two, old_library, tmp_path, monkeypatch):
-    """Simulate a full disk while the compiler writes the library or an object."""
+    """If the disk is full while the library or an object is written, the old library is kept."""
     before = objects(tmp_path)
 
     def replace(source, target):
@@ -149,7 +152,7 @@ def build(*words, env=None):
 
 
 def test_the_command_line(tmp_path):
-    """Check the line and the exit code without work to do and without a working compiler."""
+    """The program prints one line and gives the right exit code without a working compiler."""
     no_compiler = {"PATH": tmp_path, "CC": ""}
     out = ["--out", tmp_path / "lib"]
     text = "kernels/build.py: no C compiler: cc, gcc or clang is not on PATH\n"
@@ -178,7 +181,7 @@ def sanitizer_library():
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
-    """The environment of a Python that runs the best build, compiled with gcc's sanitizers."""
+    """Return environment variables for Python with the best build, compiled with sanitizers."""
     if sanitizer_library() is None:
         pytest.skip("gcc's libasan is not installed")
     best = next(name for name in kernels.builds() if builds.runs_here(name))
@@ -198,7 +201,7 @@ def sanitized(tmp_path_factory):
 @pytest.mark.slow("sanitizers")
 @pytest.mark.timeout(240)
 def test_the_kernels_under_sanitizers(sanitized):
-    """The tests of the kernels pass under sanitizers, in two processes at a time."""
+    """The tests of the kernels pass under sanitizers. They run in two concurrent processes."""
     words = ["-m", "pytest", "-q", "-x", "-p", "sanitized", "-k", "not gpu"]
     processes = [
         start(None, *words, *tests, cwd=ROOT, env=sanitized, stderr=subprocess.STDOUT)
@@ -210,7 +213,7 @@ def test_the_kernels_under_sanitizers(sanitized):
 
 @pytest.mark.slow("sanitizers")
 def test_the_sanitizers_find_an_overflow(sanitized):
-    """Negative control: copying one float too many is reported."""
+    """Negative control: a copy of one float too many is reported."""
     text = (
         "import numpy as np; from mpidl.backends.cpu import builds;"
         "x = np.zeros(1000, np.float32); builds.kernels().copy(x, x.copy(), {})"

@@ -1,4 +1,4 @@
-"""The output and the files of the commands train, predict, verify and info."""
+"""Test the output and the files of the commands train, predict, verify and info."""
 
 import json
 import os
@@ -24,14 +24,14 @@ SHORT = ["--max-iterations", 2, "--batch-size", 50]
 
 @pytest.fixture(scope="module")
 def trained(pictures, tmp_path_factory):
-    """(folder, Result) of a run of two epochs on 2 ranks."""
+    """Return (folder, Result) of a run of two epochs on 2 ranks."""
     out = tmp_path_factory.mktemp("trained") / "run"
     return out, jobs.train(2, pictures, out, "--epochs", 2, network="digits")
 
 
 @pytest.fixture
 def model(trained):
-    """The model file of that run."""
+    """Return the model file of the run `trained`."""
     return trained[0] / "model.h5"
 
 
@@ -76,7 +76,7 @@ def test_train_writes_its_files(trained):
 
 
 def test_validation_ends_a_run_that_learns_nothing(pictures, tmp_path):
-    """The summary file has the values of the printed lines."""
+    """Patience ends the run, and summary.json has the same values as the printed lines."""
     words = ["--learning-rate", 1e-30, "--validation-data", "test", "--validation-frequency", 1]
     words += ["--validation-patience", 2]
     result = jobs.train(2, pictures, tmp_path, *words, network=jobs.network("wide"))
@@ -90,7 +90,7 @@ def test_validation_ends_a_run_that_learns_nothing(pictures, tmp_path):
 
 
 def test_a_run_does_not_replace_another_one_unasked(trained, pictures, tmp_path):
-    """A run in the folder of another is refused, unless it resumes that run or has --overwrite."""
+    """A run in another run's folder is refused unless it resumes that run or has --overwrite."""
     out = shutil.copytree(trained[0], tmp_path / "run")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     words = jobs.command("train", *SHORT, data=pictures, out=out)
@@ -121,7 +121,7 @@ def test_the_options_of_a_run_make_the_same_run(trained, tmp_path):
 
 
 def test_a_batch_per_rank_is_a_batch_size(pictures, tmp_path):
-    """A note says that the batch size depends on the number of ranks."""
+    """--batch-per-rank 25 on 2 ranks gives the weights of --batch-size 50, and a note."""
     words = ["--max-iterations", 2, "--batch-per-rank", 25]
     result = pool.run(2, *jobs.command("train", *words, data=pictures, out=tmp_path / "2"), check=0)
     note = "note: --batch-per-rank 25: mini-batches of 50 on 2 rank(s)"
@@ -134,7 +134,7 @@ def test_a_batch_per_rank_is_a_batch_size(pictures, tmp_path):
     "command", ["train", "predict", "verify", "info", "pack", "report", "benchmarks"]
 )
 def test_help_is_printed_once(command):
-    """The program ends on all ranks, and one of them prints."""
+    """--help is printed by one rank only, and all ranks end."""
     words = jobs.command(command, "--help", network=None)
     result = pool.run(2 if command == "train" else None, *words, check=0)
     assert result.stdout.count("usage: ") == 1 and jobs.error_lines(result) == []
@@ -142,7 +142,7 @@ def test_help_is_printed_once(command):
 
 
 def test_folders_are_numbered(pictures, tmp_path):
-    """Without --out, runs are written to the current folder's `runs`."""
+    """Without --out, runs are written to numbered folders in ./runs."""
     for _ in range(2):
         words = jobs.command("train", *SHORT, data=pictures)
         result = pool.run(1, *words, cwd=tmp_path, check=0)
@@ -171,7 +171,7 @@ def test_verify_finds_weights_that_differ(pictures):
 
 
 def test_verify_refuses(tmp_path):
-    """One line gives the training's error; another one refuses to start under mpirun."""
+    """`verify` reports the error of its training in one line, and is refused under mpirun."""
     words = jobs.command("verify", "--ranks", "1", data=tmp_path / "missing")
     for ranks, text in ((None, "no such folder"), (2, "run it without mpirun")):
         assert text in jobs.refusal(pool.run(ranks, *words))
@@ -196,7 +196,7 @@ def test_info(ranks):
 
 
 def test_info_as_json():
-    """A rank's facts are those that the system tells this process."""
+    """The facts about each rank equal those that this process gets from the system."""
     text = pool.run(2, "-m", "mpidl.info", "--json", "--threads", 999, check=0).stdout
     report = json.loads(text)
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
@@ -216,7 +216,7 @@ def test_info_as_json():
     reason="this process may use one core; binding two ranks needs two",
 )
 def test_info_of_bound_ranks():
-    """Ranks that the launcher binds have separate cores, and no warning says otherwise."""
+    """A warning is printed if and only if the ranks are not bound to separate cores."""
     words = ("-m", "mpidl.info", "--json")
     for env, is_bound in (({"HYDRA_BINDING": "none"}, False), ({"HYDRA_BINDING": "core"}, True)):
         env["PRTE_MCA_hwloc_default_binding_policy"] = env["HYDRA_BINDING"]
@@ -227,7 +227,7 @@ def test_info_of_bound_ranks():
 
 
 def test_predict_without_labels(model, pictures, tmp_path):
-    """The images are in a folder without sub-folders."""
+    """`predict` writes scores for a folder of images without labels."""
     scores = tmp_path / "scores.csv"
     lines = jobs.predict(model, pictures / "bar", "--out", scores)
     assert lines == ["70 images, no labels known", f"Scores: {scores}"]
@@ -277,7 +277,8 @@ def test_predict_prints_and_writes_the_values_of_evaluate(model, pictures, tmp_p
     assert [predicted.count(name) for name in jobs.CLASSES] == columns.tolist()
 
 
-# The ranks of a pool have no matplotlib, whose import takes long: one process runs two commands.
+# The ranks of a pool cannot import matplotlib. The import takes long, so that one process runs both
+# commands.
 TWO_COMMANDS = """
 import json, sys
 from mpidl.cli import predict, train
@@ -290,7 +291,7 @@ for main, words in zip((train.main, predict.main), json.loads(sys.argv[1])):
 
 @pytest.mark.slow("jobs")
 def test_pictures_are_drawn(model, pictures, tmp_path):
-    """A training draws its progress, and a prediction the confusion matrix."""
+    """`train` draws progress.png, and `predict` draws the confusion matrix."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     out, confusion = tmp_path / "run", tmp_path / "a.png"
     words = jobs.command("train", *SHORT, data=pictures, out=out)[2:]
@@ -332,7 +333,7 @@ if world.rank == 0:
 
 
 def test_predict_with_a_network_that_a_script_trained(colours, tmp_path):
-    """The model stores how to preprocess raw images, which are larger and in colour."""
+    """`predict` preprocesses raw images as stored in the model, and gives the script's accuracy."""
     script, path = tmp_path / "script.py", tmp_path / "model.h5"
     script.write_text(SCRIPT)
     expected = jobs.output_lines(pool.run(2, script, colours, path, check=0))[-1]
@@ -372,7 +373,7 @@ def test_predict_with_custom_layers(pictures, tmp_path):
 
 
 def test_predict_with_a_network_of_images(pictures, tmp_path):
-    """A network without classes writes its outputs."""
+    """`predict` writes the outputs of a network without classes."""
     path, out = tmp_path / "model.h5", tmp_path / "a.npy"
     net = dl.Network([dl.Conv2D(3, 1, padding=1)], (1, 12, 12))
     dl.save_model(path, net, [])

@@ -1,4 +1,7 @@
-"""Data options give the same bytes for all numbers of ranks, threads and workers, and resumed."""
+"""Test that data options give the same bytes for any number of ranks, threads and workers.
+
+The bytes must also be the same in a resumed run.
+"""
 
 import jobs
 import pool
@@ -10,9 +13,9 @@ FOLD = ["--fold", "2/3", "--validation-frequency", 2, "--output-network", "best-
 
 
 def hashes(data, folder, words, network=jobs.SMALL):
-    """Return {ranks: hash of the weights} of a run on one rank, and of one that is resumed.
+    """Return {ranks: hash of the weights} of a run on one rank, and of a resumed run.
 
-    The second run halts on 3 ranks with 2 workers, and ends on 2 ranks with 2 threads each.
+    The second run is stopped on 3 ranks with 2 workers, and resumed on 2 ranks with 2 threads each.
     """
     words = ["--epochs", 2, *words]
     single, halted = folder / "1", folder / "halted"
@@ -35,7 +38,7 @@ def assert_other_weights(data, folder, words, expected):
 
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory):
-    """A folder of 70, 25 and 4 images in three classes."""
+    """Return a folder with 70, 25 and 4 images in three classes."""
     folder = jobs.draw_images(tmp_path_factory.mktemp("unequal") / "shapes")
     for name, count in (("box", 25), ("dot", 4)):
         for path in sorted((folder / name).iterdir())[count:]:
@@ -46,7 +49,8 @@ def unequal(tmp_path_factory):
 def test_balanced_sampling(unequal, tmp_path):
     results = hashes(unequal, tmp_path, BALANCED)
     jobs.assert_same_weights(results)
-    # 89 training images, 30 draws of each class: an epoch has 2 mini-batches of 50 and 40 images
+    # With 89 training images, each class is drawn 30 times per epoch, so that an epoch has 2
+    # mini-batches, of 50 and 40 images.
     assert jobs.summary(tmp_path / "1")["iterations"] == 4
     assert_other_weights(unequal, tmp_path, BALANCED[2:], results[1])
 
@@ -62,7 +66,7 @@ def test_folds(pictures, tmp_path):
 
 @SLOW  # test_pack_layout.py compares the mini-batches
 def test_packs_of_image_files_in_shards(pictures, tmp_path):
-    """The weights of the folder, with which a run may continue."""
+    """Packed files give the same weights as the folder, and a run on the folder can use them."""
     words = ["--shuffle", "every-epoch", "--cache-mb", 0]
     folder = jobs.trained_hash(1, pictures, tmp_path / "folder", "--epochs", 2, *words)
     packs = {}
@@ -80,7 +84,7 @@ def test_packs_of_image_files_in_shards(pictures, tmp_path):
 
 @pytest.fixture(scope="module")
 def table(pictures):
-    """A table of the pictures with two labels of 0 or 1, and all three parts."""
+    """Return a CSV table of the images with two labels (0 or 1) and a column for the split."""
     rows = []
     for i, image in enumerate(sorted(pictures.glob("*/*.png"))):
         part = "test" if i % 9 == 0 else "validation" if i % 9 == 1 else "train"
@@ -95,7 +99,7 @@ def table(pictures):
 
 @SLOW  # test_table.py reads tables on several ranks
 def test_a_table_with_several_labels(table, tmp_path):
-    """Rows of the table validate and test the network, which has an output per label."""
+    """A network with one output per label is trained, validated and tested on a table's rows."""
     words = ["--loss", "mse", "--validation-frequency", 2]
     jobs.assert_same_weights(hashes(table, tmp_path, words))
     kinds = [record["kind"] for record in jobs.metrics(tmp_path / "1")]

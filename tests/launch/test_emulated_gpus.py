@@ -1,4 +1,4 @@
-"""The commands on emulated GPUs under mpirun give the same bytes on any number of ranks."""
+"""Test that commands on emulated GPUs give the same bytes on any number of ranks."""
 
 import jobs
 import pool
@@ -25,7 +25,7 @@ def train(ranks, data, out, *options, network=NETWORK, check=0, **env):
 
 @pytest.fixture(scope="module")
 def single(pictures, tmp_path_factory):
-    """The folder of a run on one rank: 3 mini-batches of 50 and one of 39."""
+    """Return the folder of a run on one rank, with 3 mini-batches of 50 images and one of 39."""
     out = tmp_path_factory.mktemp("single")
     train(1, pictures, out, "--epochs", 1)
     return out
@@ -36,7 +36,7 @@ def single(pictures, tmp_path_factory):
     [
         (2, [], {}),
         pytest.param(3, [], {}, marks=SLOW),
-        # one GPU per rank and a CUDA-aware MPI; sums above the limit go through the host
+        # one GPU per rank and a CUDA-aware MPI; sums above the limit go through host memory
         pytest.param(2, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000"}, marks=SLOW),
         pytest.param(3, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000000"}, marks=SLOW),
         pytest.param(2, ["--graphs", "off"], {}, marks=SLOW),
@@ -73,7 +73,7 @@ def test_stop_and_resume_on_more_ranks(single, pictures, tmp_path):
 
 @pytest.mark.slow("gpu")
 def test_options_that_decide_during_the_training(pictures, tmp_path):
-    """Test Adam with clipping, a schedule and a rank without work."""
+    """Adam with clipping, a schedule and validation gives the same bytes if one rank is idle."""
     words = ["--solver", "adam", "--learn-rate-schedule", "cosine", "--gradient-threshold", 0.1]
     words += ["--gradient-threshold-method", "global-l2norm", "--epochs", 2]
     words += ["--validation-data", "test", "--validation-frequency", 3]
@@ -90,7 +90,10 @@ def test_options_that_decide_during_the_training(pictures, tmp_path):
 @pytest.mark.parametrize("resident", ["0.5", pytest.param("0", marks=SLOW)])
 @pytest.mark.slow("gpu")
 def test_targets(kind, network, loss, resident, pairs, tmp_path):
-    """Mini-batches of 50 and 31 images; two of three ranks have none of the 9 test images."""
+    """Training on images with targets gives the same bytes on 1 and 3 ranks.
+
+    The mini-batches have 50 and 31 images. Two of three ranks have none of the 9 test images.
+    """
     words = ["--loss", loss, "--epochs", 2, "--validation-data", "test"]
     for ranks in (1, 3):
         keywords = {"network": jobs.network(network), "EMULATED_RESIDENT": resident}
@@ -100,7 +103,7 @@ def test_targets(kind, network, loss, resident, pairs, tmp_path):
 
 @pytest.mark.slow("gpu")
 def test_predict(single, pictures, tmp_path):
-    """Ranks that share a GPU write the same scores and activations."""
+    """Ranks that share a GPU must write the same scores and activations."""
     files = {}
     for ranks in (1, 2):
         words = ["predict", "--device", "gpu", "--model", single / "model.h5", "--data", pictures]
@@ -112,7 +115,7 @@ def test_predict(single, pictures, tmp_path):
 
 
 def write_sweep(path, data, **tables):
-    """Write the file of a sweep on GPUs."""
+    """Write the file of a sweep on GPUs, and return its path."""
     train = {"device": "gpu", "batch_size": 50, "threads": 1, "epochs": 1, "timeout": 30}
     train |= {"network": NETWORK, "data": str(data)}
     path.write_text(tomli_w.dumps({"train": train, **tables}))
@@ -131,7 +134,10 @@ def test_a_sweep_opens_a_gpu_for_each_trial(single, pictures, tmp_path, size):
 
 @SLOW
 def test_an_exception_on_one_rank_with_gpus_ends_the_sweep(pictures, tmp_path):
-    """The failed trial is recorded, so the same command trains the others."""
+    """An exception on one rank ends the job, but the failed trial is recorded.
+
+    The same command can therefore continue with the other trials.
+    """
     networks = [jobs.network("breaks_on_odd_ranks"), NETWORK]
     trials = [{"network": network} for network in networks]
     file = write_sweep(tmp_path / "sweep.toml", pictures, trial=trials)

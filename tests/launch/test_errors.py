@@ -1,4 +1,7 @@
-"""Invalid options and data: one line from rank 0, exit code 2, and no process is left."""
+"""Test that invalid options and data give one line from rank 0 and exit code 2.
+
+No process may be left.
+"""
 
 import shutil
 import uuid
@@ -22,7 +25,7 @@ def run_in_pool(ranks, *words, env=None):
 
 
 def run_as_job(ranks, *words):
-    """Run a separate job, wait until its processes are gone, and return its refusal."""
+    """Run a separate job, wait until its processes are gone, and return its one-line error."""
     mark = uuid.uuid4().hex
     with start(ranks, *words, env=jobs.without_plots() | {"MPIDL_TEST_MARK": mark}) as job:
         result = finish(job)
@@ -34,7 +37,7 @@ def refused_training(ranks, *options, network=jobs.SMALL, run=run_in_pool, **pat
     return run(ranks, *jobs.command("train", *options, network=network, **paths))
 
 
-# All ranks parse the same command line before they communicate, and rank 0 prints.
+# All ranks parse the same command line before they communicate, and only rank 0 prints.
 OPTIONS = {
     "unknown option": (["--lerning-rate", 1], "unknown option --lerning-rate: did you mean --lea"),
     "mini-batch of 0": (["--batch-size", 0], "--batch-size must be at least 1, found 0"),
@@ -101,7 +104,7 @@ DEVICES = {
 @pytest.mark.parametrize("command", ["train", "predict"])
 @pytest.mark.parametrize("case", DEVICES)
 def test_devices(command, case, pictures, tmp_path):
-    """Only rank 0 prints, before it reads the data or creates a folder."""
+    """An unusable device is reported by rank 0 before it reads data or creates a folder."""
     options, text = DEVICES[case]
     if command == "train":
         words = jobs.command("train", *options, data=pictures, out=tmp_path / "run")
@@ -146,14 +149,14 @@ def test_folders(case, tmp_path):
 
 @pytest.fixture
 def spoiled(pictures, tmp_path):
-    """A copy of the images, for tests that spoil one of them."""
+    """Return a copy of the images, for tests that damage one of them."""
     return shutil.copytree(pictures, tmp_path / "images")
 
 
 @SLOW
 @pytest.mark.parametrize("name", ["box/33.png", pytest.param("dot/69.png", marks=SLOW)])
 def test_a_corrupt_image(spoiled, tmp_path, name):
-    """Any rank may read the damaged file, in the training or in the test."""
+    """A damaged image is reported, whichever rank reads it, in training or in the test."""
     path = spoiled / name
     path.write_bytes(path.read_bytes()[:90])
     paths = {"data": spoiled, "out": tmp_path / "run"}
@@ -207,7 +210,8 @@ def test_an_output_folder_that_cannot_be_made(pictures, tmp_path):
         assert text.startswith(f"--out {out}: cannot be written: ")
 
 
-# Limits the size of files after MPI has created its own; shared memory is a file, too.
+# A program that limits the size of files. It first starts MPI, whose shared memory also consists of
+# files, and disables the cache of images in shared memory.
 FULL = """
 import resource, sys
 from mpi4py import MPI
@@ -216,7 +220,7 @@ from mpidl.comm import acts, failure
 from mpidl.training import trainer
 
 trainer.NodeCache = lambda images, *_: images
-acts.record()  # its memory counts as a file
+acts.record()  # creates a file in memory
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 failure.run(main)
 """
@@ -227,7 +231,7 @@ failure.run(main)
     [
         (40_000, "checkpoint.h5", "digits", ["--epochs", 1, "--batch-size", 50]),
         pytest.param(300, "options.toml", "digits", ["--batch-size", 50], marks=SLOW),
-        # only rank 0 finds it, in the middle of an epoch
+        # only rank 0 detects the error, in the middle of an epoch
         pytest.param(
             *(31_000, "metrics.jsonl", jobs.SMALL, ["--epochs", 50, "--batch-size", 16]),
             marks=SLOW,

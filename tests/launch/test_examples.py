@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say and give the promised weights."""
+"""Test that the examples run as described in their docstrings and give the expected weights."""
 
 import re
 
@@ -12,7 +12,10 @@ from mpidl import keyed
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """200 gray images of 12 x 12 in three classes that differ in the position of a bright row."""
+    """Return a folder of 200 gray images of 12 x 12 pixels in three classes.
+
+    The classes differ in the position of a bright row.
+    """
     from PIL import Image
 
     root = tmp_path_factory.mktemp("images")
@@ -35,7 +38,10 @@ def value_of(label, text):
 
 
 def test_custom_loop_is_the_training_command(folder, tmp_path):
-    """180 of 200 images make mini-batches of 128 and 52 images; the last block holds 4."""
+    """custom_loop.py gives the same weights as the command `train`.
+
+    Of 200 images, 180 are for training, in mini-batches of 128 and 52. The last block has 4 images.
+    """
     args = ("-m", "mpidl.train", "--data", folder, "--epochs", 2, "--out", tmp_path / "out")
     command = pool.run(2, *args, check=0).stdout
     expected = value_of("weights_sha256", command)
@@ -64,7 +70,7 @@ def test_matlab_loop_learns_and_depends_on_the_ranks(folder):
     printed = [run("matlab_loop.py", ranks, folder, 15) for ranks in (2, 2, 3)]
     for text in printed:
         assert float(value_of("Accuracy", text)) > 0.9, text
-    assert printed[0] == printed[1]  # repeatable
+    assert printed[0] == printed[1]  # the result is reproducible
     assert value_of("Weights sha256", printed[0]) != value_of("Weights sha256", printed[2])
 
 
@@ -86,7 +92,7 @@ def test_custom_op_gives_one_hash(folder):
 
 @pytest.mark.slow("jobs")
 def test_from_a_notebook(folder):
-    """The example starts the ranks itself and gives the weights of the training loop."""
+    """The example must start the ranks itself and give the weights of the training loop."""
     text, loop = run("from_a_notebook.py", None, 2, folder, 2), run("custom_loop.py", 1, folder, 2)
     assert value_of("Weights sha256", text) == value_of("Weights sha256", loop)
     assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)
@@ -101,14 +107,14 @@ def test_denoise_gives_one_hash(folder):
 @pytest.mark.slow("jobs")
 @pytest.mark.parametrize("name, arguments", [("cells.py", (1, 80)), ("angle.py", (1,))])
 def test_recipes_give_one_hash(name, arguments):
-    """Figures and weights, after one epoch."""
+    """The printed figures and the weights are equal on any number of ranks after one epoch."""
     ends = {tuple(run(name, ranks, *arguments).splitlines()[-2:]) for ranks in (1, 2, 3)}
     assert len(ends) == 1, ends
 
 
 @pytest.mark.slow("jobs")
 def test_angles_of_digits():
-    """An epoch is enough for 5 degrees; the angles have a standard deviation of 17.6 degrees."""
+    """After training, the error is below 7 degrees; the angles' standard deviation is 17.6."""
     text = run("angle.py", 2, 3)
     assert float(re.search(r"Rmse: ([\d.]+)", text)[1]) < 7, text
 
@@ -122,7 +128,10 @@ def test_denoise_removes_noise(folder):
 
 @pytest.mark.slow("jobs")
 def test_transfer_learns_other_classes(tmp_path):
-    """Four classes differ in the position of a bright row; two of them are for the pretraining."""
+    """transfer.py learns two new classes after pretraining on two others.
+
+    The classes differ in the position of a bright row.
+    """
     labels = np.arange(400) % 4
     images = (100 * keyed.uniform(0, "transfer", 400 * 144)).astype("u1").reshape(400, 12, 12)
     for i, label in enumerate(labels):
@@ -134,4 +143,4 @@ def test_transfer_learns_other_classes(tmp_path):
         assert "Images: 40, Epochs: 6, " in text and "true \\ predicted" in text
         assert float(value_of("Accuracy", text)) > 0.9
     hashes = {value_of("Weights sha256", text) for text in printed}
-    assert len(hashes) == 2  # the mini-batch grows with the ranks
+    assert len(hashes) == 2  # the weights differ, because the mini-batch grows with the ranks

@@ -1,4 +1,4 @@
-"""A failure in the middle of a job ends all ranks within seconds, with a short message."""
+"""Test that a failure in the middle of a job ends all ranks soon, with a short message."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from mpidl.training.files import checkpoint
 
 SLOW = pytest.mark.slow("jobs")
 WAITING = "  all ranks respond, but they wait for different operations:"
-# A user's program in which one rank fails as its argument says.
+# A user's program in which one rank fails in the way given by an argument.
 PROGRAM = """
 import sys
 import mpidl as dl
@@ -48,7 +48,7 @@ def program(tmp_path_factory):
 
 
 def ended_in(seconds, ranks, *words):
-    """Return the Result of a job, which must fail within some seconds."""
+    """Return the Result of a job, which must fail within `seconds`."""
     start_time = time.monotonic()
     result = mpirun(ranks, *words, env=jobs.without_plots())
     assert not exceeded(start_time, seconds)
@@ -70,7 +70,7 @@ def test_an_exception_on_one_rank(program, rank):
 
 @pytest.mark.slow("jobs")
 def test_an_exception_on_all_ranks(program):
-    """If several ranks fail, only one of them prints a traceback."""
+    """If several ranks fail, only one of them must print a traceback."""
     result = ended_in(20, 2, "-c", "import mpidl as dl; dl.World(); 1 / 0")
     assert result.stderr.count("Traceback") == 1
     assert jobs.error_lines(result)[0].startswith("mpidl: rank 0 on host ")
@@ -92,7 +92,7 @@ def test_a_refusal_of_one_rank(program, rank, prefix):
 @pytest.mark.parametrize(("rank", "fault"), [pytest.param(0, "exit", marks=SLOW), (1, "exit 3")])
 @pytest.mark.slow("jobs")
 def test_a_rank_that_leaves(program, rank, fault):
-    """The other ranks wait for a silent rank no longer than the time-out."""
+    """If one rank leaves, the job ends with a message about what each rank waits for."""
     result = ended_in(20, 2, program, rank, fault)
     waits = [f"  rank {r}, starting: waits for gop max" for r in (0, 1)]
     waits[rank] = f"  rank {rank}, leaving: waits for the end of the program on all ranks"
@@ -124,7 +124,7 @@ def test_a_rank_that_stops_answering(pictures, tmp_path):
 
 
 def test_a_loss_that_is_not_finite(pictures, tmp_path):
-    """The error names the step; non-finite weights do not replace a checkpoint."""
+    """The error names the iteration, and weights that are not finite replace no checkpoint."""
     out = tmp_path / "run"
     options = ["--learning-rate", 1e30, "--checkpoint-every", 1, "--epochs", 3]
     result = jobs.train(3, pictures, out, *options, check=1)
@@ -147,7 +147,7 @@ from mpidl.comm import failure
 def main():
     world = dl.World()
     images = np.random.default_rng(0).random((96, 1, 12, 12), np.float32)
-    images[70] = 3e38  # sums with weights overflow
+    images[70] = 3e38  # weighted sums of these pixels overflow
     train = dl.ArrayDatastore(images, np.arange(96) % 3)
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], (1, 12, 12))
     dl.train(net, train, dl.TrainingOptions(batch_size=96, shuffle="never"), world=world)
@@ -157,7 +157,7 @@ failure.run(main)
 
 
 def test_the_rank_of_an_infinite_image_is_named():
-    """Of 96 images on 3 ranks, rank 2 has images 64 to 95."""
+    """The error names rank 2, which has the infinite image: images 64 to 95 of 96."""
     (line,) = jobs.error_lines(pool.run(3, "-c", INFINITE, check=1))
     assert line.startswith("mpidl: the loss is inf at epoch 1, iteration 1, on rank 2; ")
 
@@ -181,7 +181,10 @@ def test_more_ranks_than_blocks(pictures, tmp_path):
     ],
 )
 def test_a_launcher_of_another_mpi(variables, tmp_path):
-    """It starts four jobs of one rank instead of one job of four; the first one prints a line."""
+    """Another MPI's launcher is an error, because it starts four jobs of one rank.
+
+    Only the first of these jobs prints the error.
+    """
     words = jobs.command("train", out=tmp_path / "run")
     result = pool.run(None, *words, env=variables, check=2)
     if variables.get("OMPI_COMM_WORLD_RANK") == "1":

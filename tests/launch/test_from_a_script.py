@@ -1,4 +1,4 @@
-"""`dl.launch` returns what its ranks return and leaves no process and no folder."""
+"""Test that `dl.launch` returns the result of its ranks and leaves no process and no folder."""
 
 import io
 import os
@@ -26,11 +26,11 @@ SLOW = pytest.mark.slow("jobs")
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch, tmp_path):
-    """A value that marks a test's processes in their environment; at the end all are gone."""
+    """Mark the test's processes with an environment variable; check that none is left."""
     value = uuid.uuid4().hex
     monkeypatch.setenv("MPIDL_TEST_MARK", value)
     for name in [name for name in os.environ if name.startswith(("PMI_", "OMPI_COMM_WORLD_"))]:
-        monkeypatch.delenv(name)  # set by this process's MPI
+        monkeypatch.delenv(name)  # the MPI of this process has set the variable
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)  # read the variable again
     yield value
@@ -57,7 +57,7 @@ def test_launch_returns_the_trained_network():
     "show", [pytest.param("rank 0", marks=SLOW), "all", pytest.param("none", marks=SLOW)]
 )
 def test_output(show, capsys, monkeypatch, tmp_path):
-    """The output is live: the ranks end only after the words of rank 0 have arrived."""
+    """The output is shown at once: the ranks end only after the output of rank 0 has arrived."""
     path = tmp_path / "arrived"
 
     class Reader(io.StringIO):
@@ -135,7 +135,7 @@ def test_a_time_out_ends_all_ranks():
 
 
 class Interrupter(io.StringIO):
-    """A stdout that interrupts this process when one of some words arrives."""
+    """A stdout that interrupts this process each time the next of the given words arrives."""
 
     def __init__(self, *words):
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_handler_that_python_does_not_know_stays(monkeypatch):
     ],
 )
 def test_interrupts_without_a_training(monkeypatch, function, words):
-    """The first one ends a function that does not handle it, the second one ends any."""
+    """One interrupt ends a function without a handler; a second interrupt ends any function."""
     monkeypatch.setattr(sys, "stdout", Interrupter(*words))
     with pytest.raises(KeyboardInterrupt):
         dl.launch(function, ranks=2)
@@ -217,12 +217,12 @@ def test_lambdas_and_inner_functions():
 
 
 def test_ranks_cannot_start_ranks(monkeypatch):
-    """A UserError of the ranks is raised unchanged."""
+    """`launch` on a rank raises a UserError, which the outer `launch` raises unchanged."""
     text = "^launch: this process is already a rank, one of 1, and cannot start ranks; .*:$"
     with pytest.raises(dl.UserError, match=text):
         dl.launch(launched.launch_inside, ranks=1)
     monkeypatch.setenv("PMI_SIZE", "4")
-    with pytest.raises(dl.UserError, match="one of 4 as PMI_SIZE says") as caught:
+    with pytest.raises(dl.UserError, match="one of 4 according to PMI_SIZE") as caught:
         dl.launch(launched.sizes, ranks=2)
     assert "\n" not in str(caught.value)
 
@@ -268,7 +268,7 @@ def stay(world, answer):
 
 def main(function):
     answer = dl.launch(function, Answer("work"), ranks=2)
-    assert isinstance(answer, Answer)  # the class of this program
+    assert isinstance(answer, Answer)  # the class that this program defines
     print(answer.text)
 """
 GUARDED = SCRIPT + '\nif __name__ == "__main__":\n    main(globals()[sys.argv[1]])\n'
@@ -276,7 +276,7 @@ GUARDED = SCRIPT + '\nif __name__ == "__main__":\n    main(globals()[sys.argv[1]
 
 @pytest.fixture
 def script(tmp_path):
-    """A function that writes a script and returns its path."""
+    """Return a function that writes a script and returns its path."""
 
     def write(text):
         path = tmp_path / "script.py"
@@ -292,7 +292,7 @@ def run_and_check(*words, cwd=None):
 
 
 def last_error(*words):
-    """Return the last line of a program that fails."""
+    """Return the last stderr line of a program that fails."""
     return mpirun(None, *words, check=1).stderr.splitlines()[-1]
 
 
@@ -313,7 +313,7 @@ def test_a_script_without_a_guard(script):
 
 @SLOW
 def test_a_function_that_the_ranks_do_not_find(script):
-    """The script defines the function under its guard, which the ranks do not run."""
+    """A function defined under the `__main__` guard is an error, because ranks skip that code."""
     guarded = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
     text = last_error(script(f'{SCRIPT}\nif __name__ == "__main__":\n{guarded}'))
     assert text.startswith("mpidl.errors.UserError: launch: Can't get")
@@ -322,7 +322,7 @@ def test_a_function_that_the_ranks_do_not_find(script):
 
 @SLOW
 def test_a_notebook():
-    """Code from an interactive session is not in a file that the ranks could read."""
+    """Functions of an interactive session work, although the ranks can read no file of them."""
     pytest.importorskip("cloudpickle", reason="cloudpickle sends functions defined in a notebook")
     run_and_check("-c", SCRIPT + "\nmain(work)\n")
 
@@ -335,10 +335,10 @@ def test_a_notebook_without_cloudpickle():
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGKILL])
 def test_the_ranks_end_with_the_program(number, script, mark):
-    """Interrupt or kill the program; the fixture checks that no process is left."""
+    """If the program is interrupted or killed, its ranks end; the fixture checks for leftovers."""
     with start(None, script(GUARDED), "stay") as job:
         assert job.stdout.readline() == "staying\n"
-        assert len(marked(mark)) >= 3  # the program, and two ranks
+        assert len(marked(mark)) >= 3  # the program and two ranks
         job.send_signal(number)
         _, err = job.communicate()
     assert "KeyboardInterrupt" in err or number == signal.SIGKILL

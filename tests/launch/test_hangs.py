@@ -1,4 +1,7 @@
-"""A rank that hangs or is stopped is named within the time-out and two seconds, with its stacks."""
+"""Test that a rank that hangs or is stopped is reported at most two seconds after the time-out.
+
+The report must contain the Python stacks of a rank that hangs.
+"""
 
 import os
 import random
@@ -15,7 +18,7 @@ from limits import exceeded, wait_until
 pytestmark = pytest.mark.slow("hangs")
 TIMEOUT = 3
 HOST = socket.gethostname()
-# A user's program in which rank 1 stops or hangs at a moment that its argument names.
+# A user's program in which rank 1 stops or hangs at the moment given by an argument.
 PROGRAM = f"""
 import atexit, os, signal, sys, time
 import numpy as np
@@ -98,14 +101,14 @@ def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
         wait_until(lambda: (tmp_path / "time").exists())
         start_time, pids = time.monotonic(), job.rank_pids()
         result = finish(job)
-    assert not exceeded(start_time, TIMEOUT + 2.5)  # the processes need some time to end
+    assert not exceeded(start_time, TIMEOUT + 2.5)  # ending the processes takes some time
     assert result.returncode != 0
     lines = jobs.error_lines(result)
     assert lines[0].startswith(f"mpidl: {MESSAGES[moment]}")
     name = f"  rank 1 on host {HOST} (process {pids[1]}) does not answer: its process "
     if moment == "in the user's code":
         assert lines[1].startswith(
-            f"{name}runs; last activity: epoch 1, iteration 2: computes, after "
+            f"{name}is running; last activity: epoch 1, iteration 2: computes, after "
         )
         assert "sleep_for_ever" in "\n".join(lines)
     else:
@@ -120,7 +123,7 @@ def test_a_rank_that_hangs(program, tmp_path, ranks, moment):
 AFTER_MPI = """
 import atexit, os, signal, sys, time
 
-def stop():  # the first function that is registered is the last that is called
+def stop():  # registered first, so called last
     if world.rank == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
@@ -141,14 +144,17 @@ world = dl.World(timeout=1)
     ],
 )
 def test_a_rank_that_is_stopped_after_mpi_has_ended(rank, seconds):
-    """Only mpirun waits for the rank, and it would wait forever."""
+    """A rank that is stopped after MPI has ended is reported and killed.
+
+    Only mpirun still waits for the rank, and mpirun would wait forever.
+    """
     with start(3, "-c", AFTER_MPI, rank, seconds) as job:
         wait_until(lambda: rank in job.rank_pids())
         pids = job.rank_pids()
         result = finish(job)
     assert result.returncode != 0
     assert jobs.error_lines(result) == [
-        "mpidl: leaving: a process has been stopped for 1 s (--timeout), and is ended",
+        "mpidl: leaving: a process has been stopped for 1 s (--timeout), and is now killed",
         f"  rank {rank} on host {HOST} (process {pids[rank]}) does not answer: its process is "
         "stopped (SIGSTOP)",
     ]
@@ -172,13 +178,17 @@ def test_a_rank_that_is_stopped_at_a_random_moment_of_its_exit(tmp_path, turn):
         result = finish(job)
     assert not exceeded(start_time, 1 + 2.5)
     is_named = f"process {pids[rank]}" in result.stderr and "is stopped (SIGSTOP)" in result.stderr
-    assert is_named == (result.returncode != 0), result.stderr  # it may be over before the signal
+    # The job may have ended before the signal.
+    assert is_named == (result.returncode != 0), result.stderr
     assert_gone(pids.values())
 
 
 @pytest.mark.parametrize("turn", range(12))
 def test_a_training_that_hangs_at_a_random_moment(pictures, tmp_path, turn):
-    """The report is in the folder of the run, and the message names the rank and the step."""
+    """A hang at a random moment is reported on stderr and in the folder of the run.
+
+    The message names the rank and the iteration.
+    """
     numbers, out = random.Random(turn), tmp_path / "run"
     options = [*jobs.ENDLESS, "--timeout", TIMEOUT, "--checkpoint-every", 3]
     ranks = 2 + turn % 2

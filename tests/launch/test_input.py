@@ -1,4 +1,4 @@
-"""Augmented and normalized training gives the same bytes on any ranks, threads and workers."""
+"""Test that augmentation and normalization give the same bytes on any ranks, threads, workers."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 import mpidl as dl
 
-# All steps: files of any size are decoded, resized, cropped, transformed and normalized.
+# Options for all steps: images of any size are resized, cropped, transformed and normalized.
 WARPED = [
     *("--colour", "rgb", "--cover", "20x20", "--centre-crop", "20x18", "--flip", "xy"),
     *("--translate", 2, "--rotation", 15, "--scale", "0.9,1.2", "--shear", 5, "--fill", 40),
@@ -18,7 +18,7 @@ WARPED = [
     *("--flip-mode", "alternate", "--brightness", 0.3, "--contrast", 0.3, "--saturation", 0.5),
     *("--hue", 0.1, "--erase", 0.5),
 ]
-# The transformations that `WARPED` does not have, of images and of the labels of their pixels.
+# Options for transformations that are not in `WARPED`. `RESIZED` also applies to pixel labels.
 MIXED = [
     *("--mixup", 0.5, "--cutmix", 1, "--mix-probability", 0.9, "--shuffle", "every-epoch"),
     *("--label-smoothing", 0.1, "--test-flips", "xy"),
@@ -39,7 +39,7 @@ RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
     ids=["some", "all"],
 )
 def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
-    """The recipe of the network mirrors images and shifts them by up to 4 pixels."""
+    """Training with the recipe, which mirrors and shifts images, gives the same bytes."""
 
     def weights(ranks, out, *words):
         words = ("--batch-size", 20, "--max-iterations", 1, *words)
@@ -57,7 +57,7 @@ def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
 
 @pytest.fixture(scope="module")
 def warped(sizes, tmp_path_factory):
-    """Train the same run with several settings; return {(ranks, workers, prefetch): folder}."""
+    """Train with different settings; return {(ranks, workers, prefetch): output folder}."""
     base = tmp_path_factory.mktemp("warped")
     folders = {}
     for ranks, workers, prefetch in ((1, 1, 2), (2, 4, 3), (3, 2, 0)):
@@ -101,7 +101,7 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
     ],
 )
 def test_images_with_their_targets_on_any_ranks(kind, function, words, pictures, pairs, tmp_path):
-    """Stopped on three ranks and resumed on two."""
+    """A run stopped on three ranks and resumed on two has the bytes of a run on one rank."""
     words, network = (*words, "--epochs", 2, "--learning-rate", 0.01), jobs.network(function)
     data, halted = pairs.get(kind, pictures), tmp_path / "halted"
 
@@ -126,7 +126,8 @@ def test_prediction_preprocesses_images_as_the_training_did(sizes, warped, tmp_p
         jobs.predict(model, sizes, "--out", out, ranks=ranks)
         scores[ranks] = out.read_bytes()
     assert scores[1] == scores[3]
-    # The reference covers and crops by Pillow; the network crops the centre and subtracts the mean.
+    # The expected images are resized and cropped with Pillow. The network crops the centre and
+    # subtracts the mean.
     net, facts = dl.load_model(model)
     assert facts["normalization"] == "zerocenter-element" and net.input_shape == (3, 16, 14)
     paths = sorted(sizes.glob("*/*"))
@@ -139,7 +140,7 @@ def test_prediction_preprocesses_images_as_the_training_did(sizes, warped, tmp_p
 
 
 def preprocessed(path):
-    """Convert an image to 20x18 with Pillow only."""
+    """Return the image resized and cropped to 20x18, computed with Pillow only."""
     image = Image.open(path).convert("RGB")
     factor = max(20 / image.height, 20 / image.width)
     size = (max(20, int(image.width * factor + 0.5)), max(20, int(image.height * factor + 0.5)))

@@ -1,11 +1,11 @@
-"""The helpers that start jobs for the tests."""
+"""Test the helpers that start jobs for the tests."""
 
 import pool
 import pytest
 from launcher import assert_gone, mpirun, start
 from limits import wait_until
 
-# One write per rank, so that the lines of two ranks do not mix.
+# Each rank prints with a single write, so that the lines of two ranks do not mix.
 SAY_RANK = "import sys; from mpi4py.MPI import COMM_WORLD as c; "
 SAY_RANK += "sys.stdout.write(f'{c.rank}/{c.size}\\n'); sys.stdout.flush()"
 
@@ -35,7 +35,7 @@ def test_rank_pids():
     assert_gone(pids.values())
 
 
-# The ranks of a pool write to a separate sys.stdout per command, and their processes go on.
+# The ranks of a pool have a separate sys.stdout for each command, so that `print` is safe.
 SAY_WORLD = "import mpidl as dl; w = dl.World(); print(f'{w.rank}/{w.size}')"
 
 

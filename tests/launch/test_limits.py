@@ -1,4 +1,4 @@
-"""A test that hangs or fails is reported with its name, rank and stack."""
+"""Test that a test that hangs or fails is reported with its name, rank and stack."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 from launcher import ROOT, assert_gone, mpirun
 
-# Each process of the session writes its process id into the folder of the tests.
+# Each process of the session creates a file named by its process ID in the folder of the tests.
 HEAD = """
 import ctypes, faulthandler, os, pathlib, time
 import pytest
@@ -59,16 +59,16 @@ def test_stays_in_c(request):
 
 
 def session(folder, ranks, text):
-    """Return the Result of a pytest session of these tests with the plugins of this one.
+    """Run tests in a pytest session with the plugins of this session, and return the Result.
 
-    The session has no cache, which the plugins must not need.
+    The session has no cache, because the plugins must work without it.
     """
     (folder / "test_made.py").write_text(HEAD + text)
     words = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "conftest"]
     words += ["-p", "no:cacheprovider", "-p", "pytest_timeout", folder]
     paths = [ROOT, *(ROOT / "tests" / name for name in ("", "support", "launch"))]
     env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MPIDL_TEST_RUN": "{}"}
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # their imports take as long as all others
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins would double the time for imports
     result = mpirun(ranks, *words, env=env)
     assert result.returncode != 0
     assert_gone([path.stem for path in folder.glob("*.pid")])
@@ -98,7 +98,7 @@ def test_a_hang_in_one_process_fails_its_test_alone(tmp_path):
     for name in ("sleeps (call)", "its_job_hangs (call)", "hangs_behind (teardown)"):
         assert f"FAILED test_made.py::test_{name}" in output
     assert output.count("did not end within its limit of") >= 3
-    # the output of the job and a line from each of its ranks
+    # The output contains the job's output and a line of the stack of each rank.
     assert "--- stdout\nup\nup\n" in output, output
     assert output.count('File "<string>", line 1 in <module>') == 2, output
 

@@ -1,4 +1,4 @@
-"""The lock of a run's folder between jobs."""
+"""Test that the lock of a run's folder excludes other jobs."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def content(folder):
 
 @pytest.fixture
 def hold():
-    """A function by which this process takes the lock of a folder."""
+    """Return a function with which this process takes the lock of a folder."""
     locks = []
 
     def take(folder):
@@ -43,7 +43,7 @@ def in_use(option, folder):
 
 @pytest.mark.parametrize("options", [["--overwrite"], [], ["--resume"]], ids=" ".join)
 def test_the_second_of_two_jobs_is_refused(pictures, tmp_path, options):
-    """Neither the first job nor a run that the second job would resume is disturbed."""
+    """The second job is refused and does not disturb the first job."""
     out = tmp_path / "run"
     with jobs.start(2, pictures, out, *OPTIONS, "--epochs", 200) as job:
         words = [*options, *([out] if "--resume" in options else [])]
@@ -59,7 +59,7 @@ def test_the_second_of_two_jobs_is_refused(pictures, tmp_path, options):
 
 
 def test_a_killed_run_is_resumed_at_once(pictures, tmp_path):
-    """On this host, the process is known to have ended."""
+    """A killed run can be resumed at once on its host, where its process is known to be dead."""
     expected = jobs.trained_hash(1, pictures, tmp_path / "expected", *OPTIONS)
     out = tmp_path / "run"
     jobs.start(2, pictures, out, *OPTIONS, "--epochs", 200).kill()
@@ -88,13 +88,13 @@ def test_a_suspended_run_notices_its_successor(pictures, tmp_path, is_taken_over
             wait_until(
                 lambda: file.seek(0) == 0 and file.read().rpartition(")")[2].split()[0] == "T"
             )
-        if is_taken_over:  # as from another host, after STALE_SECONDS
+        if is_taken_over:  # simulate a job on another host that takes over after STALE_SECONDS
             part = out / "part"
             part.write_bytes(Holder.current({"SLURM_JOB_ID": "8"}).content())
             os.replace(part, out / NAME)
         before = content(out)
         os.kill(pid, signal.SIGCONT)
-        if not is_taken_over:  # the negative control
+        if not is_taken_over:  # negative control
             (out / "stop").write_text("now\n")
         result = finish(job)
     if is_taken_over:
@@ -123,7 +123,7 @@ def test_a_preview_and_readers_take_no_lock(pictures, tmp_path, hold):
 
 @pytest.fixture
 def sweep(pictures, tmp_path):
-    """A function that trains the sweep of two trials, and returns the job's Result."""
+    """Return a function that runs a sweep of two trials, and returns the Result of the job."""
     train = {"network": jobs.SMALL, "data": str(pictures), "threads": 1, "epochs": 1}
     file = tmp_path / "seeds.toml"
     file.write_text(tomli_w.dumps({"train": train, "grid": {"seed": [0, 1]}}))
@@ -140,7 +140,7 @@ def test_a_second_sweep_is_refused(sweep, tmp_path, hold):
     hold(out)
     assert jobs.refusal(sweep()).startswith(in_use("--out", out))
     assert list(content(out)) == [out / NAME]
-    assert sweep("--trial", 2).returncode == 0  # such jobs share the folder of a sweep
+    assert sweep("--trial", 2).returncode == 0  # jobs with --trial may share a sweep's folder
     assert jobs.summary(out / "trial-002")["epochs"] == 1
 
 

@@ -1,4 +1,4 @@
-"""The ranks' calls of the file system are few, and only rank 0 inspects data and results."""
+"""Test that ranks make few file-system calls, and that only rank 0 inspects data and results."""
 
 import os
 import re
@@ -11,17 +11,20 @@ import pytest
 
 pytestmark = pytest.mark.slow("jobs")
 
-# strace writes the calls of each rank to a separate file.
+# A shell command with which strace writes the calls of each rank to a separate file.
 TRACE = """
 exec strace -f -y -qq -e trace=%file,getdents64 -o "$0-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" "$@"
 """
 CALL = re.compile(r'\d+ +(\w+)\((?:AT_FDCWD\S*, )?(?:(\d+)<([^>]*)>|"([^"]*)")(.*)')
-MOST_CALLS = 3000  # calls of a rank until the end of its first iteration, without calls on images
+MOST_CALLS = 3000  # largest number of calls of a rank in one iteration, without calls on images
 
 
 @pytest.fixture(scope="module")
 def calls(pictures, tmp_path_factory):
-    """{rank: [(system call, path, the rest of the line)]} of a training on 2 ranks."""
+    """Return the system calls of a training on 2 ranks, and the folder of the run.
+
+    The calls are {rank: [(name, path, rest of the line)]}.
+    """
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     if subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True).returncode:
@@ -30,7 +33,7 @@ def calls(pictures, tmp_path_factory):
     words = ["--batch-size", 50, "--max-iterations", 1]
     words = jobs.command("train", *words, network="digits", data=pictures, out=folder / "run")
     wrapper = ("sh", "-c", TRACE, str(folder / "trace"))
-    for _ in range(2):  # the first run compiles modules to bytecode
+    for _ in range(2):  # ignore the first run, which compiles modules to bytecode
         shutil.rmtree(folder / "run", ignore_errors=True)
         with launcher.start(2, *words, env=jobs.without_plots(), wrapper=wrapper) as job:
             result = launcher.finish(job)
@@ -50,8 +53,8 @@ def below(folder, trace):
 
 
 def looks(data, trace):
-    """Return the calls that list a folder of images or ask for the status of a path."""
-    calls = [call for call in below(data, trace) if "AT_EMPTY_PATH" not in call[2]]  # not fstat
+    """Return the calls that list a folder of images or get the status of a path."""
+    calls = [call for call in below(data, trace) if "AT_EMPTY_PATH" not in call[2]]  # skip fstat
     return [call for call in calls if call[0] != "openat" or "O_DIRECTORY" in call[2]]
 
 
@@ -60,7 +63,7 @@ def test_only_rank_0_looks_at_the_images(calls, pictures):
     assert looks(str(pictures), traces[0])
     assert looks(str(pictures), traces[1]) == []
     opened = {path for name, path, _ in below(str(pictures), traces[1]) if name == "openat"}
-    assert opened  # it reads its own images
+    assert opened  # rank 1 reads the images of its share
 
 
 def test_only_rank_0_touches_the_folder_of_the_run(calls):

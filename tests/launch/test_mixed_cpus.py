@@ -1,4 +1,7 @@
-"""Ranks with different CPUs, set by MPIDL_CPU, run the best build that all of them support."""
+"""Test that ranks with different CPUs run the best kernel build that all of them support.
+
+The variable MPIDL_CPU simulates the CPUs.
+"""
 
 import os
 
@@ -26,7 +29,7 @@ needs_two = pytest.mark.skipif(
 
 
 def train(data, out, builds, check=0):
-    """Train on one rank with each build."""
+    """Train on one rank per build in `builds`."""
     words = jobs.command("train", *SHORT, data=data, out=out)[2:]
     env = jobs.without_plots() | {"BUILDS": " ".join(builds)}
     return mpirun(len(builds), "-c", PROGRAM, *words, env=env, check=check)

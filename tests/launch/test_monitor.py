@@ -1,4 +1,4 @@
-"""The live page in a real browser, beside jobs of several ranks, and what the command refuses."""
+"""Test the live page in a real browser with jobs of several ranks, and errors of the command."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ PAGES = pytest.mark.slow("pages")
 
 
 def monitor(*words):
-    """Return the refusal of mpidl.monitor."""
+    """Return the one-line error of mpidl.monitor."""
     return jobs.refusal(pool.run(1, "-m", "mpidl.monitor", *words))
 
 
@@ -52,7 +52,10 @@ def test_bad_input_is_one_line(pictures, tmp_path):
 
 @pytest.mark.slow("pages")
 def test_without_bokeh_the_option_names_the_extra(pictures, tmp_path):
-    """A stand-in for the search for packages finds no Bokeh."""
+    """If Bokeh is not installed, the error of --monitor names the extra to install.
+
+    The script hides Bokeh from the search for packages.
+    """
     script = tmp_path / "train.py"
     script.write_text(
         "import importlib.util, sys\n"
@@ -79,7 +82,7 @@ def start(ranks, pictures, out, *options):
 
 
 def page_processes(out):
-    """Return the processes of the page beside the job of a run."""
+    """Return the command lines of the processes that serve the page of a run."""
     return [line for line in launcher.marked(f"RUN={out}") if b"live.page_process" in line]
 
 
@@ -99,12 +102,12 @@ def test_curves_move_and_the_button_stops_the_job(pictures, tmp_path):
         assert re.match(
             r"runrunning on 2 ranks, .*epoch \d+/1000000", browser.text(driver, "run-0")
         )
-        # The page does not change while a script runs, so both columns have the same length.
+        # The page does not change while a script runs, so both columns have equal lengths.
         points = browser.columns(driver, "curves-0", "x", "loss")
         recorded = {
             r["iteration"]: r["loss"] for r in jobs.metrics(out) if r["kind"] == "iteration"
         }
-        if points[0][1] == 2:  # else the points are means of several iterations
+        if points[0][1] == 2:  # otherwise the points are means over several iterations
             assert [recorded[x] for x in points[0]] == pytest.approx(points[1], rel=1e-6)
         origin = url.partition("/?")[0]
         assert all(name.startswith(origin) for name in browser.requests(driver))
@@ -149,7 +152,7 @@ def test_the_other_button_stops_after_the_epoch(pictures, tmp_path):
 @PAGES
 @pytest.mark.timeout(120)
 def test_the_command_shows_several_runs(pictures, tmp_path):
-    """One is there, one is resumed from an earlier iteration, and one appears later."""
+    """A page shows a completed run, and a second run once its folder appears."""
     first, later = tmp_path / "first", tmp_path / "later"
     jobs.train(1, pictures, first, "--epochs", 1)
     words = ["-m", "mpidl.monitor", first, later, "--port", 0]
@@ -176,9 +179,9 @@ def test_the_command_shows_several_runs(pictures, tmp_path):
 
 @contextlib.contextmanager
 def forwarded(port, target):
-    """Forward connections from a port to another one; the end of the block closes them.
+    """Forward connections from a port to another port, and close them at the end of the block.
 
-    Yield the port and a list of the paths that are requested.
+    Yield the port and a list of the requested paths.
     """
     sockets, paths = [socket.create_server(("127.0.0.1", port))], []
 
@@ -203,7 +206,7 @@ def forwarded(port, target):
         yield sockets[0].getsockname()[1], paths
     finally:
         for end in sockets:
-            with contextlib.suppress(OSError):  # the other side has closed it
+            with contextlib.suppress(OSError):  # the other side has closed the connection
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
@@ -224,7 +227,8 @@ def test_a_page_continues_after_a_lost_connection(pictures, tmp_path):
             record = {"kind": "iteration", "epoch": 2, "iteration": next_iteration, "loss": 0.5}
             file.write(json.dumps(record) + "\n")
         with forwarded(way, int(port)) as (_, paths):
-            # The driver would wait for a script that the loading of the page interrupts.
+            # Wait for the request first: a page that reloads would interrupt the driver's script,
+            # and the driver would wait for it.
             wait_until(lambda: any(path.startswith("/ws?") for path in paths))
             wait_until(lambda: driver.execute_script(is_connected))
             browser.wait_for_page(driver)

@@ -1,4 +1,7 @@
-"""`mpidl NAME` is `python -m mpidl.NAME`; `mpidl` alone lists the commands without NumPy."""
+"""Test that `mpidl NAME` is the same as `python -m mpidl.NAME`.
+
+`mpidl` without a command must list the commands without importing NumPy.
+"""
 
 import configparser
 import os
@@ -26,7 +29,7 @@ print("loaded:", *sorted({"numpy", "mpidl", "mpi4py", "rich"} & set(sys.modules)
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """The program that pip writes for the entry point of setup.cfg."""
+    """Return the path of a program like the one that pip writes for setup.cfg's entry point."""
     config = configparser.ConfigParser()
     config.read(launcher.ROOT / "setup.cfg")
     name, _, target = config["options.entry_points"]["console_scripts"].strip().partition(" = ")
@@ -73,7 +76,7 @@ def test_a_working_directory_that_was_removed(monkeypatch):
 
 
 def words_of_a_training(script, pictures, folder, *options):
-    """Return the words of a training whose FILE.py imports a module beside it."""
+    """Return the arguments for a training with a network file that imports another file."""
     networks = launcher.ROOT / "tests" / "launch" / "networks.py"
     (folder / "mine.py").write_text("from beside import small\n")
     (folder / "beside.py").write_text(networks.read_text())

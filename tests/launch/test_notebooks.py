@@ -1,4 +1,4 @@
-"""`dl.launch` in a real kernel: the live display, an interrupt, and a second interrupt."""
+"""Test `dl.launch` in a real notebook kernel: the live display and interrupts."""
 
 import asyncio
 import uuid
@@ -40,7 +40,7 @@ print(result.stopped, result.iterations, len(net.parameters))
 
 
 class Notebook:
-    """Executes cells in a kernel, and interrupts it when a condition on a message holds."""
+    """Executes cells in a kernel, and interrupts the kernel when a message fits a condition."""
 
     def __init__(self, *cells):
         self.book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
@@ -50,7 +50,7 @@ class Notebook:
         self.process, self.client.process_message = self.client.process_message, self._process
 
     def run(self, *conditions):
-        """Execute all cells; each condition interrupts the kernel once, in order."""
+        """Execute all cells. Each condition interrupts the kernel once, in order."""
         self.conditions = list(conditions)
         self.client.execute(env=environment())
         assert not self.conditions

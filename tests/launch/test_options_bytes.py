@@ -1,4 +1,7 @@
-"""Options that depend on results so far give the same bytes on any ranks, also resumed."""
+"""Test that options whose effect depends on earlier results give the same bytes on any ranks.
+
+The bytes must also be the same in a resumed run.
+"""
 
 import shutil
 
@@ -6,7 +9,7 @@ import jobs
 import pytest
 
 SLOW = pytest.mark.slow("jobs")
-# All decisions during a training: rates, clipping, the best network, the end.
+# Options for all decisions during a run: rates, clipping, the best network and an early end.
 DECIDING = [
     *("--solver", "adam", "--learning-rate", 0.1, "--learn-rate-schedule", "cosine"),
     *("--warmup-iterations", 2, "--gradient-threshold", 0.3),
@@ -23,7 +26,7 @@ def records(out):
 
 @pytest.fixture(scope="module")
 def runs(pictures, tmp_path_factory):
-    """Train on several numbers of ranks; return {ranks: output folder}."""
+    """Train on 1 and on 3 ranks; return {ranks: output folder}."""
     base = tmp_path_factory.mktemp("deciding")
     for ranks in (1, 3):
         jobs.train(ranks, pictures, base / str(ranks), *DECIDING)
@@ -39,19 +42,25 @@ def test_the_same_bytes_on_any_ranks(runs):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=SLOW), 2])
 def test_stopped_in_an_epoch_and_resumed_on_other_ranks(runs, pictures, tmp_path, ranks):
-    """Moving means, step count, schedule, best network and patience continue."""
+    """A run that is resumed on other ranks restores moving means, step count and schedule.
+
+    The best network and the patience are also restored.
+    """
     out = tmp_path / "halted"
     jobs.train(3, pictures, out, *DECIDING, "--max-iterations", 7)
     assert jobs.summary(out)["iterations"] == 7
     jobs.resume(ranks, out, "--max-iterations", "none", "--threads", 1)
     jobs.assert_same_end(runs[1], out)
-    # The halted run also validated when it ended.
+    # The stopped run also has a validation at its end, after iteration 7.
     assert [r for r in records(out) if r[2] != 7] == [r for r in records(runs[1]) if r[2] != 7]
 
 
 @SLOW  # test_trainer.py trains without the last mini-batch
 def test_a_discarded_mini_batch(pictures, tmp_path):
-    """3 mini-batches of 50 in each epoch of 189 images; resumed on other ranks in epoch 2."""
+    """Discarding the last mini-batch gives the same bytes on any ranks and in a resumed run.
+
+    Each epoch of 189 images has 3 mini-batches of 50. The run is resumed in epoch 2.
+    """
     words, halted = (
         ["--partial-minibatch", "discard", "--epochs", 2, "--threads", 1],
         tmp_path / "3",
@@ -98,7 +107,7 @@ SOLVERS = {
 }
 
 
-@SLOW  # runs() has Adam
+@SLOW  # the fixture `runs` tests Adam
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_options_give_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path, solver):
     words, halted = [*SOLVERS[solver], "--epochs", 2, "--threads", 1], tmp_path / "halted"
@@ -110,7 +119,10 @@ def test_options_give_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path
 
 
 def test_patience_ends_the_run_and_the_result_is_the_best_network(runs, pictures, tmp_path):
-    """The two validations after iteration 6 do not improve on its loss."""
+    """The run ends after two validations without improvement, and returns the best network.
+
+    The validation after iteration 6 has the lowest loss.
+    """
     validations = [(r[3], r[2]) for r in records(runs[1]) if r[0] == "validation"]
     assert [iteration for _, iteration in validations] == [3, 6, 9, 12] and min(validations)[1] == 6
     assert jobs.summary(runs[1])["iterations"] == 12

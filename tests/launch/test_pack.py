@@ -1,4 +1,4 @@
-"""`python -m mpidl.pack` as a user runs it, and training on its files."""
+"""Test the command `python -m mpidl.pack`, and training on the files that it writes."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def packed(pictures, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected_hash(pictures, tmp_path_factory):
-    """The weights' hash of a training on the folder."""
+    """Return the hash of the weights after training on the folder of images."""
     return jobs.trained_hash(1, pictures, tmp_path_factory.mktemp("folder"), *ITERATIONS)
 
 
@@ -52,7 +52,7 @@ def test_training_on_the_packed_file_gives_the_weights_of_the_folder(
 
 
 def test_a_run_resumes_on_the_packed_file(pictures, packed, expected_hash, tmp_path):
-    """The file has the fingerprint of the folder."""
+    """A run on a folder can be resumed on the packed file, which has the same fingerprint."""
     jobs.train(1, pictures, tmp_path / "run", "--max-iterations", 2)
     jobs.resume(2, tmp_path / "run", *ITERATIONS, "--data", packed, "--out", tmp_path / "resumed")
     assert jobs.weights_hash(tmp_path / "resumed") == expected_hash
@@ -133,7 +133,7 @@ def test_pack_is_one_process(pictures, tmp_path):
 
 
 def test_training_refuses_bad_data_in_one_line(packed, tmp_path):
-    """Two ranks refuse a truncated packed file, NaN pixels and a single class."""
+    """A truncated packed file, NaN pixels and a single class are each a one-line error."""
     bad = tmp_path / "bad.h5"
     bad.write_bytes(packed.read_bytes()[:-100])
     with h5py.File(tmp_path / "nan.h5", "w") as file:

@@ -1,4 +1,4 @@
-"""The wheel contains the whole package, compiled or not, and importing it loads little."""
+"""Test that a wheel contains the whole package, and that importing mpidl loads few modules."""
 
 import configparser
 import os
@@ -12,7 +12,7 @@ import pytest
 from building import kernels, needs_compiler
 from launcher import ROOT, mpirun
 
-# Files of an earlier installation or run, which are not sources.
+# Endings of files and folders that an earlier installation or run has created.
 LEFTOVERS = ("__pycache__", ".egg-info", ".pyc")
 SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
 
@@ -28,9 +28,9 @@ def sources(*names):
 
 
 def distribute(kind, folder, out, env=None):
-    """Build an "sdist" or a "wheel" of the sources in a folder; return its path and the output.
+    """Build an "sdist" or a "wheel" of a folder of sources. Return its path and the output.
 
-    It does in one process what `pip wheel` does in several.
+    This function does in one process what `pip wheel` does in several processes.
     """
     text = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
     result = mpirun(None, "-c", text, env=env, cwd=folder, check=0)
@@ -40,7 +40,7 @@ def distribute(kind, folder, out, env=None):
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """The unpacked source distribution of a copy of the sources."""
+    """Return the folder of an unpacked source distribution of the checkout."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
     files = ["setup.cfg", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"]
     for path in sources(*files, "mpidl", "mpidl_command.py", "kernels"):
@@ -50,7 +50,8 @@ def unpacked(tmp_path_factory):
     packed, _ = distribute("sdist", copy, out)
     shutil.unpack_archive(packed, out)
     unpacked = packed.with_name(packed.name.removesuffix(".tar.gz"))
-    if os.path.isdir(kernels.OBJECTS):  # saves compiling; names hash the sources
+    # Reuse compiled objects if they exist. Their names contain a hash of the sources.
+    if os.path.isdir(kernels.OBJECTS):
         shutil.copytree(kernels.OBJECTS, unpacked / "build" / "kernels")
     return unpacked
 
@@ -62,7 +63,7 @@ def wheel(unpacked, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel_without_compiler(unpacked, tmp_path_factory):
-    """A wheel built without a compiler, although an earlier build has left kernels."""
+    """Return a wheel built without a compiler, in a folder where an earlier build left kernels."""
     env = {"PATH": tmp_path_factory.mktemp("empty"), "CC": ""}
     wheel, text = distribute("wheel", unpacked, tmp_path_factory.mktemp("pure"), env)
     assert "mpidl: kernels that are not compiled: no C compiler: cc, gcc or clang is" in text
@@ -98,7 +99,7 @@ def test_the_wheel_holds_every_file(wheel):
 
 @pytest.mark.slow("package")
 def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_compiler):
-    # after `wheel`, whose kernels this build must not use
+    # The fixture `wheel` comes first, because this build must not use the kernels of that wheel.
     assert names_in(wheel_without_compiler) == expected_names()
     assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
 
@@ -111,7 +112,7 @@ def test_a_compiler_that_fails(unpacked, tmp_path):
 
 
 def train(wheel, data, folder):
-    """Train on 2 ranks from an unpacked wheel; return stdout and the weights' hash."""
+    """Train on 2 ranks from an unpacked wheel; return stdout and the hash of the weights."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     env = jobs.without_plots() | {"PYTHONPATH": folder / "site", "MPIDL_CPU": ""}
@@ -151,14 +152,17 @@ def test_every_package_is_listed():
 
 
 def test_import_is_lean():
-    """Imports must be few because thousands of ranks import from one file system at once."""
+    """Importing mpidl loads few modules, because thousands of ranks may import it at once."""
     late = ["h5py", "rich", "matplotlib", "cupy", "torch", "scipy", "mpi4py.MPI"]
     text = f"import sys, mpidl; print([name for name in {late} if name in sys.modules])"
     assert mpirun(None, "-c", text, check=0).stdout.strip() == "[]"
 
 
 def test_a_folder_named_mpidl_does_not_hide_the_checkout(tmp_path):
-    """Programs often stand beside the checkout, whose folder is a namespace for Python."""
+    """A program next to a checkout in a folder named mpidl imports the package of the checkout.
+
+    Without run/common.sh, Python would import the folder itself as a namespace package.
+    """
     venv.create(tmp_path / "venv", symlinks=True)
     (tmp_path / "mpidl").mkdir()
 

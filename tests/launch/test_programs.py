@@ -1,4 +1,4 @@
-"""run/common.sh: what the programs in run/ print while a command takes long."""
+"""Test run/common.sh: what the programs in run/ print while a command takes a long time."""
 
 import os
 import pty
@@ -8,7 +8,7 @@ import pytest
 from launcher import ROOT
 
 TIMELESS = "unset SECONDS; SECONDS=0; "  # a variable without a clock
-# `sleep` ends after 30 seconds, which pass at once.
+# A simulated `sleep` that advances the clock by 3 seconds at once, and fails after 30 seconds.
 FAST = TIMELESS + "sleep() { SECONDS=$((SECONDS + 3)); [ $SECONDS -lt 30 ]; }; "
 
 
@@ -40,7 +40,7 @@ def test_a_terminal_has_one_line():
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1), ("exit 7", 7)])
 def test_a_command_that_is_watched(tmp_path, command, code):
-    """A quick command adds no line; its output and its exit code are kept."""
+    """A quick command prints no progress line, and its output and exit code are kept."""
     script = 'code=0; watched "installing packages" "$1" bash -c "$2" || code=$?; echo $code'
     result = bash(script, tmp_path / "log", f"echo out; echo err >&2; {command}")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{code}\n", "")

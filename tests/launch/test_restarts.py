@@ -1,4 +1,4 @@
-"""`mpidl.launch` starts a training again that dies, and the run ends with the same weights."""
+"""Test that `mpidl.launch` restarts a training that dies, with the same weights at the end."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ OPTIONS = ["--batch-size", 50, "--epochs", 15, "--checkpoint-every", 2, "--timeo
 
 
 def words_of(out, data, *options, restarts=3, network=jobs.SMALL):
-    """Return the words of a training of 60 iterations on two ranks under mpidl.launch."""
+    """Return the arguments for a training of 60 iterations on two ranks under mpidl.launch."""
     words = jobs.command("train", *OPTIONS, *options, network=network, data=data, out=out)
     return ["-m", "mpidl.launch", "--restarts", restarts, "--", *launcher.command(2, *words)]
 
@@ -40,7 +40,7 @@ def expected(pictures, tmp_path_factory):
 
 
 def processes_of(job):
-    """Return {name: pids} of the launcher's processes below mpidl.launch, and of the ranks."""
+    """Return {process name: PIDs} of all descendants of mpidl.launch, and {"ranks": PIDs}."""
     processes = {"ranks": list(job.rank_pids().values())}
     for pid in launcher._descendants(job.pid):
         with open(f"/proc/{pid}/comm") as file:
@@ -89,14 +89,14 @@ def test_a_training_that_dies_each_time(pictures, tmp_path):
     assert last.startswith(
         "mpidl: the training has died 2 time(s) (--restarts 1); the last cause: "
     )
-    assert last.endswith(f"{cause}; {out / 'restarts.log'} has all of them")
+    assert last.endswith(f"{cause}; {out / 'restarts.log'} has all causes")
     lines = log(out)
     assert [cause in line for line in lines] == [True, False, False, True]
     assert lines[2] == "start 2: from the beginning, because there is no checkpoint"
 
 
 def test_what_ends_the_command(pictures, tmp_path):
-    """A stop gives 75, unusable options give 2, and neither starts the training again."""
+    """A requested stop gives exit code 75, and invalid options give 2, without a restart."""
     out = tmp_path / "run"
     with start(*words_of(out, pictures)) as job:
         wait_for_iteration(out, 4)
@@ -112,7 +112,10 @@ def test_what_ends_the_command(pictures, tmp_path):
 
 
 def test_a_run_that_is_replaced_is_not_resumed(pictures, tmp_path):
-    """The job dies before --overwrite has removed the checkpoint of another run."""
+    """A restart does not resume the run to be replaced.
+
+    The job dies before --overwrite has removed the checkpoint of that run.
+    """
     out = tmp_path / "run"
     jobs.train(1, pictures, out, "--max-iterations", 2)
     network = jobs.network("exits")
@@ -123,7 +126,10 @@ def test_a_run_that_is_replaced_is_not_resumed(pictures, tmp_path):
 
 
 def test_a_host_that_is_lost_is_left_out(pictures, tmp_path, expected):
-    """Two hosts, on which a script in place of ssh starts processes; then one is lost."""
+    """If one of two hosts is lost, the training continues on the other host.
+
+    A script that replaces ssh simulates the hosts.
+    """
     out, ssh, lost = tmp_path / "run", tmp_path / "ssh", tmp_path / "lost"
     ssh.write_text(
         "#!/bin/sh\n"
@@ -159,7 +165,7 @@ def is_on(pid, host):
 
 @pytest.mark.timeout(600)
 def test_a_proxy_that_is_killed_while_the_job_starts(pictures, tmp_path):
-    """The command ends, or trains to the end, and never hangs."""
+    """The command restarts the job and never hangs, whenever the proxy is killed."""
     for turn in range(20):
         out = tmp_path / f"run-{turn}"
         words = words_of(out, pictures, "--max-iterations", 2, restarts=1)

@@ -1,4 +1,4 @@
-"""A resumed run ends with the bytes of an uninterrupted one, on any number of ranks."""
+"""Test that a resumed run ends with the same bytes as an uninterrupted run, on any ranks."""
 
 import shutil
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def uninterrupted(pictures, tmp_path_factory):
-    """The folder of an uninterrupted run of two epochs (8 iterations)."""
+    """Return the folder of an uninterrupted run of two epochs (8 iterations)."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     jobs.train(1, pictures, out, "--epochs", 2)
     return out
@@ -16,7 +16,10 @@ def uninterrupted(pictures, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def halted(pictures, tmp_path_factory):
-    """The folder of a run that 2 ranks stopped in the second epoch, with checkpoints 6 and 5."""
+    """Return the folder of a run on 2 ranks that stopped in the second epoch.
+
+    Its checkpoints are of iterations 6 and 5.
+    """
     out = tmp_path_factory.mktemp("halted") / "run"
     limits = ["--epochs", 2, "--max-iterations", 6, "--checkpoint-every", 5]
     jobs.train(2, pictures, out, *limits)
@@ -26,7 +29,7 @@ def halted(pictures, tmp_path_factory):
 
 @pytest.fixture
 def copy(halted, tmp_path):
-    """Copy the halted run's folder, so that a test can resume the copy."""
+    """Return a copy of the stopped run's folder, for a test that resumes the run."""
     return shutil.copytree(halted, tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""Weights, losses and predictions are the same bytes on any number of ranks."""
+"""Test that weights, losses and predictions have the same bytes on any number of ranks."""
 
 import jobs
 import pool
@@ -21,12 +21,12 @@ if world.rank == 0:
 
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 RANKS = (1, 3)
-CASES = [(1, 1), (3, 1), (2, 2)]  # ranks and threads
+CASES = [(1, 1), (3, 1), (2, 2)]  # (ranks, threads per rank)
 SLOW = pytest.mark.slow("ranks")
 
 
 def hashes_on(cases, data, folder, *options, **keywords):
-    """Train on each number of ranks and threads of them; return {(ranks, threads): hash}."""
+    """Train with each (ranks, threads) in `cases`; return {(ranks, threads): hash}."""
     return {
         (ranks, threads): jobs.trained_hash(
             ranks, data, folder / f"{ranks}-{threads}", *options, "--threads", threads, **keywords
@@ -37,7 +37,7 @@ def hashes_on(cases, data, folder, *options, **keywords):
 
 @pytest.fixture(scope="module")
 def runs(pictures, tmp_path_factory):
-    """{ranks: output folder} of trainings of the digits network, see CASES."""
+    """Train the digits network with each of `CASES`; return {ranks: output folder}."""
     folders = {ranks: tmp_path_factory.mktemp("same") for ranks, _ in CASES}
     for ranks, threads in CASES:
         words = ["--epochs", 1, "--threads", threads]
@@ -47,7 +47,7 @@ def runs(pictures, tmp_path_factory):
 
 
 def test_weights_and_losses(runs):
-    """The hash covers the model file; the loss of each iteration is the same to the last bit."""
+    """The weights, the model files and the losses of all iterations have the same bytes."""
     jobs.assert_same_weights({ranks: jobs.weights_hash(out) for ranks, out in runs.items()})
     keys, losses = ("kind", "loss", "accuracy"), set()
     for ranks, out in runs.items():
@@ -71,7 +71,7 @@ def test_weights_on_other_ranks_and_threads(ranks, threads, runs, pictures, tmp_
 @SLOW
 @pytest.mark.parametrize("build", [*BUILDS, "numpy"])
 def test_weights_by_build(build, runs, pictures, tmp_path):
-    """Each build gives one hash; AVX-512 and AVX2 give the same."""
+    """Each kernel build gives the same hash on any ranks, and AVX-512 gives the hash of AVX2."""
     keywords = {"network": "digits", "env": {"MPIDL_CPU": build}}
     hashes = hashes_on([(1, 1), (3, 2)], pictures, tmp_path, "--epochs", 1, **keywords)
     if build in ("x86-64-v4", "x86-64-v3") and BUILDS[0] in ("x86-64-v4", "x86-64-v3"):
@@ -86,7 +86,7 @@ def test_weights_by_build(build, runs, pictures, tmp_path):
         (jobs.network("varied"), "pictures", [(1, 1), (3, 2)], ["--max-iterations", 2]),
         # layers with several readers and sums of layers
         pytest.param("resnet", "pictures", [(1, 1), (3, 2)], ["--max-iterations", 3], marks=SLOW),
-        # convolutions by every algorithm
+        # convolutions with each algorithm
         *(
             pytest.param(
                 "cifar", "colours", CASES, ["--max-iterations", 2, "--winograd", policy], marks=SLOW
@@ -105,7 +105,7 @@ def test_weights_of_networks(network, images, cases, options, request, tmp_path)
 
 
 def test_predict(runs, pictures, tmp_path):
-    """The files of scores, the confusion matrix and activations are equal."""
+    """`predict` writes the same scores, confusion matrix and activations on any ranks."""
     arguments = (runs[3] / "model.h5", pictures, "--batch-size", 50)
     outputs = {}
     for ranks in RANKS:
@@ -153,7 +153,10 @@ if world.rank == 0:
 
 
 def test_scores_in_a_program(runs, pictures, tmp_path):
-    """210 images make mini-batches of 50 and one of 10, a single block that only rank 0 owns."""
+    """A program computes the same scores and activations on any number of ranks.
+
+    The 210 images form mini-batches of 50 and one of 10 images, a single block on rank 0.
+    """
     script = tmp_path / "scores.py"
     script.write_text(SCORES)
     model = runs[1] / "model.h5"
@@ -169,7 +172,7 @@ def test_negative_control_local_batchnorm(pictures, tmp_path):
 
 
 def test_negative_control_plain_sums(pictures, tmp_path):
-    """Negative control: MPI_Allreduce sums the ranks' plain sums of 7 blocks."""
+    """Negative control: with plain sums by MPI_Allreduce, the weights depend on the ranks."""
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
 

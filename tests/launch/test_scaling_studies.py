@@ -1,4 +1,4 @@
-"""mpidl.scaling: real runs, stops, failures, and the probe with its prediction."""
+"""Test mpidl.scaling: real runs, stops, failures, and the probe with its prediction."""
 
 import json
 import signal
@@ -47,7 +47,10 @@ def test_the_runs_are_trainings_by_hand(pictures, tmp_path):
 @SLOW
 @pytest.mark.timeout(180)
 def test_a_study_grows(pictures, tmp_path):
-    """The same command repeats no run; another number of ranks is added, with the same threads."""
+    """A repeated command repeats no run, and more numbers of ranks can be added.
+
+    All runs have the same number of threads per rank.
+    """
     out = tmp_path / "study"
     options = ("--epochs", 1, "--plots", "none", "--batch-size", 50)
 
@@ -72,7 +75,7 @@ def test_a_study_grows(pictures, tmp_path):
 @SLOW
 @pytest.mark.timeout(240)
 def test_a_stopped_study_resumes_its_run(pictures, tmp_path):
-    """USR1 stops the training with a checkpoint; the result is that of an unstopped study."""
+    """USR1 stops the study with a checkpoint of its run, and the same command continues it."""
     out = tmp_path / "study"
     options = ("--ranks", 2, "--max-iterations", 200, "--epochs", 10**6)
     words = words_of(pictures, out, *options)
@@ -128,11 +131,11 @@ def test_weak_scaling(pictures, tmp_path):
     [
         ("small", ("--timeline", 5, "--validation-fraction", 0.1, "--validation-patience", 2)),
         ("varied", ("--partial-minibatch", "discard", "--output-network", "best-validation")),
-        ("small", ("--batch-size", 150)),  # an epoch has only one full mini-batch
+        ("small", ("--batch-size", 150)),  # only one full mini-batch per epoch
     ],
 )
 def test_a_prediction(pictures, tmp_path, network, extra):
-    """A short probe of 2 ranks predicts finite times; with --table they are printed again."""
+    """A short probe of 2 ranks predicts finite times, which --table prints again."""
     out = tmp_path / "study"
     options = ("--probe-ranks", 2, "--probe-seconds", 1, *extra)
     if "best-validation" in extra:
@@ -148,7 +151,7 @@ def test_a_prediction(pictures, tmp_path, network, extra):
     assert record["images"] == (171 if "--timeline" in extra else 189)
     assert bool(record["coupled"]) == (150 not in extra)
     predicted = prediction["rows"][1]["step_seconds"]
-    if record["coupled"]:  # the ranks of the probe need no model
+    if record["coupled"]:  # for the number of ranks in the probe, the time is measured
         assert predicted == pytest.approx(np.median(record["coupled"]))
     assert "Network inside a node: alpha" in result.stdout
     second = launcher.mpirun(
@@ -163,7 +166,7 @@ def test_a_prediction(pictures, tmp_path, network, extra):
 @SLOW
 @pytest.mark.timeout(240)
 def test_a_stopped_probe(pictures, tmp_path):
-    """USR1 ends the probe, whatever it measures, and the same command starts it again."""
+    """USR1 ends a probe without a traceback, and says that the same command continues it."""
     out = tmp_path / "study"
     options = ("--predict", "1,2", "--probe-ranks", 2, "--probe-seconds", 600)
     with launcher.start(None, *words_of(pictures, out, *options), env=jobs.without_plots()) as job:

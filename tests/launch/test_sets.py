@@ -1,4 +1,4 @@
-"""The images that the commands use for training, test and prediction; preprocessing."""
+"""Test which images the commands use for training, test and prediction, and preprocessing."""
 
 import csv
 
@@ -14,7 +14,7 @@ SHORT = ("--max-iterations", 2)
 
 
 def test_training_on_every_image(pictures, tmp_path):
-    """--test-fraction 0, on the command line or in a config file, writes no test results."""
+    """With --test-fraction 0 or test_fraction = 0 in a config file, there are no test results."""
     (tmp_path / "run.toml").write_text("[run]\ntest_fraction = 0\n")
     for name, words in (
         ("flag", ("--test-fraction", 0)),
@@ -27,7 +27,7 @@ def test_training_on_every_image(pictures, tmp_path):
         summary = jobs.summary(tmp_path / name)
         assert summary["accuracy"] is None and summary["loss"] is None
     assert "test_fraction = 0.0\n" in (tmp_path / "flag" / "options.toml").read_text()
-    jobs.resume(1, tmp_path / "flag", "--max-iterations", 3)  # without a test, too
+    jobs.resume(1, tmp_path / "flag", "--max-iterations", 3)  # the resumed run has no test either
     assert jobs.summary(tmp_path / "flag")["accuracy"] is None
 
 
@@ -90,7 +90,7 @@ def test_no_preview_if_training_refuses_the_options(pairs, tmp_path):
 
 
 def test_prediction_with_another_preprocessing(sizes, tmp_path):
-    """--colour, --cover and --centre-crop replace the model's preprocessing."""
+    """--colour, --cover and --centre-crop must replace the model's preprocessing."""
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(2)], (1, 12, 10), seed=3)
     dl.save_model(tmp_path / "bare.h5", net, ["bright", "dark"])
     net.preprocess = dl.Preprocess(size=(9, 9))
@@ -122,7 +122,7 @@ def test_unknown_labels_are_reported(pictures, tmp_path):
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow("jobs")), 3])
 def test_numbers_as_a_table(tmp_path, count):
-    """--out FILE.csv has the outputs of a regression network and the targets of the images."""
+    """--out FILE.csv contains the outputs of a regression network and the images' targets."""
     images = dl.ArrayDatastore(pixels_of(0, 50, 1, 4, 4))
     targets = np.linspace(-1, 1, 50 * count, dtype=np.float32).reshape(50, count)
     store = dl.data.combined(images, targets[:, 0] if count == 1 else targets)

@@ -1,6 +1,6 @@
-"""Ranks that end while the others continue, to the same weights (--on-lost-rank shrink).
+"""Test runs that lose ranks and continue to the same weights (--on-lost-rank shrink).
 
-Only Open MPI supports this: MPIDL_MPI=openmpi ./run/test --part shrink
+These tests need Open MPI: MPIDL_MPI=openmpi ./run/test --part shrink
 """
 
 import json
@@ -20,9 +20,8 @@ ULFM = ("--with-ft", "ulfm")
 RANKS = 4
 PROGRAM = launcher.ROOT / "tests" / "launch" / "shrinking.py"
 SUPPORT = os.pathsep.join(str(launcher.ROOT / "tests" / name) for name in ("support", ""))
-# About the number of waits of rank 0 of 4; a later moment does not end a rank.
-WAITS = 235
-FIRST_WAIT = 20  # of the training
+WAITS = 235  # about the number of waits of rank 0 of 4; a rank survives a later moment
+FIRST_WAIT = 20  # about the number of the first wait during training
 ITERATIONS = 60
 OPTIONS = ["--batch-size", 50, "--epochs", 15, "--validation-fraction", 0.1, "--plots", "none"]
 SHRINK = ["--on-lost-rank", "shrink"]
@@ -36,7 +35,7 @@ def _open_mpi():
 
 
 def run_program(ranks, out, moments):
-    """Return what the ranks of shrinking.py print at the end; see there."""
+    """Run shrinking.py and return the JSON content of its last line."""
     words = PROGRAM, out, json.dumps(moments)
     path = os.pathsep.join([SUPPORT, str(launcher.ROOT)])
     options = ULFM if ranks else ()
@@ -79,7 +78,7 @@ def expected(pictures, tmp_path_factory):
 
 
 def end_rank(job, out, rank, iteration):
-    """Kill a rank once the run has recorded an iteration."""
+    """Kill a rank as soon as the run has recorded `iteration` iterations."""
     path = out / "metrics.jsonl"
     wait_until(lambda: path.exists() and path.read_text().count('"kind": "iteration"') >= iteration)
     os.kill(job.rank_pids()[rank], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""USR1, TERM or INT to a rank or to mpirun: a checkpoint, and exit code 75 on all ranks."""
+"""Test that USR1, TERM or INT to a rank or to mpirun stops all ranks with a checkpoint."""
 
 import os
 import re
@@ -28,7 +28,10 @@ SLOW = pytest.mark.slow("jobs")
     ],
 )
 def test_a_signal_stops_all_ranks(pictures, tmp_path, name, target):
-    """The iteration of the stop is random; resumed, the run continues as if uninterrupted."""
+    """A signal at a random moment stops all ranks, and the run can be resumed.
+
+    The resumed run gives the same weights as an uninterrupted run.
+    """
     out, reference = tmp_path / "run", tmp_path / "reference"
     if target == "mpirun" and name != "SIGUSR1" and MPI.get_vendor()[0] == "Open MPI":
         pytest.skip("Open MPI's mpirun ends its ranks itself on TERM and INT")
@@ -59,9 +62,9 @@ def test_a_signal_stops_all_ranks(pictures, tmp_path, name, target):
 @pytest.mark.parametrize(
     ("network", "until", "iteration"),
     [
-        # before the first step: a checkpoint of iteration 0, from which a run resumes
+        # before the first step: the run writes a checkpoint of iteration 0, and can be resumed
         ("late", "building", 0),
-        # in the final test: the training is neither lost nor repeated
+        # during the final test: the resumed run does not repeat the training
         pytest.param("slow_test", "testing", 1, marks=SLOW),
     ],
 )
@@ -80,7 +83,7 @@ def test_before_and_after_the_training(pictures, tmp_path, network, until, itera
 @SLOW
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_a_second_int_ends_at_once(pictures, tmp_path, rank):
-    """The job ends without waiting for the current step, which takes a minute."""
+    """A second SIGINT ends the job without waiting for the current step, which takes a minute."""
     keywords = {"network": jobs.network("slow"), "until": "in the first step"}
     with jobs.start(2, pictures, tmp_path, **keywords) as job:
         pids = job.rank_pids()

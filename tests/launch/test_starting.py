@@ -1,4 +1,4 @@
-"""The first seconds of a job: signals, ranks that stop or end, and what each rank reads."""
+"""Test the first seconds of a job: signals, ranks that stop or end, and shared memory."""
 
 import os
 import re
@@ -17,14 +17,14 @@ from mpi4py import MPI
 from mpidl.training.files import checkpoint
 
 SLOW = pytest.mark.slow("jobs")
-# As run/train starts the ranks: a signal that arrives before Python runs stays pending.
+# Like run/train, block signals, so that a signal that arrives before Python runs stays pending.
 BLOCKED = ("env", "--block-signal=USR1,TERM")
 HOST = socket.gethostname()
 IS_MPICH = MPI.get_vendor()[0] == "MPICH"
 
 
 def signalled(pictures, out, number, seconds):
-    """Send a signal to all ranks of a training `seconds` after their start; return the Result."""
+    """Send a signal to all ranks of a run `seconds` after their start, and return the Result."""
     words = jobs.command(
         "train", "--batch-size", 50, *jobs.ENDLESS, network=jobs.SMALL, data=pictures, out=out
     )
@@ -71,7 +71,10 @@ def test_a_signal_in_the_first_second(pictures, tmp_path, name, seconds):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
 def test_a_signal_at_any_moment(pictures, tmp_path, name):
-    """The runs that stopped before the first iteration end with the weights of any other run."""
+    """A signal at any moment stops the run with a checkpoint from which it can be resumed.
+
+    The resumed runs give the same weights as an uninterrupted run.
+    """
     expected = jobs.trained_hash(1, pictures, tmp_path / "reference", "--max-iterations", 6)
     codes = {}
     for tenths in range(41):
@@ -88,7 +91,7 @@ def test_a_signal_at_any_moment(pictures, tmp_path, name):
 
 @SLOW
 def test_an_early_signal_kills_a_command_without_checkpoints(tmp_path):
-    """Negative control: only the commands that can stop note a signal."""
+    """Negative control: a signal kills a command that does not support stopping."""
     with launcher.start(None, "-m", "mpidl.info", wrapper=BLOCKED) as job:
         job.send_signal(signal.SIGTERM)
         assert launcher.finish(job).returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -97,7 +100,10 @@ def test_an_early_signal_kills_a_command_without_checkpoints(tmp_path):
 @SLOW
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
-    """The others wait in MPI_Init; their process ends, and mpirun ends the stopped one."""
+    """If one rank is stopped, the other ranks end after the time-out in MPI_Init.
+
+    mpirun then ends the stopped rank.
+    """
     words = jobs.command("train", "--timeout", 2, data=pictures, out=tmp_path / "run")
     with launcher.start(2, *words, env=jobs.without_plots()) as job:
         wait_until(lambda: len(job.rank_pids()) == 2)
@@ -110,12 +116,13 @@ def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
     assert result.returncode not in (0, jobs.STOPPED)
     (line,) = jobs.error_lines(result)
     assert line == (
-        f"mpidl: rank {1 - rank} on host {HOST}: MPI did not start within 2 s (--timeout) and 10 s "
-        f"for its start: stopped on this host: process {pids[rank]}"
+        f"mpidl: rank {1 - rank} on host {HOST}: MPI did not start within 2 s (--timeout) plus 10 "
+        f"s for its start: stopped on this host: process {pids[rank]}"
     )
 
 
-# One rank ends as the argument says before MPI starts; the others wait for it in MPI_Init.
+# A program in which rank 1 ends before MPI starts, in the way given by the argument. The other
+# ranks wait for rank 1 in MPI_Init.
 BEFORE_MPI = """
 import os, signal, sys
 import mpidl as dl
@@ -142,9 +149,9 @@ def test_a_rank_that_ends_before_it_starts_mpi(fault):
         pytest.skip("prterun 5.0.11 notices it itself, but may hang after it has ended all ranks")
     start_time = time.monotonic()
     result = launcher.mpirun(2, "-c", BEFORE_MPI, fault)
-    assert not exceeded(start_time, 8)  # 5 s, and the start of Python
+    assert not exceeded(start_time, 8)  # 5 s, plus the start of Python
     assert result.returncode != 0 and "done" not in result.stdout
-    if fault != "kill":  # mpirun notices this itself
+    if fault != "kill":  # mpirun itself notices a killed rank
         assert jobs.error_lines(result)[-1] == (
             f"mpidl: rank 0 on host {HOST}: MPI did not start because another rank on this host "
             "has ended before it started MPI"
@@ -187,7 +194,7 @@ failure.run(main) if sys.argv[2] == "command" else main()
 def test_a_rank_that_ends_while_others_wait_for_it(fault, program):
     start_time = time.monotonic()
     result = launcher.mpirun(3, "-c", AFTER_MPI, fault, program)
-    assert not exceeded(start_time, 9)  # 5 s, and the start of Python and MPI
+    assert not exceeded(start_time, 9)  # 5 s, plus the start of Python and MPI
     assert result.returncode != 0 and "done" not in result.stdout
     lines = jobs.error_lines(result)
     if fault == "exit 3" and program == "command":
@@ -234,7 +241,7 @@ SMALL_SHM = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && shift && exec "$@"'
 
 
 def in_small_shm(megabytes, ranks, *words):
-    """Run a job in a mount namespace whose /dev/shm has `megabytes` MB."""
+    """Run a job in a mount namespace in which /dev/shm has `megabytes` MB."""
     shell = ["unshare", "-m", "sh", "-c", SMALL_SHM, "sh", f"{megabytes}m"]
     command = [*shell, *launcher.command(ranks, *words)]
     env = launcher.environment(jobs.without_plots())
@@ -259,7 +266,7 @@ SEGMENTS = "import glob, mpidl as dl; dl.World(); print(*glob.glob('/dev/shm/mpi
 @SLOW
 @pytest.mark.skipif(not IS_MPICH, reason="names of MPICH")
 def test_segments_of_a_killed_job_are_removed(pictures, tmp_path):
-    """Segments of a running job stay."""
+    """The segments of a killed job are removed, and the segments of a running job are kept."""
     with jobs.start(2, pictures, tmp_path / "killed", *jobs.ENDLESS) as killed:
         pids = killed.rank_pids()
         dead = segments_of(pids[0])
@@ -279,7 +286,7 @@ def test_segments_of_a_killed_job_are_removed(pictures, tmp_path):
 
 
 def segments_of(pid):
-    """Return the files in /dev/shm that a process maps."""
+    """Return the paths of the files in /dev/shm that a process has mapped."""
     with open(f"/proc/{pid}/maps") as lines:
         paths = {line.split(maxsplit=5)[-1].strip() for line in lines if "/dev/shm/" in line}
     return sorted(path for path in paths if not path.endswith("(deleted)"))

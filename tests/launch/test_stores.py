@@ -1,4 +1,4 @@
-"""Training from an object store: the weights of local files, and every fault of a store."""
+"""Test training from an object store: the same weights as from local files, and faults."""
 
 import shutil
 import threading
@@ -35,13 +35,13 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def photos(store, pictures):
-    """The URL of the pictures."""
+    """Upload the pictures to the store, and return their URL."""
     return store.put(pictures, "photos")
 
 
 @pytest.fixture(scope="module")
 def expected(pictures, tmp_path_factory):
-    """The hash of the weights from the local pictures."""
+    """Return the hash of the weights after training on the local pictures."""
     out = tmp_path_factory.mktemp("expected") / "run"
     return jobs.trained_hash(1, pictures, out, *EPOCHS)
 
@@ -58,7 +58,7 @@ def train(ranks, data, out, *options, env, check=0):
 
 
 def write_formats(folder, pictures):
-    """Write the pictures as packed, HDF5 and IDX files; return {name: path}."""
+    """Write the pictures as packed, HDF5 and IDX files, and return {name: path}."""
     images = ImageFolder(pictures)
     pack({"train": images}, folder / "packed.h5")
     pixels = images.read(range(len(images)))
@@ -91,7 +91,7 @@ def test_the_weights_of_local_files(store, photos, expected, pictures, tmp_path)
 
 
 def test_keys_in_the_settings_of_fsspec(store, photos, expected, tmp_path):
-    """Only the client gets these keys, and the environment has no others."""
+    """The keys may come from the settings of fsspec alone."""
     settings = {name: text for name, text in credentials(store.url).items() if "KEY" not in name}
     env = {"FSSPEC_S3_KEY": object_store.ACCESS, "FSSPEC_S3_SECRET": object_store.SECRET}
     train(2, photos, tmp_path / "run", env=settings | env)
@@ -184,7 +184,7 @@ def test_an_outage_that_ends(proxy, photos, expected, tmp_path):
 
 
 def test_an_outage_that_does_not_end(proxy, photos, expected, tmp_path):
-    """The run writes a checkpoint, and continues when the store is back."""
+    """During a long outage, the run ends with a checkpoint, and can be resumed afterwards."""
     proxy.plant(lambda number: "refuse" if number > 230 else None)
     out, env = tmp_path / "run", credentials(proxy.url)
     result = train(2, photos, out, "--cache-mb", 0, "--retry-seconds", 1, env=env, check=1)
@@ -195,7 +195,7 @@ def test_an_outage_that_does_not_end(proxy, photos, expected, tmp_path):
     words = jobs.command("train", "--resume", out, network=None)
     launcher.mpirun(3, *words, env=jobs.without_plots() | env, check=0)
     assert jobs.weights_hash(out) == expected
-    # At the start there is nothing to write.
+    # During an outage at the start, there is no checkpoint to write.
     proxy.plant(lambda number: "refuse")
     words = ("--retry-seconds", 1, "--out", tmp_path / "other")
     result = jobs.train(2, photos, None, *EPOCHS, *words, env=env, check=1)
@@ -217,7 +217,8 @@ def test_an_object_that_changes(store, proxy, pictures, tmp_path):
 
     proxy.plant(fault)
     result = train(2, url, tmp_path / "run", "--cache-mb", 0, env=credentials(proxy.url), check=2)
-    line = jobs.refusal(result).removeprefix("rank 1: ")  # if rank 0 has read its images before
+    # Rank 1 prints the error if rank 0 has read its images before the change.
+    line = jobs.refusal(result).removeprefix("rank 1: ")
     assert line.startswith(f"{url}/") and "the file has changed since the run began (" in line
     store.files().rm("bucket/changing/bar/00.png")
 
@@ -228,7 +229,7 @@ def test_pack_and_predict(store, photos, pictures, expected, tmp_path):
     launcher.mpirun(None, "-m", *words, env=env, check=0)
     launcher.mpirun(None, "-m", "mpidl.pack", pictures, tmp_path / "local.h5", check=0)
     for name in ("remote.h5", "local.h5"):
-        with h5py.File(tmp_path / name) as file:  # the checksum covers the checksums of the images
+        with h5py.File(tmp_path / name) as file:  # this checksum covers the checksums of all images
             checksums.append(file.attrs["sha256"])
     assert checksums[0] == checksums[1]
     words = jobs.command("pack", photos, "s3://bucket/packed.h5", network=None)

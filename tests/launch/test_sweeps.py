@@ -1,4 +1,4 @@
-"""mpidl.sweep: weights as those of trainings alone, failed trials, stops and resumes."""
+"""Test mpidl.sweep: weights that match single runs, failed trials, stops and resumes."""
 
 import csv
 import os
@@ -23,7 +23,7 @@ LIMITS = {"batch_size": 50, "max_iterations": 6, "epochs": 2}
 
 @pytest.fixture
 def write(pictures, tmp_path):
-    """A function that writes a sweep's file and returns the path."""
+    """Return a function that writes the file of a sweep and returns its path."""
 
     def write_tables(train=None, **tables):
         common = {"network": jobs.SMALL, "data": str(pictures), "threads": 1, **LIMITS}
@@ -48,12 +48,15 @@ def states(out):
 
 
 def files(folder):
-    """Return {path: time of the last write} of all files in a folder."""
+    """Return {path: time of last change} of all files in a folder."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_trials_are_trainings_alone(write, pictures, tmp_path):
-    """Groups of one rank and of all ranks; a finished sweep changes no file of a trial."""
+    """Trials on groups of one rank or of all ranks give the weights of single runs.
+
+    If a complete sweep is started again, no file of a trial changes.
+    """
     file = write(grid={"learning_rate": RATES, "seed": SEEDS})
     first, second, single = tmp_path / "first", tmp_path / "second", tmp_path / "single"
     result = sweep(3, file, first)
@@ -97,11 +100,12 @@ def test_a_changed_file_is_refused(write, tmp_path):
     file = write(grid={"seed": [0, 2]})
     line = jobs.refusal(sweep(None, file, out, check=2))
     assert line.startswith(f"{file}: trial-002 has begun with other options: seed was 1, is 2; ")
-    sweep(None, write({"threads": 2, "timeout": 50}, grid={"seed": [0, 1]}), out)  # only speed
+    # Options that affect only the speed may change.
+    sweep(None, write({"threads": 2, "timeout": 50}, grid={"seed": [0, 1]}), out)
 
 
 def test_trials_that_fail(write, tmp_path):
-    """Errors on one rank, on all, at the start and in training; the other trials are trained."""
+    """If trials fail, on one rank or on all, at the start or later, the others are trained."""
     out = tmp_path / "out"
     networks = [
         jobs.network("breaks_on_odd_ranks"),
@@ -141,7 +145,7 @@ def test_trials_that_fail(write, tmp_path):
 
 
 def test_single_trials_and_the_table(write, pictures, tmp_path):
-    """As the tasks of a job array; the table is written afterwards."""
+    """Trials can be run one by one, like tasks of a job array, and --table writes the table."""
     out = tmp_path / "out"
     file = write(grid={"epochs": [1, 2, 3], "loss": ["crossentropy"]})
     result = sweep(2, file, out, "--trial", 2)
@@ -180,7 +184,10 @@ def test_options_that_are_refused(write, tmp_path, options, message):
 
 @SLOW
 def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
-    """The trials have different URLs, and the training is not repeated."""
+    """A trial fails if its upload fails, and a retry does not repeat the training.
+
+    Each trial has a different URL.
+    """
     pytest.importorskip("s3fs", reason="pip install 'mpidl[s3]'")
     out, closed = tmp_path / "out", "http://127.0.0.1:9"
     common = {"upload": "s3://bucket/x/", "endpoint_url": closed, "retry_seconds": 0.1}
@@ -202,7 +209,10 @@ def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
     ],
 )
 def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
-    """Both groups write checkpoints; resumed in one group, the trials end as if uninterrupted."""
+    """A signal stops the trials of both groups with checkpoints, from which they can be resumed.
+
+    In this test, a single group resumes them, and they give the weights of uninterrupted runs.
+    """
     out = tmp_path / "out"
     endless = {"epochs": 10**6, "max_iterations": "none", "timeout": 50}
     file = write(endless, grid={"seed": [0, 1, 2]})
@@ -219,9 +229,9 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     text = r"SIG\w+: 2 trial\(s\) stopped with a checkpoint, 1 not trained; to continue, run the "
     assert re.fullmatch(text + "same command again", result.stdout.splitlines()[-1])
 
-    # A resumed training cannot get fewer iterations, so the longer training sets the end.
+    # A resumed training cannot have fewer iterations, so the longer training sets the end.
     end = max(jobs.iterations(out / f"trial-00{i}")[-1] for i in (1, 2)) + 3
-    for path in out.glob("*/trial.json"):  # as if the file had always had this end
+    for path in out.glob("*/trial.json"):  # as if the sweep file had always had this limit
         path.unlink()
     result = sweep(
         2,
@@ -239,7 +249,7 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
 
 @SLOW
 def test_a_stop_file_stops_one_trial(write, tmp_path):
-    """The sweep is incomplete, so its exit code differs from that of a complete sweep."""
+    """A stop file stops one trial, and the exit code shows that the sweep is incomplete."""
     out = tmp_path / "out"
     file = write({"epochs": 10**6, "max_iterations": "none", "timeout": 50}, grid={"seed": [0]})
     words = ["-m", "mpidl.sweep", file, "--out", out]
@@ -255,7 +265,7 @@ def test_a_stop_file_stops_one_trial(write, tmp_path):
 
 @pytest.mark.slow("jobs")
 def test_a_killed_sweep_continues(write, pictures, tmp_path):
-    """After SIGKILL, the trial resumes from its checkpoint, and files of the start are ignored."""
+    """After SIGKILL, a trial resumes from its checkpoint, and leftover files are ignored."""
     out = tmp_path / "out"
     train = {"epochs": 60, "max_iterations": "none", "checkpoint_every": 5}
     file = write(train, grid={"seed": [0, 1]})
@@ -275,7 +285,10 @@ def test_a_killed_sweep_continues(write, pictures, tmp_path):
 
 @pytest.mark.slow("jobs")
 def test_a_rank_that_does_not_come_back_ends_the_job(write, tmp_path):
-    """The failed trial is recorded, so the next start trains the others."""
+    """If a rank does not return from a failed trial, the job ends, and the failure is recorded.
+
+    The same command can therefore train the other trials.
+    """
     out = tmp_path / "out"
     networks = [jobs.network("hangs_on_even_ranks"), jobs.SMALL]
     file = write({"timeout": 3}, trial=[{"network": network} for network in networks])
@@ -292,7 +305,7 @@ def test_a_rank_that_does_not_come_back_ends_the_job(write, tmp_path):
 
 @SLOW
 def test_folds_are_trainings_alone_with_a_table_of_means(write, pictures, tmp_path):
-    """A trial per fold on groups of ranks; the weights of a job with --fold; mean and spread."""
+    """Each fold is a trial with the weights of a run with --fold, and folds.csv has the means."""
     out, single = tmp_path / "folds", tmp_path / "single"
     file = write()
     file.write_text("folds = 3\n" + file.read_text() + "[grid]\nlearning_rate = [0.01, 0.1]\n")
@@ -313,5 +326,5 @@ def test_folds_are_trainings_alone_with_a_table_of_means(write, pictures, tmp_pa
     words = ["--learning-rate", 0.1, "--fold", "2/3", "--max-iterations", 6, "--epochs", 2]
     assert jobs.trained_hash(2, pictures, single, *words) == rows[4]["weights_sha256"]
     shutil.rmtree(out / "trial-002")
-    sweep(2, file, out, "--trial", 2)  # as a task of a job array
+    sweep(2, file, out, "--trial", 2)  # like a task of a job array
     assert jobs.weights_hash(out / "trial-002") == rows[1]["weights_sha256"]

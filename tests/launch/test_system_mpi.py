@@ -1,4 +1,4 @@
-"""run/link_mpi.py, part of `run/install --system-mpi`: mpi4py with the MPI of the machine."""
+"""Test run/link_mpi.py, with which `run/install --system-mpi` links the machine's MPI."""
 
 import os
 import shutil
@@ -30,12 +30,12 @@ SLOW = pytest.mark.slow("jobs")
 
 @pytest.fixture
 def environment(tmp_path):
-    """The Python of an environment without an MPI, with the packages of this one."""
+    """Return the Python of an environment with the same packages as this one, but without MPI."""
     return environments.make_without_mpi(tmp_path / "venv")
 
 
 def run(python, *words, mpirun=None, **variables):
-    """Run Python with the `mpirun` first on PATH."""
+    """Run a command with the given `mpirun` first on PATH."""
     env = launcher.environment(variables)
     env["PATH"] = f"{python.parent}{os.pathsep}/usr/bin:/bin"
     if mpirun:
@@ -53,7 +53,10 @@ def link(python, mpirun, **variables):
 
 @pytest.mark.parametrize("abi", ["mpich", pytest.param("openmpi", marks=SLOW)])
 def test_the_library_of_mpirun(environment, abi):
-    """Beside another MPI, too; without the link, mpi4py finds none or the wrong one."""
+    """mpi4py uses the library of mpirun, even if another MPI library is installed.
+
+    Without the link, mpi4py finds no library or the wrong library.
+    """
     mpirun = MPIRUNS[abi]
     if not os.path.exists(mpirun):
         pytest.skip(f"no {mpirun}: apt-get install {PACKAGES[abi]}")
@@ -73,7 +76,7 @@ def test_the_library_of_mpirun(environment, abi):
 
 @SLOW
 def test_without_a_compiler(environment):
-    """Debian's MPICH has another name inside than mpi4py expects."""
+    """Debian's MPICH needs a C compiler, because its internal name is not what mpi4py expects."""
     if not os.path.exists(MPIRUNS["mpich"]):
         pytest.skip(f"no {MPIRUNS['mpich']}: apt-get install mpich")
     result = link(environment, MPIRUNS["mpich"], CC="/no/cc")
@@ -86,7 +89,7 @@ def test_without_a_compiler(environment):
 
 @SLOW
 def test_a_library_by_name(environment, tmp_path):
-    """MPI4PY_LIBMPI names a library outside of the folders that the loader knows."""
+    """MPI4PY_LIBMPI may name a library outside the folders of the dynamic loader."""
     libraries = Path(sys.prefix) / "lib"
     name = next(
         (name for name in ("libmpi.so.12", "libmpi.so.40") if (libraries / name).exists()), ""
@@ -116,7 +119,7 @@ def test_a_library_by_name(environment, tmp_path):
     ],
 )
 def test_a_library_that_is_none(environment, mpirun, kind):
-    library = _umath_linalg.__file__  # a library that every environment has
+    library = _umath_linalg.__file__  # a non-MPI library that every environment has
     result = link(environment, mpirun, MPI4PY_LIBMPI=library)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
@@ -127,7 +130,7 @@ def test_a_library_that_is_none(environment, mpirun, kind):
 
 @SLOW
 def test_only_in_a_virtual_environment(environment):
-    """The folders of a Python that others use stay as they are."""
+    """Outside a virtual environment, the program is refused, so shared folders do not change."""
     base = Path(os.path.realpath(environment))
     result = link(base, "false")
     assert (result.returncode, result.stdout) == (1, "")

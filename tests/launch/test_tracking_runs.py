@@ -1,4 +1,4 @@
-"""Runs of the command recorded for MLflow, and Weights & Biases, without any network."""
+"""Test that the command `train` records runs for MLflow and Weights & Biases without network."""
 
 import collections
 import importlib.util
@@ -26,7 +26,7 @@ def needs(package):
 
 
 def train(ranks, data, out, *words, check=0):
-    """Train in a separate job, whose end also ends the process of Weights & Biases."""
+    """Train in a separate job, because the process of Weights & Biases ends only with the job."""
     words = jobs.command("train", "--batch-size", 50, *words, data=data, out=out)
     return launcher.mpirun(ranks, *words, env=jobs.without_plots(), check=check)
 
@@ -38,7 +38,7 @@ def resume(ranks, out, *words):
 
 @needs("mlflow")
 def test_mlflow_reads_a_resumed_run(pictures, tmp_path, monkeypatch):
-    """The store has each iteration once, the options, the results and the files."""
+    """After a resume, the store has each iteration once, the options, the results and the files."""
     out, store = tmp_path / "run", tmp_path / "mlruns"
     words = ["--mlflow", store, "--max-iterations"]
     train(2, pictures, out, *words, 3)
@@ -63,18 +63,18 @@ def test_mlflow_reads_a_resumed_run(pictures, tmp_path, monkeypatch):
 
 
 def records_of(path):
-    """Yield the records of a .wandb file: a log of 32 KiB blocks of framed messages."""
+    """Yield the records of a .wandb file, which is a log of 32 KiB blocks of framed messages."""
     from wandb.proto import wandb_internal_pb2
 
     content, position, message = path.read_bytes(), 7, b""
     while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # the rest of a block
+        if 32768 - position % 32768 < 7:  # skip the padding at the end of a block
             position += 32768 - position % 32768
             continue
         length, kind = struct.unpack_from("<HB", content, position + 4)
         message += content[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete message, or the last part of a message
             record = wandb_internal_pb2.Record()
             record.ParseFromString(message)
             message = b""
@@ -115,7 +115,7 @@ CONNECTIONS = (
 
 
 def addresses(folder, *words):
-    """Return the network addresses that a command and its children send to or connect to."""
+    """Return the network addresses to which a command and its children connect or send."""
     log = folder / "strace.log"
     command = ["strace", "-f", "-qq", "-e", "trace=connect,sendto,sendmsg", "-o", str(log)]
     command += [sys.executable, *map(str, words)]
@@ -141,7 +141,7 @@ def addresses(folder, *words):
     shutil.which("strace") is None, reason="strace is not installed (apt-get install strace)"
 )
 def test_no_socket_leaves_loopback(pictures, tmp_path):
-    assert addresses(tmp_path, "-c", CONNECTIONS) == {"192.0.2.1"}  # the negative control
+    assert addresses(tmp_path, "-c", CONNECTIONS) == {"192.0.2.1"}  # negative control
     words = jobs.command("train", "--max-iterations", 2, data=pictures, out=tmp_path / "run")
     words += ["--tensorboard", "--mlflow", tmp_path / "mlruns", "--wandb", "shapes"]
     remote = {a for a in addresses(tmp_path, *words) if not a.startswith("127.") and a != "::1"}

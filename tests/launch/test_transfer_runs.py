@@ -1,4 +1,4 @@
-"""Training from a weight file: one hash on any ranks, resumed without the file, refused files."""
+"""Test training from a weight file: equal hashes on any number of ranks, resuming, and errors."""
 
 import hashlib
 import re
@@ -32,7 +32,7 @@ def network(*classes):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """{suffix: file} with the weights of one network of four classes."""
+    """Return {suffix: file} with the weights of a network of four classes in each format."""
     folder = tmp_path_factory.mktemp("weights")
     net = network("a", "b", "c", "d")
     files = {suffix: folder / f"pretrained.{suffix}" for suffix in ("h5", "onnx", "safetensors")}
@@ -43,7 +43,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(pictures, weights, tmp_path_factory):
-    """The folder of a run of two epochs on one rank."""
+    """Return the folder of a run of two epochs on one rank."""
     out = tmp_path_factory.mktemp("expected") / "run"
     train(1, pictures, out, weights["h5"], "--epochs", 2)
     return out
@@ -65,7 +65,7 @@ def test_one_hash_on_any_number_of_ranks(pictures, weights, expected, tmp_path, 
 
 @pytest.mark.slow("ranks")
 def test_local_statistics_depend_on_the_ranks(pictures, weights, tmp_path):
-    """The negative control: mini-batch statistics of each rank alone."""
+    """Negative control: with separate statistics on each rank, the weights differ."""
     hashes = set()
     for ranks in (1, 2):
         train(ranks, pictures, tmp_path / f"{ranks}", weights["h5"], *LOCAL)
@@ -92,7 +92,7 @@ def test_the_files_and_the_output_name_the_weights(pictures, weights, tmp_path):
     assert (table["run"]["weights"], table["run"]["network"]) == (str(path), "none")
     net, _ = dl.load_model(out / "model.h5")
     assert net.classes == jobs.CLASSES and net.normalization.centre.tolist() == [120, 125, 130]
-    # the model converts images itself, and --config repeats the run
+    # The model converts images itself, and --config repeats the run.
     assert jobs.predict(out / "model.h5", pictures)[-1].startswith("Accuracy: ")
     words = jobs.command("train", "--config", out / "options.toml", network=None, out=out)
     jobs.pool.run(2, *words, "--overwrite", check=0)
@@ -112,7 +112,7 @@ def test_a_resumed_run_does_not_need_the_file(pictures, weights, expected, tmp_p
         (["--weights", weights["onnx"]], "found another file"),
     ):
         assert text in jobs.refusal(jobs.resume(None, out, *options, check=2))
-    # a job script repeats its options
+    # A job script repeats its options, such as --weights.
     result = jobs.resume(3, out, "--max-iterations", "none", "--weights", path)
     assert f"Resumed after iteration {jobs.ITERATIONS + 1}, in epoch 2" in result.stdout
     jobs.assert_same_end(expected, out)
@@ -144,7 +144,7 @@ def test_a_network_with_custom_layers_needs_the_file_again(pictures, tmp_path):
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(7)], (1, 12, 12), seed=1)
     dl.save_model(path, net)
     out, words = tmp_path / "run", ["--weights", path, "--epochs", 1]
-    words += ["--normalization", "zscore"]  # the network of the file is another one
+    words += ["--normalization", "zscore"]  # the network of the weight file has no normalization
     result = jobs.train(2, pictures, out, *words, "--max-iterations", 2, network=name)
     assert "New layer: dense1, 3 outputs instead of 7" in result.stdout
     jobs.train(1, pictures, tmp_path / "whole", *words, network=name)

@@ -1,4 +1,4 @@
-"""Jobs with files that cannot be read, a loss that is not finite, and a late rank."""
+"""Test jobs with unreadable files, a loss that is not finite, and a late rank."""
 
 import csv
 import shutil
@@ -12,7 +12,10 @@ from image_sets import pixels_of, save
 
 @pytest.fixture(scope="module")
 def damaged(pictures, tmp_path_factory):
-    """Copy the pictures, with files that are empty, cut short, of another size, or not images."""
+    """Return a copy of the pictures in which four files are damaged.
+
+    One file is empty, one is truncated, one has another size, and one is not an image.
+    """
     folder = shutil.copytree(pictures, tmp_path_factory.mktemp("damaged") / "images")
     (folder / "bar" / "07.png").write_bytes(b"")
     content = (folder / "box" / "33.png").read_bytes()
@@ -57,13 +60,16 @@ def test_a_run_that_skips_resumes_on_other_ranks(damaged, tmp_path):
 
 
 def test_a_run_stops_at_such_a_file(damaged, tmp_path):
-    """The negative control: without the option, the first bad file ends the job."""
+    """Negative control: without the option, the first bad file ends the job."""
     line = jobs.refusal(jobs.train(2, damaged, tmp_path / "run", check=2))
     assert str(damaged) in line
 
 
 def test_any_ranks_roll_back_alike(pictures, tmp_path):
-    """Iteration 6 follows the state that was kept after the first epoch, of 4 iterations."""
+    """Runs on any number of ranks roll back to the same state, with the same weights.
+
+    The loss of iteration 6 is infinite, so the run returns to the end of epoch 1, iteration 4.
+    """
     network, hashes = jobs.network("infinite_once"), {}
     for ranks in (1, 3):
         out, words = tmp_path / str(ranks), ("--on-nan", "rollback", "--epochs", 2)

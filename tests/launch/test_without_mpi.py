@@ -1,4 +1,4 @@
-"""Without mpi4py the world has one rank, and a launch of more ranks fails with an error."""
+"""Test that mpidl works on one rank without mpi4py, and that more ranks are an error."""
 
 import os
 
@@ -6,7 +6,7 @@ import jobs
 import pytest
 from launcher import ROOT, mpirun
 
-# A command without some packages, as if they were not installed.
+# A program that runs a command as if some packages were not installed.
 BLOCKED = """
 import runpy, sys
 
@@ -47,7 +47,7 @@ def test_more_ranks_are_refused(script, pictures, tmp_path):
 
 @pytest.mark.slow("jobs")
 def test_the_error_of_mpi4py_is_printed(script, pictures, tmp_path):
-    """mpi4py is installed, but not the MPI library that it loads."""
+    """If mpi4py cannot load an MPI library, the error contains the message of mpi4py."""
     broken = tmp_path / "mpi4py"
     broken.mkdir()
     (broken / "__init__.py").write_text("class rc:\n    pass\n")

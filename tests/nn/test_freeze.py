@@ -1,4 +1,4 @@
-"""Frozen layers have no backward pass and do not change; factors of learning rates."""
+"""Test frozen layers, which have no backward pass and do not change, and learning-rate factors."""
 
 import collections
 import json
@@ -32,7 +32,7 @@ def layers():
 
 
 def network(network_layers=None):
-    """Return a network whose state is not the initial one."""
+    """Return a network whose state differs from the initial state."""
     net = dl.Network(network_layers or layers(), SHAPE, seed=3)
     net.state = {
         name: numbers(f"state {name}", *v.shape, low=0.3, dtype=np.float32)
@@ -52,7 +52,7 @@ def training_step(world, net, **batch_options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the calls of backward functions: {function: [the gradients that are needed]}."""
+    """Record the calls of backward functions: {function: [argument `needs` of each call]}."""
     calls = collections.defaultdict(list)
 
     def counted(name, function):
@@ -80,7 +80,7 @@ def test_backward_stops_above_frozen_layers(world, calls, fuse):
     net.freeze("conv1", "batchnorm1", "conv2", "batchnorm2")
     _, gradients, state = training_step(world, net)
     assert len(calls["conv2d_backward"]) == 1 and len(calls["dense_backward"]) == 1
-    assert calls["conv2d_backward"][0][:3] == (False, True, True)  # no gradient of its images
+    assert calls["conv2d_backward"][0][:3] == (False, True, True)  # no gradient of the images
     assert list(gradients) == list(net.parameters)[8:]
     for name, value in state.items():
         assert (value is net.state[name]) == (name.split(".")[0] != "batchnorm3")
@@ -97,7 +97,7 @@ def test_backward_stops_above_frozen_layers(world, calls, fuse):
 
 
 def test_freezing_keeps_the_gradients_above(world):
-    """Freezing a layer without batch normalization changes no forward value."""
+    """Freezing a layer without batch normalization does not change the other gradients."""
     stack = [dl.Conv2D(3, 6), dl.ReLU(), *conv_norm_relu(3, 6), dl.Dense(4)]
     net = dl.Network(stack, SHAPE, seed=1)
     expected_loss, expected, _ = training_step(world, net)
@@ -157,7 +157,7 @@ def test_a_frozen_normalization_uses_its_running_state(world):
 
 
 def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(world):
-    """MATLAB's way of freezing a batch normalization."""
+    """MATLAB freezes a batch normalization with factors of 0."""
     norm = dl.BatchNorm(scale_learn_rate_factor=0.0, offset_learn_rate_factor=0.0)
     net, plain = (
         network([dl.Conv2D(3, 4), layer, dl.ReLU(), dl.Dense(4)])
@@ -219,7 +219,7 @@ def test_the_factors_of_layers_reach_the_optimizer():
 
 
 def test_training_keeps_frozen_layers_and_applies_factors(world):
-    """With `dl.train`, frozen layers keep their bytes, and a factor multiplies the rate."""
+    """In `dl.train`, frozen layers keep their bytes, and a factor multiplies the learning rate."""
     images = (numbers("train", 48, *SHAPE, low=0) * 255).astype(np.uint8)
     store = dl.ArrayDatastore(images, np.arange(48) % 4)
     options = dl.TrainingOptions(epochs=1, batch_size=48, learning_rate=0.01, l2=0.0)
@@ -241,7 +241,7 @@ def test_training_keeps_frozen_layers_and_applies_factors(world):
 
 def test_a_resumed_run_may_not_freeze_other_layers():
     net = network()
-    specs = json.loads(json.dumps(net.spec()))  # as a checkpoint stores them
+    specs = json.loads(json.dumps(net.spec()))  # as in a checkpoint
     now = {"options": dl.TrainingOptions().as_dict(), "network": specs, "fingerprint": "f"}
     changed_on_resume(now, {**now, "network": network().spec()})
     frozen = {**now, "network": net.freeze("conv1").spec()}

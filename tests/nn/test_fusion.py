@@ -1,4 +1,4 @@
-"""Fused layers give the bytes of separate layers, whatever op reads the activation."""
+"""Check that fused and separate layers give the same bytes, whichever op reads the activation."""
 
 import numpy as np
 import pytest
@@ -138,7 +138,10 @@ def test_a_residual_block_stores_only_what_its_convolutions_read(world, monkeypa
 
 
 def branches(fused):
-    """Return a loss in which built-in ops and a custom op read the same stored activation."""
+    """Return a loss in which built-in ops and a custom op read the same activation.
+
+    `fused` is whether one op computes convolution, batch normalization and ReLU.
+    """
 
     def loss(p, images, labels):
         arguments = images, p["w1"], p["b1"], p["gamma"], p["beta"]

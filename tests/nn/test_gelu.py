@@ -1,4 +1,4 @@
-"""GELU layers in networks: description, files, memory, freezing, graphs and training."""
+"""Test GELU layers in networks: specs, model files, memory, freezing, graphs and training."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def branched(approximate="none"):
-    """Two other layers read GELU's input, and two read its output."""
+    """Return a network in which two other layers read GELU's input, and two read its output."""
     return dl.Network(
         [
             dl.Conv2D(3, 4, name="scores"),
@@ -73,7 +73,7 @@ def test_memory_is_what_a_step_stores(monkeypatch):
 
 @APPROXIMATIONS
 def test_fused_or_not_and_frozen(world, approximate):
-    """No layer fuses with GELU; a frozen network has the same outputs."""
+    """No layer is fused with GELU, and a frozen network has the same outputs."""
     expected = all_images(world, branched(approximate)(images(world))).tobytes()
     separate, frozen = branched(approximate), branched(approximate)
     separate.fuse = False
@@ -85,7 +85,7 @@ def test_fused_or_not_and_frozen(world, approximate):
 @APPROXIMATIONS
 def test_gradients_where_several_read_it(world, approximate):
     net = branched(approximate)
-    net.fuse = False  # the images are differentiated too
+    net.fuse = False  # because the images are differentiated too
     x = images(world, dtype=np.float64)
     targets = blocked(world, numbers("targets", 21, 3), batch=x.batch)
     names = list(net.parameters)
@@ -99,7 +99,7 @@ def test_gradients_where_several_read_it(world, approximate):
 
 
 def one_rank():
-    """Return a world of this rank only."""
+    """Return a world that contains only this rank."""
     mpi = pytest.importorskip("mpi4py.MPI", reason="no mpi4py")
     return dl.World(mpi.COMM_SELF, threads=1)
 

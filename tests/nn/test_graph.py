@@ -1,4 +1,4 @@
-"""Networks whose layers name their inputs: shapes, errors, gradients, bytes, transfer."""
+"""Test networks whose layers name their inputs: shapes, errors, gradients, bytes, replacements."""
 
 import json
 import weakref
@@ -19,7 +19,7 @@ SHAPE = (3, 8, 8)
 
 
 def residual(**conv1_options):
-    """Two residual blocks: the second shortcut is a projection to another size."""
+    """Return two residual blocks. The second shortcut is a projection to another size."""
     return [
         *conv_norm_relu(3, 6, padding=1, **conv1_options),
         *(dl.Conv2D(3, 6, padding=1), dl.BatchNorm(), dl.Add(("relu1", "batchnorm2")), dl.ReLU()),
@@ -31,7 +31,7 @@ def residual(**conv1_options):
 
 
 def branches():
-    """Three layers read one fused activation: a convolution, a pooling and a concatenation."""
+    """Return layers in which a convolution, a pooling and a concatenation read one activation."""
     return [
         *conv_norm_relu(3, 8, padding=1),
         dl.Conv2D(3, 8, padding=1, name="left"),
@@ -52,7 +52,7 @@ def network(layers=residual, seed=1):
 
 
 def by_hand(p, images):
-    """The scores of `residual` in training mode, in plain float64 NumPy on whole arrays."""
+    """Return the scores of `residual` in training mode, computed by NumPy in float64."""
 
     def conv(x, name, stride=1, padding=0):
         w, b = p[f"{name}.weight"], p[f"{name}.bias"]
@@ -94,7 +94,7 @@ def test_a_residual_network_against_numpy(elements):
     differences = finite_differences(
         lambda p: loss_by_hand(p, *arrays), net.parameters, step=1e-6, max_elements=elements
     )
-    # biases before a batch normalization have gradient 0, which `assert_slopes` measures by 1e-3
+    # biases before a batch normalization have gradient 0, which `assert_slopes` compares with 1e-3
     assert_slopes(gradients, differences, tolerance=2e-6)
 
 
@@ -155,7 +155,7 @@ def fused_runs(layers):
 def test_which_layers_fuse():
     assert fused_runs(residual()) == [(0, 1, 2), (7, 8, 9), (12, 13, 14)]
     assert fused_runs(branches()) == [(0, 1, 2), (6, 7, 8)]
-    inner = [  # another layer reads the value between two of the three layers
+    inner = [  # another layer reads the output of a layer inside the run
         dl.Conv2D(3, 4, padding=1, name="c"),
         dl.BatchNorm(name="b"),
         dl.ReLU(name="r"),
@@ -167,7 +167,7 @@ def test_which_layers_fuse():
     ]
     assert fused_runs(inner) == []
     aside = [dl.Conv2D(1, 3), dl.BatchNorm(name="norm"), dl.ReLU(after="conv1")]
-    # the ReLU follows the normalization in the list, and does not read it
+    # the ReLU follows the normalization in the list, but does not read its output
     assert fused_runs([*aside, dl.Add(("relu1", "norm"))]) == []
 
 
@@ -233,7 +233,7 @@ def test_outputs_live_until_their_last_reader(world):
         layer.name = name
     images, _ = batch_of(world)
     dl.Network(layers, SHAPE)(images)
-    # c is computed while a and b are in memory, d while a and c are; then one output at a time
+    # a and b are in memory while c is computed, a and c for d, and later only one output
     assert alive_counts == [0, 1, 2, 2, 1, 1, 1]
 
 

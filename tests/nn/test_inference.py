@@ -1,4 +1,4 @@
-"""Networks whose weights include their batch normalizations predict what the networks predict."""
+"""Check that including batch normalizations in the weights does not change predictions."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from mpidl.nn.inference import fold_batchnorm
 
 
 def with_drawn_arrays(net, dtype=np.float32):
-    """Give a network statistics, scales, offsets and biases that matter."""
+    """Give a network random statistics, scales, offsets and biases that affect the scores."""
     rng = np.random.default_rng(1)
     for table in ("state", "parameters"):
         arrays = getattr(net, table)
@@ -35,7 +35,7 @@ LAYERS = [
 
 
 def test_scores_in_float64(world):
-    """Rounding apart, the folded network is the same function."""
+    """Up to rounding, the folded network computes the same scores."""
     net = with_drawn_arrays(dl.Network(LAYERS, (2, 6, 6)), np.float64)
     folded = fold_batchnorm(net)
     assert folded.layer_names == ["conv1", "r", "up", "relu2", "conv2", "add1", "relu3", "dense1"]
@@ -47,7 +47,7 @@ def test_scores_in_float64(world):
     images = mini_batch(world, net, np.float64)
     expected = net(images).local()
     np.testing.assert_allclose(folded(images).local(), expected, rtol=1e-12, atol=1e-12)
-    net.state = {k: v + 0.1 for k, v in net.state.items()}  # a control: the statistics matter
+    net.state = {k: v + 0.1 for k, v in net.state.items()}  # negative control
     if len(expected):
         assert np.abs(net(images).local() - expected).max() > 1e-3
 
@@ -62,7 +62,7 @@ def test_the_network_keeps_its_arrays():
 
 
 def test_what_is_not_folded():
-    """A convolution that others read, and a normalization that follows something else."""
+    """A normalization stays if other layers read the convolution, or if no convolution precedes."""
     layers = [
         *(dl.Conv2D(1, 3, name="c"), dl.BatchNorm(), dl.Add(inputs=("c", "batchnorm1"))),
         *(dl.ReLU(), dl.BatchNorm(), dl.Conv2D(1, 3, name="d"), dl.ReLU()),
@@ -73,12 +73,18 @@ def test_what_is_not_folded():
     assert fold_batchnorm(net) is net
 
 
+SIDES = {"resnet18": 64, "alexnet": 99}  # images that are smaller than the network's usual images
+
+
 @needs_kernels
-@pytest.mark.parametrize("name", ["digits", "cifar", "resnet", "resnet18"])
+@pytest.mark.parametrize("name", ["digits", "cifar", "resnet", "resnet18", "alexnet"])
 def test_predictions_agree_with_direct_convolution(name):
-    """Folded weights and F(4x4) change scores by at most 1e-5 of the largest."""
+    """Folded weights and Winograd's F(4x4) change scores by at most 1e-5 of the largest score.
+
+    AlexNet has 5x5 filters, and 11x11 filters with stride 4.
+    """
     make = getattr(dl.nn.zoo, name)
-    net = with_drawn_arrays(make((3, 64, 64)) if name == "resnet18" else make())
+    net = with_drawn_arrays(make((3, SIDES[name], SIDES[name])) if name in SIDES else make())
     images = np.random.default_rng(0).random((17, *net.input_shape), np.float32)
     predicted = dl.predict(net, images, softmax=False)
     backends.configure(winograd="off")

@@ -1,4 +1,4 @@
-"""Layers of every kind in one network; softmax, dropout and losses; wrong arguments."""
+"""Test all layers in one network, softmax, dropout and losses, and errors for wrong arguments."""
 
 import re
 
@@ -55,7 +55,7 @@ def test_shapes_and_learnables():
 
 
 def test_arguments_may_be_numbers_of_numpy(tmp_path):
-    """The layers hold Python's numbers, so files and messages are the same."""
+    """Layers convert NumPy numbers to Python numbers, so files and messages are the same."""
     two, half = np.int64(2), np.float32(0.5)
     layers = [
         dl.Conv2D((two, 3), np.int16(8), stride=[two, 1], padding=np.uint8(1), groups=two),
@@ -121,11 +121,11 @@ def test_layers_without_bias_compute_what_a_fixed_bias_of_0_does(world):
     assert all(gradients[name].tobytes() == expected[name].tobytes() for name in gradients)
     restored = dl.Network.from_spec(bare.spec(), bare.input_shape, seed=1)
     assert restored.spec() == bare.spec() and list(restored.parameters) == list(bare.parameters)
-    assert "bias" not in fixed.spec()[0]  # files of networks with biases stay as they were
+    assert "bias" not in fixed.spec()[0]  # files of networks with biases do not change
 
 
 def test_a_network_of_them_gives_the_same_bytes(world):
-    """A network of all layers, fused or not, gives the same bytes on any ranks and from a file."""
+    """Outputs have the same bytes on any number of ranks, fused or not, and from a model file."""
     batch = {"epoch": 2, "seed": 5}
     arguments = network(), mini_batch(SingleRank(), **batch), squared_error
     expected = step_bytes(SingleRank(), *arguments)
@@ -147,16 +147,16 @@ def test_prediction_drops_nothing(world):
 
 
 def test_gradients_of_a_network_of_them(world):
-    """Gradients are checked in float64, along one random direction of images and learnables."""
+    """Check the gradients in float64, along one random direction of images and learnables."""
     images, targets = mini_batch(world, np.float64)
     net = in_float64(network())
-    net.fuse = False  # the images are differentiated too
+    net.fuse = False  # because the images are differentiated too
 
     def loss(x, *learnables):
         bound = net.bind(dict(zip(net.parameters, learnables, strict=True)))
         return dl.mean_squared_error(bound(x), targets)
 
-    # a small step, so that no maximum or ReLU flips
+    # the step is small, so that no ReLU flips and no maximum moves
     args = images, *net.parameters.values()
     assert dl.check_vjp(loss, *args, step=1e-7, tolerance=1e-5) < 1e-5
 
@@ -172,7 +172,7 @@ def test_softmax_goes_over_the_channels_of_each_pixel(world):
 
 @pytest.mark.parametrize("op", [dl.softmax_cross_entropy, dl.mean_squared_error])
 def test_losses_read_an_activation_that_is_not_stored(world, op):
-    """A network that ends in convolution, batch normalization and ReLU, run as one op or three."""
+    """The network ends with convolution, batch normalization and ReLU, as one op or three ops."""
     images = blocked(world, numbers("images", 21, 2, 3, 5, dtype=np.float32))
     targets = np.arange(21 * 15).reshape(21, 3, 5) * 7 % 4
     if op is dl.mean_squared_error:

@@ -1,4 +1,4 @@
-"""Networks: tables, initial learnables, descriptions, and the gradients of the digits network."""
+"""Test networks: tables, initial learnables, specs, and the gradients of the digits network."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ import mpidl as dl
 from mpidl import keyed
 from mpidl.nn import zoo
 
-# SHA-256 of the digits network's initial learnables for seed 0
+# SHA-256 of the initial learnables of the digits network with seed 0
 DIGITS = "5219cb8aed1ff1392c9c5d80912c7497bfe1b42d69a9bbebdaf90eacc5b2cdf3"
 
 
@@ -45,7 +45,7 @@ def test_the_printed_summary():
 
 
 def test_initial_learnables_never_change():
-    """Another hash would mean that runs from a seed no longer give their earlier weights."""
+    """If the hash changed, training with a seed would no longer give the same weights as before."""
     assert digest(zoo.digits(seed=0)) == DIGITS
     assert digest(zoo.digits(seed=1)) != DIGITS
 
@@ -108,7 +108,7 @@ def test_names_and_shapes_that_do_not_fit_are_refused():
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
-    assert conv.name is None  # the network names copies of the layers
+    assert conv.name is None  # the network has named only its copy of the layer
 
 
 def test_tables_take_only_what_fits(world):
@@ -170,11 +170,11 @@ def test_the_running_state_moves_by_decay(world):
     assert all(v.dtype == np.float32 for v in state.values())
 
 
-# gradients of the digits network
+# ---- gradients of the digits network ----
 
 
 def digit_like(count, sample, dtype=np.float32):
-    """Smooth random images in 0..1 and their labels; float64 images have the float32 values."""
+    """Return smooth random images in 0..1, and labels. In float64, images have float32 values."""
     noise = keyed.uniform(7, "images", count * 32 * 32, sample=sample).reshape(count, 1, 32, 32)
     blurred = sum(noise[..., i : i + 28, j : j + 28] for i in range(5) for j in range(5)) / 25
     return blurred.astype(np.float32).astype(dtype), np.arange(count) * 7 % 10
@@ -192,11 +192,12 @@ def relu_masks(net, images, labels):
 
 @pytest.fixture(scope="module")
 def point(world):
-    """Return two networks and images, in float32 and float64, with the same active units.
+    """Return networks and images in float32 and float64 in which the same ReLU units are active.
 
-    Of the network's 690,000 ReLU inputs some lie within float32's rounding of 0. If one of them
-    changes its sign, the two gradients belong to different linear pieces, and their difference
-    says nothing about rounding. The fixture therefore uses the first images without such an input.
+    For some images, a few of the network's 690,000 ReLU inputs are so close to 0 that rounding to
+    float32 changes their sign. The two gradients then belong to different linear pieces of the
+    function, and their difference says nothing about rounding. The fixture therefore uses the first
+    images without such an input.
     """
     single_net, double_net = zoo.digits(seed=11), in_float64(zoo.digits(seed=11))
     for sample in range(20):
@@ -205,7 +206,7 @@ def point(world):
         masks = relu_masks(single_net, *single), relu_masks(double_net, *double)
         if world.gop("and", np.array_equal(*masks)):
             return (single_net, single), (double_net, double)
-    raise AssertionError("no images without a ReLU at its kink")
+    raise AssertionError("found no images without a ReLU input near 0")
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +221,8 @@ def test_float32_gradients_of_the_digits_network(world, point, exact_gradients):
     errors = {}
     for name, gradient in gradients.items():
         assert gradient.dtype == np.float32
-        # the gradient of a bias before batch normalization is 0 but for rounding, which is
-        # measured against the gradient of the layer's weights
+        # the gradient of a bias before batch normalization is 0 except for rounding, so its error
+        # is relative to the gradient of the layer's weights
         scale_name = name.replace(".bias", ".weight") if name.startswith("conv") else name
         scale = np.linalg.norm(expected[scale_name])
         errors[name] = np.linalg.norm(gradient - expected[name]) / scale

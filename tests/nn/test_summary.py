@@ -1,4 +1,4 @@
-"""`analyze`: its totals against counts by hand, PyTorch's counts and a step's memory."""
+"""Compare the totals of `analyze` with known counts, PyTorch and the memory of a training step."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_memory_counts_whole_blocks_of_stored_values():
 
 @needs_kernels
 def test_a_step_stores_as_much_as_the_summary_counts(monkeypatch):
-    """The arena allocates the arrays of the forward pass; positions of maxima are single bytes."""
+    """A forward pass allocates the counted bytes, and one byte per maximum of a pooling layer."""
     layers = []
     for filters in (8, 16):
         layers += [*conv_norm_relu(3, filters, padding=1), dl.MaxPool2D(2)]

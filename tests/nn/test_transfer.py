@@ -1,4 +1,4 @@
-"""`dl.transfer`: the new last layer, its learning rate, frozen layers, and refused networks."""
+"""Test `dl.transfer`: new last layer, learning rate, frozen layers, and errors."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ NAMES = ("ant", "bee", "cow")
 
 
 def network(*tail, classes=5, **keywords):
-    """Return a network whose learnables and state are not the initial ones."""
+    """Return a network whose learnables and state differ from the initial arrays."""
     layers = [*conv_norm_relu(3, 4), dl.Dropout(0.5), *conv_norm_relu(3, 5, padding=1)]
     net = dl.Network([*layers, dl.Dense(classes, **keywords), *tail], SHAPE, seed=3)
     for table in ("parameters", "state"):
@@ -71,7 +71,7 @@ def test_a_network_with_the_same_classes_keeps_its_last_layer():
     assert old.factors["learning_rate_factors"]["dense1.weight"] == 9 and old["conv1"].trainable
     for classes in ("pqrsT", "tsrqp"):
         assert table_of(dl.transfer(old, list(classes))) != table_of(old)
-    # a number of outputs: only a regression network has no names
+    # `classes` is a number, which matches only a regression network
     assert table_of(dl.transfer(old, 5)) != table_of(old)
     assert dl.transfer(old, 5).classes is None
     old.classes = ()
@@ -104,11 +104,11 @@ def test_frozen_layers():
     net = dl.transfer(network(), NAMES, freeze_up_to="conv2")
     frozen = [layer.name for layer in net.layers if not layer.trainable]
     assert frozen == ["conv1", "batchnorm1", "relu1", "dropout1", "conv2"]
-    second = dl.transfer(net, ["x", "y"])  # what is frozen stays frozen
+    second = dl.transfer(net, ["x", "y"])  # frozen layers stay frozen
     assert [layer.name for layer in second.layers if not layer.trainable] == frozen
     old = network().freeze("dense1")
     assert dl.transfer(old, NAMES)["dense1"].trainable
-    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # kept, but it is to learn
+    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # kept, but must be trained
 
 
 def test_refused_arguments():
@@ -116,7 +116,7 @@ def test_refused_arguments():
     text = refusal(dl.transfer, net, NAMES, freeze_up_to="conv9")
     assert text == "freeze_up_to (--freeze-up-to) conv9: no layer conv9: did you mean conv2?"
     text = refusal(dl.transfer, net, NAMES, freeze_up_to="dense1")
-    assert text.endswith("dense1: expected a layer before dense1, which is to learn")
+    assert text.endswith("dense1: expected a layer before dense1, which must be trained")
     for factor in (0, -1, np.inf, np.nan, "2"):
         assert "expected a number above 0" in refusal(
             dl.transfer, net, NAMES, new_layer_factor=factor
@@ -145,7 +145,7 @@ def test_refused_networks(layers, text):
 
 
 def trained(world, net, store, batch_size=41, **options):
-    """Train in one mini-batch, or `epochs` of them, without momentum and regularization."""
+    """Train without momentum and regularization, by default for a single step."""
     options = {"epochs": 1, "momentum": 0.0, "l2": 0.0, "learning_rate": 0.003} | options
     options |= {"normalization": "zscore", "batch_size": batch_size, "verbose": "off"}
     dl.train(net, store, dl.TrainingOptions(**options), world=world)
@@ -153,7 +153,7 @@ def trained(world, net, store, batch_size=41, **options):
 
 
 def test_the_first_step_of_the_new_layer(world):
-    """The step is -20 times the rate times the gradient, which NumPy computes in float64."""
+    """The step is -20 * learning rate * gradient, where NumPy computes the gradient in float64."""
     store, rate = pictures(), 0.003
     net = dl.transfer(network(), NAMES, new_layer_factor=20, freeze_up_to="relu2")
     before, frozen = dict(net.parameters), table_of(net)
@@ -177,7 +177,7 @@ def test_the_first_step_of_the_new_layer(world):
 
 
 def test_frozen_layers_keep_their_bytes_in_training(world):
-    """The statistics of a frozen batch normalization stay, those of the next one do not."""
+    """A frozen batch normalization does not update its statistics, but the next one does."""
     net = dl.transfer(network(), NAMES, new_layer_factor=2, freeze_up_to="conv2")
     before = table_of(net)
     trained(world, net, pictures(), batch_size=18, epochs=2)
@@ -187,7 +187,7 @@ def test_frozen_layers_keep_their_bytes_in_training(world):
 
 
 def test_the_weights_keep_their_normalization(world):
-    """The statistics are not those of the new images, unless the normalization is removed."""
+    """Images are normalized with the old statistics, unless the old normalization is removed."""
     net = trained(world, dl.transfer(network(), NAMES), pictures())
     assert net.normalization.centre.tolist() == [90, 100]
     assert net.normalization.divisor.tolist() == [40, 50]

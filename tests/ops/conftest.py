@@ -1,4 +1,4 @@
-"""Let pytest rewrite the assertions in the shared checks of ops, as in a test file."""
+"""Make pytest rewrite the assertions in the shared checks of ops, as it does in test files."""
 
 import pytest
 

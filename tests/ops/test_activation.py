@@ -1,4 +1,4 @@
-"""ReLU, leaky ReLU, tanh, sigmoid and softmax."""
+"""Test the ops of activation functions."""
 
 import math
 
@@ -115,7 +115,7 @@ def test_gelu_against_pytorch(world, approximate):
     y = dl.gelu(leaf, approximate)
     result = all_images(world, y.value)
     dx = tape.backward(y, blocked(world, dy, batch=leaf.value.batch))[leaf]
-    # PyTorch's tanh approximation cancels where the result is small
+    # PyTorch's tanh approximation loses digits by cancellation if the result is small
     np.testing.assert_allclose(result, expected.detach().numpy(), rtol=1e-10, atol=1e-15)
     np.testing.assert_allclose(all_images(world, dx), variable.grad.numpy(), rtol=1e-9, atol=1e-13)
 
@@ -130,7 +130,7 @@ PYTORCH = {
 
 @pytest.mark.parametrize("name", PYTORCH)
 def test_newer_activations_against_pytorch(world, name):
-    """At the borders -1 and 2 of the range, too, the gradient is PyTorch's."""
+    """The gradient also equals PyTorch's at the bounds of the range, -1 and 2."""
     torch, functional = torch_functions()
     function, torch_function = PYTORCH[name]
     x, dy = numbers("x", 20, 50, low=-6, high=6), numbers("dy", 20, 50)

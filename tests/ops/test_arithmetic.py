@@ -1,4 +1,4 @@
-"""Sums, products, quotients, powers and elementwise functions, and ops on learnables alone."""
+"""Test arithmetic and elementwise ops on images and on learnables."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import mpidl as dl
 
 
 class TestArithmetic(OpChecks):
-    """Each case runs under the fixture `world`."""
+    """Checks of arithmetic ops. Each case runs with the fixture `world`."""
 
     cases = {
         "add": Case(dl.add, lambda a, b: a + b, [(3, 2), (3, 2)]),

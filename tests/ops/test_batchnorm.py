@@ -1,4 +1,4 @@
-"""Batch normalization: the images that its statistics cover, and their accuracy."""
+"""Test batch normalization: which images the statistics cover, and how accurate they are."""
 
 import numpy as np
 import pytest
@@ -35,17 +35,17 @@ class TestBatchnorm(OpChecks):
             "'global' or 'local', got 'all'",
         ),
     ]
-    test_a_share_without_blocks = None  # the statistics require all ranks
+    test_a_share_without_blocks = None  # statistics require all ranks
 
 
 def images(count, dtype=np.float64):
-    """Images whose statistics differ from one block to the next."""
+    """Return images whose statistics differ from block to block."""
     drift = np.arange(count)[:, None, None, None] / 10
     return (numbers("batchnorm images", count, 3, 2, 4) + drift).astype(dtype)
 
 
 def normalized(world, count, scope, dtype=np.float64):
-    """Return the output of all ranks, the recorded statistics, this rank's output and batch."""
+    """Return (output of all ranks, recorded statistics, this rank's output, batch)."""
     statistics = []
     x = blocked(world, images(count, dtype))
     gamma, beta = GAMMA.astype(dtype), BETA.astype(dtype)
@@ -75,7 +75,7 @@ def test_local_normalizes_each_share_by_its_own_statistics(world, count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_global_does_not_depend_on_the_ranks_and_local_does(world, count):
-    """Scope "local" is the negative control of all comparisons between numbers of ranks."""
+    """The scope "local" is the negative control: its results must depend on the number of ranks."""
 
     def output_bytes(ranks, scope):
         return normalized(ranks, count, scope, np.float32)[0].tobytes()
@@ -96,7 +96,7 @@ def test_vjp_of_local_statistics(world, count):
 
 
 def test_gradients_by_the_formula_of_the_paper(world):
-    """Ioffe and Szegedy 2015, section 3, in float64, image by image."""
+    """Compare with the formulas of Ioffe and Szegedy (2015), section 3, in float64."""
     x, dy, epsilon = images(37), numbers("dy", 37, 3, 2, 4), 0.1
     values = blocked(world, x)
     leaves = [dl.Var(v) for v in (values, GAMMA, BETA)]
@@ -119,7 +119,7 @@ def test_gradients_by_the_formula_of_the_paper(world):
 
 
 def test_statistics_far_from_zero_keep_their_digits(world):
-    """The mean is a thousand times the deviation, so E[x^2] - E[x]^2 would lose the variance."""
+    """The mean is 1000 times the deviation, so E[x^2] - E[x]^2 would lose all digits."""
     x = (1000 + numbers("far", 37, 3, 2, 4)).astype("f4")
     statistics = []
     dl.batchnorm(blocked(world, x), GAMMA, BETA, record=lambda *pair: statistics.extend(pair))
@@ -127,7 +127,7 @@ def test_statistics_far_from_zero_keep_their_digits(world):
     channels = single.astype("f8")
     np.testing.assert_allclose(statistics[0], channels.mean(axis=1), rtol=1e-10)
     np.testing.assert_allclose(statistics[1], channels.var(axis=1), rtol=1e-5)
-    cancelled = (single**2).mean(axis=1) - single.mean(axis=1) ** 2  # the negative control
+    cancelled = (single**2).mean(axis=1) - single.mean(axis=1) ** 2  # negative control
     assert (abs(cancelled - channels.var(axis=1)) > 1e-2 * channels.var(axis=1)).any()
 
 

@@ -1,4 +1,4 @@
-"""The binary cross-entropy of independent labels, and the count of correct ones."""
+"""Test the binary cross-entropy of independent labels, and the count of correct labels."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ WEIGHTS = [0.5, 1.0, 3.0]
 
 
 def binary_reference(weights=None, gamma=0.0, ignored=None):
-    """Return the formula of `backends.training_interface.BinaryRule` as a loop over targets."""
+    """Return a function that computes the formula of `BinaryRule` in a loop over targets."""
 
     def loss(x, targets):
         total = count = 0
@@ -30,7 +30,7 @@ def binary_reference(weights=None, gamma=0.0, ignored=None):
 
 
 def of_labels(shape, weights=None, gamma=0.0, ignored=None):
-    """A case whose labels 0..5 are replaced with 0, 1 and the ignored one, which stands for 2."""
+    """Return a case whose labels 0..5 are mapped to 0, 1 and, if given, the ignored label."""
 
     def targets(labels):
         return labels % 2 if ignored is None else np.where(labels % 3 == 2, ignored, labels % 3)
@@ -79,12 +79,12 @@ class TestBinaryLoss(OpChecks):
 
 class TestIgnoredTargets(OpChecks):
     test_a_share_without_blocks = None  # the number of targets requires all ranks
-    test_errors_say_what_was_expected = None  # TestBinaryLoss has them
+    test_errors_say_what_was_expected = None  # TestBinaryLoss tests the errors
     cases = {"sigmoid_cross_entropy, ignored": of_labels((3, 2), WEIGHTS, 0.0, -1)}
 
 
 def test_against_pytorch(world):
-    """Weighted and focal losses with whole and fractional targets, in float64 and float32."""
+    """Compare weighted and focal losses with integer and float targets, in float64 and float32."""
     torch, functional = torch_functions()
     x, fractions = numbers("scores", 21, 3, 4, low=-9, high=9), numbers("targets", 21, 3, 4)
     fractions = abs(fractions) % 1
@@ -139,7 +139,7 @@ def test_counts(world):
     fractions = blocked(world, (targets == 1) * 0.75, batch=scores.batch)
     assert world.gplus(dl.binary_correct_count(scores, fractions)) == 30
     if not len(scores.local()):
-        return  # a rank without images has no wrong label
+        return  # a rank without images has no invalid label
     with pytest.raises(ValueError, match=r"labels in 0\.\.1, .* got .*7"):
         dl.binary_correct_count(*(v for v in (scores, labels)))
 

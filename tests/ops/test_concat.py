@@ -1,4 +1,4 @@
-"""Concatenation along the channels."""
+"""Test concatenation along the channels."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Convolution: padding, strides, dilation and groups."""
+"""Test convolution with padding, strides, dilation and groups."""
 
 import numpy as np
 from op_references import Case, OpChecks
@@ -10,7 +10,7 @@ from mpidl.ops.check import as_pair
 
 
 def conv2d_reference(x, weight, bias, stride, pads, dilation, groups):
-    """Compute a convolution by its definition, one output pixel at a time."""
+    """Compute a convolution by its definition, one output pixel after another."""
     (top, bottom), (left, right) = pads
     n, c, h, w = x.shape
     k, share, r, s = weight.shape
@@ -29,7 +29,7 @@ def conv2d_reference(x, weight, bias, stride, pads, dilation, groups):
 
 
 def same_pads(image, filters, stride, dilation):
-    """Return the padding that makes an output of ceil(size / stride) pixels."""
+    """Return the padding for which the output has ceil(size / stride) pixels."""
     pads = []
     for n, taps, step, gap in zip(image, filters, stride, dilation, strict=True):
         missing = max(0, (-(-n // step) - 1) * step + (taps - 1) * gap + 1 - n)
@@ -110,7 +110,7 @@ class TestConv(OpChecks):
 def test_the_first_layer_computes_no_gradient_of_the_images(world, monkeypatch):
     from mpidl.backends.reference import conv
 
-    monkeypatch.setattr(conv, "conv2d_dx", None)  # calling it would fail
+    monkeypatch.setattr(conv, "conv2d_dx", None)  # a call would fail
     x = blocked(world, numbers("images", 20, 2, 4, 4))
     w, b = dl.Var(numbers("w", 3, 2, 3, 3)), dl.Var(np.zeros(3))
     y = dl.conv2d(x, w, b)

@@ -1,4 +1,4 @@
-"""Dense layers and flattening."""
+"""Test the dense and flatten ops."""
 
 import numpy as np
 from op_references import Case, OpChecks
@@ -14,7 +14,7 @@ def dense_reference(x, weight, bias):
 
 
 class TestDense(OpChecks):
-    """Each case runs under the fixture `world`."""
+    """Checks of `dense` and `flatten`. Each case runs with the fixture `world`."""
 
     cases = {
         "dense": Case(dl.dense, dense_reference, [(7,)], [(4, 7), (4,)]),

@@ -1,4 +1,4 @@
-"""The Dice loss of pixels."""
+"""Test the Dice loss."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ WEIGHTS = [0.0, 1.0, 2.0, 1.0, 1.5, 0.25]
 
 
 def dice_reference(weights=None, smooth=1.0, ignored=None, generalized=False):
-    """Return the formula of `backends.training_interface.DiceRule` as loops."""
+    """Return a function that computes the formula of `DiceRule` with loops."""
 
     def loss(x, labels):
         total = 0.0
@@ -41,7 +41,7 @@ def dice_reference(weights=None, smooth=1.0, ignored=None, generalized=False):
 
 
 def of_pixels(shape, classes=6, **rule):
-    """A case whose labels of class 5 are replaced with 255 if the rule ignores 255."""
+    """Return a case in which label 5 is replaced by 255 if the rule ignores 255."""
     ignored = 5 if "ignore_label" in rule else None
 
     def op(x, y):
@@ -82,7 +82,7 @@ class TestDice(OpChecks):
 
 
 def test_against_pytorch(world):
-    """The loss and its gradient by PyTorch's differentiation, in float64 and float32."""
+    """Compare the loss and its gradient with PyTorch's autograd, in float64 and float32."""
     torch, functional = torch_functions()
     x, labels = numbers("scores", 21, 4, 3, 5), np.arange(21 * 15).reshape(21, 3, 5) * 7 % 4
     tensor = torch.tensor(x, requires_grad=True)
@@ -109,7 +109,7 @@ def test_against_pytorch(world):
 
 
 def test_images_without_labels_give_0(world):
-    """Without smoothing, classes that an image lacks have the loss 1 if they are likely."""
+    """The loss is 0 if all labels are ignored, and 1 for an absent class without smoothing."""
     x = np.zeros((20, 2, 3, 3), "f4")
     scores, labels = blocked(world, x, np.full((20, 3, 3), 255))
     for options in ({"smooth": 0.0}, {"generalized": True, "smooth": 0.0}, {}):

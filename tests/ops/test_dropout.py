@@ -1,4 +1,4 @@
-"""Dropout: a mask per sample, epoch, layer and seed."""
+"""Test dropout, whose mask depends on the sample, epoch, layer and seed."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_dropout_keeps_the_expectation(world, probability, dtype):
 
 
 def test_the_mask_belongs_to_the_sample(world):
-    """The mask is the same in every mini-batch, and differs between epochs, layers and seeds."""
+    """A sample's mask is the same in every mini-batch, but depends on epoch, layer and seed."""
     x = numbers("x", 40, 5, 3, 3, dtype=np.float32)
     first = dropped(world, x, epoch=1, seed=1)
     order = np.argsort(numbers("order", 40))
@@ -53,7 +53,7 @@ def test_the_gradient_of_dropout(world, count):
     result = all_images(world, y.value)
     dx = tape.backward(y, value)[leaf]
     assert_zero_unused(dx)
-    assert np.array_equal(all_images(world, dx), result)  # dropout with a fixed mask is linear
+    assert np.array_equal(all_images(world, dx), result)  # because the same mask is applied to dy
 
 
 @pytest.mark.parametrize("count", [5, 37])

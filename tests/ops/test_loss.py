@@ -1,4 +1,4 @@
-"""Losses, and the count of correct answers."""
+"""Test losses and the count of correct predictions."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ CLASS_WEIGHTS = [0.5, 1.0, 2.0, 0.0, 1.5, 0.25]
 
 
 def rule_reference(weights=None, smoothing=0.0, ignored=None, gamma=0.0):
-    """Return the formula of `backends.training_interface.LabelRule` as a loop over labels."""
+    """Return a function that computes the formula of `LabelRule` in a loop over labels."""
 
     def loss(x, labels):
         total = weight = 0.0
@@ -51,7 +51,7 @@ def rule_reference(weights=None, smoothing=0.0, ignored=None, gamma=0.0):
 
 
 def with_rule(scores, labels, **rule):
-    """A case whose labels of class 5 are replaced with 255 if the rule ignores 255."""
+    """Return a case in which label 5 is replaced by 255 if the rule ignores 255."""
     ignored = 5 if "ignore_label" in rule else None
 
     def op(x, y):
@@ -139,7 +139,7 @@ class TestLoss(OpChecks):
 
 class TestLabelRules(OpChecks):
     test_a_share_without_blocks = None  # the weight of the labels requires all ranks
-    test_errors_say_what_was_expected = None  # TestLoss has them
+    test_errors_say_what_was_expected = None  # TestLoss tests the errors
     cases = {
         "softmax_cross_entropy, class weights": with_rule(
             (6,), ("labels",), class_weights=CLASS_WEIGHTS, ignore_label=255
@@ -167,9 +167,9 @@ def test_softmax_and_cross_entropy_of_large_scores(world):
 
 def test_correct_count(world):
     x = np.array([[1, 2, 0], [3, 1, 3], [0, 0, 0], [0, 0, 5]] * 5, "f4")
-    labels = np.array([1, 2, 0, 2] * 5)  # correct; a tie: the first class; correct; correct
+    labels = np.array([1, 2, 0, 2] * 5)  # correct, wrong (classes 0 and 2 tie), correct, correct
     assert world.gplus(dl.correct_count(*blocked(world, x, labels))) == 15
-    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # labels of 5 images of 2 x 2
+    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # labels of 5 images of 2x2 pixels
     count = dl.correct_count(*blocked(world, pixels, labels.reshape(5, 2, 2)))
     assert world.gplus(count) == 15
     targets = np.eye(3, dtype="f4")[labels]
@@ -217,7 +217,7 @@ def test_labels_beyond_the_classes_are_refused(world, label):
 
 
 def test_rules_against_pytorch(world):
-    """Class weights, smoothing and ignored pixels, in float64 and float32."""
+    """Compare class weights, smoothing and ignored pixels with PyTorch, in float64 and float32."""
     torch, functional = torch_functions()
     scores, labels = numbers("scores", 21, 6, 3, 4), np.arange(21 * 12).reshape(21, 3, 4) * 7 % 6
     labels[labels == 5] = 255

@@ -1,4 +1,4 @@
-"""Cross-channel (local response) normalization."""
+"""Test cross-channel (local response) normalization."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def norm_reference(x, before, after, a, beta, k):
 
 
 class TestCrossChannelNorm(OpChecks):
-    unused_lanes = 1e3  # squares overflow beyond 1e19
+    unused_lanes = 1e3  # value in unused lanes; the square of a very large value would overflow
     cases = {
         "odd window": Case(
             lambda x: dl.cross_channel_norm(3 * x, 5),

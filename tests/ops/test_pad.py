@@ -1,4 +1,4 @@
-"""Padding against NumPy's in float64, its gradient, and wrong arguments."""
+"""Compare padding with NumPy in float64, and test its gradient and errors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pooling against loops in float64; equal pixels, padding, NaN, and invalid arguments."""
+"""Compare pooling with loops in float64, and test ties, padding, NaN and invalid arguments."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from mpidl.autodiff import tape
 from mpidl.blocks import LANES
 from mpidl.ops.check import as_pair
 
-# (C, H, W) of an image, and the arguments of the op
+# {name: (shape (C, H, W) of an image, arguments of the op)}
 WINDOWS = {
     "2x2": ((3, 6, 8), {"size": 2}),
     "2x2, pixels left over": ((2, 5, 7), {"size": 2}),
@@ -33,7 +33,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def pads(image, size, stride, padding):
-    """Return padding as ((top, bottom), (left, right)); "same" gives ceil(H / stride) windows."""
+    """Return padding as ((top, bottom), (left, right)), where `padding` may be "same"."""
     if padding != "same":
         return tuple(as_pair(side) for side in as_pair(padding))
     sides = []
@@ -44,7 +44,7 @@ def pads(image, size, stride, padding):
 
 
 def windows(shape, size, stride=None, padding=0):
-    """Yield (n, c, p, q) of each window, and slices of its rows and columns in the image."""
+    """Yield the index (n, c, p, q) of each window, and slices of its rows and columns."""
     (r, s), (down, across) = as_pair(size), as_pair(size if stride is None else stride)
     n, c, h, w = shape
     (top, bottom), (left, right) = pads((h, w), (r, s), (down, across), padding)
@@ -55,7 +55,7 @@ def windows(shape, size, stride=None, padding=0):
 
 
 def reference(kind, x, size, stride=None, padding=0, count_padding=True):
-    """Pool one window after the other."""
+    """Compute the pooling of one window after another."""
     pooled = {}
     for output, rows, columns in windows(x.shape, size, stride, padding):
         window = x[output[0], output[1], rows, columns].astype(np.float64)
@@ -65,7 +65,7 @@ def reference(kind, x, size, stride=None, padding=0, count_padding=True):
 
 
 def gradient(kind, x, dy, size, stride=None, padding=0, count_padding=True):
-    """Return the cotangent of x, window by window; the first of equal pixels is the maximum."""
+    """Compute the cotangent of x window by window. The first of equal pixels is the maximum."""
     dx = np.zeros(x.shape)
     for output, rows, columns in windows(x.shape, size, stride, padding):
         window, into = (
@@ -80,7 +80,7 @@ def gradient(kind, x, dy, size, stride=None, padding=0, count_padding=True):
 
 
 def pooled(world, kind, x, options):
-    """Return all ranks' result and cotangent of x for the cotangent `numbers("dy", ...)`."""
+    """Return the result and the cotangent of x on all ranks, for the cotangent `numbers("dy")`."""
     variable = dl.Var(blocked(world, x))
     y = KINDS[kind](variable, **options)
     dy = blocked(world, numbers("dy", *y.shape, dtype=x.dtype), batch=y.value.batch)
@@ -118,9 +118,9 @@ class TestPool(OpChecks):
             [(3, 4, 5)],
         )
     }
-    # test_against_loops has all windows
+    # slow here, because test_against_loops tests all windows
     variants = [f"{kind}, {name}" for kind in KINDS for name in WINDOWS if name not in QUICK]
-    last_block_sizes = (1, 7, 8, 15)  # the reference is slow; more of them below
+    last_block_sizes = (1, 7, 8, 15)  # only a few, because the reference is slow
     errors = [
         (lambda x, f, i: dl.max_pool2d(np.zeros((5, 1, 9, 9)), 2), TypeError, "a value per image"),
         (lambda x, f, i: dl.average_pool2d(f, 2), ValueError, "expected x of shape"),
@@ -165,7 +165,7 @@ def test_last_blocks_of_every_size(world, kind):
 def test_the_first_of_equal_pixels_wins(world):
     x = np.zeros((1, 1, 4, 4), np.float32)
     x[0, 0, :2, 2:] = [[-1, 3], [3, 3]]
-    x[0, 0, 2:, :2] = -np.inf  # padding never wins over -inf
+    x[0, 0, 2:, :2] = -np.inf  # padding is not larger than -inf
     x[0, 0, 2:, 2:] = [[0.0, -0.0], [-0.0, 0.0]]
     _, dx = pooled(world, "max", x, {"size": 2})
     dy = numbers("dy", 1, 1, 2, 2, dtype=np.float32).ravel()
@@ -184,7 +184,7 @@ def test_padding_never_wins(world):
 
 
 def test_nan_stays(world):
-    """A NaN pixel makes the loss NaN, which training reports."""
+    """A NaN pixel must reach the loss, so that training can report it."""
     x = np.ones((17, 2, 4, 4), np.float32)
     x[3, 1, 0, 1] = x[16, 0, 3, 3] = np.nan
     for kind in KINDS:
@@ -225,7 +225,7 @@ def test_a_maximum_has_windows_of_at_most_256_pixels(world):
 @each_kind
 @pytest.mark.parametrize("size, stride", [(3, 2), (2, 2), (4, 3), ((5, 2), (1, 3)), (2, 4)])
 def test_same_padding_against_pytorch(world, kind, size, stride):
-    """Compare with PyTorch after explicit padding, which may have one more pixel at the end."""
+    """Compare with PyTorch after explicit padding, with possibly one more pixel at the end."""
     torch, functional = torch_functions()
     x = numbers("images", 18, 2, 7, 10)
     (top, bottom), (left, right) = pads((7, 10), as_pair(size), as_pair(stride), "same")

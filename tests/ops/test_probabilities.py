@@ -1,4 +1,4 @@
-"""Cross-entropy of probabilities, and one-hot targets, against plain arithmetic and PyTorch."""
+"""Compare the cross-entropy of probabilities and one-hot targets with loops and PyTorch."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from mpidl.ops import probabilities
 
 
 def reference(p, targets):
-    """Add up -t log(p) of all images, pixels and classes, one after another."""
+    """Add up -t log(p) over all images, pixels and classes, one after another."""
     pairs = zip(by_pixel(p).flat, by_pixel(targets).flat, strict=True)
     return -sum(t * np.log(q) for q, t in pairs) / len(by_pixel(p))
 
 
 def of_scores(x, targets):
-    """Make probabilities of random numbers, whose signs vary, by the op softmax."""
+    """Convert random numbers of both signs to probabilities with softmax, and call the op."""
     return dl.cross_entropy(dl.softmax(x), targets)
 
 
@@ -32,19 +32,19 @@ def label_reference(x, labels):
 
 
 def smoothed(x, targets):
-    """Make probabilities of random numbers, and smooth them."""
+    """Convert random numbers to target probabilities, and call the op with label smoothing."""
     return dl.softmax_cross_entropy(x, dl.softmax(targets), label_smoothing=0.2)
 
 
 def smoothed_reference(x, targets):
-    """Add up -q log(p), q = 0.8 t + 0.2 / K, of all images, pixels and classes."""
+    """Add up -q log(p), with q = 0.8 t + 0.2 / K, over all images, pixels and classes."""
     rows, soft = (softmax_reference(by_pixel(a)) for a in (x, targets))
     q = 0.8 * soft + 0.2 / soft.shape[1]
     return -sum((q * np.log(rows)).ravel()) / len(rows)
 
 
 class TestCrossEntropy(OpChecks):
-    """Each case runs under the fixture `world`."""
+    """Checks of `cross_entropy`. Each case runs with the fixture `world`."""
 
     cases = {
         "targets": Case(of_scores, soft_reference, [(5,), (5,)]),
@@ -82,7 +82,7 @@ def test_against_pytorch(world):
 
 
 def test_probabilities_of_zero_give_finite_numbers(world):
-    """Softmax of distant scores rounds to 0; the gradient of the scores stays finite."""
+    """The softmax of distant scores rounds to 0, but loss and gradient must stay finite."""
     x = np.zeros((20, 2), np.float32)
     x[:, 1] = 1000
     scores, labels = blocked(world, x, np.zeros(20, np.int32))
@@ -107,7 +107,7 @@ def test_one_hot(world):
 
 
 def test_a_step_with_one_hot_targets_is_that_of_labels(world):
-    """The losses agree, and so do the gradients, up to rounding."""
+    """Losses and gradients for one-hot targets and for labels agree up to rounding."""
     net = dl.Network([dl.Dense(3)], (1, 2, 2), seed=0)
     images, labels = blocked(
         world, numbers("images", 37, 1, 2, 2, dtype=np.float32), np.arange(37) % 3
@@ -133,7 +133,7 @@ def test_a_step_with_one_hot_targets_is_that_of_labels(world):
 
 
 def test_the_gradient_of_targets_needs_no_logarithm_of_numpy(world, monkeypatch):
-    """The bytes of NumPy's exp and log depend on the CPU, and those of weights must not."""
+    """The bytes of NumPy's exp and log depend on the CPU, but the bytes of weights must not."""
     x = numbers("scores", 37, 5, dtype=np.float32)
     scores, targets = blocked(world, x, np.eye(5, dtype=np.float32)[np.arange(37) % 5])
 
@@ -145,7 +145,7 @@ def test_the_gradient_of_targets_needs_no_logarithm_of_numpy(world, monkeypatch)
         return value, dx.lanes.tobytes()
 
     class OtherCPU:
-        """NumPy with other roundings."""
+        """NumPy with exp and log that round differently."""
 
         def __getattr__(self, name):
             return getattr(np, name)
@@ -160,4 +160,4 @@ def test_the_gradient_of_targets_needs_no_logarithm_of_numpy(world, monkeypatch)
     monkeypatch.setattr(probabilities, "np", OtherCPU())
     other_loss, other_gradient = loss_and_gradient()
     assert other_gradient == gradient
-    assert 0 < abs(other_loss - loss) < 1e-4  # the negative control: the loss uses them
+    assert 0 < abs(other_loss - loss) < 1e-4  # negative control: the loss uses exp and log

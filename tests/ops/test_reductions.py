@@ -1,4 +1,4 @@
-"""Sums and means over the images and over other axes, and their gradients."""
+"""Test sums and means over the images and over other axes, and their gradients."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ import mpidl as dl
 
 
 def along(op, **options):
-    """Return the op with options."""
+    """Return a function that calls the op with these options."""
     return lambda x: op(x, **options)
 
 
 def plain_sum(x, axes):
-    """Add up the entries of an array one after another."""
+    """Sum the entries of an array in order."""
     left_axes = [i for i in range(x.ndim) if i not in axes]
     total = np.zeros([x.shape[i] for i in left_axes])
     for index in np.ndindex(*x.shape):
@@ -35,7 +35,7 @@ def case(op, axis, shape, **options):
 
 
 class TestReductions(OpChecks):
-    """Each case runs under the fixture `world`."""
+    """Checks of sums and means. Each case runs with the fixture `world`."""
 
     cases = {
         "mean": Case(dl.mean, lambda x: x.sum(axis=0) / len(x), [(2, 3)]),
@@ -63,7 +63,7 @@ class TestReductions(OpChecks):
 
 
 def test_labels_can_be_counted(world):
-    """A sum of integers is exact and has an integer type."""
+    """A sum of integers is exact and has an integer dtype."""
     labels = np.arange(60).reshape(20, 3)
     sums = dl.sum(blocked(world, labels), axis=1)
     assert sums.dtype.kind == "i"
@@ -71,7 +71,7 @@ def test_labels_can_be_counted(world):
 
 
 def test_a_normalization_of_ones_own(world):
-    """An expression of means broadcasts as in NumPy."""
+    """A custom normalization, written with means, broadcasts as in NumPy."""
 
     def normalized(x):
         centred = x - dl.mean(x, axis=(1, 2), keepdims=True)

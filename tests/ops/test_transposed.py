@@ -1,4 +1,4 @@
-"""Transposed convolution."""
+"""Test transposed convolution."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from mpidl.ops.check import as_pair
 
 
 def transposed_reference(x, weight, bias, stride, crops):
-    """Add each pixel of x times a filter to the output; then crop."""
+    """Add each pixel of x, multiplied by the filters, to the output, and then crop the output."""
     (n, _, h, w), (_, k, r, s) = x.shape, weight.shape
     y = np.zeros((n, k, stride[0] * (h - 1) + r, stride[1] * (w - 1) + s))
     for i, j in np.ndindex(h, w):

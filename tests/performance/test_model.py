@@ -1,4 +1,4 @@
-"""The prediction, against records that known costs generate."""
+"""Test the prediction with records that known costs generate."""
 
 from dataclasses import replace
 
@@ -83,13 +83,13 @@ def test_costs_are_recovered():
     measured = model.exchanges.network
     assert measured.overhead == pytest.approx(network.overhead)
     assert measured.inside == pytest.approx(network.inside)
-    # A combined byte of the small exchanges counts as part of their fixed cost.
+    # Combining the bytes of small exchanges counts as part of their fixed cost.
     assert measured.per_exchange == pytest.approx(network.per_exchange, rel=0.01)
     assert measured.per_combined_byte == pytest.approx(network.per_combined_byte, rel=0.01)
 
 
 def test_an_exchange_faster_than_its_messages():
-    """Messages in both directions overlap: the exchange, not the ping-pong, sets the speed."""
+    """Messages in both directions overlap, so the exchange, not the ping-pong, sets the speed."""
     fast = record()
     for event, i in ((EVENTS[2], 2), (EVENTS[3], 3)):
         double = NETWORK._replace(inside=NETWORK.inside._replace(per_byte=1e-10))
@@ -98,7 +98,7 @@ def test_an_exchange_faster_than_its_messages():
 
 
 def test_a_step_of_two_ranks():
-    """Blocking sums add their time; the buckets end while backward runs."""
+    """Blocking sums add their time; the buckets are summed while backward runs."""
     model = Model(record())
     sums = 1e-5 + sum(simulated(event, 2, 8, NETWORK) for event in (EVENTS[1], EVENTS[-1]))
     step = model.step(2, model.setting)
@@ -112,7 +112,7 @@ def test_a_step_of_two_ranks():
 
 @pytest.mark.parametrize(("ranks", "blocks"), [(1, 8), (2, 4), (3, 3), (5, 2), (8, 1), (20, 1)])
 def test_whole_blocks_count(ranks, blocks):
-    """The rank with most blocks sets the time: 8 blocks on 3 ranks take as long as 9."""
+    """The rank with the most blocks sets the time: 8 blocks on 3 ranks take as long as 9."""
     model = Model(record())
     step = model.step(ranks, model.setting)
     assert step.seconds - step.sum == pytest.approx(STEP + blocks * BLOCK)
@@ -132,7 +132,7 @@ def test_threads_share_blocks():
 
 
 def test_the_last_mini_batch_of_an_epoch():
-    """12,800 images are 100 full mini-batches of 128, or 99 of 129 and one of 29.
+    """12,800 images give 100 full mini-batches of 128, or 99 of 129 and one of 29.
 
     The first mini-batch of an epoch is read before the first step.
     """
@@ -145,7 +145,7 @@ def test_the_last_mini_batch_of_an_epoch():
 
 
 def test_the_slowest_of_many_ranks():
-    """The mean of the largest of N exponential numbers is 1 + 1/2 + ... + 1/N."""
+    """The expected maximum of N exponential numbers is 1 + 1/2 + ... + 1/N."""
     count = 20_000
     times = -np.log(1 - (np.arange(count) + 0.5) / count)
     slowest = probe.slowest_of([np.stack([times, 0 * times + 3], axis=1)])
@@ -156,7 +156,7 @@ def test_the_slowest_of_many_ranks():
 
 
 def test_a_rank_that_is_always_slower():
-    """Two ranks wait for the slower one in every step, not in three of four."""
+    """Two ranks must wait for the slower rank in every step, not in three of four steps."""
     fast = np.linspace(1.0, 1.1, 50)[:, None]
     slowest = probe.slowest_of([fast, fast + 1])
     assert slowest[0] == pytest.approx(1.55)  # one rank: the mean of both
@@ -165,7 +165,7 @@ def test_a_rank_that_is_always_slower():
 
 
 def test_measured_sizes_are_not_replaced_by_a_line():
-    """Times with a knee: 8 blocks take twice as long as a line through the others says."""
+    """8 blocks take twice as long as a straight line through the other times predicts."""
     knee = record()
     for item in knee["steps"]:
         item["slowest"] = (
@@ -182,7 +182,7 @@ def test_measured_sizes_are_not_replaced_by_a_line():
 
 
 def test_measured_sums_are_not_replaced_by_the_simulation():
-    """On the ranks of the probe the measured time counts, although no network explains it."""
+    """On the probe's ranks, the measured time must count, although no network explains it."""
     odd = record()
     event = [list(EVENTS[1]), 1e-3]
     odd["network"] = [item | {"folds": [event, *item["folds"][2:]]} for item in odd["network"]]
@@ -200,7 +200,7 @@ def test_only_the_ranks_with_most_blocks_can_be_last(leaves, ranks):
 
 
 def test_ranks_together_are_slower_than_the_parts():
-    """The prediction for 2 ranks equals the step that the probe measured on its 2 ranks."""
+    """The prediction for 2 ranks must equal the step that the probe measured on 2 ranks."""
     parts = Model(record())
     seconds = parts.step(2, parts.setting).seconds
     together = record() | {
@@ -219,7 +219,7 @@ def test_ranks_together_are_slower_than_the_parts():
 
 
 def test_scaling_stops_where_half_is_lost():
-    """Without a network, the efficiency on N ranks is (s + 8 b) / (N (s + 8 / N b))."""
+    """Without communication, the efficiency on N ranks is (s + 8 b) / (N (s + 8 / N b))."""
     free = Network(0.0, Link(0.0, 0.0), Link(0.0, 0.0), ranks_per_node=2)
     quiet = record(network=free) | {"reading_seconds_per_block": 0.0}
     quiet["network"] = [
@@ -228,7 +228,7 @@ def test_scaling_stops_where_half_is_lost():
     ]
     model = Model(quiet)
     efficiency = {n: (STEP + 8 * BLOCK) / n / (STEP + 8 / n * BLOCK) for n in (1, 2, 4, 8)}
-    assert efficiency[8] > 0.5  # and 16 ranks would have no more than 8 blocks
+    assert efficiency[8] > 0.5  # 16 ranks would have no more than 8 blocks
     stop = prediction.find_stop(prediction.Rates(model), model.setting, 256)
     assert stop["ranks"] == 8 and stop["reason"] == "ranks without blocks of 16 images"
     assert stop["options"]["--batch-size 256"] == 16
@@ -249,7 +249,7 @@ def test_weak_scaling_does_not_stop_without_a_network():
 
 
 def test_a_slower_link_stops_scaling_earlier():
-    """The assumed link counts between nodes only."""
+    """The assumed link must count only between nodes."""
     probed = record()
     rates = {
         latency: [
@@ -262,7 +262,7 @@ def test_a_slower_link_stops_scaling_earlier():
 
 
 def test_the_error_follows_the_noise():
-    """The same record gives the same error. More noise gives a larger error, which covers it."""
+    """A record must always give the same error. More noise must give a larger, sufficient error."""
     errors = []
     for noise in (0.0, 0.2):
         model = Model(record(noise))
@@ -284,7 +284,7 @@ def test_the_error_follows_the_noise():
         (3, 1, [1, 2, 3]),
         (8, 4, [1, 4, 8]),
         (10, 4, [1, 4, 8, 10]),
-        (7, 4, [1, 4, 7]),  # 7 and 8 blocks take as long
+        (7, 4, [1, 4, 7]),  # 7 blocks take as long as 8
         (99, 2, [1, 2, 4, 8, 16, 32]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The clock of simulated exchanges, against times worked out by hand and a plain event loop."""
+"""Compare the times of simulated exchanges with known times and a plain event loop."""
 
 import numpy as np
 import pytest
@@ -31,12 +31,12 @@ def test_one_rank_takes_no_time():
 
 
 def test_messages_of_a_rank_follow_each_other():
-    """Three ranks send two messages each: the last leaves second, and two are received."""
+    """Each of three ranks sends two messages; the last message leaves second."""
     size = 100
     slow = Network(
         OVERHEAD, Link(LATENCY, 1e-6), Link(LATENCY, 1e-6)
     )  # the ports are busy for longer than its overhead
-    # Both messages to rank 2 leave as the second message of their sender, and share its port.
+    # Both messages to rank 2 are the second message of their sender, and share rank 2's port.
     expected = OVERHEAD + 2 * 1e-6 * size + LATENCY + 1e-6 * size + OVERHEAD
     assert simulation.allgather_seconds(3, size, slow) == pytest.approx(expected)
     fast = Network(OVERHEAD, Link(LATENCY, 0.0), Link(LATENCY, 0.0))  # the processor is the limit
@@ -50,11 +50,11 @@ def test_links_between_nodes_cost_more():
     )
     assert seconds(2, 2, 10, distant) == seconds(2, 2, 10, distant._replace(ranks_per_node=8))
     near, spread = (seconds(4, 4, 10, distant._replace(ranks_per_node=n)) for n in (4, 2))
-    assert spread - near == pytest.approx(9 * LATENCY)  # one of the two rounds leaves the node
+    assert spread - near == pytest.approx(9 * LATENCY)  # one of two rounds leaves the node
 
 
 def test_ranks_of_a_node_share_memory():
-    """Each copies its node, notices the others, and folds all of it, or its segment."""
+    """Each rank copies its node, sees the others' nodes, and folds all values or a segment."""
     node = FLAT._replace(ranks_per_node=4, shares_memory=True)
     small, large = 4 * 1000, 4 * 100_000
     expected = FIXED + PER_BYTE * small + LATENCY + 3 * COMBINED * small
@@ -72,7 +72,7 @@ def test_the_first_ranks_of_nodes_exchange_messages():
     root = PER_BYTE * size + LATENCY + PER_BYTE * size
     assert seconds(4, 4, 1000, nodes) == pytest.approx(FIXED + inside + message + root, rel=1e-12)
     assert seconds(4, 3, 1000, nodes) > 0  # the second node has one rank
-    # large sums go in segments, which the ranks of a node exchange side by side
+    # large sums are split into segments, which the ranks of a node exchange in parallel
     size = 4 * 100_000
     inside = 2 * (PER_BYTE * size + LATENCY) + COMBINED * size / 2
     message = 2 * OVERHEAD + LATENCY + (PER_BYTE + COMBINED) * size / 2
@@ -83,7 +83,7 @@ def test_the_first_ranks_of_nodes_exchange_messages():
 
 @pytest.mark.parametrize("ranks", [3, 7, 12])
 def test_few_elements_stand_for_long_messages(ranks):
-    """The arrays of a long exchange are small; its time is that of arrays of full size."""
+    """A long exchange uses small arrays, but must take the time of arrays of full size."""
     runs, width = fold.split_blocks(5 * ranks + 1, ranks), 200 * simulation.SEGMENT * ranks
     trees = [fold.Tree(5 * ranks + 1, runs, rank) for rank in range(ranks)]
     full = Simulation(ranks, FLAT, carries_data=False)
@@ -99,13 +99,13 @@ def test_few_elements_stand_for_long_messages(ranks):
     full.run((rank, on(rank)) for rank in range(ranks))
     expected = FIXED + max(rank.clock for rank in full.ranks)
     assert seconds(5 * ranks + 1, ranks, width) == pytest.approx(expected, rel=0.02)
-    count = 2 * (ranks - 1)  # messages of the slowest rank, which it sends and receives
+    count = 2 * (ranks - 1)  # messages that the slowest rank sends and receives
     assert expected > FIXED + 2 * LATENCY + 2 * count * OVERHEAD
 
 
 @pytest.mark.parametrize("width", [40, 100_000])
 def test_time_grows_with_each_cost(width):
-    """The algorithm depends on the size, and every cost contributes."""
+    """The algorithm depends on the size, and every cost must contribute."""
     base = seconds(100, 12, width)
     costs = ("overhead", "inside", "per_combined_byte", "per_exchange")
     for name in costs:
@@ -116,7 +116,7 @@ def test_time_grows_with_each_cost(width):
 
 
 def test_an_exchange_that_does_not_end_is_an_error():
-    """Negative control: a message that nobody sends, and one that nobody receives."""
+    """Negative control: one message is never sent, another never received."""
 
     def receive(transport):
         yield [transport.irecv(np.empty(1), 1, 0)]
@@ -146,7 +146,7 @@ def test_a_message_of_another_size_is_an_error():
 @pytest.mark.slow("ranks")
 @pytest.mark.timeout(120)
 def test_1024_ranks():
-    """The end of the curve: both algorithms of many ranks, against bounds by their tables."""
+    """At the end of the curve, both algorithms must stay within the bounds of their tables."""
     ranks = 1024
     small = seconds(2 * ranks, ranks, 41, algorithm=exchange.up_and_down)
     assert (

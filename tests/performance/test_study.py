@@ -1,4 +1,4 @@
-"""The folder of a study: its runs, rows, tables, figures and checks."""
+"""Test the folder of a study: runs, rows, tables, figures and checks."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ PARTS = {"compute": 0.5, "wait": 0.2, "sum": 0.1, "input": 0.05, "other": 0.15}
 
 
 def write_run(run, rate, accuracy=0.9, log="", sha="00"):
-    """Write the files of a finished run with three epochs at about a rate."""
+    """Write the files of a finished run with three epochs at about `rate` images/s."""
     folder = run.plan.out / run.name
     folder.mkdir(parents=True)
     summary = {"accuracy": accuracy, "loss": 0.1, "threads": 1, "device": "cpu"}
@@ -44,7 +44,7 @@ def plan(tmp_path):
 
 @pytest.fixture
 def content(plan):
-    """The content of scaling.json of three numbers of ranks, the last oversubscribed."""
+    """Return the content of scaling.json for three numbers of ranks, the last oversubscribed."""
     for run in plan.runs():
         log = f"warning: ..., {thread_budget.SHARED_CORES}\n" if run.ranks == 4 else "fine\n"
         write_run(run, RATES[run.ranks] * (1.0 if run.turn == 1 else 1.1), log=log)
@@ -119,7 +119,7 @@ def test_speed_of_a_run(speeds, speed):
 
 
 def test_speed_of_a_run_without_an_epoch():
-    """Iterations of 2 s, and one validation of 10 s that does not count."""
+    """Iterations take 2 s, and one validation of 10 s does not count."""
     times = [("iteration", 5), ("iteration", 7), ("validation", 7), ("iteration", 19)]
     records = [{"kind": kind, "seconds": s} for kind, s in [*times, ("iteration", 21)]]
     summary = {"images_per_second": 400 / 21, "train_seconds": 21, "iterations": 4}
@@ -133,7 +133,7 @@ def test_a_run_without_times_of_ranks(plan):
 
 
 def test_checks_leave_out_shared_cores_and_one_rank(content):
-    """The negative control: the oversubscribed run is far off, and does not count."""
+    """Negative control: the oversubscribed run is far from its prediction, and does not count."""
     checks = {check["ranks"]: check for check in content["checks"]}
     assert [n for n, check in checks.items() if check["is_counted"]] == [2]
     assert checks[2]["difference"] == pytest.approx(1000 * 2**0.8 / (1800 * 1.05 + 2.5) - 1)
@@ -142,7 +142,7 @@ def test_checks_leave_out_shared_cores_and_one_rank(content):
         "Largest difference of prediction and measurement: 8.0% of the speed, "
         "3.2% of the efficiency"
     )
-    del content["rows"][0]  # without a run on one rank, the efficiencies have other bases
+    del content["rows"][0]  # without a run on one rank, efficiencies have another base
     checks = results.check_predictions(content["rows"], content["prediction"]["rows"])
     assert report.check_lines(checks)[-1].endswith("measurement: 8.0% of the speed")
     assert lines[0].endswith("(not counted: one rank)")
@@ -206,7 +206,7 @@ def test_figures(content, tmp_path):
 
 
 def test_colours_differ_in_gray():
-    """Neighbours in a bar differ in brightness, so that a print in gray can be read."""
+    """Adjacent parts of a bar must differ in brightness, so that a gray print can be read."""
     colours = [colour for colour, *_ in figures.PARTS.values()]
     red, green, blue = np.array(
         [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours]
@@ -228,7 +228,7 @@ def test_another_study_is_not_replaced(plan):
 
 
 def test_only_folders_of_a_study_are_deleted(plan):
-    """--overwrite deletes nothing in a folder without a study, and only runs in one with it."""
+    """--overwrite must delete only runs, and only in a folder with a study."""
     results_of_others = plan.out / "ranks-2024-results"
     results_of_others.mkdir(parents=True)
     write_run(plan.runs()[0], 1000.0)
@@ -240,7 +240,7 @@ def test_only_folders_of_a_study_are_deleted(plan):
 
 
 def test_runs_of_earlier_starts_stay_in_the_table(plan):
-    """A later start with other numbers of ranks keeps the rows and the base of the efficiency."""
+    """A later start with other numbers of ranks must keep the rows and the efficiency's base."""
     for run in plan.runs()[:3]:
         write_run(run, RATES[run.ranks])
     later = study.Study(study.Plan(plan.out, (8,), plan.words), Signals())
@@ -251,7 +251,7 @@ def test_runs_of_earlier_starts_stay_in_the_table(plan):
 
 
 def test_a_continued_study_does_not_write_its_file_again(plan):
-    """A full disk at a later start would leave an empty file."""
+    """If a later start wrote the file, a full disk would leave an empty file."""
     study.Study(plan, Signals()).start()
     path = plan.out / study.FILE
     before = path.stat()
@@ -261,7 +261,7 @@ def test_a_continued_study_does_not_write_its_file_again(plan):
 
 
 def test_options_that_one_number_of_ranks_refuses(plan, monkeypatch):
-    """Exit code 2 ends the study only if no run has finished."""
+    """Exit code 2 must end the study only if no run has finished."""
 
     def refuse(self, name, words, log):
         log.write("mpidl: --gpus: expected 4 GPUs\n")

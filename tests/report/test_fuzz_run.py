@@ -1,4 +1,4 @@
-"""Any bytes of metrics.jsonl, options.toml and the like are read, or refused in one line."""
+"""Test that any bytes of metrics.jsonl, options.toml etc. are read, or refused in one line."""
 
 import parsers
 import pytest

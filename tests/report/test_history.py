@@ -1,4 +1,4 @@
-"""History: the records of a run as arrays, from memory and from files."""
+"""Test History: the records of a run as arrays, from memory and from files."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from image_sets import refusal
 import mpidl as dl
 from mpidl.report import Metrics, history, metrics
 from mpidl.report.history import HistoryRecorder
+from mpidl.report.trackers import tracking
 
 
 def write(path):
@@ -58,8 +59,31 @@ def test_a_recorder_returns_the_records_of_the_file(tmp_path):
     assert all(record in recorded for record in numbers)
 
 
+def test_metrics_of_validations(tmp_path):
+    """They survive the file, a rewind and a resume with other metrics."""
+    with Metrics(tmp_path / "metrics.jsonl") as records:
+        for i, values in enumerate(({"f1": 0.25}, None, {"f1": math.nan, "iou": 0.5}), 1):
+            records.record("validation", 1, i, 0.5, 0.1, None, 1.0, 0.75, metrics=values)
+    recorder = HistoryRecorder(metrics.read(tmp_path / "metrics.jsonl"))
+    assert [r.get("metrics") for r in recorder.records()] == [
+        {"f1": 0.25},
+        None,
+        {"f1": None, "iou": 0.5},
+    ]
+    validation = recorder.history().validation
+    np.testing.assert_array_equal(validation.metrics["f1"], [0.25, math.nan, math.nan])
+    np.testing.assert_array_equal(validation.metrics["iou"], [math.nan, math.nan, 0.5])
+    assert list(validation.as_dict())[-2:] == ["f1", "iou"]
+    recorder.cut(2)
+    assert list(recorder.history().validation.metrics) == ["f1"]
+    names = tracking.scalars(
+        {"kind": "validation", "loss": 0.5, "metrics": {"f1": 0.25, "x": None}}
+    )
+    assert names == {"validation/loss": 0.5, "validation/f1": 0.25}
+
+
 def test_a_run_that_is_being_written_can_be_read(tmp_path):
-    """Half a line, records of other kinds and values of other types are left out."""
+    """Incomplete lines, records of other kinds and values of other types are ignored."""
     path = tmp_path / "metrics.jsonl"
     write(path)
     with open(path, "a") as file:

@@ -1,4 +1,4 @@
-"""The records of the metrics file, and how a resumed run continues it."""
+"""Test the records of the metrics file, and how a resumed run continues the file."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from mpidl.report import Metrics, metrics
 
 
 def write(path, iterations, **keywords):
-    """Write records of iterations of epoch 1; return the closed Metrics."""
+    """Write records of iterations of epoch 1. Return the closed Metrics."""
     with Metrics(path, **keywords) as records:
         for iteration in iterations:
             records.record("iteration", 1, iteration, 0.5 / iteration, 0.01, 100.0, 0.1 * iteration)
@@ -66,10 +66,10 @@ def test_records_are_cut_while_the_file_is_written(tmp_path):
 
 def test_another_rank_continues_the_file_with_the_records_that_are_missing(tmp_path):
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other.jsonl"
-    write(path, (1, 2, 3))  # of a rank that was lost before it wrote the fourth record
+    write(path, (1, 2, 3))  # by a rank that is lost before it writes the fourth record
     write(other, (1, 2, 3, 4))
     heir = Metrics(path, rank=1)
-    heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)  # still of no effect
+    heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)  # no effect yet
     heir.rewind(4, metrics.read(other))
     heir.record_lost(1, 4, {"ranks": [0], "hosts": ["n1"], "ranks_left": 3, "seconds_lost": 0.5})
     heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)
@@ -94,7 +94,7 @@ def test_metrics_that_cannot_be_written_are_an_error(tmp_path):
 
 
 def test_records_that_are_discarded(tmp_path):
-    """The file may be that of another run by then; records written before stay."""
+    """Discarded records do not reach the file, which may belong to another run by then."""
     path = tmp_path / "metrics.jsonl"
     records = Metrics(path)
     records.record("iteration", 1, 1, 0.5, 0.01, 100.0, 0.1)

@@ -1,4 +1,4 @@
-"""progress.png: the curves of a metrics file."""
+"""Test progress.png: the curves of a metrics file."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The file with which a user stops a run."""
+"""Test the file with which a user stops a run."""
 
 import os
 

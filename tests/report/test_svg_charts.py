@@ -1,4 +1,4 @@
-"""Charts as SVG: their axes, lines, points and legend."""
+"""Test SVG charts: their axes, lines, points and legend."""
 
 import math
 
@@ -8,7 +8,7 @@ from mpidl.report import svg_charts
 
 
 def drawn(lines, **options):
-    """Draw lines; return the figure, the texts in the picture, and the points of each line."""
+    """Draw lines. Return the figure, the texts in the picture, and the points of each line."""
     figure = svg_charts.chart("Loss", lines, **options)
     texts = [text.text for text in figure.iter("text")]
     points = [
@@ -69,7 +69,7 @@ def test_long_lines_keep_their_extremes():
     "count", [1, svg_charts.MAX_POINTS // 2, 2 * svg_charts.MAX_POINTS + 3, 100_001]
 )
 def test_a_curve_keeps_its_extremes(count):
-    """However long it is, it has the same few points in every part, in their order."""
+    """A curve of any length keeps its extremes, with the same few ordered points in every part."""
     curve, spikes = svg_charts.Curve(), {count // 3: -1.0, count // 2: 2.0}
     for i in range(count):
         curve.add(i, spikes.get(i, (i % 7) / 7))

@@ -1,4 +1,4 @@
-"""table.csv, table.png and the printed table of a sweep, and the choice of the best trial."""
+"""Test table.csv, table.png and the printed table of a sweep, and the choice of the best trial."""
 
 import csv
 import sys
@@ -23,7 +23,7 @@ def row(trial, state="done", rate=0.1, **values):
 
 
 def test_the_best_trial():
-    """Validation before test and accuracy before loss, if all trials that ended have them."""
+    """Trials are ranked by validation before test, and accuracy before loss, if all have them."""
     rows = [row(1, accuracy=0.9, loss=0.3), row(2, accuracy=0.8, loss=0.1)]
     assert sweep_table.best_of(rows)["trial"] == 1 and sweep_table.score_of(rows) == "accuracy"
     rows += [row(3, accuracy=0.9, loss=0.2), row(4, accuracy=0.9, loss=0.2), row(5, "failed")]
@@ -97,13 +97,13 @@ def test_picture(tmp_path, monkeypatch):
         assert tuple(bytes.fromhex(colour[1:])) in colours
     assert sweep_table.draw(folder, rows[:1], varied)  # no option varies
     rows[0]["learning_rate"] = None
-    assert sweep_table.draw(folder, rows, varied)  # some trials leave the option to its default
+    assert sweep_table.draw(folder, rows, varied)  # some trials use the default of the option
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not sweep_table.draw(folder, rows, varied)
 
 
 def test_mean_and_spread_of_folds(tmp_path, capsys):
-    """NumPy's mean and sample standard deviation; a fold that failed is not counted."""
+    """Means and standard deviations equal NumPy's, and failed folds do not count."""
     scores = [0.9, 0.8, 0.85, 0.7, 0.95, None]
     rows = [
         row(i + 1, "failed" if score is None else "done", rate=0.1 + i // 3, fold=f"{i % 3 + 1}/3")

@@ -1,4 +1,4 @@
-"""Files and tables of timelines, from spans written by hand."""
+"""Test files and tables of timelines, from manually defined spans."""
 
 import jsonschema
 import numpy as np
@@ -25,7 +25,7 @@ NUMBER = {name: i for i, (*_, name) in enumerate(LABELS)} | {"sum": 4, "wait": 3
 
 
 def rank_of(*spans, host="node1", wait=0.0, is_full=False):
-    """Return RankSpans; spans: (name, start in ms, end in ms, size)."""
+    """Return RankSpans. Each of `spans` is (name, start in ms, end in ms, size)."""
     rows = [(round(a * MS), round(b * MS), NUMBER[name], size) for name, a, b, size in spans]
     seconds = Seconds(0.001, 0.002, 0.01, wait, 0.003)
     return RankSpans(
@@ -34,7 +34,7 @@ def rank_of(*spans, host="node1", wait=0.0, is_full=False):
 
 
 def iterations(delay):
-    """Return two iterations of 10 ms, with a wait in each that begins after `delay` ms."""
+    """Return two iterations of 10 ms. In each, a wait begins after `delay` ms."""
     spans = []
     for i in (1, 2):
         start = 100 + 10 * i
@@ -61,7 +61,7 @@ def test_a_file_has_the_spans_of_all_ranks(tmp_path):
     }
     assert names == {0: "rank 0, node1, cpu, 1 thread", 1: "rank 1, node2, cpu, 1 thread"}
     waits = [trace_events.complete(trace, rank, "wait") for rank in (0, 1)]
-    # The first span, of a reader, begins at 100 ms.
+    # The first span, which belongs to a reader, begins at 100 ms.
     assert [(e["ts"], e["dur"]) for e in waits[0]] == [(12e3, 6e3), (22e3, 6e3)]
     assert [(e["ts"], e["dur"]) for e in waits[1]] == [(15e3, 3e3), (25e3, 3e3)]
     steps = trace_events.complete(trace, 1, "iteration")
@@ -131,7 +131,7 @@ def test_the_table_names_the_slowest_rank_and_the_largest_wait():
         rank_of(*late),
         rank_of(*iterations(3), wait=0.01),
     ]
-    assert timeline_table.slowest_rank(ranks) == 0  # equal work: the first
+    assert timeline_table.slowest_rank(ranks) == 0  # the work is equal, so the first rank
     lines = timeline_table.summary(ranks)
     assert lines[0] == "Timeline of 2 iterations, milliseconds per iteration:"
     assert lines[2].split() == ["0", "node1", "1.00", "5.00", "6.00", "1.50", "0.50", "8.00"]

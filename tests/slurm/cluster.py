@@ -1,4 +1,4 @@
-"""A real Slurm of three nodes on this machine, in separate namespaces.
+"""Run a real Slurm of three nodes on this machine, in separate namespaces.
 
 The nodes have host names, and their network is the loopback interface of the namespaces. All files
 are in one folder. No process outlives the cluster.
@@ -85,9 +85,9 @@ def _child(pid):
 
 
 class Cluster:
-    """The daemons; `with Cluster(folder) as cluster:` ends all of them.
+    """Daemons of the cluster; `with Cluster(folder) as cluster:` ends all of them.
 
-    folder: an empty folder with a short path, because it holds a socket.
+    `folder` is an empty folder. Its path must be short, because the folder contains a socket.
     """
 
     def __init__(self, folder):
@@ -105,7 +105,7 @@ class Cluster:
             (self.folder / name).mkdir()
         mounts = [self.folder / "hosts", "/etc/hosts"]
         if PMIX.exists():
-            # Slurm's plugin opens a library name that only the development package has.
+            # Slurm's plugin opens a library by a name that only the development package has.
             shutil.copytree(PMIX, self.folder / "pmix", symlinks=True)
             (self.folder / "pmix" / "libpmix.so").unlink(missing_ok=True)
             (self.folder / "pmix" / "libpmix.so").symlink_to("libpmix.so.2")
@@ -113,7 +113,7 @@ class Cluster:
         self.configure()
         words = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child"]
         words += ["--mount-proc", sys.executable, Path(__file__).with_name("machine.py")]
-        # The kernel ends the namespaces with this thread of this process, even if it is killed.
+        # The kernel ends the namespaces with this thread, even if this process is killed.
         self.machine = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *words, ADDRESS, *mounts],
             stdout=subprocess.PIPE,
@@ -140,7 +140,7 @@ class Cluster:
             daemon.wait()
 
     def configure(self, parameters="SlurmctldParameters=preempt_send_user_signal"):
-        """Write slurm.conf with this line, or an empty one; a running controller reads it anew."""
+        """Write slurm.conf with a line of parameters; a running controller reads the file again."""
         nodes = [NODE.format(name=name, port=17001 + i) for i, name in enumerate(NODES)]
         text = CONFIGURATION.format(
             folder=self.folder, parameters=parameters, nodes="\n".join(nodes)
@@ -160,7 +160,7 @@ class Cluster:
         wait_until(self.is_idle, 0.2)
 
     def kill_controller(self):
-        """Kill slurmctld, as if its machine was restarted."""
+        """Kill slurmctld, like a restart of its machine."""
         os.kill(int(_child(self.daemons["slurmctld"].pid)), signal.SIGKILL)
         self.daemons["slurmctld"].wait()
 
@@ -170,7 +170,7 @@ class Cluster:
 
     def start_node(self, name):
         """Start the daemon of a node, with the node's host name and shared memory."""
-        # MPICH names its shared memory after the number of the job, which other clusters use, too.
+        # MPICH names its shared memory after the job number, which other clusters also use.
         script = f"mount -t tmpfs shm /dev/shm && hostname {name} && exec slurmd -D -N {name}"
         self._start(name, "unshare", "--uts", "--mount", "sh", "-c", script)
         wait_until(lambda: self._has_own_name(name))
@@ -199,7 +199,7 @@ class Cluster:
         return result.stdout.split() == [str(len(NODES)), "idle"]
 
     def start(self, *words, env=None, cwd=None):
-        """Start a command on the login node and return the launcher's Job, which ends with it."""
+        """Start a command on the login node and return the launcher's Job."""
         return launcher.Job(
             self._inside(*words, cwd=cwd),
             stdout=subprocess.PIPE,
@@ -215,7 +215,7 @@ class Cluster:
         return launcher.Result(job.returncode, stdout, stderr)
 
     def run(self, *words, **keywords):
-        """Run a command on the login node, which must succeed, and return its output."""
+        """Run a command on the login node, check that it succeeds, and return its output."""
         result = self.finish(*words, **keywords)
         assert result.returncode == 0, launcher.format_output(words, result.stdout, result.stderr)
         return result.stdout
@@ -245,10 +245,7 @@ class Cluster:
 
 
 class Job:
-    """A submitted job.
-
-    number: its number, or ARRAY_TASK.
-    """
+    """Submitted job, whose `number` is the job's number or ARRAY_TASK."""
 
     def __init__(self, cluster, number, folder):
         self.cluster, self.number, self.folder = cluster, number, folder
@@ -262,12 +259,12 @@ class Job:
         return self.facts()["JobState"]
 
     def log(self):
-        """Return what the job has printed."""
+        """Return the output of the job."""
         path = Path(self.facts()["StdOut"])
         return path.read_text() if path.exists() else ""
 
     def wait(self, state):
-        """Wait for a state. Another final state is an error, and so is the queue."""
+        """Wait for a state. Another final state is an error, and so is a return to the queue."""
         facts = self.facts()
         restarts = facts["Restarts"]
 
@@ -285,8 +282,9 @@ class Job:
     def wait_for_requeue(self, count=1):
         """Wait until the job is in the queue again, and let it start at once."""
         self.wait("PENDING")
-        assert self.facts()["Restarts"] == str(count), self.log()
-        time.sleep(2)  # a node refuses credentials of the second in which it revoked the former one
+        # a controller that was away reports the state before it counts the restart
+        wait_until(lambda: self.facts()["Restarts"] == str(count), 0.2)
+        time.sleep(2)  # a node refuses credentials of the second in which it revoked earlier ones
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def scancel(self, *options):

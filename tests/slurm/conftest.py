@@ -1,4 +1,4 @@
-"""The cluster, and trainings on it."""
+"""Provide the cluster, and trainings on it, as fixtures."""
 
 import shutil
 import tempfile
@@ -12,7 +12,7 @@ import trainings
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A Slurm of three nodes; the tests are skipped if it cannot be started here."""
+    """Yield a Slurm of three nodes; skip the tests if it cannot be started here."""
     if reason := slurm.why_not():
         pytest.skip(f"no Slurm on this machine: {reason}")
     folder = Path(tempfile.mkdtemp(prefix="mpidl-slurm-"))  # a short path
@@ -25,13 +25,13 @@ def cluster():
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory):
-    """A folder of 210 small images in three classes."""
+    """Return a folder of 210 small images in three classes."""
     return jobs.draw_images(tmp_path_factory.mktemp("shapes") / "shapes")
 
 
 @pytest.fixture(scope="session")
 def expected_hash(shapes, tmp_path_factory):
-    """The hash of the weights after the training of `trainings.train_words` on one rank."""
+    """Return the hash of the weights after training by `trainings.train_words` on one rank."""
     out = tmp_path_factory.mktemp("one-rank") / "run"
     jobs.train(1, shapes, out, *trainings.LENGTH, network=trainings.NETWORK)
     return jobs.weights_hash(out)
@@ -39,9 +39,9 @@ def expected_hash(shapes, tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, shapes, tmp_path):
-    """A function that submits run/NAME.slurm; the test's jobs end with the test.
+    """Yield a function that submits run/NAME.slurm; the test's jobs end with the test.
 
-    By default it is the usual training, with more `words` for mpidl.train.
+    By default, the job is the usual training, with additional `words` for mpidl.train.
     """
     submitted = []
 

@@ -1,6 +1,6 @@
-"""Networks for `--network FILE.py:FUNCTION` whose steps are slow while a file exists.
+"""Define networks for `--network FILE.py:FUNCTION` whose steps are slow while a file exists.
 
-The environment variable PACE_FILE names the file. The file changes no number of the training.
+The environment variable PACE_FILE names the file, which does not change the training.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""run/sweep.slurm and run/scaling.slurm on a real Slurm: requests to stop, and arrays."""
+"""Test run/sweep.slurm and run/scaling.slurm on a real Slurm: stop requests and arrays."""
 
 import jobs
 import pytest
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow("slurm"), pytest.mark.timeout(240)]
 
 @pytest.fixture
 def start(submit, shapes, tmp_path):
-    """A function that submits a sweep or a study; the returned Training is its first one."""
+    """Return a function that submits a sweep or study and returns its first Training."""
 
     def start_study(name, *options):
         if name == "sweep":
@@ -28,7 +28,7 @@ def start(submit, shapes, tmp_path):
 
 @pytest.mark.parametrize("name", ["sweep", "scaling"])
 def test_a_request_to_stop(start, expected_hash, name):
-    """The job requeues itself and continues."""
+    """The job must requeue itself and continue."""
     training = start(name)
     training.wait_for_steps()
     training.job.scancel("--batch", "--signal=USR1")
@@ -47,7 +47,7 @@ def test_scancel(start, expected_hash, name):
 
 
 def test_stop_file_of_a_trial(start):
-    """It ends only its trial, and the job ends when the other trials have."""
+    """The file must end only its trial; the job ends after the other trials."""
     training = start("sweep")
     training.wait_for_steps()
     (training.out / "stop").write_text("now\n")
@@ -60,7 +60,7 @@ def test_stop_file_of_a_trial(start):
 
 
 def test_stop_file_of_a_study(start):
-    """It ends the study, which is not requeued."""
+    """The file must end the study, which must not be requeued."""
     training = start("scaling")
     training.wait_for_steps()
     (training.out / "stop").write_text("now\n")

@@ -1,4 +1,4 @@
-"""run/train.slurm with the MPI of the machine, as `run/install --system-mpi` sets it up."""
+"""Test run/train.slurm with the machine's MPI, which `run/install --system-mpi` sets up."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow("slurm"), pytest.mark.timeout(240)]
 
 
 def test_debians_mpich(submit, tmp_path, expected_hash):
-    """Slurm's default is no MPI here, so the script chooses the type by the ABI."""
+    """The default of this Slurm is no MPI, so the script must choose the type by the ABI."""
     if not os.path.exists("/usr/bin/mpirun.mpich"):
         pytest.skip("no MPICH of Debian: apt-get install mpich")
     python = environments.make_without_mpi(tmp_path / "venv")

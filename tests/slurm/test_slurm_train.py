@@ -1,4 +1,4 @@
-"""run/train.slurm on a real Slurm: whatever ends a job, the weights are those of one rank."""
+"""Test run/train.slurm on a real Slurm: whatever ends a job, weights equal one rank's."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ SIZES = [pytest.param(2, 2, id="2 nodes"), pytest.param(3, 1, id="3 nodes")]
 
 @pytest.fixture
 def preempt(cluster, tmp_path):
-    """A function that starts and ends a job on all nodes, which preempts the other jobs."""
+    """Return a function that starts and ends a job on all nodes, which preempts other jobs."""
     urgent = []
 
     def start():
@@ -36,7 +36,7 @@ def preempt(cluster, tmp_path):
 
 @pytest.fixture(params=[True, False], ids=["with USR1", "with TERM"])
 def has_user_signal(cluster, request):
-    """Whether Slurm sends the signal of --signal on preemption, or only TERM to the ranks."""
+    """Return whether Slurm sends the signal of --signal on preemption, or only TERM."""
     if not request.param:
         cluster.configure(parameters="")
     yield request.param
@@ -45,7 +45,7 @@ def has_user_signal(cluster, request):
 
 @pytest.mark.parametrize(("nodes", "tasks"), SIZES)
 def test_time_limit(submit, expected_hash, nodes, tasks):
-    """Slurm sends the signal up to a minute early; the job continues under a longer limit."""
+    """Slurm sends the signal up to a minute early. The job continues under a longer limit."""
     limit = ["--time=1", "--signal=B:USR1@20"]
     training = submit(*limit, nodes=nodes, tasks=tasks)
     training.wait_for_steps()
@@ -71,7 +71,7 @@ def check_scancel(training):
 
 @pytest.mark.parametrize(("nodes", "tasks"), SIZES)
 def test_scancel(submit, expected_hash, nodes, tasks):
-    """The job ends with a checkpoint and does not come back; another job resumes the run."""
+    """The job must end with a checkpoint and not be requeued; another job resumes the run."""
     training = submit(nodes=nodes, tasks=tasks)
     assert check_scancel(training) >= 3
     resumed = submit(words=["--resume", training.out], nodes=2, tasks=1)
@@ -79,7 +79,7 @@ def test_scancel(submit, expected_hash, nodes, tasks):
 
 
 def test_scancel_without_its_check(submit, tmp_path):
-    """The negative control: a script that does not ask for the state requeues the job."""
+    """Negative control: a script that does not check the job's state requeues the job."""
     checkout = trainings.changed_checkout(tmp_path, "slurm.sh", "elif is_ending", "elif false")
     training = submit(checkout=checkout)
     with pytest.raises(AssertionError, match="PENDING"):
@@ -113,7 +113,7 @@ def test_preemption_at_the_start(submit, preempt, has_user_signal, expected_hash
 def test_preemption_before_an_earlier_run_is_replaced(
     submit, cluster, preempt, shapes, tmp_path, expected_hash
 ):
-    """The checkpoint that the second start finds is that of the earlier run."""
+    """The second start finds the checkpoint of the earlier run, and must replace that run."""
     jobs.train(1, shapes, tmp_path / "run", "--epochs", 1, "--seed", 5, network=trainings.NETWORK)
     wait = f'[ -e "{tmp_path}/called" ] || {{ touch "{tmp_path}/called"; exec sleep 600; }}'
     (tmp_path / "srun").write_text(
@@ -124,7 +124,7 @@ def test_preemption_before_an_earlier_run_is_replaced(
     training = submit(f"--export=ALL,PATH={path}", words=["--overwrite"])
     wait_until((tmp_path / "called").exists, 0.2)
     check_preemption(training, preempt)
-    training.wait_for_steps(10)  # more than the earlier run has
+    training.wait_for_steps(10)  # more steps than the earlier run has
     preempt()
     training.job.wait_for_requeue(2)
     preempt.end()
@@ -134,7 +134,7 @@ def test_preemption_before_an_earlier_run_is_replaced(
 
 
 def test_preemption_without_the_traps(submit, preempt, tmp_path):
-    """The negative control: the signal ends a script that does not catch it."""
+    """Negative control: the signal ends a script that does not catch the signal."""
     checkout = trainings.changed_checkout(tmp_path, "slurm.sh", "trap stop_step USR1 TERM", "")
     script = checkout / "run" / "train.slurm"
     script.write_text(script.read_text().replace("trap 'asked=yes' USR1 TERM", ""))
@@ -153,7 +153,7 @@ def test_scontrol_requeue(submit, expected_hash):
 
 
 def test_the_controller_is_restarted_when_a_job_wants_back(submit, cluster, expected_hash):
-    """It is away for longer than scontrol waits for it."""
+    """The controller is away for longer than scontrol waits."""
     training = submit(nodes=1)
     training.wait_for_steps()
     log = Path(training.job.facts()["StdOut"])
@@ -176,9 +176,10 @@ def is_batch_script(pid):
 
 @pytest.mark.parametrize("node", ["n1", "n2"], ids=["first", "second"])
 def test_a_node_that_dies(submit, cluster, expected_hash, node):
-    """Slurm requeues the job; it resumes on the other nodes from the last checkpoint.
+    """Slurm requeues the job, which resumes on the other nodes from the last checkpoint.
 
-    It takes over its own lock at once, although nobody there can see the process that held it.
+    The job must take over its own lock at once, although no other node sees the process that held
+    it.
     """
     training = submit(words=["--checkpoint-every", 4])
     training.wait_for_steps(12)
@@ -195,7 +196,7 @@ def test_a_node_that_dies(submit, cluster, expected_hash, node):
 
 
 def test_stop_file(submit, expected_hash):
-    """A person stopped the run: the job is not requeued."""
+    """A person stopped the run, so the job must not be requeued."""
     training = submit()
     training.wait_for_steps()
     (training.out / "stop").write_text("now\n")
@@ -207,7 +208,7 @@ def test_stop_file(submit, expected_hash):
 
 
 def test_two_jobs_in_one_folder(submit, expected_hash):
-    """The second job is refused, and the first one is not disturbed."""
+    """The second job must be refused, and must not disturb the first job."""
     training = submit(nodes=1)
     training.wait_for_steps()
     second = submit(nodes=1, words=["--overwrite"])
@@ -220,7 +221,7 @@ def test_two_jobs_in_one_folder(submit, expected_hash):
 
 
 def test_job_array(submit, shapes, tmp_path):
-    """Each task has a folder and a seed, and the hash of one rank with this seed."""
+    """Each task must have its own folder and seed, and the hash of one rank with this seed."""
     short = ["--epochs", 2]
     words = [*short, "--seed", "%a", "--out", tmp_path / "seed-%a"]
     array = submit("--array=0-3", nodes=1, tasks=1, words=words)
@@ -238,7 +239,7 @@ def test_job_array(submit, shapes, tmp_path):
 
 
 def test_a_task_of_an_array_is_requeued_alone(submit, tmp_path):
-    """Slurm gives the last task the number of the array."""
+    """The last task has the same job number as the array."""
     words = ["--out", tmp_path / "task-%a"]
     array = submit("--array=0-1", nodes=1, tasks=1, words=words)
     first, last = array.job.task(0), array.job.task(1)
@@ -271,7 +272,7 @@ def test_an_unknown_mpi_type(submit):
 
 @pytest.mark.parametrize("words", [["--epoch", "3"], ["--momentum", "2"]], ids=" ".join)
 def test_an_unusable_option(submit, words):
-    """One line, exit code 2, and no second start."""
+    """The job must end with one line and exit code 2, without a second start."""
     training = submit(words=words)
     training.job.wait("FAILED")
     assert training.job.facts()["ExitCode"] == "2:0"
@@ -280,7 +281,7 @@ def test_an_unusable_option(submit, words):
 
 
 def test_a_step_that_cannot_start(submit, cluster, tmp_path, expected_hash):
-    """The script starts it once more, and only once."""
+    """The script must start the step once more, and only once."""
     for failures, state in ((1, "COMPLETED"), (2, "FAILED")):
         folder = tmp_path / str(failures)
         folder.mkdir()
@@ -298,7 +299,7 @@ def test_a_step_that_cannot_start(submit, cluster, tmp_path, expected_hash):
 
 
 def test_the_limit_of_a_partition_applies(submit):
-    """Without --time, the job gets the limit of its partition; with more, it would wait forever."""
+    """Without --time, a job has its partition's limit; with more, the job would wait forever."""
     training = submit()
     assert training.job.facts()["TimeLimit"] == "01:00:00"
     longer = submit("--time=120", words=["--out", training.out / "longer"])

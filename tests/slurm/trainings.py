@@ -1,4 +1,4 @@
-"""Trainings by run/train.slurm whose speed a test decides, and the environments of the scripts."""
+"""Submit trainings by run/train.slurm whose speed a test controls; create environments."""
 
 import shutil
 import sys
@@ -16,9 +16,9 @@ MPI_TYPE = "pmi2" if MPI.get_vendor()[0] == "MPICH" else "pmix"
 
 
 class Training:
-    """A job that trains, with the folder of its results.
+    """Job that trains, with the folder of its results.
 
-    The steps are slow until `release`.
+    The steps are slow until `release` is called.
     """
 
     def __init__(self, job, out, pace):
@@ -35,7 +35,7 @@ class Training:
         wait_until(is_training, 0.2)
 
     def release(self):
-        """Let the steps take no time."""
+        """Remove the delay of the steps."""
         self.pace.unlink(missing_ok=True)
 
     def finish(self):
@@ -46,9 +46,9 @@ class Training:
 
 
 def start(cluster, folder, name, words, out, options=(), nodes=2, tasks=2, checkout=launcher.ROOT):
-    """Submit the script run/NAME.slurm with these words and return the Training in `out`.
+    """Submit run/NAME.slurm with `words`, and return the Training in `out`.
 
-    options: of sbatch. checkout: the folder of run/.
+    `options` are for sbatch, and `checkout` is the folder that contains run/.
     """
     pace, venv = folder / "pace", folder / "venv"
     pace.touch()
@@ -61,13 +61,13 @@ def start(cluster, folder, name, words, out, options=(), nodes=2, tasks=2, check
 
 
 def train_words(shapes, out, *words):
-    """Return the arguments of mpidl.train for the usual training; later words replace earlier."""
+    """Return the arguments of mpidl.train for the usual training; later words take precedence."""
     usual = [*LENGTH, "--batch-size", 50, "--network", NETWORK, "--data", shapes, "--out", out]
     return [*usual, *words]
 
 
 def make_environment(folder, checkout):
-    """Make what run/install makes for a checkout, of the packages that these tests use."""
+    """Create the environment of run/install for a checkout, with the packages of these tests."""
     prefix, packages = Path(sys.prefix), Path(sysconfig.get_path("purelib"))
     own_packages = folder / packages.relative_to(prefix)
     own_packages.mkdir(parents=True)
@@ -80,7 +80,7 @@ def make_environment(folder, checkout):
 
 
 def changed_checkout(folder, name, text, replacement):
-    """Copy the job scripts, with a text of one of them replaced, and return the checkout."""
+    """Copy the job scripts, replace a text in one of them, and return the new checkout."""
     checkout = folder / "checkout"
     shutil.copytree(launcher.ROOT / "run", checkout / "run")
     path = checkout / "run" / name

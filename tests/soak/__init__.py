@@ -1,8 +1,8 @@
-"""Long trials of mpidl with random faults, as programs; see __main__.py."""
+"""Run long trials of mpidl with random faults, as programs; see __main__.py."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Helpers of the tests, which pytest finds by pyproject.toml.
+# The helpers of the tests; pytest finds them by pyproject.toml.
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("launch", "support", "")]

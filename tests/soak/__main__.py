@@ -1,4 +1,4 @@
-"""Long trials of mpidl with random faults.
+"""Run long trials of mpidl with random faults.
 
     python -m tests.soak kills --seed 1 --kills 1000 --log kills.jsonl
     python -m tests.soak kills --replay kills.jsonl --chain 17
@@ -6,15 +6,15 @@
     python -m tests.soak inputs --seed 1 --count 1000000 --log inputs.jsonl
     python -m tests.soak inputs --seed 1 --parser ONNX --first 4711 --count 1
 
-`kills` starts a training again and again, and kills, stops or interrupts its processes at random
-moments, until the run ends. See kills.py. The log has a line of JSON per start, with what was drawn
-and what happened; --replay takes the drawn values from it.
+`kills` starts a training repeatedly, and kills, stops or interrupts its processes at random moments
+until the run ends (see kills.py). The log has a line of JSON per start, with the drawn values and
+the results. --replay reads the drawn values from a log.
 
-`inputs` feeds damaged files to all parsers, or to those of --parser. See inputs.py. The log has a
-line for each problem.
+`inputs` feeds damaged files to all parsers, or to the parser of --parser (see inputs.py). The log
+has a line for each problem.
 
-The seed determines everything that is drawn. Exit code 0: no problem was found; 1: there were
-problems, which the log and the output name.
+The seed determines all random values. The exit code is 0 if there were no problems, or 1 if there
+were problems, which the log and the output name.
 """
 
 import argparse

@@ -1,13 +1,13 @@
 """Feed damaged files to every parser of mpidl.
 
 Input number i of a parser is a valid file that `mutations.hostile` has damaged with random numbers
-of the key (seed, parser, i). The parser must accept it, or raise a UserError of one short line.
-Another exception, a signal, more than MEMORY of address space, more than CPU_SECONDS of work or
-more than WAIT_SECONDS in all is a problem. Then the input is kept beside the log, with the
-traceback.
+of the key (seed, parser, i). The parser must accept the input, or raise a UserError of one short
+line. Problems are another exception, a signal, more than MEMORY of address space, more than
+CPU_SECONDS of work, and more than WAIT_SECONDS in total. An input with a problem is kept next to
+the log, with the traceback.
 
-Processes that this one forks read the inputs, SHARE at a time, so that a crash ends only them. They
-write to shared memory which input they read.
+Forked processes read the inputs, SHARE inputs each, so a crash ends only one of these processes.
+Each writes the number of its current input to shared memory.
 """
 
 import faulthandler
@@ -33,11 +33,11 @@ import parsers
 from mpidl.data.formats import hdf5_probe
 
 MEMORY = 600 << 20  # bytes of address space that an input may add
-HARD_MEMORY = 8 << 30  # bytes beyond which the system refuses memory, to protect this machine
-CPU_SECONDS, WAIT_SECONDS = 20, 600  # limit of the elapsed time, however busy the machine is
-PROBE_SECONDS = 3.0  # of the process that tries HDF5 files before mpidl reads them
+HARD_MEMORY = 8 << 30  # limit of address space in bytes, which protects this machine
+CPU_SECONDS, WAIT_SECONDS = 20, 600  # limits of work and of elapsed time
+PROBE_SECONDS = 3.0  # for the process that tries HDF5 files before mpidl reads them
 SHARE, SLOW_SHARE = 8000, 1000
-STATE = struct.Struct("<qdd")  # number of the input, time and CPU time at its begin
+STATE = struct.Struct("<qdd")  # number of the input, and time and CPU time at its start
 
 
 def content_of(seed, name, number, valid, beginning):
@@ -46,7 +46,7 @@ def content_of(seed, name, number, valid, beginning):
 
 
 def address_space():
-    """Return the largest size of this process's address space so far, in bytes."""
+    """Return the peak size of this process's address space in bytes."""
     return 1024 * int(re.search(r"VmPeak:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
@@ -57,14 +57,14 @@ def cpu_time(pid):
 
 
 class Worker:
-    """A child process that reads the inputs `first` to `last` of one parser."""
+    """Child process that reads the inputs `first` to `last` of one parser."""
 
     def __init__(self, seed, name, first, last, folder):
         self.seed, self.name, self.first, self.last = seed, name, first, last
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.state = mmap.mmap(-1, STATE.size)
         self.problem = None
-        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # it prepares the valid file
+        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # prepares the valid file
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
@@ -74,7 +74,7 @@ class Worker:
         self.state[:] = STATE.pack(number, time.monotonic(), time.process_time())
 
     def _run(self):
-        """Read the inputs and end the process; its error goes to the file `error`."""
+        """Read the inputs and end the process, with its errors in the file `error`."""
         code = 1
         try:
             sys.stderr = open(self.folder / "error", "w")
@@ -110,7 +110,7 @@ class Worker:
         return STATE.unpack(self.state)[0]
 
     def has_ended(self):
-        """Return whether the process has ended, which this method causes if an input takes long."""
+        """Return whether the process has ended. If an input takes too long, kill the process."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
@@ -145,7 +145,7 @@ class Worker:
 
 
 class Fuzzing:
-    """The shares of all parsers, their log and their sums."""
+    """Inputs of all parsers in shares, with a log and totals."""
 
     def __init__(self, options, folder):
         self.options, self.folder = options, folder
@@ -155,7 +155,7 @@ class Fuzzing:
         self.start_time = self.report_time = time.monotonic()
 
     def shares(self):
-        """Generate (parser, first, last): a share of each parser in turn, until all have ended."""
+        """Yield shares (parser, first, last), alternating between the parsers."""
         first = {name: self.options.first for name in self.names}
         ends = {name: count + self.options.first for name, count in self._counts().items()}
         while first:
@@ -169,7 +169,7 @@ class Fuzzing:
                     del first[name]
 
     def _counts(self):
-        """Divide the inputs among the parsers; fast ones get eight times as many."""
+        """Divide the inputs among the parsers; fast parsers get eight times as many."""
         weights = {name: 1 if parsers.PARSERS[name].is_slow else 8 for name in self.names}
         total = sum(weights.values())
         return {name: -(-self.options.count * w // total) for name, w in weights.items()}
@@ -227,7 +227,7 @@ class Fuzzing:
         )
 
     def report(self):
-        """Print the sums, and return the exit code."""
+        """Print the totals and return the exit code."""
         self._write(seed=self.options.seed, counts=self.counts, problems=len(self.problems))
         self.log.close()
         print(self._sums())
@@ -239,7 +239,7 @@ def main(options):
     for name in options.parser or ():
         if name not in parsers.PARSERS:
             sys.exit(f"no parser {name}: expected one of {', '.join(parsers.PARSERS)}")
-    # Each input is written to a file, which is faster in memory.
+    # Each input is written to a file, which is faster on a file system in memory.
     with tempfile.TemporaryDirectory(prefix="mpidl-inputs-", dir=_memory()) as folder:
         fuzzing = Fuzzing(options, folder)
         try:

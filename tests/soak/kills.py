@@ -5,12 +5,12 @@ A chain is one run. Each start has a random number of ranks and a random fault:
     kill    SIGKILL of a rank, of mpirun, of its proxy, or of all processes at once
     stop    SIGSTOP of a rank, which the other ranks must name
     signal  USR1 or TERM, after which the run ends with a checkpoint
-    full    a full disk, or a limit of the size of files, while the run writes
+    full    a full disk, or a limit on file size, while the run writes
 
 Before a fault, a rank may be stopped for a moment (`pause`). After each end, every generation of
-the checkpoint must be complete, the newest one must be at least as new as before the fault, and no
-process may be left. At the end of a chain, the weights are those of an uninterrupted run, and no
-temporary file is left.
+the checkpoint must be complete, the newest checkpoint must not be older than before the fault, and
+no process may remain. At the end of a chain, the weights must equal an uninterrupted run's, and no
+temporary file may remain.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ from .processes import Job, send
 
 TIMEOUT = 6  # --timeout of the trainings
 HANG_SECONDS = 30  # after a fault, all processes must have ended
-STOP_SECONDS = TIMEOUT + 2 + 20  # the last ones because the ranks may still be starting
-RUN_SECONDS = 300  # for an undisturbed training
-YOUNG_SECONDS = 2.0  # mpidl removes segments of dead jobs that are older
+STOP_SECONDS = TIMEOUT + 2 + 20  # 20 s more, because ranks may still be starting
+RUN_SECONDS = 300  # limit of an undisturbed training
+YOUNG_SECONDS = 2.0  # mpidl removes older segments of dead jobs
 DISK_MEGABYTES = 8
-FILE_BYTES = 8000  # limit of the size of files: less than a checkpoint
+FILE_BYTES = 8000  # limit on file size, less than a checkpoint
 EPOCHS = 80  # of 4 iterations
 ITERATIONS = 4 * EPOCHS
 OPTIONS = ["--batch-size", 50, "--epochs", EPOCHS, "--checkpoint-every", 3, "--timeout", TIMEOUT]
 
 
 def draw(numbers, ranks, is_last):
-    """Return what happens in one start: the number of ranks, the fault and its moment."""
+    """Return the plan of one start: number of ranks, fault and its moment."""
     kinds = {"none": 1} if is_last else {"kill": 85, "stop": 4, "signal": 6, "full": 5}
     kind = numbers.choices([*kinds], [*kinds.values()])[0]
     plan = {"ranks": numbers.choice([n for n in range(1, 5) if n != ranks]), "kind": kind}
@@ -64,7 +64,7 @@ def draw(numbers, ranks, is_last):
         if numbers.random() < 0.15:
             plan["pause"] = numbers.uniform(0, TIMEOUT / 4)
     elif kind == "stop":
-        plan["ranks"] = max(plan["ranks"], 2)  # on a single rank, no other rank can name it
+        plan["ranks"] = max(plan["ranks"], 2)  # with one rank, no other rank can name it
     elif kind == "signal":
         plan["moment"], plan["seconds"] = "save", numbers.uniform(0, 1)
         plan["signal"] = numbers.choice(["SIGUSR1", "SIGTERM"])
@@ -75,7 +75,7 @@ def draw(numbers, ranks, is_last):
 
 
 def drawn_plans(seed, chain):
-    """Generate the plans of a chain; the last one lets the run end."""
+    """Yield the plans of a chain. The last plan lets the run end."""
     numbers = random.Random(f"{seed} {chain}")
     ranks, starts = 0, numbers.randrange(10, 25)
     for start in range(starts + 1):
@@ -85,10 +85,10 @@ def drawn_plans(seed, chain):
 
 
 def logged_plans(path, chain):
-    """Return {chain: plans} of a log; of one chain, or of all with None.
+    """Return {chain: plans} of a log, for one chain, or for all chains if `chain` is None.
 
-    A start may end before its fault in one trial and not in the other, so an undisturbed start
-    follows.
+    A start may end before its fault in one trial but not in the other, so an undisturbed start is
+    appended.
     """
     plans = {}
     for line in path.read_text().splitlines():
@@ -104,7 +104,8 @@ def logged_plans(path, chain):
 class Chain:
     """One run with its faults.
 
-    folder: where the chain may write; data: the images; expected: the hash of the final weights.
+    The chain writes to `folder` and trains on the images `data`; `expected` is the final weights'
+    hash.
     """
 
     def __init__(self, folder, number, data, expected, is_private):
@@ -115,13 +116,13 @@ class Chain:
         for path in (self.folder, self.out):
             shutil.rmtree(path, ignore_errors=True)
         self.folder.mkdir()
-        self.iteration = -1  # of the newest checkpoint
+        self.iteration = -1  # iteration of the newest checkpoint
         self.problems = []
 
     def run(self, plan):
-        """Start the training once, and return what happened."""
+        """Start the training once, and return a record of the start."""
         if checkpoint.exists(self.out):
-            # MPI starts before the time-out in the checkpoint is read.
+            # MPI starts before the time-out of the checkpoint is read.
             options = "--resume", self.out, "--timeout", TIMEOUT
             words = jobs.command("train", *options, network=None)
         else:
@@ -152,7 +153,7 @@ class Chain:
         return outcome
 
     def _has_come(self, job, plan):
-        """Wait for the moment of a fault; return False if the job ends before."""
+        """Wait for the moment of a fault; return False if the job ends earlier."""
         part, model = self.out / f".{checkpoint.CURRENT}.part", self.out / "model.h5"
 
         def is_reached():
@@ -200,7 +201,7 @@ class Chain:
         return facts
 
     def _check_generations(self):
-        """Return the iteration of the newest checkpoint, -1 without one; note a torn one."""
+        """Return the newest checkpoint's iteration, or -1 if there is none; record torn files."""
         iteration = -1
         for name in (checkpoint.PREVIOUS, checkpoint.CURRENT):
             try:
@@ -212,7 +213,7 @@ class Chain:
         return iteration
 
     def _check_end(self, job, plan, outcome):
-        """Check exit code and messages."""
+        """Check the exit code and messages."""
         code, stderr = outcome["code"], job.stderr()
         if "Traceback" in stderr:
             self.problems.append("a traceback")
@@ -229,7 +230,7 @@ class Chain:
                 self.problems.append(f"the stopped process {pid} is not named")
 
     def _check_files(self, job, outcome):
-        """Check the checkpoint, and that no old shared memory is left."""
+        """Check the checkpoint, and that no old shared memory remains."""
         iteration = self._check_generations()
         if checkpoint.exists(self.out):
             try:
@@ -246,7 +247,7 @@ class Chain:
                     self.problems.append(f"shared memory: {segment.name} is left")
 
     def check_result(self, names):
-        """Compare the run with the uninterrupted one, whose files have these names."""
+        """Compare the run with the uninterrupted run, whose files have these names."""
         if jobs.weights_hash(self.out) != self.expected:
             self.problems.append(f"other weights: {jobs.weights_hash(self.out)}")
         if jobs.iterations(self.out) != list(range(1, ITERATIONS + 1)):
@@ -258,7 +259,7 @@ class Chain:
 
 
 class Soak:
-    """Chains, their log and their sums."""
+    """Chains with a log and totals."""
 
     def __init__(self, options, folder, is_private):
         self.folder, self.is_private = folder, is_private
@@ -277,7 +278,7 @@ class Soak:
         self.log.flush()
 
     def undisturbed(self):
-        """Train on one rank without faults; return the hash and the names of the run's files."""
+        """Train on one rank without faults, and return the hash and the file names of the run."""
         chain = Chain(self.folder, -1, self.data, None, self.is_private)
         outcome = chain.run({"ranks": 1, "kind": "none"})
         if chain.problems or outcome["code"]:
@@ -324,7 +325,7 @@ class Soak:
         )
 
     def _keep(self, chain, start):
-        """Keep the files of a start with a problem beside the log."""
+        """Keep the files of a start with a problem next to the log."""
         target = Path(f"{self.log.name}-chain-{chain.number}-start-{start}")
         shutil.rmtree(target, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -337,7 +338,7 @@ class Soak:
             private.unmount(self.folder / "disk")
 
     def report(self):
-        """Print the sums, and return the exit code."""
+        """Print the totals and return the exit code."""
         seconds = time.monotonic() - self.start_time
         kinds = [problem.split(": ", 2)[1] for problem in self.problems]
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("lost", "torn", "hang"))
@@ -352,7 +353,7 @@ class Soak:
 
 
 def main(options):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the current job, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also ends the current job
     is_private = private.enter()
     if not is_private:
         print("no mount namespace here: /dev/shm is not checked, and no disk is filled")

@@ -1,7 +1,7 @@
 """Give a trial a private, empty /dev/shm and a small disk that it can fill.
 
-Other jobs of the machine also use /dev/shm. In a mount namespace, all files there are those of the
-trial.
+Other jobs of the machine also use /dev/shm. In a mount namespace, all files in /dev/shm belong to
+the trial.
 """
 
 import os
@@ -13,7 +13,7 @@ UNSHARE = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  #
 
 
 def enter():
-    """Run this program again in a mount namespace; return False if the system refuses that."""
+    """Run this program again in a mount namespace; return False if the system refuses one."""
     if VARIABLE in os.environ:
         return True
     for words in UNSHARE:

@@ -1,4 +1,4 @@
-"""The processes of a training: which to kill, and which are left."""
+"""Start a training, and find the processes to kill and the remaining processes."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ import launcher
 
 from mpidl.comm import acts
 
-MARK = "MPIDL_SOAK_CHAIN"  # a variable in the environment of all processes of a chain
+MARK = "MPIDL_SOAK_CHAIN"  # environment variable of all processes of a chain
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun")
 PROXIES = ("hydra_pmi_proxy", "prted")
 
 
 class Job:
-    """A start of the training, and all its processes, which `mark` in their environment shows."""
+    """Started training; all of its processes have `mark` in their environment."""
 
     def __init__(self, words, folder, mark):
         self.mark = f"{MARK}={mark}\0".encode()
@@ -36,7 +36,7 @@ class Job:
             )
 
     def members(self):
-        """Return {process id: rank, or None} of the processes that have not ended."""
+        """Return {process id: rank or None} of the processes that have not ended."""
         members = {}
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ class Job:
         return members
 
     def victims(self, victim, rank):
-        """Return the processes to kill; the launcher if a rank or a proxy has not started yet."""
+        """Return the processes to kill, or the launcher if a rank or proxy has not started yet."""
         members = self.members()
         if victim == "all":
             return list(members)
@@ -63,7 +63,7 @@ class Job:
         return self.process.poll() is not None
 
     def wait(self, seconds):
-        """Wait until no process is left; return the seconds, or None after `seconds`."""
+        """Wait until no process remains. Return the elapsed seconds, or None after `seconds`."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -73,7 +73,7 @@ class Job:
         return None
 
     def stacks(self):
-        """Return what the processes do that have not ended."""
+        """Return the status and stacks of the processes that have not ended."""
         texts = []
         for pid, rank in self.members().items():
             texts.append(f"=== {pid}, rank {rank}\n" + _read(f"/proc/{pid}/status"))
@@ -102,7 +102,7 @@ def _read(path):
 
 
 def _files(pid):
-    """Return the links to the open files of a process."""
+    """Return the paths of a process's open files."""
     with contextlib.suppress(OSError):
         return [path for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     return []

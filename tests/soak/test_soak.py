@@ -1,4 +1,4 @@
-"""Short trials with random faults, their replay, and that they notice what they look for."""
+"""Test short trials with random faults and their replay, and that trials detect problems."""
 
 import argparse
 import ctypes
@@ -19,7 +19,7 @@ from . import ROOT, inputs, kills
 
 
 def soak(*words):
-    """Run a trial; it must find no problem."""
+    """Run a trial, which must find no problem."""
     command = [sys.executable, "-m", "tests.soak", *map(str, words)]
     result = subprocess.run(
         command, cwd=ROOT, env=launcher.environment(), capture_output=True, text=True
@@ -91,7 +91,7 @@ def test_a_torn_checkpoint_is_noticed(chain):
 
 
 def test_processes_of_a_chain_are_noticed(tmp_path):
-    """Also those that have another parent."""
+    """Processes with another parent must be found, too."""
     shell = f"{sys.executable} -c 'import time; time.sleep(600)' &"
     job = kills.Job(["sh", "-c", shell], tmp_path, f"test-{os.getpid()}")
     job.process.wait()

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages, and the models of Bokeh in them."""
+"""Start a headless Chromium for tests of pages, and read Bokeh's models in the pages."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ import pytest
 INSTALL = "apt-get install chromium chromium-driver; pip install selenium"
 POLL_SECONDS, SECONDS = 0.1, 3600
 wait_until = functools.partial(limits.wait_until, seconds=POLL_SECONDS)
-# The element that a CSS selector selects in the view of a model, in any of its shadow roots.
+# Finds the element of a CSS selector in a model's view, in any shadow root of the view.
 FIND = """
 const search = (root) => {
   const element = root.querySelector(arguments[1]);
@@ -39,7 +39,7 @@ def missing():
 
 @contextlib.contextmanager
 def chromium(width=1280, height=1400):
-    """Start a headless Chromium; yield selenium's driver of it."""
+    """Start a headless Chromium and yield its selenium driver."""
     if reason := missing():
         pytest.skip(reason)
     from selenium import webdriver
@@ -52,7 +52,7 @@ def chromium(width=1280, height=1400):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     driver = webdriver.Chrome(options=options, service=service)
-    driver.set_script_timeout(SECONDS)  # the limit of the test ends a page that hangs
+    driver.set_script_timeout(SECONDS)  # the test's limit ends a page that hangs
     driver.set_page_load_timeout(SECONDS)
     try:
         yield driver
@@ -61,19 +61,19 @@ def chromium(width=1280, height=1400):
 
 
 def open_page(driver, url):
-    """Open a page of Bokeh and wait until it is drawn."""
+    """Open a Bokeh page and wait until it is drawn."""
     driver.get(url)
     wait_for_page(driver)
 
 
 def wait_for_page(driver):
-    """Wait until a page of Bokeh is drawn."""
+    """Wait until a Bokeh page is drawn."""
     script = "return window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle"
     wait_until(lambda: driver.execute_script(script))
 
 
 def element(driver, name, selector):
-    """Wait for the element that a CSS selector selects in the view of a model; return it."""
+    """Wait for the element of a CSS selector in the view of a model, and return it."""
     elements = []
 
     def is_there():
@@ -104,6 +104,6 @@ def errors(driver):
 
 
 def requests(driver):
-    """Return the URLs of all that the page has loaded."""
+    """Return the URLs of everything that the page has loaded."""
     script = "return performance.getEntriesByType('resource').map(entry => entry.name)"
     return driver.execute_script(script)

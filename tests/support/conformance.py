@@ -1,8 +1,8 @@
 """Call every backend with the same arguments and compare the results.
 
 A `Case` names a function of `backends.interface` and declares its arguments; the table is in
-`tests/backends/cases.py` and `training_cases.py`. `results` calls a backend and returns host
-arrays. It folds each sum to its root, so that results of any shares and backends can be compared.
+`tests/backends/cases.py` and `training_cases.py`. `results` calls a backend, folds each sum to its
+root, and returns host arrays. Results of any shares and backends can be compared.
 """
 
 import functools
@@ -24,12 +24,12 @@ from mpidl.deferred import DeferredInput, NormalizedInput
 from mpidl.fold import Partial, Tree, fold_nodes, merge_moments
 
 BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, GPU)}
-LAST = 9  # images of the last block
+LAST = 9  # number of images in the last block
 SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks; the second rank has none
 
 
 class Draw(NamedTuple):
-    """An argument that is drawn at random.
+    """Argument that is drawn at random.
 
     kind: "lanes" (a value per image), "deferred" (lanes, the input of an activation), "normalized"
     (the same without ReLU), "images" (an entry per image), "samples" (sample numbers), "filters"
@@ -38,13 +38,13 @@ class Draw(NamedTuple):
 
     kind: str
     shape: tuple = ()
-    low: float = -2.0  # the mean is not 0, so that sums do not cancel
+    low: float = -2.0  # the mean is not 0, so sums do not cancel
     high: float = 3.0
     dtype: Any = np.float32
     cotangent: bool = False  # zero in unused lanes
     image: tuple | None = None  # for dense weights: the shape of the images that they read
-    flattened: bool = False  # lanes with the axes of an image flattened
-    rounded: bool = False  # positive numbers are rounded to integers, so that many are equal
+    flattened: bool = False  # image axes of lanes are flattened
+    rounded: bool = False  # positive numbers are rounded to integers, so many are equal
     special: bool = False  # with NaN and infinities
 
 
@@ -57,7 +57,7 @@ def cotangent(*shape):
 
 
 def deferred(*shape, **options):
-    """An activation of lanes, which a backend that fuses convolutions does not store."""
+    """Return an activation of lanes that a backend that fuses convolutions does not store."""
     return Draw("deferred", shape, **options)
 
 
@@ -83,15 +83,15 @@ def images(*shape, low=0, high=256, dtype=np.uint8):
 
 
 class Case(NamedTuple):
-    """A call of the interface.
+    """Call of the interface.
 
-    call: what to call; by default the function itself, with `counts` and `tree` if it takes them.
-    oracle: replaces `call` on the reference, for functions that the reference lacks.
+    call: the callable; by default the function itself, with `counts` and `tree` if it takes them.
+    oracle: callable that replaces `call` on the reference, for functions that the reference lacks.
     tolerance: relative to the largest number of the exact result or, if `elementwise`, to each
         number; 0 requires the reference's float32 numbers, including the signs of zeros.
-    settings: by backend, the values of `backends.settings` to test.
-    typed: results have the reference's types.
-    numbers_only: no checks of shares on an emulated GPU, which would take long.
+    settings: for each backend, the values of `backends.settings` to test.
+    typed: whether results have the reference's types.
+    numbers_only: whether to skip checks of shares on an emulated GPU, which would take long.
     """
 
     function: str
@@ -111,10 +111,10 @@ class Case(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A rank's blocks of a mini-batch.
+    """Rank's blocks of a mini-batch.
 
-    The last of all blocks has `last` images. If that is not positive, it and earlier blocks have
-    no images, as blocks that a GPU reserves for the largest mini-batch.
+    The last of all blocks has `last` images. If `last` is not positive, the last block and some
+    earlier blocks have no images, like blocks that a GPU reserves for the largest mini-batch.
     """
 
     first: int
@@ -145,7 +145,7 @@ def fill_unused(lanes, counts, number):
 
 @functools.lru_cache(maxsize=64)
 def drawn(name, draw, blocks, last):
-    """Draw an argument for a whole mini-batch; `part` copies it."""
+    """Draw an argument for a whole mini-batch, from which `part` copies."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     images = max(LANES * blocks - LANES + last, 0)
     per_image = {"images": (images,), "samples": (LANES * blocks,)}
@@ -185,7 +185,7 @@ def part(draw, value, owned):
 
 
 def placed(backend, draw, value, double):
-    """Convert an argument for a backend; for the reference in float64 if `double`."""
+    """Convert an argument for a backend, in float64 for the reference if `double`."""
     if draw.flattened and not isinstance(value, DeferredInput):
         return flattened(placed(backend, draw._replace(flattened=False), value, double))
     if isinstance(value, DeferredInput):
@@ -222,9 +222,9 @@ def changed(change, value):
 def arguments(case, backend, owned, double=False, change=None, stored=False):
     """Return the arguments of a case by name.
 
-    `change(array)` gives the host's arrays another layout, except for state that the call changes
-    in place. The reference, and any backend if `stored`, gets activations as lanes;
-    `values["sources"]` has the DeferredInput of each.
+    `change(array)` converts host arrays to another layout, except for state that the call changes
+    in place. The reference, and any backend if `stored`, gets activations as lanes.
+    `values["sources"]` contains the DeferredInput of each activation.
     """
     values, sources = {}, {}
     for name, argument in case.arguments.items():
@@ -237,7 +237,7 @@ def arguments(case, backend, owned, double=False, change=None, stored=False):
             array_of_batch = drawn(f"{case} {name} {i}", draw, owned.blocks, owned.last)
             value = part(draw, array_of_batch, owned)
             if backend is GPU and name == "labels":
-                fill_unused(value, owned.counts, 1 << 30)  # invalid: a kernel must not read it
+                fill_unused(value, owned.counts, 1 << 30)  # invalid, so a kernel must not read it
             if change is not None and not name.startswith("state"):
                 value = changed(change, value)
             value = placed(backend, draw, value, double)
@@ -262,7 +262,7 @@ def parameters(function):
 
 
 def call(case, backend, values, separately=False):
-    """Call the function of a case, or its oracle on the reference or if `separately`."""
+    """Call the function of a case, or its oracle (on the reference, or if `separately`)."""
     function = case.call
     if case.oracle and (separately or backend is REFERENCE):
         function = case.oracle
@@ -293,7 +293,7 @@ def host(value):
 
 
 def results(case, backend, blocks=2, runs=None, last=LAST, double=False, change=None):
-    """Return the results of a mini-batch as host arrays; `runs` distributes it over ranks."""
+    """Return the results of a mini-batch, which `runs` divides among ranks, as host arrays."""
     shares = []
     for rank in range(len(runs or [0])):
         owned = share(blocks, runs, rank, last)
@@ -303,7 +303,7 @@ def results(case, backend, blocks=2, runs=None, last=LAST, double=False, change=
 
 
 def joined(shares):
-    """Join the results of all shares: concatenate lanes, fold sums; moments become three arrays."""
+    """Join the results of all shares: concatenate lanes, fold sums, and split moments in three."""
     tree = shares[0][0].tree
     edges = [node for of_rank in tree.nodes for node in of_rank]
     arrays = []
@@ -314,10 +314,10 @@ def joined(shares):
             combine = values[0].terms[0].combine
             total = fold_nodes(tree, edges, nodes, combine) if nodes else np.zeros(values[0].shape)
             total = np.asarray(total).reshape(values[0].shape)
-            # Each has another size, and errors are relative to the largest number.
+            # The three arrays differ in size, and errors are relative to the largest number.
             channels = total.size // 2 if combine is merge_moments else 0
             arrays += np.split(total, (1, 1 + channels)) if channels else [total]
-        elif parts[0].ndim and len({len(part) for part in parts}) > 1:  # of blocks or images
+        elif parts[0].ndim and len({len(part) for part in parts}) > 1:  # arrays of blocks or images
             arrays.append(np.concatenate(parts))
         else:
             assert len({part.tobytes() for part in parts}) == 1, "ranks differ"

@@ -1,4 +1,4 @@
-"""Run the compiled kernels of every build that this CPU runs, on several numbers of threads."""
+"""Run the compiled kernels of every build that this CPU supports, on several thread counts."""
 
 import os
 
@@ -9,8 +9,8 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.fold import Partial
 
-# With 3, teams of threads share images, and some teams have one thread more than others.
-# The slow part `threads` adds more numbers.
+# With 3 threads, teams of threads share images, and teams may differ by one thread. The slow part
+# `threads` uses more numbers of threads.
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 VECTOR_BUILDS = [build for build in BUILDS if build != "generic"] or BUILDS
@@ -21,7 +21,7 @@ needs_kernels = pytest.mark.skipif(
 
 
 def bytes_of(value):
-    """Return the bytes of an array, of a Partial's nodes, or of each part of a tuple of these."""
+    """Return the bytes of an array, of a Partial's nodes, or of each item of a tuple of both."""
     if isinstance(value, (tuple, list)):
         return [bytes_of(part) for part in value]
     if isinstance(value, Partial):
@@ -30,7 +30,7 @@ def bytes_of(value):
 
 
 def on_all_builds(call, names=BUILDS):
-    """Return {build: call()}; check that the bytes are equal on any threads, AVX-512 and AVX2."""
+    """Return {build: call()}; check that AVX-512, AVX2 and any threads give equal bytes."""
     results, before = {}, builds.running()
     try:
         for build in names:

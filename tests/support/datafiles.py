@@ -1,4 +1,4 @@
-"""Small data files of every format, written byte by byte or by the usual libraries."""
+"""Write small data files of every format, byte by byte or with the usual libraries."""
 
 import h5py
 import numpy as np
@@ -8,7 +8,7 @@ CIFAR_NAMES = "airplane automobile bird cat deer dog frog horse ship truck".spli
 
 
 def _write_cifar(folder, names, count, label_counts, seed):
-    """Write CIFAR's binary files of random images; return {file name: (*labels, pixels)}."""
+    """Write CIFAR's binary files of random images, and return {file name: (*labels, pixels)}."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays, random = {}, np.random.default_rng(seed)
     for name in names:
@@ -21,7 +21,7 @@ def _write_cifar(folder, names, count, label_counts, seed):
 
 
 def cifar10(folder, per_file=3, names=True):
-    """Write CIFAR-10's binary files; return {file name: (labels, pixels (n, 3, 32, 32))}."""
+    """Write CIFAR-10's binary files, and return {file name: (labels, pixels (n, 3, 32, 32))}."""
     files = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
     arrays = _write_cifar(folder, files, per_file, [10], seed=10)
     if names:
@@ -31,7 +31,7 @@ def cifar10(folder, per_file=3, names=True):
 
 
 def cifar100(folder, n=4):
-    """Write CIFAR-100's binary files; return {file name: (coarse, fine, pixels)}."""
+    """Write CIFAR-100's binary files, and return {file name: (coarse, fine, pixels)}."""
     arrays = _write_cifar(folder, ("train.bin", "test.bin"), n, [20, 100], seed=100)
     for kind, count in (("coarse", 20), ("fine", 100)):
         names = "".join(f"{kind} {i}\n" for i in range(count))
@@ -40,7 +40,7 @@ def cifar100(folder, n=4):
 
 
 def hdf5(path, images, labels=None, classes=None, layout=None, targets=None, **options):
-    """Write an HDF5 file as users of h5py do."""
+    """Write an HDF5 file in the usual layout of h5py users."""
     with h5py.File(path, "w") as file:
         dataset = file.create_dataset("images", data=images, **options)
         if layout is not None:
@@ -55,7 +55,7 @@ def hdf5(path, images, labels=None, classes=None, layout=None, targets=None, **o
 
 
 def mat5(path, compressed=True, **variables):
-    """Write a .mat file of version 5: `save -v7`, or -v6 if it is not compressed."""
+    """Write a .mat file of version 5, like `save -v7`, or like -v6 if not compressed."""
     scipy.io.savemat(path, variables, do_compression=compressed, oned_as="column")
     return path
 
@@ -68,7 +68,7 @@ def cells(*texts):
 
 
 def mat73(path, **variables):
-    """Write a .mat file of version 7.3: HDF5 after MATLAB's header, dimensions in its order.
+    """Write a .mat file of version 7.3: MATLAB's header, then HDF5 with MATLAB's axis order.
 
     A list of texts becomes a cell array.
     """

@@ -1,4 +1,4 @@
-"""Check without running them that commands in the documents exist and accept their options."""
+"""Check that commands in the documents exist and accept their options, without running them."""
 
 import configparser
 import importlib
@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parser_of(command):
-    """Return the function that parses the arguments of a command, in its module or `arguments`."""
+    """Return the function that parses a command's arguments, from its module or `arguments`."""
     module = importlib.import_module(f"mpidl.cli.{command}")
     return getattr(module, "parse", None) or getattr(arguments, command)
 
 
 PARSERS = {command: parser_of(command) for command in mpidl_command.COMMANDS}
 PARSERS["benchmarks"] = bench_arguments.parse
-STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command
-# Commands of one process, which refuse to run on several ranks.
+STARTERS = {"mpirun", "srun", "sbatch"}  # their arguments are options, then a command
+# Commands that run in one process and refuse to run on several ranks.
 SINGLE = {"verify", "scaling", "monitor", "report", "pack", "convert", "completion"}
 # Programs of other projects, which are not checked.
 EXTERNAL = {"apt-get", "source", "module", "ruff", "mypy", "git", "cd", "sudo", "docker"}
@@ -33,13 +33,13 @@ PROGRAM = re.compile(r"(\./)?run/[\w.-]+|\.ci/run")
 
 
 def fences(text):
-    """Yield (line number, language, content) of each fenced block."""
+    """Yield the (line number, language, content) of each fenced block."""
     for match in re.finditer(r"^```(\S*)\n(.*?)^```$", text, re.M | re.S):
         yield text[: match.start()].count("\n") + 1, match[1], match[2]
 
 
 def commands(text):
-    """Yield (line number, command) of each command in a block or between back quotes."""
+    """Yield the (line number, command) of each command in a block or between backquotes."""
     for line, language, content in fences(text):
         if language in ("", "sh"):
             for i, words in enumerate(content.replace("\\\n", " ").splitlines()):
@@ -60,7 +60,7 @@ def is_command(text):
 
 
 def problem(command):
-    """Return the error in a command line, or None."""
+    """Return the error in a command line, or None if there is none."""
     for part in re.split(r" *(?:&&|;|\|) *", re.sub(r"\s#.*|\s>\s\S+", "", command)):
         words = shlex.split(part)
         while words and re.fullmatch(r"\w+=.*", words[0]):
@@ -72,7 +72,7 @@ def problem(command):
 
 
 def _problem(words):
-    """Return the error in a call of one program, or None."""
+    """Return the error in a call of one program, or None if there is none."""
     if not words:
         return None
     first, *rest = words
@@ -116,7 +116,7 @@ def _exists(path):
 
 
 def _options(name, words):
-    """Return the error of the command's parser for these options, or None."""
+    """Return the error of the command's parser for these options, or None if there is none."""
     if not words or {"...", "--help", "--help-all"} & set(words):
         return None  # the text names the command and shows no options
     try:
@@ -127,7 +127,7 @@ def _options(name, words):
 
 
 def _extras(words):
-    """Return an error if one of pip's extras is missing in setup.cfg, or None."""
+    """Return an error if setup.cfg lacks one of pip's extras, or None."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     groups = re.findall(r"\[([\w,]+)\]", " ".join(words))
@@ -146,7 +146,7 @@ def flags():
     sources.append(ROOT / "tests" / "soak" / "__main__.py")
     for path in sources:
         names |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", path.read_text()))
-    counts = (ROOT / "benchmarks" / "arguments.py").read_text()  # each as (name, default, help)
+    counts = (ROOT / "benchmarks" / "arguments.py").read_text()  # entries (name, default, help)
     names |= {f"--{name}" for name in re.findall(r"\(\"([a-z-]+)\", \d", counts)}
     from mpidl.training.options import configuration, training_options
 

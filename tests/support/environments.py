@@ -1,4 +1,4 @@
-"""Environments of Python that tests make."""
+"""Create Python environments for tests."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sysconfig
 
 
 def make_without_mpi(folder):
-    """Make an environment with the packages of this one, but without its MPI; return its Python."""
+    """Create an environment with this one's packages, but without MPI, and return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     (packages / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -1,7 +1,8 @@
-/* Preloaded into a process: the n-th system call on the files of a folder fails, or kills it.
+/* This library is preloaded into a process. The n-th system call on the files of a folder fails or
+ * kills the process.
  *
- * Only calls on paths below $FAULTY_FOLDER and on files opened there count. The process arms a
- * fault by faulty_calls_arm, or by $FAULTY_CALL (n) and $FAULTY_ERROR, from its start.
+ * Only calls on paths below $FAULTY_FOLDER, and on files opened there, count. The process sets a
+ * fault with faulty_calls_arm; $FAULTY_CALL (n) and $FAULTY_ERROR set a fault at the start.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -28,8 +29,8 @@ __attribute__((constructor)) static void begin(void)
     error = code ? atoi(code) : 0;
 }
 
-/* Count calls from 1 on, and let call `n` fail with `code`, or kill the process if it is KILL.
- * With -n, all calls from the n-th on fail.
+/* Count calls from 1, and let call `n` fail with `code`, or kill the process if `code` is KILL.
+ * If `n` is negative, all calls from call -n on fail.
  */
 void faulty_calls_arm(const char *where, long n, int code)
 {

@@ -1,4 +1,4 @@
-"""System calls that fail or kill: the shared library of faulty_calls.c."""
+"""Make system calls fail or kill, by the shared library of faulty_calls.c."""
 
 import ctypes
 import functools
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).with_suffix(".c")
-KILL = -1  # instead of an error number
+KILL = -1  # used instead of an error number
 
 
 def compiled(folder):
-    """Compile the library into a folder; return its path, for LD_PRELOAD."""
+    """Compile the library into a folder, and return its path for LD_PRELOAD."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler, with which to build the library of faulty system calls")
@@ -37,15 +37,15 @@ def _functions():
 
 
 def calls(function, folder, number=0, error=0):
-    """Call a function, in a process that preloads the library; return what it did to a folder.
+    """Call a function in this process, which preloads the library; record its calls on a folder.
 
     Returns
     -------
     names : list of str
-        The system calls on the files of the folder. The call with this number has failed. If the
-        number is negative, all later calls have failed as well.
+        The system calls on the files of the folder. The call with number `number` fails. If the
+        number is negative, all later calls fail as well.
     problem : Exception or None
-        What the function raised.
+        The exception that the function raised.
     """
     preloaded, problem = _functions(), None
     _keep.append(os.fsencode(folder))

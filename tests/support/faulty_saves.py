@@ -1,9 +1,9 @@
-"""Saves in which a system call fails or kills; a process that preloads `faulty_calls` runs this.
+"""Save checkpoints while a system call fails or kills; the process preloads `faulty_calls`.
 
-The arguments are a folder, the name of a save and those of faults; or a folder and "disk", for
-saves on a small file system. Every call of the save is made
-to fail once with each error, or to kill a child once (KILL). With "lasting-", the calls after it
-fail, too. The result is a line of JSON.
+The arguments are a folder, the name of a kind of save, and the names of faults; or a folder and
+"disk", for saves on a small file system. Each system call of the save fails once with each error,
+or kills a child once (KILL). With "lasting-", all later calls fail, too. The result is a line of
+JSON.
 """
 
 import errno
@@ -34,12 +34,12 @@ def arguments(iteration):
 
 
 def save(folder, iteration=9):
-    """Write a checkpoint as a training does."""
+    """Write a checkpoint like a training."""
     BackgroundWriter().save(str(folder), *arguments(iteration), str(folder / "metrics.jsonl"))
 
 
 def careless(folder, iteration=9):
-    """Overwrite the previous checkpoint, which the walks must notice."""
+    """Overwrite the previous checkpoint; the walks must detect this unsafe save."""
     tables, facts = arguments(iteration)
     content = model_file.pack(tables, checkpoint.attributes_of(facts))
     try:
@@ -52,7 +52,7 @@ SAVES = {"save": save, "careless": careless}
 
 
 class Walk:
-    """Saves of iteration 9 in a folder that holds the iterations 7 and 8."""
+    """Saves of iteration 9 in a folder with checkpoints of iterations 7 and 8."""
 
     def __init__(self, folder, function):
         self.folder, self.function = folder / "run", function
@@ -80,7 +80,7 @@ class Walk:
         return faulty_calls.calls(lambda: self.function(self.folder), self.folder, number, error)
 
     def look(self, label, may_leave_part):
-        """Record problems of the files after a fault, and after the next good save."""
+        """Record problems of the files after a fault, and after the next successful save."""
         files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
         current, previous = (files.get(name) for name in NAMES)
         lines: list = []
@@ -105,7 +105,7 @@ class Walk:
             self.problems.append(f"{label}: the next save is wrong")
 
     def errors(self, name):
-        """Let every call fail in turn, until a save makes fewer calls; return that save's calls."""
+        """Make call 1, 2, ... of a save fail; return the calls of the first save with fewer."""
         is_lasting, error = name.startswith(LASTING), getattr(errno, name.removeprefix(LASTING))
         for number in itertools.count(1):
             names, problem = self.run(-number if is_lasting else number, error)
@@ -121,11 +121,11 @@ class Walk:
             self.look(label, may_leave_part=is_lasting)
 
     def kills(self):
-        """Let every call kill the process in turn: a child of this one, which runs no MPI."""
+        """Make call 1, 2, ... of a save kill a child of this process, which runs no MPI."""
         names, _ = self.run(0, 0)
         for number in range(1, len(names) + 1):
             self.reset()
-            checkpoint.load(str(self.folder))  # as a run does that resumes
+            checkpoint.load(str(self.folder))  # like a run that resumes
             child = os.fork()
             if not child:
                 self.save(number, faulty_calls.KILL)

@@ -1,7 +1,7 @@
-"""How many examples of damaged files the tests try, and what a parser may do with them.
+"""Set how many damaged files the tests try, and limit what a parser may do with them.
 
-The examples are the same in each run (`derandomize`). MPIDL_FUZZ=100000 tries as many, different
-ones each time, as the slow part `fuzz` does.
+The examples are the same in each run (`derandomize`). With MPIDL_FUZZ=100000, the tests try this
+number of examples, which differ in each run, as in the slow part `fuzz`.
 """
 
 import os
@@ -28,7 +28,7 @@ MEMORY = 600 << 20  # bytes that reading hostile files may add to the peak
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded():
-    """No file makes mpidl allocate gigabytes."""
+    """Check that no file makes mpidl allocate gigabytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
@@ -36,7 +36,7 @@ def bounded():
 
 
 def fuzz(name, folder):
-    """Feed files with random damages to a parser of `parsers.PARSERS`."""
+    """Feed files with random damage to a parser of `parsers.PARSERS`."""
     path, valid, read, parser = parsers.prepared(name, folder)
     hdf5_probe.SECONDS = 1.0  # the fixture `impatient` restores it
 
@@ -51,8 +51,8 @@ def fuzz(name, folder):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """HDF5 does not finish reading some damaged files, so its helper process is ended soon.
+    """End HDF5's helper process soon, because HDF5 never finishes reading some damaged files.
 
-    `fuzz` sets the shorter limit once the helper has started and has read a good file.
+    `fuzz` sets the shorter limit after the helper process has started and has read a valid file.
     """
     monkeypatch.setattr(hdf5_probe, "SECONDS", 60.0)

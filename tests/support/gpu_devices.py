@@ -1,6 +1,6 @@
-"""The GPU of the kernels' tests: an emulated one or, with `--device cuda`, a real one.
+"""Provide the GPU of the kernels' tests: emulated or, with `--device cuda`, real.
 
-A real GPU schedules its threads itself, so a test of several schedules only repeats there.
+A real GPU schedules its threads itself, so tests of several schedules only repeat.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ from mpidl.backends.gpu import launching
 
 @pytest.fixture
 def device(request):
-    """An open device. The indirect parameter is the schedule: 0, 1 or 2."""
+    """Yield an open device; the indirect parameter is the schedule: 0, 1 or 2."""
     with _opened(request)(getattr(request, "param", 0)) as device:
         yield device
 
 
 @pytest.fixture
 def emulated(request):
-    """A function that opens a device: `with emulated(order, **options) as device`."""
+    """Return a function that opens a device: `with emulated(order, **options) as device`."""
     return _opened(request)
 
 
@@ -38,9 +38,9 @@ def _opened(request):
 
 @contextlib.contextmanager
 def on_cuda(order=0, truncate=False, architecture=None, **facts):
-    """Open a real GPU as `emulator.opened` does; `facts` replace attributes of the device.
+    """Open a real GPU like `emulator.opened`; `facts` replace attributes of the device.
 
-    A GPU sets its order and its truncation itself, and ignores both arguments.
+    A GPU sets its own schedule and rounding, so `order` and `truncate` have no effect.
     """
     from mpidl.backends.gpu.cuda_device import CudaDevice
 

@@ -1,4 +1,4 @@
-"""Images on disk and simulated ranks, for the tests of `mpidl.data`."""
+"""Write images to disk and simulate ranks, for the tests of `mpidl.data`."""
 
 import gzip
 import threading
@@ -26,7 +26,7 @@ def save(path, pixels, **options):
 
 
 def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
-    """Write a folder of PNG files by class and return {relative path: pixels}."""
+    """Write a folder of PNG files, in a sub-folder per class; return {relative path: pixels}."""
     drawn = {}
     for c, name in enumerate(classes):
         for i in range(per_class):
@@ -36,7 +36,7 @@ def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
 
 
 class ReadArrays(Datastore):
-    """A datastore that reads images from arrays batch by batch, with targets or labels."""
+    """Datastore that reads images from arrays batch by batch, with targets or labels."""
 
     def __init__(self, images, targets=None, labels=None):
         self.images, self.values, self.image_shape = images, targets, images.shape[1:]
@@ -63,7 +63,7 @@ def write_idx(path, values, code=0x08):
 
 
 def refusal(function, *args, **kwargs):
-    """Return the text of the UserError that the call raises, which must be one line."""
+    """Return the text of the UserError that the call raises; the text must be one line."""
     with pytest.raises(UserError) as caught:
         function(*args, **kwargs)
     text = str(caught.value)
@@ -72,7 +72,7 @@ def refusal(function, *args, **kwargs):
 
 
 def on_ranks(size, function, hosts=None):
-    """Return the result or exception of function(world) on each simulated rank, run as a thread."""
+    """Return the results or exceptions of function(world) on simulated ranks, run as threads."""
     barrier = threading.Barrier(size)
     hosts = hosts or ["node0"] * size
     slots = [None] * size

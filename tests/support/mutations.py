@@ -1,7 +1,7 @@
 """Damage the bytes of a file at random."""
 
 NUMBERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]  # sizes or offsets
-# Pieces of text that may break parsers of JSON, TOML and CSV.
+# Texts that may break parsers of JSON, TOML and CSV.
 TOKENS = [
     *(b"[" * 2000, b'{"a":' * 2000, b"a." * 2000, b"9" * 5000, b"1e999", b"-1e999", b"NaN", b"inf"),
     *(b"-1", b"0", b"null", b"true", b"{}", b"[]", b'""', b'"', b"'", b"\n", b"\r\n", b"\r", b","),
@@ -21,7 +21,7 @@ DAMAGES = ["set", "set", "bits", "number", "token", "word", "cut", "out", "twice
 def damaged(content, numbers):
     """Return bytes of a file with some of them changed, removed, doubled, or cut off.
 
-    numbers: a random.Random.
+    `numbers` is a random.Random.
     """
     data = bytearray(content)
     for _ in range(numbers.randint(1, 4)):
@@ -50,7 +50,8 @@ def damaged(content, numbers):
 def endless(content):
     """Damage a model file so that HDF5 never finishes reading its attributes.
 
-    The text "mpidl", an object of HDF5's global heap, gets a size behind which the heap is empty.
+    The text "mpidl" is an object of HDF5's global heap. It gets a size after which the heap is
+    empty.
     """
     number, size, text = (5).to_bytes(8, "little"), 222, b"mpidl"
     assert content.count(number + text) == 1
@@ -58,7 +59,7 @@ def endless(content):
 
 
 def _word(data, i):
-    """Return the bounds of the word around a position, between separators of text."""
+    """Return the bounds of the word around a position; words are between text separators."""
     separators = b" ,:=[]{}\n"
     start, end = i, i
     while start > max(0, i - 40) and data[start - 1] not in separators:
@@ -74,7 +75,7 @@ def random_bytes(content, beginning, numbers):
 
 
 def hostile(content, beginning, numbers):
-    """Return damaged bytes of a valid file or, one time in eight, a beginning and random bytes."""
+    """Return damaged bytes of a valid file or, in 1/8 of cases, a beginning and random bytes."""
     if numbers.random() < 0.125:
         return random_bytes(content, beginning, numbers)
     return damaged(content, numbers)

@@ -1,4 +1,4 @@
-"""A real object store on loopback (seaweedfs), and a proxy before it that plants faults."""
+"""Run a real object store on loopback (seaweedfs), behind a proxy that plants faults."""
 
 import contextlib
 import http.client
@@ -16,7 +16,7 @@ ACCESS, SECRET = "mpidl-access", "mpidl-secret-of-the-tests"
 
 
 def _free_ports(count):
-    """Return free ports whose numbers plus 10000, seaweedfs's ports of gRPC, are free as well."""
+    """Return free ports; the ports 10000 higher, for seaweedfs's gRPC, are free as well."""
     ports = []
     while len(ports) < count:
         with socket.socket() as probe:
@@ -31,7 +31,7 @@ def _free_ports(count):
 
 
 class ObjectStore:
-    """A running store; `url` is its endpoint."""
+    """Running store whose endpoint is `url`."""
 
     def __init__(self, folder):
         s3, master, volume, filer = _free_ports(4)
@@ -91,7 +91,7 @@ class ObjectStore:
         wait_until(is_ready)
 
     def files(self):
-        """Return the store as a file system of fsspec."""
+        """Return the store as an fsspec file system."""
         import s3fs
 
         return s3fs.S3FileSystem(
@@ -99,7 +99,7 @@ class ObjectStore:
         )
 
     def put(self, path, name):
-        """Copy a local file or folder to s3://bucket/name, and return that URL."""
+        """Copy a local file or folder to s3://bucket/name and return this URL."""
         paths = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
         names = {p: "" if p == path else f"/{p.relative_to(path)}" for p in paths}
         self.files().pipe({f"bucket/{name}{names[p]}": p.read_bytes() for p in paths})
@@ -112,7 +112,7 @@ class ObjectStore:
 
 
 def credentials(url, secret=SECRET):
-    """Return the environment of a job that uses the store at an endpoint."""
+    """Return the environment of a job that uses the store with endpoint `url`."""
     return {
         "AWS_ACCESS_KEY_ID": ACCESS,
         "AWS_SECRET_ACCESS_KEY": secret,
@@ -124,7 +124,7 @@ def credentials(url, secret=SECRET):
 
 
 class LoopbackServer(http.server.ThreadingHTTPServer):
-    """A server on loopback, in threads of this process, that prints nothing."""
+    """Server on loopback, in threads of this process, that prints nothing."""
 
     daemon_threads = True
 
@@ -142,7 +142,7 @@ class LoopbackServer(http.server.ThreadingHTTPServer):
 
 
 class QuietHandler(http.server.BaseHTTPRequestHandler):
-    """Keeps connections open, and prints no line per request."""
+    """Handler that keeps connections open and prints no line per request."""
 
     protocol_version = "HTTP/1.1"
 
@@ -151,11 +151,12 @@ class QuietHandler(http.server.BaseHTTPRequestHandler):
 
 
 class Proxy(LoopbackServer):
-    """A proxy that passes requests on to a store and plants faults.
+    """Proxy that passes requests on to a store and plants faults.
 
-    fault: a function of the number of an object's GET request, from 1. It returns None to pass the
-    request on, "drop" to close the connection in the middle of the reply, "refuse" to close it
-    before, an HTTP status to answer with, or a function to call first.
+    `fault` is a function of the number of an object's GET request, starting at 1. The function
+    returns None to pass the request on, "drop" to close the connection in the middle of the reply,
+    "refuse" to close it before the reply, an HTTP status for the answer, or a function to call
+    first.
     """
 
     def __init__(self, port):
@@ -164,7 +165,7 @@ class Proxy(LoopbackServer):
         super().__init__(_Handler)
 
     def plant(self, fault):
-        """Count requests from 1 again, and plant this fault."""
+        """Plant a fault, and count requests from 1 again."""
         self.count, self.fault, self.faults = 0, fault, []
 
 

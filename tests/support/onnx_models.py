@@ -9,12 +9,12 @@ import mpidl as dl
 
 
 def node(operator, inputs, output, **attributes):
-    """Return a node; the inputs are names separated by spaces."""
+    """Return a node; `inputs` are names separated by spaces."""
     return helper.make_node(operator, inputs.split(), [output], output, **attributes)
 
 
 def model(nodes, constants, image_shape, output="y", opset=20, sizes=("N",), **keywords):
-    """Return a model with the input x of images of a shape."""
+    """Return a model whose input x has images of shape `image_shape`."""
     tensors = [numpy_helper.from_array(np.asarray(a), name) for name, a in constants.items()]
     float32 = TensorProto.FLOAT
     graph = helper.make_graph(
@@ -40,7 +40,7 @@ def saved(path, *args, **keywords):
 
 
 def session_scores(path, images):
-    """Return the scores that onnxruntime computes from images (N, C, H, W)."""
+    """Return the scores that onnxruntime computes for images (N, C, H, W)."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
@@ -49,7 +49,7 @@ def session_scores(path, images):
 
 
 def scores(net, images):
-    """Return the scores of a network for images, which it normalizes."""
+    """Return the scores of a network for images that the network normalizes."""
     values = images.astype(np.float32)
     if net.normalization is not None:
         values = net.normalization(images)
@@ -72,7 +72,7 @@ def without_description(path, target):
 
 
 def imported_network(folder):
-    """Return a network of 1x6x6 images and 3 classes from an ONNX file without our description."""
+    """Return a network for 1x6x6 images and 3 classes, from an ONNX file without a description."""
     layers = [
         *(dl.Pad2D(1, 0.5), dl.Conv2D(3, 4, stride=2), dl.BatchNorm(), dl.Clip(0, 6)),
         *(dl.Conv2D(3, 4, padding=1, groups=4, bias=False), dl.BatchNorm(), dl.PReLU()),

@@ -1,4 +1,4 @@
-"""Check ops against plain float64 references; every family of ops uses these tests."""
+"""Compare ops with plain float64 references; every family of ops uses these tests."""
 
 import math
 from types import SimpleNamespace
@@ -12,14 +12,14 @@ import mpidl as dl
 from mpidl.autodiff import tape
 from mpidl.blocks import LANES, zero_unused
 
-IDLE_RANK = SimpleNamespace(rank=1, size=2)  # images of a mini-batch that fits in one block
+IDLE_RANK = SimpleNamespace(rank=1, size=2)  # no images if there is one block
 
 
 class Case(NamedTuple):
-    """An op, its reference on whole arrays, and the shapes of its arguments.
+    """Op, its reference on whole arrays, and the shapes of its arguments.
 
-    `images` has the shape of one image's entry of each blocked argument; one that starts with
-    "labels" stands for integers in 0..5. `replicated` has the shapes of the learnables.
+    `images` has, for each blocked argument, the shape of one image's entry. A shape that starts
+    with "labels" stands for integers in 0..5. `replicated` has the shapes of the learnables.
     """
 
     op: object
@@ -28,7 +28,7 @@ class Case(NamedTuple):
     replicated: list = ()
 
     def arrays(self, count, dtype=np.float64):
-        """Return the blocked arguments of `count` images, whole, and the replicated arguments."""
+        """Return the arguments of `count` images as whole arrays, and the replicated arguments."""
         images = [
             np.arange(count * math.prod(shape[1:])).reshape(count, *shape[1:]) * 7 % 6
             if shape[:1] == ("labels",)
@@ -51,13 +51,13 @@ def share_of(world, images, replicated):
 
 
 def plain(world, value):
-    """Return a result as a plain array, the same on every rank."""
+    """Return a result as a plain array, which is the same on every rank."""
     value = tape.value_of(value)
     return world.gplus(value) if isinstance(value, dl.Partial) else all_images(world, value)
 
 
 def gradients(world, op, args):
-    """Return the result, and the cotangents of all arguments for a fixed cotangent of it."""
+    """Return the result, and all arguments' cotangents for a fixed cotangent of the result."""
     variables = [dl.Var(a, name="x") if a.dtype.kind == "f" else a for a in args]
     y = op(*variables)
     dy = numbers("dy", *y.shape, dtype=y.dtype)
@@ -115,14 +115,14 @@ def torch_functions():
 
 
 class OpChecks:
-    """The tests of every op. The subclass of a family lists its cases and its errors.
+    """Tests of every op. The subclass of a family lists its cases and its errors.
 
-    The file of a family has to use the fixture `world` itself: mpirun leaves out files that
-    never name it.
+    The file of a family must use the fixture `world` itself, because files that never name the
+    fixture are skipped under mpirun.
     """
 
     cases = {}  # name: Case
-    variants = ()  # names of cases that are slow cross-checks
+    variants = ()  # names of cases that are tested only in slow cross-checks
     errors = ()  # (function of images (2, 4, 4), features (3,) and integers (), error, message)
     last_block_sizes = range(1, LANES)
     unused_lanes = 1e30
@@ -204,7 +204,7 @@ class OpChecks:
                 assert cotangents[variable].lanes.shape == variable.value.lanes.shape
         for variable in weights:
             assert cotangents[variable].shape == variable.shape
-            terms = getattr(cotangents[variable], "terms", [])  # [] if it was already folded
+            terms = getattr(cotangents[variable], "terms", [])  # [] if the sum was already folded
             assert all(term.nodes == [] for term in terms)
 
     def test_errors_say_what_was_expected(self, world, call, error, message):

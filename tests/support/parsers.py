@@ -1,8 +1,8 @@
-"""Every parser of files that mpidl reads, with a valid file and a function that reads it.
+"""List every parser of files in mpidl, with a valid file and a function that reads it.
 
-`PARSERS` has {name: Parser}. `prepare(folder)` writes valid files into a folder, and returns the
-path of the file to damage and a function without arguments that reads it. This function returns
-whether the file was accepted, and raises nothing: refusals pass `attempt`.
+`PARSERS` is {name: Parser}. `prepare(folder)` writes valid files into a folder. It returns the path
+of the file to damage, and a function without arguments that reads this file. The function returns
+whether the file was accepted. It raises nothing, because `attempt` catches refusals.
 """
 
 import json
@@ -33,10 +33,10 @@ from mpidl.training.options import configuration, sweep_file
 
 
 class Parser(NamedTuple):
-    """How a parser is fed.
+    """Preparation of a parser's input.
 
-    beginning: bytes of the valid file that random bytes follow. is_slow: whether an input takes
-    milliseconds rather than microseconds.
+    `beginning` is the number of bytes of the valid file that stay before random bytes.
+    `is_slow` is whether an input takes milliseconds rather than microseconds.
     """
 
     prepare: Callable
@@ -58,7 +58,7 @@ def attempt(function, *args, **keywords):
 
 
 def use(store):
-    """Read images of a datastore and call its descriptive methods."""
+    """Read images of a datastore, and call its methods that describe it."""
     assert isinstance(store, Datastore)
     indices = np.unique([0, len(store) // 2, len(store) - 1])
     for read in (read_images, read_targets) if store.targets_shape is not None else (read_images,):
@@ -71,7 +71,7 @@ def use(store):
 
 
 def open_and_use(path):
-    """Open a path as --data and as --test-data and use the datastores; return if it opened."""
+    """Open a path as --data and --test-data, use the datastores, and return whether it opened."""
     stores = attempt(open_data, str(path))
     test = attempt(open_test_data, str(path), classes=["a", "b", "c"], labelled=False)
     for store in [*(stores or ()), test]:
@@ -81,7 +81,7 @@ def open_and_use(path):
 
 
 def open_and_verify(path):
-    """The same for a packed file, whose pixels are compared with their checksums too."""
+    """Do the same with a packed file, and also compare its pixels with their checksums."""
     open_and_use(path)
     store = attempt(packed.PackedDatastore, path, labelled=False)
     if store is not None:
@@ -90,7 +90,7 @@ def open_and_verify(path):
 
 
 def images(write, beginning, opened=None, check=open_and_use):
-    """Return the Parser of a file that `write(folder)` writes; the folder is opened or the file."""
+    """Return the Parser of a file that `write(folder)` writes; open the folder or the file."""
 
     def prepare(folder):
         path = write(folder)
@@ -125,7 +125,7 @@ def cifar(name):
 
 
 def hdf5(kind):
-    """The oldest version of the format has no checksums, the newest has them everywhere."""
+    """The oldest format version has no checksums, and the newest has checksums everywhere."""
 
     def write(folder):
         path = folder / "x.h5"
@@ -154,7 +154,7 @@ def packed_file(labelled):
 
 
 def encoded_pack(damaged):
-    """A packed set of PNG files in two shards; the file to damage is its index or a shard."""
+    """Return the Parser of PNG files packed in two shards; an index or shard is damaged."""
 
     def prepare(folder):
         grow(folder / "set")
@@ -166,7 +166,7 @@ def encoded_pack(damaged):
 
 
 def encoded_file(folder):
-    """A packed set of PNG files in one file."""
+    """Write a packed set of PNG files in one file."""
     grow(folder / "set")
     store = ImageFolder(folder / "set")
     packing.pack({"train": store}, folder / "x.h5", images="encoded")
@@ -174,7 +174,7 @@ def encoded_file(folder):
 
 
 def table(text):
-    """A table of images with the given columns."""
+    """Return the Parser of a table of images with the given columns."""
 
     def prepare(folder):
         grow(folder / "set")
@@ -245,7 +245,7 @@ def safetensors(folder):
 
 
 def described_safetensors(folder):
-    """A file that describes its network."""
+    """Write a file that describes its network."""
     path = folder / "a.safetensors"
     dl.save_weights(network(), path)
     return path, lambda: attempt(network_files.load, path) is not None
@@ -285,7 +285,7 @@ def model(folder):
 
 
 def checkpoint_file(folder):
-    """The only generation."""
+    """Write a checkpoint that has only one generation."""
     checkpoint.save(str(folder), TABLES, FACTS)
     return (
         folder / checkpoint.CURRENT,
@@ -339,7 +339,7 @@ GRID = '[train]\nepochs = 3\n[grid]\nlearning_rate = [0.1, 0.01]\nflip = ["none"
 
 
 def read_run(folder):
-    """Read the folder of a run as mpidl.report and mpidl.monitor do."""
+    """Read the folder of a run like mpidl.report and mpidl.monitor."""
     contents = attempt(run_files.read, str(folder))
     run = LiveRun(str(folder), "run")
     run.poll(at_once=True)
@@ -410,7 +410,7 @@ PARSERS = IMAGES | NETWORKS | TEXTS
 
 
 def prepared(name, folder):
-    """Return (path, content, read, Parser) of a parser, whose valid file is accepted."""
+    """Return (path, content, read, Parser), after checking that the valid file is accepted."""
     parser = PARSERS[name]
     path, read = parser.prepare(Path(folder))
     content = path.read_bytes()

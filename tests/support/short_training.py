@@ -1,4 +1,4 @@
-"""Short trainings of a small network on small images, whose class is their bright row."""
+"""Train a small network on small images, whose class is the position of a bright row."""
 
 import numpy as np
 from single_rank import numbers
@@ -16,7 +16,7 @@ def small(*extra_layers):
 def pictures(count, name="pictures"):
     images = numbers(f"training {name}", count, 1, SIDE, SIDE, low=0, high=200).astype(np.uint8)
     labels = np.arange(count) * 7 % CLASSES
-    images[np.arange(count), 0, labels, :] = 255  # the row of the class
+    images[np.arange(count), 0, labels, :] = 255  # the class is the row number
     return dl.ArrayDatastore(images, labels)
 
 

@@ -1,4 +1,4 @@
-"""Exchanges on simulated ranks, with the messages and rounds that each rank needs."""
+"""Run exchanges on simulated ranks, and count messages and rounds."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mpidl.performance.simulation import Simulation
 
 
 class Outcome:
-    """The root that each rank holds after an exchange, and its counts of messages and bytes."""
+    """Root that each rank has after an exchange, and its counts of messages and bytes."""
 
     def __init__(self, roots, ranks):
         self.roots = roots
@@ -17,7 +17,7 @@ class Outcome:
 
 
 def exchange(algorithm, trees, matrices, combine=fold.add, tag=7):
-    """Run an algorithm of `comm.exchange` on all ranks' (nodes, width) matrices to its end."""
+    """Run an algorithm of `comm.exchange` to its end on all ranks' (nodes, width) matrices."""
     simulation = Simulation(len(trees))
     roots = simulation.run(
         (r, algorithm(rank, tag, trees[r], matrices[r].copy(), combine))
@@ -27,7 +27,7 @@ def exchange(algorithm, trees, matrices, combine=fold.add, tag=7):
 
 
 def folded(trees, leaves, combine=fold.add):
-    """Fold each rank's run of `leaves`; return the (nodes, width) matrices and the Partials."""
+    """Fold each rank's run of `leaves`, and return the (nodes, width) matrices and Partials."""
     matrices, partials = [], []
     for tree in trees:
         counter = fold.Counter(tree, combine)

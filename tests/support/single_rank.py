@@ -1,4 +1,4 @@
-"""A world of one rank without MPI, whose results all numbers of ranks must reproduce."""
+"""Simulate a world of one rank, whose results all numbers of ranks must reproduce."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mpidl import keyed
 
 
 class SingleRank:
-    """A world of one rank, whose share is the mini-batch and which folds sums to their roots."""
+    """World of one rank without MPI; its share is the mini-batch, and it folds sums to roots."""
 
     rank, size = 0, 1
 
@@ -22,7 +22,7 @@ class SingleRank:
 
 
 def numbers(name, *shape, low=-1.0, high=1.0, dtype=np.float64):
-    """Return uniform numbers that depend on the name alone, the same on every rank."""
+    """Return uniform numbers that depend only on the name and shape, not on the rank."""
     uniform = keyed.uniform(0, f"test {name}", int(np.prod(shape)))
     return (low + (high - low) * uniform).reshape(shape).astype(dtype)
 
@@ -35,7 +35,7 @@ def blocked(world, *arrays, batch=None):
 
 
 def all_images(world, value):
-    """Return all images of a Blocked value, in order, as a plain array on every rank."""
+    """Return all images of a Blocked value in order, as a plain array on every rank."""
     shares = world.broadcast(world.gather(value.local())) if world.size > 1 else [value.local()]
     return np.concatenate(shares)
 
@@ -43,7 +43,7 @@ def all_images(world, value):
 def finite_differences(loss, parameters, step=1e-6, max_elements=40):
     """Return d loss / d parameter by central differences: {name: (flat indices, slopes)}.
 
-    At most `max_elements` elements of each parameter are moved; loss(parameters) is a float.
+    At most `max_elements` elements of each parameter are changed. loss(parameters) is a float.
     """
     differences = {}
     for name, value in parameters.items():
@@ -61,7 +61,7 @@ def finite_differences(loss, parameters, step=1e-6, max_elements=40):
 
 
 def assert_slopes(gradients, differences, tolerance=1e-6):
-    """Compare gradients with finite differences, relative to the largest of each parameter."""
+    """Compare gradients with finite differences, relative to each parameter's largest slope."""
     for name, (indices, slopes) in differences.items():
         scale = max(abs(slopes).max(), 1e-3)
         error = abs(gradients[name].ravel()[indices] - slopes).max() / scale

@@ -1,4 +1,4 @@
-"""What a file must satisfy to be a trace in the Chrome Trace Event format.
+"""Check that a file is a trace in the Chrome Trace Event format.
 
 `SCHEMA` states the format's description: https://docs.google.com/document/d/
 1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (sections JSON Object Format, Complete Events, Async
@@ -65,7 +65,7 @@ SCHEMA = {
 
 
 def read(path):
-    """Read a trace, check it and return it."""
+    """Read a trace, check it, and return it."""
     with gzip.open(path) as file:
         trace = json.load(file)
     check(trace)
@@ -81,7 +81,7 @@ def check(trace):
 
 
 def check_threads(trace):
-    """Perfetto merges threads of different processes that have the same number."""
+    """Check that thread numbers are unique, because Perfetto merges equal ones."""
     processes = {}
     for event in trace["traceEvents"]:
         if processes.setdefault(event["tid"], event["pid"]) != event["pid"]:
@@ -91,7 +91,7 @@ def check_threads(trace):
 
 
 def check_nesting(trace):
-    """Complete events of a thread must be nested: a viewer draws them as a stack."""
+    """Check that a thread's complete events are nested, because viewers draw them as a stack."""
     lines = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
@@ -108,7 +108,7 @@ def check_nesting(trace):
 
 
 def check_pairs(trace):
-    """Each asynchronous event must begin once and end once, not before its begin."""
+    """Check that each asynchronous event begins once, and later ends once."""
     begins = {}
     for event in trace["traceEvents"]:
         key = event["pid"], event.get("cat"), event["name"], str(event.get("id2"))

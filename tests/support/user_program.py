@@ -1,6 +1,6 @@
-"""A user's program for `test_types`: mypy reports the types of values at `reveal_type`.
+"""User's program for `test_types`: mypy reports the types of values at `reveal_type`.
 
-It is checked, never run.
+The program is only type-checked, never run.
 """
 
 from __future__ import annotations

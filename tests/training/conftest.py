@@ -1,4 +1,4 @@
-"""Limit each rank to one thread in the tests of training."""
+"""Limit each rank to one thread in the tests of `mpidl.training`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Gradients accumulated over parts: the bytes of one computation, and statistics of parts."""
+"""Test gradient accumulation: the same bytes as without parts, and batch-norm statistics."""
 
 import numpy as np
 import pytest
@@ -6,16 +6,16 @@ from short_training import CLASSES, SIDE, pictures, small, trained
 
 import mpidl as dl
 from mpidl.blocks import OneRank
-from mpidl.cross_entropy_loss import CrossEntropy
 from mpidl.data.parts import part_blocks, parts_of, share_parts
 from mpidl.errors import UserError
 from mpidl.fold import Tree
+from mpidl.losses import CrossEntropy
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files.model_file import weights_sha256
 
 
 def plain():
-    """Return a network without batch normalization, so that the images do not mix."""
+    """Return a network without batch normalization, so that images do not affect each other."""
     layers = [dl.Conv2D(3, 4), dl.ReLU(), dl.Dropout(0.2), dl.Dense(CLASSES)]
     return dl.Network(layers, (1, SIDE, SIDE), seed=1)
 
@@ -26,7 +26,10 @@ def hash_of(world, net, count=300, **options):
 
 
 def test_parts_are_nodes_of_the_tree():
-    """Parts of 2**k blocks: as few blocks as possible for at most so many parts."""
+    """Each part is a node of the reduction tree.
+
+    A part has 2**k blocks, as few as possible for the requested number of parts.
+    """
     for count in (*range(1, 40), 100, 128, 150, 511, 512, 513, 2048):
         leaves = -(-count // 16)
         for parts in range(1, 9):
@@ -63,7 +66,7 @@ def test_every_rank_has_its_share_of_each_part(world):
 
 @pytest.mark.slow_on_ranks
 def test_parts_give_the_bytes_of_the_whole_mini_batch(world):
-    """Also of a smaller last mini-batch, of which a part may have a single image."""
+    """The bytes are also equal if the last mini-batch is smaller and a part has one image."""
     for count in (300, 257):
         hashes = {k: hash_of(world, plain(), count, accumulate=k) for k in (1, 2, 3, 5, 10)}
         assert len(set(hashes.values())) == 1, hashes
@@ -87,7 +90,7 @@ def rows(blocked):
 
 
 def test_pytorch_takes_the_same_steps():
-    """A loop that adds the gradients of parts: two of 64 images and one of 22."""
+    """A PyTorch loop that adds up the gradients of three parts gives the same weights."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     net, world = small(), dl.World(threads=1)
     options = {"batch_size": 150, "accumulate": 3, "epochs": 1, "l2": 0.0, "learning_rate": 0.1}

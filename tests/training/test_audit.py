@@ -1,4 +1,4 @@
-"""The comparison of the ranks' weights, and the ranks that it names."""
+"""Test the comparison of the ranks' weights, and which ranks an error names."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_the_majority_names_the_others(ranks, expected):
 
 
 def flip_bit(array, index=0, bit=12):
-    """Return a copy of a float32 array with another bit in one element."""
+    """Return a copy of a float32 array in which one bit of one element is flipped."""
     flipped = np.array(array)
     flipped.view(np.uint32).reshape(-1)[index] ^= 1 << bit
     return flipped
@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_found(world):
 
 
 class Flip:
-    """A hook that flips a bit on one rank after an iteration, in a weight or in a sum."""
+    """A hook that flips a bit of a weight or of a gradient sum on one rank in iteration 4."""
 
     def __init__(self, rank, place):
         self.rank, self.place = rank, place
@@ -92,7 +92,7 @@ class Flip:
 
 @pytest.mark.parametrize("place", ["weight", "sum"])
 def test_a_run_ends_at_the_next_audit(world, place):
-    """One rank has nothing to compare with, and trains to the end."""
+    """The audit finds a flipped bit. A single rank compares nothing and trains to the end."""
     options = dl.TrainingOptions(epochs=4, batch_size=40, audit_every=5, verbose="off")
     hook = Flip(world.size - 1, place)
     if world.size == 1:
@@ -102,13 +102,13 @@ def test_a_run_ends_at_the_next_audit(world, place):
             dl.train(small(), pictures(100), options, world=world, hooks=[hook])
         assert ("differs from the other" in str(caught.value)) == (world.size > 2)
         assert ("conv1.weight" if place == "weight" else "dense1.bias") in str(caught.value)
-    # without audits, nobody notices
+    # Without audits, the flipped bit is not detected.
     options = dl.TrainingOptions(epochs=4, batch_size=40, verbose="off")
     dl.train(small(), pictures(100), options, world=world, hooks=[Flip(world.size - 1, place)])
 
 
 def test_a_weight_that_is_nan_on_one_rank_is_no_reason_to_roll_back(world):
-    """With a single rank it is a reason, because all ranks have the NaN."""
+    """If only some ranks have the bad weight, the run fails. A single rank rolls back instead."""
 
     class Spoil:
         def step(self, trainer):

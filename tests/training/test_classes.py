@@ -1,6 +1,6 @@
-"""Class names in networks, files and evaluations; wrong arguments.
+"""Test class names in networks, files and evaluations, and errors about wrong arguments.
 
-These tests pass on any number of ranks.
+The tests pass on any number of ranks.
 """
 
 import json
@@ -35,7 +35,7 @@ def measured():
 
 
 def segmented(images=None, classes=3):
-    """Return images with a label per pixel."""
+    """Return images with one label per pixel."""
     labels = (np.arange(40)[:, None, None] + np.arange(9).reshape(3, 3)) % classes
     images = dl.ArrayDatastore(pixels()) if images is None else images
     return dl.data.combined(images, labels.astype(np.int32))
@@ -71,7 +71,7 @@ def test_training_tells_the_network_its_classes(world):
         assert trained(world, small(1), measured(), loss=loss).classes == ()
     assert trained(world, small(1), measured(), loss=squared).classes is None
     assert trained(world, to_pixels(), segmented()).classes is None
-    # names of the images' labels are not names of the pixels' labels
+    # Class names of image labels do not apply to pixel labels.
     assert trained(world, to_pixels(), segmented(labelled(list("abcd")))).classes is None
 
 
@@ -85,7 +85,7 @@ def test_edited_networks_keep_classes_of_unchanged_outputs(world):
 
 
 def test_model_files_store_classes(world, tmp_path):
-    path = tmp_path / "model.h5"  # each rank has its own
+    path = tmp_path / "model.h5"  # a separate file for each rank
     net = small()
     for classes in (NAMES, (), None):
         net.classes = classes
@@ -134,7 +134,7 @@ def test_evaluation_refuses_labels_of_other_classes(world):
     for classes in (("square", "circle", "triangle"), ("circle", "triangle"), None):
         with pytest.raises(dl.UserError, match="expected the classes of the network"):
             dl.evaluate(net, labelled(classes, 2), world=world)
-    # one list of classes is the beginning of the other
+    # One list of classes may be the beginning of the other list.
     two, four = labelled(NAMES[:2], 2), labelled((*NAMES, "star"))
     assert dl.evaluate(net, two, world=world, confusion=True).confusion.classes == NAMES
     assert dl.evaluate(net, four, world=world)[:3] == expected[:3]
@@ -160,7 +160,7 @@ def test_validation_has_the_classes_of_training(world):
             net, store = small(), labelled(classes, label_count)
             with pytest.raises(dl.UserError, match="expected the classes of the training set"):
                 trained(world, net, labelled(), validation=store, loss=loss)
-            assert net.classes is None and net.normalization is None  # nothing has started
+            assert net.classes is None and net.normalization is None  # the network is unchanged
         trained(world, small(), labelled(), validation=labelled(NAMES[:2], 2), loss=loss)
 
 
@@ -242,7 +242,7 @@ def test_plain_arrays_in_a_custom_loop_are_refused(world):
 
 
 def test_from_images_gives_the_values_of_a_queue(world):
-    """Use both ways that the error about plain arrays suggests."""
+    """`dl.from_images` gives the same values as `dl.MinibatchQueue`."""
     batch = next(dl.MinibatchQueue(labelled(), 40, world=world, shuffle="never").epoch(0))
     share = dl.share(40, world)
     arrays = (pixels() / np.float32(255)).astype(np.float32), np.arange(40) % 3

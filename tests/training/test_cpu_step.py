@@ -1,4 +1,4 @@
-"""Recorded training steps on CPUs: the same bytes as eager ones, or eager steps."""
+"""Test that replayed training steps on CPUs give the same bytes as eager steps."""
 
 import dataclasses
 import functools
@@ -16,7 +16,8 @@ from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import Clip, Optimizer, Rate
-from mpidl.training.steps import EagerStep, ReplayedStep, StepInfo
+from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+from mpidl.training.steps import EagerStep, StepInfo
 
 pytestmark = needs_kernels
 
@@ -66,12 +67,14 @@ def run(
     store=None,
     batch=40,
     epochs=3,
+    parts=1,
 ):
     """Train, and return the step and the losses.
 
-    By default, an epoch has two full mini-batches and one of 20 images.
+    By default, an epoch has two full mini-batches and a mini-batch of 20 images.
     """
     queue = MinibatchQueue(pictures(100) if store is None else store, batch, 0, world)
+    queue.parts = parts
     step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
     losses = []
     for epoch in range(1, epochs + 1):
@@ -89,11 +92,12 @@ def results(net, optimizer):
 
 
 def assert_equal(net, solver, world, **arguments):
-    """Assert that eager and replayed steps have the same bytes; return the replayed step."""
+    """Assert that eager and replayed steps give the same bytes; return the replayed step."""
     nets = net(), net()
     optimizers = [solver(**net.factors) for net in nets]
     _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
-    step, losses = run(world, ReplayedStep, nets[1], optimizers[1], **arguments)
+    replayed = ReplayedParts if arguments.get("parts", 1) > 1 else ReplayedStep
+    step, losses = run(world, replayed, nets[1], optimizers[1], **arguments)
     assert losses == expected
     arrays = [results(*pair) for pair in zip(nets, optimizers, strict=True)]
     assert {k: v.tobytes() for k, v in arrays[0].items()} == {
@@ -114,7 +118,7 @@ def test_all_solvers_are_recorded(solver, world):
 
 @pytest.mark.parametrize("transforms", [(Rate,), (functools.partial(Clip, 1.0), Rate)])
 def test_separate_transforms_on_ranks_without_images(transforms, world):
-    """The update must not take the memory of gradients that are the same on all ranks."""
+    """The update must not overwrite the memory of gradients that are equal on all ranks."""
 
     def solver(**factors):
         factors.pop("l2_factors")
@@ -125,6 +129,45 @@ def test_separate_transforms_on_ranks_without_images(transforms, world):
     )
     net = functools.partial(zoo.digits, (1, 12, 12), 3)
     assert assert_equal(net, solver, world, store=store, batch=24, epochs=3).program is not None
+
+
+@pytest.mark.parametrize("net", NETWORKS)
+@pytest.mark.parametrize("batch, parts", [(96, 3), (80, 5), (24, 2)])
+def test_replayed_parts_have_the_bytes_of_eager_parts(net, batch, parts, world):
+    """Parts of several sizes: a smaller last part, a smaller mini-batch with parts of full size."""
+    arguments = {"store": pictures(144), "batch": batch, "parts": parts}
+    step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, **arguments)
+    assert step.program is not None and not step._is_off
+
+
+def test_trainings_replay_parts(world, monkeypatch):
+    counts, gradient = [], cpu_step.StepProgram.gradient
+
+    def count(self, *batch):
+        counts.append(1)
+        return gradient(self, *batch)
+
+    monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
+    options = {"batch_size": 48, "accumulate": 3, "partial_minibatch": "discard"}
+    replayed, _ = trained(world, **options)
+    assert len(counts) == 2 * 2 * 3  # one of 12 parts is recorded, and one is checked before
+    eager, _ = trained(world, graphs="off", **options)
+    assert len(counts) == 2 * 2 * 3
+    assert weights_sha256(replayed) == weights_sha256(eager)
+
+
+def test_changes_between_accumulated_steps(world):
+    """A hook replaces arrays of the network, and a setting of the optimizer."""
+
+    def change(step, iteration):
+        if iteration == 3:
+            weights = step.net.parameters["dense1.weight"]
+            step.net.parameters = {**step.net.parameters, "dense1.weight": weights * 0.5}
+            step.net.state = {name: a + 0.25 for name, a in step.net.state.items()}
+        if iteration == 5:
+            step.optimizer.transforms[-1].momentum = 0.5
+
+    assert_equal(small, SOLVERS["sgdm"], world, change=change, batch=48, parts=3)
 
 
 @pytest.mark.parametrize("net", ["alexnet", "mobilenet_v2", "resnet18", "squeezenet1_1"])
@@ -140,7 +183,7 @@ def test_networks_of_the_zoo_are_recorded(net, world):
 
 @pytest.fixture
 def stale_samples(monkeypatch):
-    """Let replays drop out the elements of the first mini-batch."""
+    """Make replays reuse the dropout mask of the first mini-batch, which is wrong."""
     set_samples = cpu_step.StepProgram._set_samples
 
     def set_once(self, batch):
@@ -153,7 +196,7 @@ def stale_samples(monkeypatch):
 def test_a_program_that_misses_an_input_is_not_used(world, stale_samples, capfd):
     assert assert_equal(residual, SOLVERS["sgdm"], world).program is None
     text = capfd.readouterr().err
-    assert ("differs from the eager one" in text) == (world.rank == 0)
+    assert ("replayed and eager training steps differ" in text) == (world.rank == 0)
 
 
 def test_without_the_check_a_faulty_program_is_used(world, stale_samples, monkeypatch):
@@ -162,11 +205,12 @@ def test_without_the_check_a_faulty_program_is_used(world, stale_samples, monkey
         assert_equal(residual, SOLVERS["sgdm"], world)
 
 
-def test_ranks_that_replay_work_with_ranks_that_do_not(world):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_ranks_that_replay_work_with_ranks_that_do_not(parts, world):
     if world.rank == 0:
         phases.store_spans(10_000)  # steps whose spans are stored run eagerly
     try:
-        assert assert_equal(small, SOLVERS["sgdm"], world).program is not None
+        assert assert_equal(small, SOLVERS["sgdm"], world, parts=parts).program is not None
     finally:
         phases.take_spans()
 
@@ -202,10 +246,11 @@ def decayed(step):
     step.net.layers[1].decay = 0.5
 
 
-@pytest.mark.parametrize("iteration", [1, 4, 6])  # before the check, in an epoch, at its end
+# iterations before the check of the recording, in an epoch, and at the end of an epoch
+@pytest.mark.parametrize("iteration", [1, 4, 6])
 @pytest.mark.parametrize("change", [halved, swapped, decayed])
 def test_a_change_on_one_rank_alone(change, iteration, world):
-    """A rank that recorded its step alone would agree alone, and the job would hang."""
+    """If one rank recorded again without the others, it would wait for them, and hang the job."""
 
     def change_on_last_rank(step, number):
         if number == iteration and world.rank == world.size - 1:
@@ -249,13 +294,14 @@ def test_trainings_replay_steps(world, monkeypatch):
         ),
     )
     recorded, _ = trained(world)
-    assert len(counts) == 3  # 6 mini-batches: one is recorded, and two are smaller
+    assert len(counts) == 3  # of 6 mini-batches, one is recorded, and two are smaller
     eager, _ = trained(world, graphs="off")
     assert len(counts) == 3
     assert weights_sha256(recorded) == weights_sha256(eager)
 
 
-def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_loss_that_is_not_finite_leaves_the_arrays(parts, world):
     net, error = small(), None
 
     def explode(step, iteration):
@@ -266,7 +312,8 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
 
     try:
         with np.errstate(all="ignore"):
-            run(world, ReplayedStep, net, dl.SGDM(0.1), explode)
+            step_class = ReplayedStep if parts == 1 else ReplayedParts
+            run(world, step_class, net, dl.SGDM(0.1), explode, parts=parts)
     except dl.errors.NotFinite as fault:
         error = fault
     assert "iteration 6" in error.description
@@ -276,7 +323,7 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(world):
 
 @dataclasses.dataclass
 class Doubled(dl.ReLU):
-    """A layer of a user, whose Python code runs in each step."""
+    """A user's layer, whose Python code must run in each step."""
 
     def forward(self, x, context):
         return super().forward(x, context) * 2.0
@@ -297,6 +344,6 @@ def test_custom_parts_stay_eager():
 
 def test_what_numpy_computes_stays_eager(world):
     def net():
-        return small(dl.PReLU())  # NumPy folds the gradient of its slopes
+        return small(dl.PReLU())  # NumPy sums the gradient of the slopes
 
     assert assert_equal(net, SOLVERS["sgdm"], world).program is None

@@ -1,4 +1,4 @@
-"""Custom hooks and optimizers in `dl.train`, on any number of ranks."""
+"""Test custom hooks and optimizers in `dl.train`. The tests pass on any number of ranks."""
 
 import os
 
@@ -73,7 +73,7 @@ def test_events_come_in_order_on_every_rank(world):
 def test_a_wrong_hook_is_refused_before_any_file_is_written(world, tmp_path):
     out = world.broadcast(str(tmp_path / "run"))
     train(world, out=out)
-    world.barrier()  # rank 0 has removed the lock
+    world.barrier()  # wait until rank 0 has removed the lock
     files = sorted(os.listdir(out))
     world.barrier()
     for hooks, text in (
@@ -107,7 +107,7 @@ def test_a_stop_on_one_rank_ends_all_with_a_checkpoint(world, tmp_path):
 
 
 class Averages:
-    """A hook with collective calls that reads the network after every step."""
+    """A hook that reads the network and calls collective operations after every step."""
 
     def __init__(self):
         self.norms = []
@@ -125,7 +125,7 @@ def test_hooks_may_be_collective(world):
 
 
 class SignSGD:
-    """w <- w - learning_rate * sign(m) with the state m <- 0.9 m + 0.1 g."""
+    """A custom optimizer: w <- w - learning_rate * sign(m), where m <- 0.9 m + 0.1 g."""
 
     def __init__(self, learning_rate):
         self.learning_rate, self.means = learning_rate, {}
@@ -147,7 +147,7 @@ class SignSGD:
 
 
 def test_a_custom_optimizer(world, tmp_path):
-    """A custom optimizer gives the same weights on any ranks and resumes from a checkpoint."""
+    """A custom optimizer gives the same weights on any number of ranks, and can be resumed."""
     net, _ = train(world, optimizer=SignSGD(0.01))
     single, _ = train(one_rank(), optimizer=SignSGD(0.01))
     assert dl.weights_sha256(net) == dl.weights_sha256(single)
@@ -182,7 +182,7 @@ def test_schedules_start_from_its_learning_rate(world):
     optimizer = SignSGD(0.5)
     train(world, [Rates()], optimizer, PIECEWISE)
     assert rates == pytest.approx([0.5] * 3 + [0.05] * 3, rel=1e-12)
-    assert optimizer.learning_rate == 0.5  # it can train again
+    assert optimizer.learning_rate == 0.5  # the rate is restored after training
 
 
 def test_a_wrong_optimizer_is_refused(world):
@@ -237,7 +237,7 @@ def test_an_optimizer_of_frozen_layers_needs_their_factors(world):
 
 
 class Waits:
-    """A hook that waits for steps in progress and saves a checkpoint."""
+    """A hook that waits for pending training steps and saves a checkpoint."""
 
     def __init__(self):
         self.iterations = []

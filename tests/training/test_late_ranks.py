@@ -1,4 +1,4 @@
-"""The line about ranks for which the others always wait."""
+"""Test the message about ranks that keep the other ranks waiting all the time."""
 
 import pytest
 
@@ -9,7 +9,7 @@ HOSTS = ["n1", "n1", "n2", "n2"]
 
 
 def interval(*busy, length=2.0, other=0.0):
-    """Return the times of ranks that compute for `busy` seconds and wait for the slowest one."""
+    """Return the times of ranks that compute for `busy` seconds and wait for the slowest rank."""
     return [Seconds(other, 0.0, work, length - work - other, 0.0) for work in busy]
 
 
@@ -38,9 +38,9 @@ def test_reading_counts():
 @pytest.mark.parametrize(
     "times",
     [
-        interval(1.8, 1.8, 1.9, 1.8),  # by less than a tenth
-        [*interval(1.0, 1.0, 1.0), Seconds(1.0, 0.0, 1.0, 0.0, 0.0)],  # it writes files
-        [Seconds(0.0, 0.0, 2.0, 0.0, 0.0)],  # the only rank
+        interval(1.8, 1.8, 1.9, 1.8),  # rank 2 is slower by less than a tenth
+        [*interval(1.0, 1.0, 1.0), Seconds(1.0, 0.0, 1.0, 0.0, 0.0)],  # the last rank writes files
+        [Seconds(0.0, 0.0, 2.0, 0.0, 0.0)],  # a single rank
         [Seconds(0.0, 0.0, 0.0, 0.0, 0.0)] * 3,
     ],
 )
@@ -49,11 +49,11 @@ def test_ranks_that_are_not_late(times):
 
 
 def test_a_rank_with_more_blocks_is_not_late():
-    """Three blocks on two ranks: the first one computes twice as long."""
+    """Rank 0 computes twice as long as rank 1, because it has two of three blocks."""
     times = interval(1.9, 0.95)
     assert judge(*[times] * 6, images=(32, 16)) is None
     assert "rank 0" in judge(*[times] * 6, images=(32, 32))
-    # with no image at all, a rank only waits
+    # A rank without images only waits.
     assert judge(*[interval(1.9, 0.0)] * 6, images=(16, 0)) is None
 
 
@@ -61,7 +61,7 @@ def test_a_rank_must_be_late_nearly_all_of_the_time():
     slow, even = interval(1.2, 1.9, 1.2), interval(1.2, 1.2, 1.2)
     assert judge(*[slow] * 19, even) is not None
     assert judge(*[slow] * 8, *[even] * 2) is None
-    assert judge(*[slow] * 4) is None  # too short to judge
+    assert judge(*[slow] * 4) is None  # the period is too short
 
 
 def test_intervals_of_short_epochs_add_up_and_a_line_is_not_repeated():

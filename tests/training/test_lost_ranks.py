@@ -1,7 +1,7 @@
-"""Runs that return to the start of an iteration, as after the loss of a rank.
+"""Test runs that return to the start of an iteration after the loss of a rank.
 
-The loss is simulated: the ranks are interrupted, all of them stay. `tests/launch/test_shrink.py`
-ends real ranks.
+The loss is simulated: all ranks are interrupted, but no rank ends. `tests/launch/test_shrink.py`
+kills real ranks.
 """
 
 import json
@@ -19,7 +19,7 @@ from mpidl.training import lost_ranks
 from mpidl.training.files import run_state
 
 pytestmark = pytest.mark.usefixtures("without_plots")
-PER_EPOCH = 3  # iterations
+PER_EPOCH = 3  # iterations per epoch
 OPTIONS = {
     "epochs": 3,
     "batch_size": 40,
@@ -37,7 +37,7 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """A hook that interrupts this rank once, in an event of an iteration or in the update."""
+    """A hook that interrupts this rank once, in a hook method or before the optimizer's update."""
 
     def __init__(self, event, iteration):
         self.event, self.iteration_of_event, self.lost_calls = event, iteration, 0
@@ -74,7 +74,7 @@ class Interrupt:
 
 @pytest.fixture
 def ranks(world, monkeypatch):
-    """The ranks of the session, which repeat a task after an interruption."""
+    """Return the world of the session, changed to repeat a task after an interruption."""
 
     def attempt(world, task, recover):
         while True:
@@ -127,7 +127,7 @@ def test_without_the_restored_state_the_weights_differ(ranks, monkeypatch):
 
 @pytest.mark.parametrize("iteration", [2, 4])
 def test_ranks_an_iteration_apart_return_to_the_same_one(ranks, monkeypatch, iteration):
-    """Rank 0 has completed the iteration, the others are interrupted in its last hook."""
+    """Rank 0 has completed an iteration in whose last hook the other ranks are interrupted."""
     expected, _ = train(ranks)
     hook, reach = Interrupt("step", iteration), lost_ranks.IterationStart.reach
 

@@ -1,4 +1,4 @@
-"""Memory for data: the share of --cache-mb for decoded images, and its use in training."""
+"""Test how --cache-mb is divided between mini-batches and cached images, and its effect."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ PIXELS = 3 * 32 * 32
 
 
 class Drawn(Datastore):
-    """A datastore that draws images when they are read."""
+    """A datastore that generates images when they are read."""
 
     image_shape, classes = SHAPE, ["a", "b"]
 
@@ -39,23 +39,25 @@ def cache_bytes(hosts="a", count=1000, store=None, device=None, **options):
 
 
 def reserved(**options):
-    """Return the bytes of --cache-mb 10 for mini-batches made ahead and pixels being read."""
+    """Return the bytes of --cache-mb 10 reserved for prefetched mini-batches and for reading."""
     return 10 * 10**6 - cache_bytes(**options)
 
 
-BATCH, READ = 64 * 4 * (PIXELS + 1), 2 * 64 * PIXELS  # float32 and labels; uint8, two copies
+# Bytes of a mini-batch (float32 pixels and labels), and of pixels being read (two uint8 copies).
+BATCH, READ = 64 * 4 * (PIXELS + 1), 2 * 64 * PIXELS
 
 
 def test_mini_batches_made_ahead_are_counted_first():
     assert reserved() == 2 * BATCH + READ
     assert reserved(prefetch=5) == 5 * BATCH + READ
     assert reserved(prefetch=0) == reserved(count=64) == reserved(count=64, workers=3) == READ
-    assert reserved(count=65) == BATCH + READ  # an epoch has no more mini-batches
-    assert reserved(batch_size=60) == reserved()  # whole blocks
+    assert reserved(count=65) == BATCH + READ  # an epoch has only two mini-batches
+    assert reserved(batch_size=60) == reserved()  # memory is reserved for whole blocks
     assert reserved(random_crop="16x16") == 2 * 64 * 4 * (3 * 16 * 16 + 1) + READ
     pairs = Drawn(1000, targets_shape=(2, 5))
     assert reserved(store=pairs) == 2 * 64 * 4 * (PIXELS + 10) + READ
-    assert reserved(device="a GPU") == 10 * 64 * (PIXELS + 4) + READ  # 8 of them in pinned memory
+    # On a GPU, 8 more mini-batches are in pinned memory.
+    assert reserved(device="a GPU") == 10 * 64 * (PIXELS + 4) + READ
     assert cache_bytes(cache_mb=2, prefetch=1) == 2 * 10**6 - BATCH - READ
     assert cache_bytes(cache_mb=1) == cache_bytes(cache_mb=0) == 0
 
@@ -65,14 +67,17 @@ def test_the_ranks_of_a_node_share_mini_batches():
     assert [reserved(hosts="a" * n) for n in (2, 3, 4, 9)] == [bytes_of_node] * 4
     assert reserved(hosts="abcd") == reserved(hosts="ababcdcd", batch_size=128) / 2
     assert reserved(hosts="abcd") == bytes_of_node / 4
-    # of 4 blocks the first rank has 2, the second 1
+    # Of 4 blocks, rank 0 has 2 and rank 1 has 1.
     assert reserved(hosts="aab") == 3 / 4 * bytes_of_node
     assert reserved(hosts="ab", worker_load="1,3") == 3 / 4 * bytes_of_node
     assert reserved(hosts="aaa", worker_load="measured") == bytes_of_node
 
 
 def test_pixels_that_threads_read_at_a_time():
-    """A thread reads tasks of a megabyte, a block, or its part of a mini-batch's share."""
+    """The pixels being read are limited by the size of a thread's task.
+
+    A task has about a megabyte, at least a block, and at most the thread's part of a share.
+    """
     big = {"batch_size": 4096, "count": 4096}  # one mini-batch
     assert reserved(**big) == 2 * 22 * 16 * PIXELS
     assert reserved(**big, workers=3) == 3 * 2 * 22 * 16 * PIXELS
@@ -84,14 +89,14 @@ def test_pixels_that_threads_read_at_a_time():
 def test_validation_reads_ahead_too():
     validation = 2 * 128 * 4 * (PIXELS + 1) + 2 * 128 * PIXELS
     assert reserved(validation=Drawn(1000)) == reserved() + validation
-    # at the end of an epoch training has released its mini-batches
+    # At the end of an epoch, the training queue has released its mini-batches.
     assert reserved(validation=Drawn(1000), validation_frequency=0) == validation
     assert reserved(validation=Drawn(20), validation_frequency=0) == reserved()
     assert reserved(validation=Drawn(20)) == reserved() + 2 * 32 * PIXELS
 
 
 def peak_memory(world, monkeypatch, **options):
-    """Train; return the peak of all ranks' mini-batches and the bytes of cached images."""
+    """Train; return the peak bytes of all ranks' mini-batches, and the bytes of cached images."""
     opened, peaks, caches = [], [0], []
 
     class Arena(arenas.Arena):
@@ -124,14 +129,14 @@ def peak_memory(world, monkeypatch, **options):
     return int(world.gop("sum", max(peaks))), cached
 
 
-LANES = 64 * 4 * PIXELS  # of a mini-batch; its labels are too small for an arena
+LANES = 64 * 4 * PIXELS  # pixel bytes of a mini-batch; labels are too small for an arena
 
 
 @pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("prefetch, workers", [(2, 1), (2, 3), (1, 1), (0, 1)])
 def test_training_stays_within_the_budget(world, monkeypatch, prefetch, workers):
     peak, cached = peak_memory(world, monkeypatch, cache_mb=3, prefetch=prefetch, workers=workers)
-    assert peak <= (1 + prefetch) * LANES  # one mini-batch in use
+    assert peak <= (1 + prefetch) * LANES  # the current mini-batch and the prefetched ones
     cache_room = 3 * 10**6 - prefetch * BATCH - 2 * READ
     assert 0.95 * cache_room < cached <= cache_room + READ
     assert peak - LANES + cached + READ <= 3 * 10**6

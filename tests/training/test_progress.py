@@ -1,4 +1,7 @@
-"""The history of `dl.train`, with and without files, on any number of ranks."""
+"""Test the history that `dl.train` returns, with and without files.
+
+The tests pass on any number of ranks.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ import mpidl as dl
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 OPTIONS = {"epochs": 2, "batch_size": 40, "verbose": "off", "validation_frequency": 2}
-REPLICATED = ("epoch", "iteration", "loss", "accuracy", "learning_rate")  # on all ranks
+REPLICATED = ("epoch", "iteration", "loss", "accuracy", "learning_rate")  # equal on all ranks
 
 
 def train(world, hooks=(), **arguments):
@@ -27,7 +30,7 @@ def assert_same(first, second):
 
 
 def test_every_rank_has_the_history_without_files(world):
-    """The hooks' own numbers are the oracle."""
+    """The history equals the numbers that a hook collects during training."""
     losses, lengths = [], []
 
     class Records:

@@ -1,4 +1,4 @@
-"""Runs that return to an earlier state because a weight or the loss is not finite."""
+"""Test runs that return to an earlier state because a weight or the loss is not finite."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ from mpidl.report import metrics
 from mpidl.training.files import checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_plots")
-PER_EPOCH = 3  # iterations
+PER_EPOCH = 3  # iterations per epoch
 SLOW = pytest.mark.slow("ranks")
 SLOW_ON_RANKS = pytest.mark.slow_on_ranks
 
 
 class Spoil:
-    """A hook that makes a weight NaN after some iterations, each of them once."""
+    """A hook that makes a weight NaN after given iterations, once per iteration."""
 
     def __init__(self, *iterations, element=np.nan):
         self.iterations_left, self.element = list(iterations), element
@@ -54,7 +54,7 @@ def train(world, hooks=(), out=None, resume=None, **options):
 
 
 def halved_after(*iterations, rate=0.01):
-    """Return a schedule that halves the rate after each of the iterations."""
+    """Return a schedule that halves the learning rate after each given iteration."""
     return lambda epoch, i: rate * 0.5 ** sum(i > after for after in iterations)
 
 
@@ -64,9 +64,9 @@ def halved_after(*iterations, rate=0.01):
         pytest.param(
             [4], 0, [3], marks=SLOW_ON_RANKS
         ),  # the loss of iteration 5 is NaN; epoch 1 ended with iteration 3
-        ([5], 2, [4]),  # a periodic checkpoint
+        ([5], 2, [4]),  # the run returns to a periodic checkpoint
         pytest.param([1], 0, [0], marks=SLOW_ON_RANKS),
-        # at the end of an epoch, before its state is kept
+        # a weight becomes NaN at the end of an epoch, before the state of the epoch is kept
         pytest.param([6], 0, [3], marks=SLOW_ON_RANKS),
         pytest.param([4, 8, 10], 0, [3, 6, 9], marks=SLOW_ON_RANKS),
     ],
@@ -78,7 +78,7 @@ def test_the_run_continues_from_the_last_state_with_half_the_rate(
     assert result.rollbacks == len(returns) and result.iterations == 4 * PER_EPOCH
     expected, plain = train(world, learn_rate_schedule=halved_after(*returns))
     assert weights == expected and plain.rollbacks == 0
-    assert weights != train(world)[0]  # negative control: the rate matters
+    assert weights != train(world)[0]  # negative control: the learning rate matters
     iterations = result.history.iteration
     assert iterations.iteration.tolist() == list(range(1, 13))
     expected_rates = [halved_after(*returns)(0, i) for i in range(1, 13)]
@@ -116,7 +116,7 @@ def test_the_number_of_rollbacks_is_limited(world):
     ],
 )
 def test_a_resumed_run_returns_to_the_same_states(world, tmp_path, interval, stop):
-    """A checkpoint between the kept states stores the kept one, too."""
+    """A checkpoint between two kept states also stores the kept state."""
     out = world.broadcast(str(tmp_path / "run"))
     expected, _ = train(world, [Spoil(5, 8)], checkpoint_every=interval)
     hooks = [Spoil(5, 8), Stop(stop)]
@@ -139,7 +139,7 @@ def test_a_regular_checkpoint_stores_one_state(world, tmp_path):
 
 
 def test_the_validation_is_restored(world):
-    """The best network and the patience are those of the kept state."""
+    """A rollback also restores the best network and the validation results."""
     options = {
         "validation": pictures(30, "others"),
         "validation_frequency": 2,

@@ -1,4 +1,4 @@
-"""Learning rates: schedules and warm-ups against their formulas in float64."""
+"""Compare learning-rate schedules and warm-ups with their formulas in float64."""
 
 import math
 
@@ -10,7 +10,7 @@ from mpidl.training.schedules import cosine, rate_of
 
 
 def rates(count, per_epoch=4, **options):
-    """Return the rates of the iterations 1 to `count`."""
+    """Return the learning rates of iterations 1 to `count`."""
     options = TrainingOptions(**{"learning_rate": 0.5, "epochs": 5} | options)
     return [rate_of(options, 1 + (i - 1) // per_epoch, i, per_epoch) for i in range(1, count + 1)]
 
@@ -22,14 +22,14 @@ def test_a_constant_rate_and_its_scale():
 
 
 def test_linear_scaling_warms_up_from_the_unscaled_rate():
-    """The gradual warm-up of Goyal et al., 2017: 5 epochs from the rate to k times the rate."""
+    """The rate rises linearly to its scaled value during 5 epochs, as in Goyal et al., 2017."""
     scaled = {"learning_rate": 0.1, "batch_size": 512, "linear_scaling": 128, "epochs": 8}
     schedule = rates(32, **scaled)
     assert schedule[:20] == pytest.approx([0.1 + 0.3 * i / 20 for i in range(20)], rel=1e-14)
     assert schedule[20:] == [0.4] * 12
     assert rates(8, **scaled, warmup_epochs=1)[3:] == pytest.approx([0.325, *[0.4] * 4])
     assert rates(8, **scaled, warmup_iterations=2)[:3] == pytest.approx([0.1, 0.25, 0.4])
-    lower = scaled | {"batch_size": 64}  # a lower rate needs no warm-up, but may have one
+    lower = scaled | {"batch_size": 64}  # a lower rate has no warm-up unless the options set it
     assert rates(3, **lower) == [0.05] * 3
     assert rates(3, **lower, warmup_iterations=2)[:2] == rates(
         2, learning_rate=0.05, warmup_iterations=2

@@ -1,4 +1,4 @@
-"""Runs that skip images that cannot be read, on any number of ranks."""
+"""Test runs that skip unreadable images. The tests pass on any number of ranks."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 class Damaged(Derived):
-    """A set in which some images cannot be read; `bad` may change."""
+    """A datastore in which the images with indices in `bad` cannot be read."""
 
     def __init__(self, parent, *bad):
         super().__init__(parent)
@@ -49,10 +49,13 @@ def train(world, store, hooks=(), out=None, resume=None, console=None, **options
 
 @pytest.mark.parametrize("normalization", ["rescale-zero-one", "zscore"])
 def test_the_run_is_that_of_the_other_images(world, normalization):
-    """One mini-batch holds all images, so it is the same without the bad ones."""
+    """Skipping bad images gives the same weights as training without them.
+
+    All images are in one mini-batch, so both runs have the same mini-batches.
+    """
     options = {"batch_size": 100, "shuffle": "never", "normalization": normalization}
     store = Damaged(pictures(100), 0, 33, 98)
-    # a transformed set reads image 0 when it is made, and a cache reads images in advance
+    # Image 0 is a special case: transformed datastores read it when they are created.
     weights, result = train(world, store, **options)
     usable = pictures(100).subset(np.setdiff1d(np.arange(100), [0, 33, 98]))
     assert weights == train(world, usable, **options)[0]
@@ -89,7 +92,7 @@ def test_a_resumed_run_skips_the_same_images(world, tmp_path, stop):
     expected, _ = train(world, store)
     train(world, store, [Stop(stop)], out)
     _, facts = checkpoint.load(out)
-    if stop == 4:  # a later change of the files does not bring back what was skipped
+    if stop == 4:  # skipped images stay skipped, even if they become readable
         assert sorted(facts["bad_images"]["training"]) == ["41", "5", "70"]
         store.bad.clear()
     weights, result = train(world, store, resume=out)

@@ -1,4 +1,7 @@
-"""Runs that a stop file ends, and status.json, on any number of ranks."""
+"""Test runs that a stop file ends, and the content of status.json.
+
+The tests pass on any number of ranks.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +14,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.report import status, stop_file
 
 pytestmark = pytest.mark.usefixtures("without_plots")
-PER_EPOCH = 3  # iterations
+PER_EPOCH = 3  # iterations per epoch
 SLOW_ON_RANKS = pytest.mark.slow_on_ranks
 
 
@@ -22,12 +25,12 @@ def looks_always(monkeypatch):
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One folder for all ranks."""
+    """Return a folder that all ranks use."""
     return Path(world.broadcast(str(tmp_path)))
 
 
 class Request:
-    """A hook that writes a stop file after an iteration, or at the end of an epoch."""
+    """A hook that writes a stop file after a given iteration, or at the end of a given epoch."""
 
     def __init__(self, folder, moment, iteration=None, epoch=None):
         self.folder, self.moment = folder, moment
@@ -79,7 +82,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(world, folder, moment, itera
 
 
 def validations(world, out):
-    """Return the iterations of the validations in the metrics."""
+    """Return the iterations of the validation records in metrics.jsonl."""
     world.barrier()
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     world.barrier()
@@ -91,10 +94,10 @@ def validations(world, out):
     [(stop_file.NOW, []), pytest.param(stop_file.EPOCH, [2], marks=SLOW_ON_RANKS)],
 )
 def test_a_request_during_the_validation_of_an_epoch(world, folder, moment, complete):
-    """As after a signal, the resumed run repeats the validation that was interrupted."""
+    """A stop file ends the validation like a signal, and the resumed run repeats it."""
     out, options = folder / "run", {"validation_fraction": 0.2, "validation_frequency": 0}
     _, result = train(world, out, [Request(out, moment, 2)], epochs=2, **options)
-    # 80 images are two mini-batches, so this is the end of the epoch
+    # 80 images are two mini-batches, so iteration 2 ends the epoch.
     assert (result.stopped, result.iterations) == ("stop file", 2)
     assert validations(world, out) == complete
     sha256, _ = train(world, out, resume=str(out), epochs=2, **options)
@@ -103,7 +106,7 @@ def test_a_request_during_the_validation_of_an_epoch(world, folder, moment, comp
 
 
 class RequestAtTheEnd:
-    """A hook that writes a stop file after the last mini-batch of the training."""
+    """A hook that writes a stop file after the last mini-batch of the run."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -128,7 +131,7 @@ def test_a_request_during_the_statistics(world, folder, statistics, reason):
 
 
 class RequestAtFirstRead(Datastore):
-    """A set that writes a stop file when rank 0 first reads it, for the normalization."""
+    """A datastore that writes a stop file at its first read on rank 0, for the normalization."""
 
     def __init__(self, store, folder, world):
         self.store, self.folder, self.is_due = store, folder, world.rank == 0
@@ -179,7 +182,7 @@ def test_a_request_to_an_earlier_job_is_dropped(world, folder):
 
 @pytest.mark.slow_on_ranks
 def test_without_a_look_the_file_has_no_effect(world, folder, monkeypatch):
-    """The negative control of the tests above."""
+    """Negative control: if the stop file is not read, the run continues to the end."""
     monkeypatch.setattr(stop_file, "read", lambda folder: None)
     out = folder / "run"
     _, result = train(world, out, [Request(out, stop_file.NOW, 2)])

@@ -1,4 +1,4 @@
-"""dl.sweep: results in order on all ranks, failures, and weights that groups do not change."""
+"""Test `dl.sweep`: the order of results, failures, stops, and weights that match single runs."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def test_no_trials_and_a_wrong_number_of_ranks(world):
 
 
 def test_a_signal_to_one_rank_stops_all_groups(world, tmp_path):
-    """A training in progress ends, in the rank's group and in the others; no other starts."""
+    """Training in progress ends in all groups, and no other trial starts."""
     store = dl.ArrayDatastore(PIXELS, np.arange(90) % 3)
 
     def function(trial, group_world):
@@ -86,7 +86,7 @@ def test_a_signal_to_one_rank_stops_all_groups(world, tmp_path):
 
 
 class signal_after:
-    """A hook that sends the signal USR1 to this process after some iterations."""
+    """A hook that sends USR1 to this process after a number of iterations."""
 
     def __init__(self, iterations):
         self.iterations = iterations
@@ -98,7 +98,7 @@ class signal_after:
 
 
 def test_a_request_to_stop_without_the_folder_of_claims(tmp_path, monkeypatch):
-    """The thread goes on; the rank itself notices that the folder is gone."""
+    """If the folder is missing, the thread that passes on stop requests raises no exception."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
     monkeypatch.setattr(sweep, "STOP_SECONDS", 0.01)

@@ -1,4 +1,4 @@
-"""Timelines and the `ranks` records of short trainings."""
+"""Test the timelines and the `ranks` records of short training runs."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ BATCHES = 3  # mini-batches per epoch: 40, 40 and 20 images
 
 
 def train(world, out, console=None, hooks=(), store=None, **options):
-    """Train two epochs in a folder of rank 0; return the network."""
+    """Train two epochs with files in the folder `out`; return the network."""
     options = {"epochs": 2, "batch_size": 40, "verbose_every": 0} | options
     net, store = small(), pictures(100) if store is None else store
     options = dl.TrainingOptions(**options)
@@ -91,7 +91,10 @@ def coverage_of_digits(world, out):
 
 @pytest.mark.slow_on_ranks
 def test_the_spans_cover_the_iterations(world, out, monkeypatch):
-    """Measure in CPU time, which does not include the pauses of a busy machine."""
+    """At least 98 % of each iteration is inside spans.
+
+    The test measures CPU time, which excludes the pauses of a busy machine.
+    """
     monkeypatch.setattr(phases, "now", time.thread_time_ns)
     assert min(coverage_of_digits(world, out)) >= 0.98
     for name in ("span", "layer"):
@@ -152,7 +155,10 @@ def test_a_failed_run_stops_the_recording(world, out):
 
 @pytest.mark.parametrize("images", [100, 16])
 def test_metrics_tell_what_the_ranks_spend_their_time_on(world, out, images, monkeypatch):
-    """With 16 images, all ranks but one have no images at all."""
+    """The times of each rank add up to the duration, even on ranks without images.
+
+    With 16 images, only one rank has images.
+    """
 
     class Clock:
         first = 0.0
@@ -183,5 +189,5 @@ def test_metrics_tell_what_the_ranks_spend_their_time_on(world, out, images, mon
             assert record["device"] == ["cpu, 1 thread"] * world.size
         total = sum(r[kind][0] for r in ranks for kind in phases.KINDS)
         rounding = 1e-6 * len(ranks) * len(phases.KINDS)
-        # No time is counted twice, and none of the iterations is lost.
+        # No time is counted twice, and no iteration is missing.
         assert clock.last - clock.first - rounding <= total <= duration + rounding

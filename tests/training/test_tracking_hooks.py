@@ -1,4 +1,4 @@
-"""Hooks that record a run: the records that a tracker receives, and TensorBoard's event files."""
+"""Test the hooks that record a run: what a tracker receives, and TensorBoard's event files."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ OPTIONS = {"epochs": 2, "batch_size": 40, "verbose": "off", "validation_frequenc
 
 
 class Calls(tracking.Tracker):
-    """A tracker that keeps its calls, and fails at an iteration."""
+    """A tracker that stores its calls, and raises an error at a given iteration."""
 
     def __init__(self, fails_at=None):
         self.calls, self.fails_at = [], fails_at
@@ -97,7 +97,7 @@ def test_a_tracker_receives_the_run(world, monkeypatch):
     histograms = {c[1:3]: c[3] for c in calls if c[0] == "histogram"}
     names = [f"{group}/{name}" for group in ("weights", "gradients") for name in net.trainable]
     assert set(histograms) == {(name, step) for name in names for step in (3, 6)}
-    for step in (3, 6):  # NumPy's own histogram is the oracle
+    for step in (3, 6):  # compare with NumPy's histogram
         histogram = histograms["gradients/conv1.weight", step]
         assert histogram.counts.sum() == gradients[step].size
         expected = np.histogram(gradients[step], tracking.BUCKETS)[1]
@@ -129,7 +129,7 @@ def test_an_error_leaves_a_checkpoint_of_the_epoch(world, tmp_path):
 
 @pytest.mark.slow_on_ranks
 def test_an_error_after_the_last_epoch_leaves_the_result(world):
-    """The caller of `conclude` gets the error, after the records of all hooks have ended."""
+    """The caller of `concluded` gets the error after the records of all hooks have ended."""
     hooks = [CallsHook(fails_at=5), CallsHook()]
     for hook in hooks:
         hook.ends_with_training = False
@@ -142,7 +142,7 @@ def test_an_error_after_the_last_epoch_leaves_the_result(world):
 
 
 class Stages(Console):
-    """A console that keeps the numbers of images that each stage reports."""
+    """A console that stores the numbers of images that each stage reports."""
 
     def __init__(self, rank):
         super().__init__(rank, progress=False)
@@ -155,7 +155,7 @@ class Stages(Console):
 
 
 class Signalled:
-    """A hook whose `end` runs before the tracker's `end`."""
+    """A hook that requests a stop at the end, before the method `end` of the tracker runs."""
 
     def end(self, trainer):
         trainer.signals.name = "SIGUSR1"
@@ -184,14 +184,14 @@ def own_loss(net, images, labels):
 
 
 def nameless(count, name="pictures"):
-    """Images whose targets are labels of classes without names."""
+    """Return images with labels of classes that have no names."""
     labelled = pictures(count, name)
     return dl.data.combined(dl.ArrayDatastore(labelled.images), labelled.labels)
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Replace the drawing of confusion matrices; return the class names of each."""
+    """Replace the drawing of confusion matrices; return the class names of each drawn matrix."""
     names = []
 
     def draw(counts, classes, accuracy):
@@ -285,7 +285,7 @@ def events(folder):
 
 @pytest.mark.slow_on_ranks
 def test_tensorboard_reads_a_resumed_run(world, tmp_path):
-    """Steps after the checkpoint are not repeated, and the run may continue in another folder."""
+    """TensorBoard shows each step once, even if the run continues in another folder."""
     pytest.importorskip("tensorboardX", reason="pip install 'mpidl[tensorboard]'")
     first, second = (world.broadcast(str(tmp_path / name)) for name in ("first", "second"))
     options = {"tensorboard": "on", "checkpoint_every": 4}
@@ -328,7 +328,7 @@ def test_a_new_run_removes_the_records_of_the_old_one(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     make_folder(str(tmp_path))
     assert not old.parent.exists()
-    assert [part.exists() for part in parts] == [False, True]  # another run's part stays
+    assert [part.exists() for part in parts] == [False, True]  # the other run's folder is kept
 
 
 def test_tensorboard_without_a_folder_is_refused(world):
@@ -421,7 +421,7 @@ def test_a_flush_of_an_event_file_reaches_the_disk(tmp_path):
 
 
 def test_a_killed_run_continues_its_record_for_wandb(tmp_path, monkeypatch):
-    """It repeats what followed the checkpoint, and adds an owed validation of its iteration."""
+    """The resumed run logs only records after the checkpoint, and its pending validation."""
     from mpidl.report.trackers import wandb_run
 
     logged = []

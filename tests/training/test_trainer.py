@@ -1,4 +1,4 @@
-"""Options of a training run: rates, stops, statistics, worker loads and partitions."""
+"""Test options of a run: learning rates, stops, statistics, worker loads and partitions."""
 
 import dataclasses
 import io
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 # ---- schedules ----
 
 
-# Options of a schedule that divides the rate by 10 after each epoch.
+# Options of a schedule that divides the learning rate by 10 after each epoch.
 PIECEWISE = {"learn_rate_schedule": "piecewise", "learn_rate_drop_period": 1}
 
 
@@ -100,7 +100,7 @@ def test_the_speed_leaves_out_validations_and_checkpoints(world, tmp_path, monke
 
 
 class Vanishing(Derived):
-    """A dataset whose last image vanishes after some reads of it on this rank."""
+    """A datastore in which the last image disappears after this rank has read it once."""
 
     reads_left = 1
 
@@ -113,7 +113,7 @@ class Vanishing(Derived):
 
 
 def test_an_image_that_vanishes_costs_no_iteration(world, tmp_path):
-    """The checkpoint holds all iterations before it, and the resumed run ends as usual."""
+    """The checkpoint contains all completed iterations, and the run can be resumed."""
     out = world.broadcast(str(tmp_path))
     options = dl.TrainingOptions(epochs=3, batch_size=20, cache_mb=0, prefetch=1, shuffle="never")
     store = Vanishing(pictures(100))
@@ -141,7 +141,10 @@ def test_an_image_that_is_missing_at_the_start_leaves_no_checkpoint(world, tmp_p
 
 
 def test_a_discarded_mini_batch_shortens_the_epoch(world):
-    """With shuffle="never", the run is that of the images in full mini-batches."""
+    """Discarding the last mini-batch gives the same weights as training without its images.
+
+    With shuffle="never", these are always the same images.
+    """
     options = {"shuffle": "never", "batchnorm_statistics": "moving"}
     net, result = trained(world, partial_minibatch="discard", **options)
     assert (result.epochs, result.iterations) == (2, 4)  # 100 images in mini-batches of 40
@@ -197,7 +200,7 @@ def test_one_rank_may_stop_the_run(world, tmp_path):
 
 @pytest.mark.parametrize("state", ["iteration", "epoch"])
 def test_a_stop_after_the_last_iteration_changes_nothing(world, state):
-    """The run ends as without a stop, with the population's statistics."""
+    """The run ends normally, with population statistics for batch normalization."""
 
     def stop(info):
         return info.state == state and info.iteration == 6
@@ -241,7 +244,7 @@ def test_options_that_do_not_fit_are_refused():
 
 
 def test_a_class_without_images_is_a_warning(world):
-    """Labels that start at 1 leave class 0 empty."""
+    """If labels start at 1, a warning says that class 0 has no images."""
     store = pictures(100)
     from_one = dl.ArrayDatastore(store.images, store.labels + 1)
     console = Console(world.rank, stream=io.StringIO())
@@ -261,7 +264,7 @@ def test_a_network_keeps_the_preprocessing_of_its_images(world):
     for train_set in (store, store.split(0.5)[0]):
         net, _ = trained(world, store=train_set, epochs=1)
         assert net.preprocess == preprocess
-    trained(world, net=net, epochs=1)  # on images without preprocessing
+    trained(world, net=net, epochs=1)  # train again on images without preprocessing
     assert net.preprocess == preprocess
 
 
@@ -269,7 +272,7 @@ def test_a_network_keeps_the_preprocessing_of_its_images(world):
 
 
 def test_population_statistics(world):
-    """The statistics cover the convolution's outputs for all images."""
+    """The statistics equal the statistics of the convolution's outputs for all images."""
     store = pictures(100)
     moving, _ = trained(world, batchnorm_statistics="moving")
     net, _ = trained(world)
@@ -303,7 +306,7 @@ def test_population_statistics_leave_out_dropout_and_frozen_layers(world):
             assert value.tobytes() == net.state[name].tobytes(), name
 
 
-# ---- the ranks' loads ----
+# ---- worker loads ----
 
 
 def test_loads_change_no_weight(world):
@@ -324,7 +327,7 @@ def test_wrong_loads_are_refused(world):
 
 
 class FakeWorld:
-    """A world with several ranks of given speeds."""
+    """A world of several ranks with given speeds."""
 
     def __init__(self, speeds, rank):
         self.speeds, self.rank, self.size = speeds, rank, len(speeds)
@@ -391,7 +394,7 @@ def test_one_rank_has_the_whole_set_as_its_part():
     assert np.array_equal(queue.order(3), plain.order(3)) and LANES == 16
 
 
-# ---- sources of values ----
+# ---- sources of option values ----
 
 
 def test_a_recipe_belongs_to_its_solver_and_its_rate():

@@ -1,4 +1,4 @@
-"""Averages of the weights: their numbers, and the networks that have them as weights."""
+"""Test averages of the weights: their values, and when they replace the weights."""
 
 import copy
 
@@ -80,12 +80,12 @@ def test_shares_of_the_weights():
     ]
     thirds = [1 / 3, 0, 1 / 4, 0, 1 / 5]
     assert shares(average="swa", average_start=1)[1:10] == [1, 0, 1 / 2, 0, *thirds]
-    assert shares(average="swa") == [*[0] * 13, 1, 0, 1 / 2]  # from epoch 7 on
+    assert shares(average="swa") == [*[0] * 13, 1, 0, 1 / 2]  # the average starts in epoch 7
     assert shares(average="swa", average_start=8, average_every=1)[-3:] == [0, 1, 1 / 2]
 
 
 def expected_ema(weights, decay):
-    """Return the moving averages of a list of tables after each of them, in float64."""
+    """Return the moving average after each table in a list, computed in float64."""
     average = {name: a.astype(np.float64) for name, a in weights[0].items()}
     averages = [average]
     for table in weights[1:]:
@@ -96,7 +96,10 @@ def expected_ema(weights, decay):
 
 @pytest.mark.slow_on_ranks
 def test_the_average_is_validated_and_becomes_the_network(world):
-    """Batch-norm statistics of the training set belong to the averaged weights."""
+    """Validation and the final network use the averaged weights.
+
+    The population statistics of batch normalization are computed with these weights.
+    """
     snapshots, raw, test_set = Weights(), Weights(), pictures(30, "others")
     settings = {"average": "ema", "average_decay": 0.8, "learning_rate": 0.1}
     net, result = train(world, hooks=[snapshots], validation=test_set, **settings)
@@ -166,7 +169,10 @@ def test_frozen_learnables_keep_their_bytes(world):
 
 
 def test_an_optimizer_of_the_user(world):
-    """An optimizer of mpidl keeps the average, and drops it in the next run; test_set cannot."""
+    """A built-in optimizer keeps the average only in runs that request it.
+
+    A custom optimizer cannot keep an average.
+    """
     sgdm = dl.SGDM(0.1)
     averaged, _ = train(world, optimizer=sgdm, average="ema", average_decay=0.5)
     assert set(sgdm.averages) == set(averaged.parameters)
@@ -203,7 +209,20 @@ def test_more_epochs_would_move_the_start_of_swa(world, tmp_path, without_plots)
 
 
 def test_trained_alone_and_with_an_average(world):
-    """The average changes no step, so the loss is that of a run without one."""
+    """The average does not affect the training steps, so the loss is unchanged."""
     _, plain = trained(world)
     _, averaged = trained(world, average="ema")
     assert plain.loss == averaged.loss
+
+
+def test_a_second_training_starts_its_average_anew(world):
+    """A second training with the same optimizer starts a new average, even if the old is NaN."""
+    used, fresh = dl.SGDM(0.05, momentum=0), dl.SGDM(0.05, momentum=0)
+    for kind in ("ema", "swa"):
+        train(world, optimizer=used, average=kind)
+        for array in used.averages.values():
+            array[...] = np.nan
+        expected, _ = train(world, optimizer=fresh, average=kind, average_start=2)
+        fresh.keep_average(False)
+        net, _ = train(world, optimizer=used, average=kind, average_start=2)
+        assert weights_sha256(net) == weights_sha256(expected)

@@ -1,1 +1,1 @@
-"""C backend: the compiled kernels of kernels/cpu, and NumPy for functions without a kernel."""
+"""CPU backend: runs the compiled kernels of kernels/cpu, or NumPy if there is no kernel."""

@@ -1,4 +1,4 @@
-"""Activation functions and their gradients with the C kernels."""
+"""Compute activation functions and their gradients with the C kernels."""
 
 import math
 
@@ -11,7 +11,10 @@ from mpidl.blocks import LANES
 
 
 def _by_element(function, *arrays, scale=()):
-    """Apply an elementwise kernel to arrays of equal shape, and return the result."""
+    """Apply an elementwise kernel to arrays of equal shape, and return the result.
+
+    `scale` holds the additional scalar arguments of the kernel.
+    """
     y = arenas.empty(arrays[0].shape)
     function(*map(np.ascontiguousarray, arrays), y, *scale, y.size // LANES)
     return y

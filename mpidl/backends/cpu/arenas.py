@@ -1,10 +1,10 @@
-"""Allocate arrays in arenas: large regions of memory that training steps reuse.
+"""Allocate arrays in arenas: large regions of memory that successive training steps reuse.
 
-One arena holds all activations, and another one holds the pixels that threads are reading. Each
+One arena holds all activations. Another arena holds the pixels that threads read from files. Each
 queue has an arena for its mini-batches. Every training step allocates the same arrays in the same
-order. Therefore, after the first step, arrays get the same addresses again, and the system provides
-no more pages. Regions use huge pages if the system supports them. The memory of an array returns to
-its arena when the last reference to the array is gone.
+order. Therefore, arrays get the same addresses in every step, and the system provides no new pages
+after the first step. Regions use huge pages if the system supports them. The memory of an array
+returns to its arena when the last reference to the array is gone.
 """
 
 import bisect
@@ -24,26 +24,26 @@ LARGE = 32 << 20  # bytes; malloc returns larger freed blocks to the system
 
 
 class Arena:
-    """A best-fit allocator that merges adjacent free blocks.
+    """A best-fit allocator that merges adjacent free blocks of memory.
 
-    The gradients and the updated values of the largest learnables reuse each other's memory. With
-    first fit, small arrays would fragment this memory. An arena releases its regions when it is
-    deleted and no array uses it any more.
+    The gradients and the updated values of the largest learnables use the same memory, one after
+    the other. A first-fit allocator would place small arrays in this memory and fragment it. When
+    an arena has been deleted and no array uses its memory any more, its regions are released.
 
     Parameters
     ----------
     region : callable, optional
-        region(nbytes) allocates a region and returns (owner, first address, size in bytes). By
-        default, regions come from the system.
+        Function region(nbytes) that allocates a region of at least nbytes and returns (owner, first
+        address, size in bytes). By default, regions come from the system.
     smallest : int
-        Size in bytes of the smallest array that `empty` allocates in this arena.
+        Smallest size in bytes of the arrays that `empty` allocates in this arena.
     """
 
     def __init__(self, region=None, smallest=SMALL):
         self.region, self.smallest = region or _of_the_system, smallest
         self.regions, self.free = [], []  # free: sorted [(address, bytes)]
         self.lock = threading.Lock()
-        # Finalizers of arrays only append to this queue: the same thread may hold the lock.
+        # Finalizers of arrays append to this queue, because their thread may already hold the lock.
         self.returned = collections.deque()
         self.bytes = 0
 
@@ -92,13 +92,13 @@ class Arena:
 
 
 def _of_the_system(size):
-    """Allocate a region from the system, on huge pages if it supports them."""
+    """Allocate a region from the system, with huge pages if the system supports them."""
     region = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             region.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            pass  # a kernel without huge pages
+            pass  # the operating system has no huge pages
     address = np.frombuffer(region, np.uint8).ctypes.data
     return region, address + -address % HUGE, size
 
@@ -108,7 +108,7 @@ _through = None  # (arena, thread) while `through` replaces the arena of activat
 
 
 def _forked():
-    """Replace the locks in a forked child: a thread of the parent may have held them."""
+    """Replace the locks in a forked child, because threads of the parent may have held them."""
     for arena in _activations, _reading, *(_through or ())[:1]:
         arena.lock = threading.Lock()
 
@@ -117,7 +117,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """The owner of an array's memory.
+    """The owner of an array's memory, which returns the memory to the arena when it is deleted.
 
     NumPy reads `__array_interface__` and keeps this object alive as long as the array.
     """
@@ -139,7 +139,7 @@ class _Place:
 
 @contextlib.contextmanager
 def through(arena):
-    """Allocate the activations of this thread in another arena within the `with` block."""
+    """Allocate this thread's activations in the given arena within the `with` block."""
     global _through
     before, _through = _through, (arena, threading.get_ident())
     try:
@@ -155,10 +155,10 @@ def _of_activations():
 
 
 def empty(shape, dtype=np.float32, arena=None):
-    """Return an uninitialized array, aligned to 64 bytes.
+    """Return an uninitialized array from an arena, aligned to 64 bytes.
 
-    The memory returns to the arena when the last reference to the array is gone. NumPy allocates
-    arrays that are too small for the arena.
+    The arena of activations is the default. Arrays that are too small for the arena come from
+    NumPy's allocator.
     """
     dtype, arena = np.dtype(dtype), arena or _of_activations()
     size = dtype.itemsize
@@ -172,14 +172,14 @@ def empty(shape, dtype=np.float32, arena=None):
 
 
 def to_read(shape, dtype):
-    """Return an uninitialized array for the pixels that a thread reads, a few blocks at once.
+    """Return an uninitialized array for the pixels of a few blocks, which a thread reads.
 
-    All threads share one arena, because malloc would reserve memory for each thread.
+    All threads share one arena, because malloc would reserve separate memory for each thread.
     """
     large = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize > LARGE
     return np.empty(shape, dtype) if large else empty(shape, dtype, _reading)
 
 
 def reserved():
-    """Return the size of the activations' arena in bytes, including free memory."""
+    """Return the size in bytes of the arena for activations, including its free memory."""
     return _activations.bytes

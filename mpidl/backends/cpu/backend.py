@@ -1,4 +1,4 @@
-"""Collect this package's functions into the Backend CPU; the NumPy backend provides the rest."""
+"""Create the Backend CPU from this package; the NumPy backend provides the missing functions."""
 
 from mpidl.backends.gather import families, gather
 from mpidl.backends.reference.backend import REFERENCE

@@ -1,4 +1,4 @@
-"""Batch normalization and its gradient with the C kernels."""
+"""Compute batch normalization and its gradient with the C kernels."""
 
 import numpy as np
 

@@ -2,8 +2,8 @@
 
 A build is a library compiled from kernels/cpu for one instruction set. A process runs the best
 build that its CPU supports, or the build named by the environment variable MPIDL_CPU. The ranks of
-a World run the best build that all of them support (see `settle`). Without a library, the build is
-"numpy", and NumPy does the computation.
+a World run the best build that all ranks support (see `settle`). If no library can be used, the
+build is called "numpy", and NumPy computes everything.
 """
 
 import ctypes
@@ -24,15 +24,15 @@ AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
 ORDER = list(NEEDS)
 
-# Functions that use neither the threads nor the scratch memory of the library. Threads that read
-# mini-batches ahead may call them at any time, and so may the hook those of sums. All other
-# functions run one at a time.
+# Functions that use neither the threads nor the scratch memory of the library. Threads that prepare
+# mini-batches may call these functions at any time. The progress hook (see `watch`) may call the
+# functions of sums at any time. All other functions run one at a time.
 ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
     *("sums_start", "sums_advance", "sums_wait", "sums_leave"),
 }
-_one_pass, _in_pass = threading.Lock(), None  # held during a call; its thread
+_one_pass, _in_pass = threading.Lock(), None  # lock held during a call, thread that holds it
 
 
 def _forked():
@@ -55,7 +55,7 @@ TYPES = {
 
 @functools.cache
 def _pointer(name, const):
-    """Return a ctypes type that accepts C-contiguous arrays of the named C type or None (NULL)."""
+    """Return a ctypes type that accepts C-contiguous arrays of a C type, or None for NULL."""
     dtype = np.dtype({"float": "f4", "double": "f8"}.get(name, name.removesuffix("_t")))
 
     def from_param(array):
@@ -88,19 +88,19 @@ def _type(text):
 
 
 def declarations(header):
-    """Parse a header's functions and return {name: (result type, argument types)} for ctypes."""
+    """Parse the functions of a header; return {name: (result type, argument types)} for ctypes."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
     functions = {}
     for result, name, arguments in re.findall(pattern, text):
-        # splitting at commas is safe: a function pointer's parameter list is (void), without commas
+        # splitting at commas is safe: the parameter list of a function pointer is always (void)
         types = [] if arguments.strip() == "void" else [_type(a) for a in arguments.split(",")]
         functions[name] = (TYPES[result.strip() if "*" not in result else result], types)
     return functions
 
 
 def texts(header):
-    """Parse a header's functions and return {name: result and arguments, without spaces}."""
+    """Parse the functions of a header; return {name: result and arguments without spaces}."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     matches = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
@@ -112,8 +112,11 @@ on_call = (
 
 
 def _one_at_a_time(name, function, missing_bytes):
-    """Return a function that calls a kernel, alone; it raises MemoryError if scratch is missing."""
-    is_recorded = ctypes.c_void_p not in function.argtypes  # no hook
+    """Return a function that calls a kernel while no other kernel runs.
+
+    The function raises MemoryError if the kernel cannot allocate its scratch memory.
+    """
+    is_recorded = ctypes.c_void_p not in function.argtypes  # False if it sets a hook
 
     def call(*arguments):
         global _in_pass
@@ -137,13 +140,13 @@ def _one_at_a_time(name, function, missing_bytes):
 
 
 class Library:
-    """A loaded build, whose functions are attributes without the prefix `mpidl_`.
+    """A loaded build. Its functions are attributes, named without the prefix `mpidl_`.
 
     Raises
     ------
     UserError
-        If the file cannot be loaded, or on access to a function whose declaration in the library
-        differs from the header. Such a library was compiled from different sources.
+        If the file cannot be loaded. Also if a function is accessed whose declaration in the
+        library differs from the header, because the library was compiled from other sources.
     """
 
     def __init__(self, path, header, build):
@@ -170,16 +173,20 @@ class Library:
 
     @property
     def provenance(self):
-        """Return the name of this build, its compiler, and the hash of its sources, as a dict."""
+        """The build's name, its compiler, and the hash of its sources, as a dict."""
         sources = self.sources().decode().removeprefix("mpidl sources ")
         return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
 
     def argument_types(self, name):
-        """Return the ctypes of a function's arguments; pointer types have the attribute `const`."""
+        """Return the ctypes types of a function's arguments.
+
+        Pointer types have the attribute `const`, which is True if the function only reads the
+        array.
+        """
         return self._declared[name][1]
 
     def position(self, name):
-        """Return the position of a function in the header, by which `play` calls it."""
+        """Return the position of a function in the header, by which `play` identifies it."""
         return self._positions[name]
 
     def __getattr__(self, name):
@@ -216,14 +223,14 @@ def why_numpy():
     return f"none are compiled: {how_to_build()}"
 
 
-_progress = []  # the C callback in use (kept alive), then the exception that it raised
+_progress = []  # the current C callback, to keep it alive; then the exception that it raised
 
 
 def watch(progress):
-    """Make kernels call progress() on this thread about every millisecond; None stops the calls.
+    """Make kernels call progress() about every millisecond on this thread. None stops the calls.
 
     The calls let MPI messages progress while a kernel runs. If progress() raises an exception, the
-    next call of `watch` raises it.
+    next call of `watch` raises this exception.
     """
     if running() == "numpy":
         return
@@ -262,7 +269,7 @@ def how_to_build():
 
 @functools.cache
 def kernels_folder():
-    """Return the path of kernels/ in this checkout or installation, or None if there is none."""
+    """Return the path of kernels/ in this checkout or installation, or None if it is missing."""
     package = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
     for folder in (
         os.path.join(os.path.dirname(package), "kernels"),
@@ -274,7 +281,7 @@ def kernels_folder():
 
 
 def path_of(build):
-    """Return the path of a build's library, in the folder $MPIDL_KERNELS or in kernels/lib."""
+    """Return the path of a build's library in the folder $MPIDL_KERNELS, or else kernels/lib."""
     lib = os.environ.get("MPIDL_KERNELS") or os.path.join(kernels_folder() or "", "lib")
     return os.path.join(lib, f"libmpidl-{build}.so")
 
@@ -304,15 +311,15 @@ def runs_here(build):
 
 
 def offered():
-    """Return the builds that exist and run on this CPU, best first, ending with "numpy".
+    """Return the builds that exist and run on this CPU, best first. The last build is "numpy".
 
     If MPIDL_CPU is set, the list starts with the build that it names.
 
     Raises
     ------
     UserError
-        If MPIDL_CPU is not the name of a build, or names a build that does not exist or cannot run
-        on this CPU.
+        If MPIDL_CPU is not the name of a build, or if the build does not exist or cannot run on
+        this CPU.
     """
     requested = os.environ.get("MPIDL_CPU")
     names = [*(build for build in built() if runs_here(build)), "numpy"]
@@ -342,10 +349,10 @@ def _load(path, build):
 
 
 def choose():
-    """Return the builds that this process could run, starting with the best that can be loaded.
+    """Return the builds that this process could run, best first. The first build can be loaded.
 
-    Better builds whose libraries cannot be loaded, for example because they need a newer libc, are
-    skipped. If MPIDL_CPU names such a build, raise UserError.
+    Better builds that cannot be loaded, for example because they need a newer libc, are skipped.
+    Raise UserError if MPIDL_CPU names such a build.
     """
     names = offered()
     while names[0] != "numpy":
@@ -369,7 +376,7 @@ def running():
 
 
 def use(build):
-    """Make this process run a build. Return the Library of the build, or None for "numpy".
+    """Make this process run a build, and return the build's Library, or None for "numpy".
 
     Raise UserError if the library is missing or cannot be loaded.
     """
@@ -391,16 +398,15 @@ def kernels():
 
 
 def common(offers):
-    """Return the best build that is in all the lists of builds; "numpy" is in every list."""
+    """Return the best build that every list in `offers` contains. Every list contains "numpy"."""
     return next(build for build in ORDER if all(build in names for names in offers))
 
 
 def settle(world):
-    """Make all ranks of a world run the best build that all of them support. Collective.
+    """Make all ranks of a world run the best build that every rank supports. Collective.
 
-    A rank that already runs a build offers only that build and the builds after it in the order,
-    because the ranks of another world may run that build too. If MPIDL_CPU is unusable on any rank,
-    all ranks raise UserError.
+    A rank that already runs a build does not change to a better build, because ranks of another
+    world may run the same build. If MPIDL_CPU is unusable on any rank, all ranks raise UserError.
     """
     error, names = None, []
     try:

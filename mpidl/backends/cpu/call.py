@@ -15,9 +15,9 @@ def tree_of(tree):
 
 
 def source_of(x):
-    """Convert a DeferredInput or an array to the four fields of `struct source`.
+    """Convert a DeferredInput or an array to the fields x, mean, scale and beta of `struct source`.
 
-    For an array, all fields except the first are None.
+    For an array, the last three fields are None.
     """
     if isinstance(x, DeferredInput):
         return tuple(np.ascontiguousarray(v) for v in x)
@@ -25,17 +25,17 @@ def source_of(x):
 
 
 def per_channel(vector):
-    """Convert a vector to the C-ordered float32 array that the kernels expect; keep None."""
+    """Convert a vector to the C-ordered float32 array that kernels expect. None stays None."""
     return None if vector is None else np.ascontiguousarray(vector, np.float32)
 
 
 def nodes_of(tree):
-    """Return the number of nodes of the reduction tree that this rank contributes."""
+    """Return the number of reduction-tree nodes that this rank contributes."""
     return len(tree.nodes[tree.rank])
 
 
 def partial_of_rows(rows, tree, combine=add, shape=None):
-    """Create a Partial from folded rows. The first rows are this rank's tree nodes."""
+    """Create a Partial from folded rows. The first rows are this rank's reduction-tree nodes."""
     shape = rows.shape[1:] if shape is None else shape
     nodes = [rows[i, ...].reshape(shape) for i in range(nodes_of(tree))]
     return Partial([Term(tree, nodes, combine, rows.dtype)], None, shape, rows.dtype)

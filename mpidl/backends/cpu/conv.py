@@ -1,4 +1,4 @@
-"""Convolution with the C kernels, alone or fused with the activations before and after it."""
+"""Compute convolutions with the C kernels, optionally fused with neighbouring activations."""
 
 import functools
 import math
@@ -14,8 +14,8 @@ from mpidl.blocks import LANES
 from mpidl.deferred import NormalizedInput
 from mpidl.fold import Partial, Term, add, merge_moments
 
-SAVING = 8  # with fewer channels, gradients are computed as direct sums
-FEW = 32  # with fewer channels, the forward convolution is computed as a direct sum
+SAVING = 8  # minimum number of channels for Winograd's algorithm in gradients
+FEW = 32  # minimum number of channels for Winograd's algorithm in forward passes with "auto"
 
 
 @functools.lru_cache(maxsize=256)
@@ -41,10 +41,10 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
 
 
 def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
-    """Return the rows (or columns) of the padded gradient, as `lay_out_dy` of conv.c computes them.
+    """Return the number of rows (or columns) of the padded gradient, as in `lay_out_dy` of conv.c.
 
-    The padding before covers taps that reach beyond the first output. The padding after covers
-    pixels of the image beyond the last output.
+    Padding before the first output covers filter taps that reach beyond it. Padding after the last
+    output covers the remaining pixels of the image.
     """
     reach = max(dilation * (taps - 1) - before, 0)
     beyond = (pixels - 1 + before) // stride - (outputs - 1)
@@ -67,17 +67,17 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     Notes
     -----
     The choice depends only on the policy and the arguments of the layer. The kernels compute 3x3
-    and 5x5 filters at stride 1. They compute a larger filter at stride s, forward and dweight, as
-    one at stride 1 on s * s times as many channels.
+    and 5x5 filters at stride 1. In forward and dweight passes, the kernels compute a larger filter
+    at stride s as a 3x3 or 5x5 filter at stride 1 on s * s times as many channels.
 
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
-    direct sum. With 5x5 filters the error is larger, and dx would pass it on to all layers before.
-    Therefore "auto" uses 2x2 for this dx. In forward passes, an error can flip a ReLU. Therefore
-    "auto" uses 2x2, for FEW or more channels, and only "fast" uses 4x4.
+    direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
+    layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In forward passes, an error
+    can flip a ReLU. Therefore "auto" uses 2x2 for FEW or more channels, and only "fast" uses 4x4.
 
-    Sums are direct where transforms would cost more than they save: in gradients with fewer than
-    SAVING channels, for outputs smaller than a tile, and if a filter fills less than two thirds of
-    the one at stride 1.
+    Sums are direct if the transforms would cost more than they save. This is the case for gradients
+    with fewer than SAVING channels, for outputs smaller than a tile, and for filters that fill less
+    than two thirds of the equivalent filter at stride 1.
 
     References
     ----------
@@ -85,7 +85,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     """
     k, c, r, s = weight_shape
     step = stride[0]
-    side = -(-r // step)  # of the filter at stride 1
+    side = -(-r // step)  # size of the equivalent filter at stride 1
     fits = r == s and stride == (step, step) and dilation == (1, 1) and side in (3, 5)
     fits = fits and 3 * r**2 >= 2 * (side * step) ** 2
     sides = [v for pair in padding for v in pair]
@@ -102,7 +102,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
 
 def plan(x, weight, stride, padding, dilation, groups):
-    """Return the `struct conv` of a convolution, its output shape (K, P, Q) and Winograd tiles."""
+    """Return (`struct conv`, output shape (K, P, Q), Winograd tile sizes) of a convolution."""
     shape, output = _geometry(x.shape[1:-1], weight.shape, stride, padding, dilation, groups)
     per_group = (len(weight) // groups, *weight.shape[1:])
     tiles = winograd_tiles(per_group, stride, padding, dilation, output, settings.winograd)

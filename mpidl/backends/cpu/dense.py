@@ -1,4 +1,4 @@
-"""Fully connected layers and their gradients with the C kernels."""
+"""Compute fully connected layers and their gradients with the C kernels."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
 from mpidl.blocks import LANES
 
-FEW = 16  # with at most this many outputs, one pass over x computes all gradients
+FEW = 16  # maximum number of outputs for which one pass over x computes all gradients
 
 
 def _sizes(x):
@@ -43,7 +43,7 @@ def dense_dweight(dy, x, tree):
 
 
 def _dense_dbias(dy, tree):
-    """Return the gradient of the bias, the sums of dy over the images, as a Partial."""
+    """Return the gradient of the bias, which is the sum of dy over the images, as a Partial."""
     nodes = arenas.empty((nodes_of(tree), dy.shape[1]))
     kernels().dense_dbias(dy, nodes, tree_of(tree), dy.shape[1])
     return partial_of_rows(nodes, tree)

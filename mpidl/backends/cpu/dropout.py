@@ -1,4 +1,4 @@
-"""Dropout with the C kernel."""
+"""Compute dropout with the C kernel."""
 
 import numpy as np
 

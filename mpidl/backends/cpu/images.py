@@ -1,7 +1,7 @@
-"""Image preparation with the C kernels.
+"""Prepare images with the C kernels.
 
-Every function runs in the calling thread only. Several threads may call the functions at the same
-time, to prepare mini-batches ahead.
+Every function runs only in the calling thread. Several threads may call the functions at the same
+time to prepare mini-batches in advance.
 """
 
 import functools
@@ -69,8 +69,8 @@ def planes_of_arrow(address, height, width, stride, out=None):
     Parameters
     ----------
     address : int
-        Address of the struct, which the Arrow C data interface defines. The rows must follow each
-        other without gaps.
+        Address of the struct, which the Arrow C data interface defines. There must be no gaps
+        between the rows.
     height, width, stride : int
         Height and width in pixels, and the number of bytes per pixel.
     out : (C, H, W) uint8, optional

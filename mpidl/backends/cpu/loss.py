@@ -1,4 +1,4 @@
-"""Compute softmax, cross-entropy and sums of errors with the C kernels."""
+"""Compute softmax, losses, sums of errors and their gradients with the C kernels."""
 
 import math
 
@@ -81,7 +81,7 @@ def binary_correct_count(logits, targets, counts, tree):
 
 
 def _binary(logits, targets):
-    """Return the logits, then the targets as an array of floats and one of ints; one is None."""
+    """Return (logits, float targets, int targets). One of the two targets is None."""
     logits = np.ascontiguousarray(logits)
     if targets.dtype.kind in "iu":
         return logits, None, _labels(targets)
@@ -105,5 +105,5 @@ def _pair(y, target):
 
 
 def _elements(y):
-    """Return the number of 16-image blocks and the number of elements per image."""
+    """Return (number of blocks of 16 images, number of elements per image)."""
     return len(y), math.prod(y.shape[1:-1])

@@ -1,4 +1,4 @@
-"""Cross-channel (local response) normalization with the C kernels."""
+"""Compute cross-channel (local response) normalization with the C kernels."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Optimizer updates and gradient clipping with the C kernels."""
+"""Compute optimizer steps and clip gradients with the C kernels."""
 
 import ctypes
 
@@ -34,7 +34,7 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
         raise TypeError(f"{formula}: expected writable C-ordered arrays as state")
     factors = [1.0] * len(weights) if factors is None else factors
-    # a recorded step updates the learnables in place
+    # while a step is recorded, it updates its learnables in place
     stepped = list(weights) if recording.owns(weights) else _results(weights)
     weights, gradients = _contiguous(weights, gradients)
     parameters = np.zeros((len(weights), COLUMNS), np.int64)
@@ -75,7 +75,8 @@ def _results(weights):
 
 
 def clip(weights, gradients, decays, method, threshold):
-    table, clipped = _scaling_table(weights, gradients)
+    copies = _contiguous(weights, gradients)
+    table, clipped = _scaling_table(weights, *copies)
     kernels().clip(
         table,
         recording.numbers(decays),
@@ -89,7 +90,8 @@ def clip(weights, gradients, decays, method, threshold):
 
 
 def trust(weights, updates, decays, coefficients, method):
-    table, scaled = _scaling_table(weights, updates)
+    copies = _contiguous(weights, updates)
+    table, scaled = _scaling_table(weights, *copies)
     kernels().trust(
         table,
         recording.numbers(decays),
@@ -102,10 +104,13 @@ def trust(weights, updates, decays, coefficients, method):
     return scaled
 
 
-def _scaling_table(weights, gradients):
-    """Return the table of addresses for the kernels in clip.c, and the arrays that they write."""
-    scaled = _results(weights)
-    weights, gradients = _contiguous(weights, gradients)
+def _scaling_table(learnables, weights, gradients):
+    """Return the table of addresses for the kernels in clip.c, and the arrays that they write.
+
+    `weights` are the learnables in C order. The caller keeps them and the gradients until the
+    kernel has run.
+    """
+    scaled = _results(learnables)
     parameters = [
         (_address(w), _address(g), _address(new), new.size)
         for w, g, new in zip(weights, gradients, scaled, strict=True)

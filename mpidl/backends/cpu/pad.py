@@ -1,4 +1,4 @@
-"""Padding of images with the C kernel."""
+"""Pad images with the C kernel."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Max and average pooling and their gradients with the C kernels."""
+"""Compute max and average pooling and their gradients with the C kernels."""
 
 import functools
 

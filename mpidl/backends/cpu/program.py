@@ -1,22 +1,23 @@
-"""Replay the kernel calls that a `recording.Recorder` noted, without Python between the calls."""
+"""Replay a training step that a `recording.Recorder` recorded, without Python between kernels."""
 
 import ctypes
 
 import numpy as np
 
-WORDS = {ctypes.c_float: np.float32, ctypes.c_double: np.float64}  # numbers stored as bits
+# NumPy types of C numbers that are stored in an int64 word by their bits.
+WORDS = {ctypes.c_float: np.float32, ctypes.c_double: np.float64}
 
 
 class Calls:
-    """Consecutive calls of the library's functions, as `mpidl_play` reads them.
+    """Consecutive calls of library functions, in the form that `mpidl_play` reads.
 
     Parameters
     ----------
     library : Library
         The library.
     wait : callable
-        Function to call with the address of a sum for which a call has waited in vain. The call is
-        then made again.
+        Function wait(address) that waits for the sum at this address. Replays call it if a kernel
+        call needs a sum that is not ready in time, and then repeat the kernel call.
     """
 
     def __init__(self, library, wait):
@@ -24,7 +25,7 @@ class Calls:
         self.types = {}  # {position: NumPy type of a number that is not an integer}
 
     def begin(self, name, arguments):
-        """Add a call of a function, whose arguments follow."""
+        """Begin a call of a function. `arguments` is the number of arguments to add next."""
         self._starts.append(len(self._words))
         self._words += [self._library.position(name), arguments]
 
@@ -34,7 +35,7 @@ class Calls:
         return len(self._words) - 1
 
     def add_number(self, value, kind):
-        """Add a number of a C type; return the arguments of `Inputs.add_number` for it."""
+        """Add a number of a ctypes type, and return (self, position) for `Inputs.add_number`."""
         position = self.add(0)
         if kind in WORDS:
             self.types[position] = WORDS[kind]
@@ -50,7 +51,7 @@ class Calls:
     __setitem__ = set
 
     def finish(self):
-        """Convert the calls to the form that the library reads; no calls can be added then."""
+        """Convert the calls to an array for the library. No calls can be added afterwards."""
         self._words = np.array(self._words, np.int64)
 
     def __call__(self):
@@ -63,26 +64,26 @@ class Calls:
 
 
 class Inputs:
-    """The positions in a program of numbers and addresses that change between replays."""
+    """The positions of the numbers and addresses in a program that change between replays."""
 
     def __init__(self):
         self._numbers, self._addresses, self._current = {}, {}, {}
 
     def add_number(self, name, words, index):
-        """Let `set_number(name, value)` set an element of an array or a number of Calls."""
+        """Let `set_number(name, value)` set words[index]. `words` is an array or a Calls."""
         self._numbers.setdefault(name, []).append((words, index))
 
     def add_address(self, name, words, index, offset):
-        """Let `set_address(name, address)` set an address, `offset` bytes after the given one."""
+        """Let `set_address(name, address)` set words[index] to address + offset (in bytes)."""
         self._addresses.setdefault(name, []).append((words, index, offset))
 
     def set_number(self, name, value):
-        """Set a number under the name that it was recorded with."""
+        """Set the number that was recorded under this name."""
         for words, index in self._numbers.get(name, ()):
             words[index] = value
 
     def set_address(self, name, address):
-        """Set the address of an input array."""
+        """Set the address of the input array that was recorded under this name."""
         if self._current.get(name) != address:
             for words, index, offset in self._addresses.get(name, ()):
                 words[index] = address + offset
@@ -90,22 +91,22 @@ class Inputs:
 
 
 class Program:
-    """A recorded training step in parts, which the caller runs one after the other.
+    """A recorded training step, divided into parts that the caller runs one after the other.
 
     Parameters
     ----------
     parts : list of list
-        Functions without arguments and `Calls`, in order.
+        For each part, its `Calls` and functions without arguments, in order.
     inputs : Inputs
-        The numbers and addresses that change.
+        The numbers and addresses that change between replays.
     owners : object
-        Keeps the memory of the program alive.
+        Object that keeps the memory of the program alive.
     """
 
     def __init__(self, parts, inputs, owners):
         self.parts, self.inputs, self._owners = parts, inputs, owners
 
     def run(self, part):
-        """Run a part of the step."""
+        """Run the part of the step with this index."""
         for step in self.parts[part]:
             step()

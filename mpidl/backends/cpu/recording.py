@@ -1,10 +1,10 @@
-"""Record the kernel calls of a training step on a CPU while it runs; see `program` for the replay.
+"""Record the kernel calls of a training step on a CPU while the step runs.
 
-A Recorder notes each call of the library with the addresses and numbers of its arguments. Kernels
-may read only memory whose contents the recorder knows: arrays that an earlier recorded call wrote,
-inputs and learnables, and constants. If a step computes an array in another way, for example with
-NumPy, a kernel that reads it makes the step unrecordable: `Recorder.problem` says why, and the step
-itself continues normally.
+The module `program` replays the calls. A Recorder stores each call of the library with the
+addresses and numbers of its arguments. Kernels may read only memory that a replay fills too: arrays
+that earlier recorded calls wrote, inputs, learnables, and constants. If a kernel reads an array
+that was computed in another way, for example with NumPy, the step cannot be recorded. In this case
+`Recorder.problem` says why, and the step itself continues normally.
 
 Temporary arrays come from an arena of the recorder. A replay writes to the same addresses.
 """
@@ -30,7 +30,7 @@ class _NamedInt(int):
 
 
 def scalar(name, value):
-    """Return a number that may change between steps; each replay can set it under this name."""
+    """Return a number that each replay can set by this name, or `value` if no step is recorded."""
     if _recorder is None:
         return value
     result = (_NamedFloat if isinstance(value, float) else _NamedInt)(value)
@@ -39,7 +39,7 @@ def scalar(name, value):
 
 
 def numbers(values):
-    """Return a float32 array for a kernel. Some numbers may be results of `scalar`."""
+    """Return the numbers as a float32 array for a kernel. Some may be results of `scalar`."""
     array = np.array(values, np.float32)
     if _recorder is not None:
         _recorder.constant(array)
@@ -50,14 +50,18 @@ def numbers(values):
 
 
 def addresses(table, reads, writes):
-    """Return an int64 table of addresses for a kernel that reads and writes the given arrays."""
+    """Return `table`, an int64 array of addresses for a kernel.
+
+    If a step is being recorded, record the table too. `reads` and `writes` are the arrays that the
+    kernel reads and writes at these addresses.
+    """
     if _recorder is not None:
         _recorder.table(table, reads, writes)
     return table
 
 
 def owns(arrays):
-    """Return whether all arrays are learnables that the recorded step may update in place."""
+    """Return whether a step is being recorded that may update all these arrays in place."""
     return _recorder is not None and all(map(_recorder.owns, arrays))
 
 
@@ -67,7 +71,7 @@ def address_of(array):
 
 
 class _Place:
-    """Memory that belongs to another object, for NumPy."""
+    """A description of memory, for NumPy. It does not keep the memory allocated."""
 
     __slots__ = ("__array_interface__",)
 
@@ -76,16 +80,17 @@ class _Place:
 
 
 def fixed(array):
-    """Return an array at the same address that does not keep the memory from being reused."""
+    """Return an array at the same address that does not keep the memory allocated."""
     if not array.size:
         return np.empty(array.shape, array.dtype)
     return np.asarray(_Place({**array.__array_interface__, "strides": None}))
 
 
 class _Range:
-    """A range of memory whose contents the recorder may know.
+    """A range of memory that the recorder knows.
 
-    `name` is the name of an input, else None.
+    `name` is the name of the input that the range contains, or None. `is_written` is whether the
+    contents are valid, and `is_owned` whether the step may update them in place.
     """
 
     def __init__(self, start, nbytes, is_written=True, name=None, is_owned=False):
@@ -112,15 +117,15 @@ class Recorder:
     Parameters
     ----------
     owned : list of ndarray
-        Learnables, state and optimizer arrays. They keep their addresses, and the step may write
-        to them.
+        Learnables, state and optimizer arrays. The step may update these arrays in place, and
+        their addresses must not change.
 
     Attributes
     ----------
     problem : str or None
-        Why the step cannot be recorded.
+        Reason why the step cannot be recorded, or None if it can be recorded.
     arena : Arena
-        The arena of the step's arrays. The Program keeps it.
+        The arena of the step's arrays. The Program keeps this arena.
     wait : callable or None
         Function that waits for a sum over the ranks, given its address; see `program.Calls`.
     """
@@ -148,11 +153,11 @@ class Recorder:
             _recorder = builds.on_call = None
 
     def refuse(self, problem):
-        """Note why the step cannot be recorded."""
+        """Store the reason why the step cannot be recorded. The first reason is kept."""
         self.problem = self.problem or problem
 
     def input(self, name, array):
-        """Declare an array that each replay may replace by another one of the same shape.
+        """Declare an array that each replay may replace by another array of the same shape.
 
         The caller keeps the array alive until the end of the recording.
         """
@@ -161,13 +166,16 @@ class Recorder:
         self._add(_Range(address_of(array), array.nbytes, name=name))
 
     def constant(self, array):
-        """Declare an array whose contents stay the same, or are changed by replays."""
+        """Declare an array whose contents are the same in all replays, and return the array.
+
+        Numbers in the array may still be set by name (see `program.Inputs`).
+        """
         self._alive.append(array)
         self._add(_Range(address_of(array), array.nbytes))
         return array
 
     def call_python(self, function, writes=()):
-        """Let replays call a function without arguments at this point of the step."""
+        """Let replays call function(), which writes `writes`, at this point of the step."""
         self._parts[-1].append(function)
         for array in writes:
             self._write(array)
@@ -178,13 +186,13 @@ class Recorder:
         Parameters
         ----------
         name : {"sums_start", "sums_wait"}
-            The function.
+            Name of the function.
         queue : SumQueue
-            Its first argument.
+            First argument of the function.
         host_sum : HostSum
-            Its second argument.
+            Second argument of the function.
         writes : sequence of ndarray
-            The arrays that are complete then.
+            The arrays that are complete after the call.
         """
         self._alive.append((queue, host_sum))
         calls = self._calls()
@@ -195,16 +203,16 @@ class Recorder:
             self._write(array)
 
     def next_part(self):
-        """End a part of the step. The Program's caller runs the parts one by one."""
+        """End the current part of the step. The caller of the Program runs the parts one by one."""
         self._parts.append([])
 
     def fix(self, array):
-        """Return `fixed(array)` of an array that the step has computed."""
+        """Return `fixed(array)` for an array that the step has computed."""
         self._read(array, "an exchange")
         return fixed(array)
 
     def finish(self):
-        """Return the Program."""
+        """End the recording, and return the Program."""
         self.arena.on_take = lambda address, size: None
         for part in self._parts:
             for step in part:
@@ -223,7 +231,7 @@ class Recorder:
         self._add(_Range(address, size, is_written=False))
 
     def _add(self, memory):
-        """Add a range, and forget ranges of freed memory that it overlaps."""
+        """Add a range, and remove the ranges that it overlaps, whose memory has been freed."""
         i = bisect.bisect_left(self._starts, memory.start)
         if i and self._ranges[self._starts[i - 1]].stop > memory.start:
             i -= 1
@@ -256,7 +264,7 @@ class Recorder:
     # ---- calls ----
 
     def table(self, table, reads, writes):
-        """Note the arrays whose addresses a table contains."""
+        """Record a table of addresses, and the arrays that a kernel reads and writes through it."""
         self.constant(table)
         flat = table.reshape(-1)
         for array in reads:
@@ -276,7 +284,7 @@ class Recorder:
         return steps[-1]
 
     def _called(self, name, arguments):
-        """Note a call of the library, which has just returned."""
+        """Record a call of the library that has just returned."""
         if threading.get_ident() != self._thread:
             return
         calls, written = self._calls(), []
@@ -299,7 +307,7 @@ class Recorder:
     def _array(self, calls, name, array, is_read):
         memory = self._range(array)
         if is_read and memory is None and array.dtype == np.int64:
-            array = self.constant(array.copy())  # the geometry of a layer
+            array = self.constant(array.copy())  # sizes and strides of a layer
         elif is_read:
             memory = self._read(array, name)
         position = calls.add(address_of(array))

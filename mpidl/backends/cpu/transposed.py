@@ -1,4 +1,7 @@
-"""Transposed convolution: forward passes run convolution's backward kernel, and vice versa."""
+"""Compute transposed convolutions with the kernels of convolution.
+
+The forward pass uses the backward kernel, and the backward pass uses the forward kernel.
+"""
 
 import numpy as np
 
@@ -13,7 +16,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     y = arenas.empty((len(x), *shape, x.shape[-1]))
     geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
-    # The kernel gets x as dy and y as dx, and computes no sums and no gradients of weights.
+    # x is passed as dy, and y as dx. The kernel computes no sums or weight gradients.
     source, after, outputs = (y, *(None,) * 3), (None,) * 7, (y, None, None, 0)
     numbers = np.zeros(len(x), np.int32), len(x), geometry, np.zeros(4, np.int64), m, 0
     weight, bias = per_channel(weight), per_channel(bias)

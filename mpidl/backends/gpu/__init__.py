@@ -1,1 +1,1 @@
-"""GPU backend, which runs the kernels in kernels/cuda on Arrays in device memory (see `array`)."""
+"""GPU backend: runs the kernels of kernels/cuda on Arrays in device memory (see `array`)."""

@@ -1,4 +1,4 @@
-"""Launch the activation kernels of activations.cu and the ReLU of batchnorm.cu."""
+"""Compute activation functions with kernels/cuda/activations.cu and the ReLU of batchnorm.cu."""
 
 import math
 
@@ -6,14 +6,14 @@ from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import channel_sums, cotangent_like
 from mpidl.blocks import LANES
 
-THREADS = 256  # threads per CUDA block, as in both files
+THREADS = 256  # threads per CUDA block, as in these two files
 
 
 def _by_element(name, *arrays, scale=()):
-    """Launch the elementwise kernel activation_`name`, and return its output.
+    """Launch the elementwise kernel activation_NAME, and return its output.
 
-    `scale` holds additional scalar arguments. Raise ValueError if the arrays differ in memory
-    layout.
+    `scale` holds the additional scalar arguments of the kernel. Raise ValueError if the arrays
+    differ in memory layout.
     """
     x = arrays[-1]
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
@@ -117,7 +117,10 @@ def prelu_dx(dy, x, slope):
 
 
 def _slopes(slope, x):
-    """Return the kernel's arguments; raise ValueError unless x has as many channels in memory."""
+    """Return the slopes and their number as arguments of a kernel.
+
+    Raise ValueError unless there is one slope, or one per channel that x has in memory.
+    """
     if slope.size not in (1, x.dims[1]):
         raise ValueError(
             f"prelu: on a GPU expected a slope per channel of {x}, got {slope.size} slopes: apply "
@@ -128,7 +131,7 @@ def _slopes(slope, x):
 
 def prelu_dslope(dy, x, slopes, tree):
     products = _by_element("prelu_products", dy, x)
-    if slopes == 1:  # each image becomes one channel of pixels
+    if slopes == 1:  # treat each image as a single channel
         products = products.reshape(products.shape)
         products.dims = (len(x), 1, math.prod(x.dims[1:-1]), 1, LANES)
         products.shape, products.order = products.dims, array.IMAGES

@@ -1,8 +1,8 @@
 """Create Arrays on a GPU, with the memory order that the kernels expect.
 
-Images are stored in blocks of 16; the slot of one image in a block is a lane. The `shape` of an
-Array is the same in all backends. `dims` and `order` describe the order of an Array in memory,
-which only the GPU backend uses:
+Images are stored in blocks of 16. The slot of one image in a block is a lane. The `shape` of an
+Array is the same in all backends. Its attributes `dims` and `order` describe how the GPU backend
+stores the elements:
 
     value            shape                 dims                   order in memory
     images           (blocks, C, H, W, 16) the same               blocks, 16, H, W, C  (NHWC)
@@ -23,7 +23,7 @@ from mpidl.blocks import LANES
 IMAGES = (0, 4, 2, 3, 1)  # memory order of the axes (blocks, C, H, W, 16)
 VALUES = (0, 2, 1)  # memory order of the axes (blocks, F, 16)
 FILTERS = (0, 2, 3, 1)  # memory order of the axes (K, C, R, S)
-PART = 64  # arrays in one piece of memory begin at multiples of this many floats
+PART = 64  # arrays that share one allocation start at multiples of 64 floats
 
 
 def order_of_lanes(dims):
@@ -32,13 +32,13 @@ def order_of_lanes(dims):
 
 
 class Bounds:
-    """The minimum and maximum of integers in device memory, for checks on the host.
+    """Minimum and maximum of the integers in an Array, which the host checks without a download.
 
     Parameters
     ----------
     limits : (smallest, largest), optional
-        The limits, if they are known. None while a training step is recorded, because the limits
-        differ between mini-batches.
+        The smallest and largest integer. None if they are unknown. This is the case while a
+        training step is recorded, because every mini-batch has other integers.
     """
 
     def __init__(self, limits=None):
@@ -47,7 +47,7 @@ class Bounds:
     def hold(self, check):
         """Call check(smallest, largest) now, or in each call of `say` if the limits are unknown.
 
-        `check` must raise an exception if the integers are invalid.
+        `check` is a function that raises an exception if the integers are invalid.
         """
         if self.limits is None:
             self.checks.append(check)
@@ -55,7 +55,7 @@ class Bounds:
             check(*self.limits)
 
     def say(self, smallest, largest):
-        """Call all held checks with the limits of a mini-batch."""
+        """Call all checks that were stored by `hold`, with the limits of a mini-batch."""
         for check in self.checks:
             check(smallest, largest)
 
@@ -66,14 +66,14 @@ def in_memory(array, dims, order):
 
 
 def empty_lanes(shape, dtype=np.float32):
-    """Return an uninitialized Array of lanes, with shape (blocks, *image_shape, 16)."""
+    """Return an uninitialized Array of lanes, whose shape is (blocks, *image_shape, 16)."""
     y = launching.empty(tuple(shape), dtype)
     y.order = order_of_lanes(y.dims)
     return y
 
 
 def lanes(array):
-    """Upload lanes, an array of shape (blocks, *image_shape, 16)."""
+    """Upload lanes, an array (blocks, *image_shape, 16), and return the Array."""
     array = np.asarray(array)
     if array.shape[-1] != LANES:
         raise ValueError(f"expected (blocks, ..., {LANES}) lanes, got {array.shape}")
@@ -81,7 +81,10 @@ def lanes(array):
 
 
 def filters(array, image_shape=None):
-    """Upload weights (K, C, R, S), or (K, F) for flattened images of `image_shape`."""
+    """Upload weights (K, C, R, S), or (K, F) for flattened images of `image_shape`.
+
+    Return the Array.
+    """
     array = np.asarray(array)
     return _upload(array, *layout_of_weights(array.shape, image_shape))
 
@@ -94,24 +97,26 @@ def layout_of_weights(shape, image_shape=None):
 
 
 def plain(array):
-    """Upload an array in C order."""
+    """Upload an array, and return it as an Array in C order."""
     array = np.asarray(array)
     return _upload(array, array.shape, range(array.ndim))
 
 
 def placed(value, like):
-    """Upload a NumPy array with the type, shape and memory order of `like`."""
+    """Upload a NumPy array; return an Array with the dtype, shape and memory order of `like`."""
     return _upload(np.asarray(value, like.dtype), like.dims, like.order)
 
 
 def together(arrays, image_shapes):
-    """Upload arrays into one piece of memory.
+    """Upload several arrays into one allocation of device memory.
 
     Parameters
     ----------
     arrays : {name: float32 array}
+        The arrays.
     image_shapes : {name: shape}
-        The `image_shape` of weights, as in `filters`. Arrays that need none may be missing.
+        The argument `image_shape` of `filters` for weights of flattened images. Names of other
+        arrays may be missing.
 
     Returns
     -------

@@ -1,6 +1,6 @@
-"""Batch normalization by kernels/cuda/batchnorm.cu. Statistics stay on the device.
+"""Compute batch normalization and its gradient with kernels/cuda/batchnorm.cu.
 
-Vectors are (C,) float32 Arrays unless stated otherwise.
+Statistics stay on the device. Vectors are (C,) float32 Arrays unless stated otherwise.
 """
 
 import math
@@ -13,11 +13,11 @@ from mpidl.fold import add, merge_moments
 
 THREADS = 256  # threads per block, as in batchnorm.cu
 CHANNELS = 128  # maximum number of channels per block of threads
-PIXELS = 32  # a leaf (a partial sum) covers at least this many pixels, or a block of 16 images
+PIXELS = 32  # minimum number of pixels per leaf (partial sum); a leaf has at most 16 images
 
 
 class Read(DeferredInput):
-    """A DeferredInput that computes its activation when it is first read, and stores it."""
+    """A DeferredInput that computes its activation when it is first read, and then stores it."""
 
     stored = None
 
@@ -47,7 +47,7 @@ def activation(source):
 
 
 def _sizes(x):
-    """Return (images, pixels per image, channels), where images include unused ones."""
+    """Return (images, pixels per image, channels). Unused lanes count as images."""
     _check(x)
     blocks, channels, *pixels, lanes = x.dims
     return blocks * lanes, math.prod(pixels), channels
@@ -59,9 +59,9 @@ def _check(x):
 
 
 def _tiles(channels):
-    """Return the number of tiles that cover the channels, and the number of threads across a tile.
+    """Return (number of tiles that cover the channels, number of threads across a tile).
 
-    A thread computes 4 channels if the number of channels is a multiple of 4, else 1.
+    A thread computes 4 channels if the number of channels is a multiple of 4, else 1 channel.
     """
     columns = channels // 4 if channels % 4 == 0 else channels
     tiles = -(-channels // CHANNELS)
@@ -70,7 +70,7 @@ def _tiles(channels):
 
 
 def _leaf(pixels):
-    """Return the number of images per leaf, which depends only on the number of pixels."""
+    """Return the number of images per leaf, which depends only on the pixels per image."""
     images = 1
     while images < LANES and images * pixels < PIXELS:
         images *= 2
@@ -80,7 +80,8 @@ def _leaf(pixels):
 def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
     """Launch a kernel that computes the leaves of a sum, and return the sum as a Partial.
 
-    The last arguments of the kernel are (leaves, images per leaf, pixels, channels, tile).
+    A leaf has `width` elements of this dtype. The kernel's arguments are `arguments`, followed by
+    (leaves, images per leaf, pixels, channels, threads across a tile).
     """
     images, pixels, channels = _sizes(x)
     per_leaf = _leaf(pixels)
@@ -116,7 +117,7 @@ def _products(dy, x, mean, scale, beta, tree):
 
 
 def cotangent_like(dy, x):
-    """Return dy; raise ValueError unless it has the size, channels and memory order of x."""
+    """Return dy, or raise ValueError unless dy has the size, channels and memory order of x."""
     if dy.size != x.size or dy.dims[1] != x.dims[1]:
         raise ValueError(f"expected a cotangent of {x}, got {dy}")
     _check(dy)
@@ -124,7 +125,7 @@ def cotangent_like(dy, x):
 
 
 def _grid(rows, channels):
-    """Return the grid, and the number of threads across a tile, for a kernel over all rows."""
+    """Return (grid, number of threads across a tile) for a kernel over all rows (pixels)."""
     tiles, tile = _tiles(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
     return (min(blocks, 16 * launching.device().processors), tiles), tile

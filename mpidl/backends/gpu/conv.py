@@ -1,10 +1,10 @@
-"""Convolution on tensor cores by kernels/cuda/conv_gemm.cu and conv_dweight.cu.
+"""Compute convolutions on tensor cores with kernels/cuda/conv_gemm.cu and conv_dweight.cu.
 
 `conv_direct` computes the convolution instead if the GPU has no TF32 tensor cores, if
-`settings.direct` is set, or if the images are too large. The sizes of tiles and of leaves (partial
-sums over a few images) depend on the layer's shape, the global mini-batch and the number of
-multiprocessors, never on this rank's share of the mini-batch. Besides, tile sizes do not change the
-bytes of the result.
+`settings.direct` is set, or if the images are too large. The sizes of leaves (partial sums over a
+few images) and tiles depend on the shape of the layer, the global mini-batch and the number of
+multiprocessors. They never depend on this rank's share of the mini-batch. Only the sizes of leaves
+change the bytes of the result.
 """
 
 import functools
@@ -16,21 +16,18 @@ from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
 from mpidl.blocks import LANES
 
-# Depth of a tile in shared memory, BK of the kernels: elements of k, or pixels in conv_dweight.
+# Depth of a tile in shared memory (BK in the kernels): elements of k, or pixels in conv_dweight.
 STEP = 32
-# An image with this many elements is too large, since offsets in a block of 16 images are int.
+# Images with this many elements are too large, because offsets in a block of 16 images are ints.
 LARGEST = 1 << 27
-USUAL = 8  # assumed number of blocks of 16 images in a mini-batch if there is no reduction tree
+USUAL = 8  # assumed number of blocks of 16 images in the mini-batch if no reduction tree is given
 COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: columns of each warp}
 # Number of TF32 multiplications per float32 multiplication, by `settings.precision`.
 PRODUCTS = {"fp32": 3, "tf32": 1}
 
 
 class Shape(NamedTuple):
-    """The shape of a convolution: the input that conv_gemm gathers from, the output, the filters.
-
-    Input images are (height, width, channels).
-    """
+    """The sizes of a convolution: input images (height, width, channels), output and filters."""
 
     height: int
     width: int
@@ -62,7 +59,7 @@ class Shape(NamedTuple):
         return self.filters // self.groups
 
     def turned(self):
-        """Return the Shape for the gradient of the input, with input and output exchanged."""
+        """Return this Shape with input and output exchanged, for the gradient of the input."""
         return self._replace(
             height=self.out_height,
             width=self.out_width,
@@ -138,9 +135,9 @@ def _direct(shape):
 
 
 def _shape(x, weight, conv_args, dy=None):
-    """Return the Shape of a convolution of these arrays.
+    """Return the Shape of the convolution of x with weight.
 
-    Raises ValueError if the kernels cannot read the arrays' memory order, or if dy has the wrong
+    Raise ValueError if the kernels cannot read the memory order of an array, or if dy has the wrong
     shape.
     """
     shape = shape_of(x.dims[1:-1], weight.dims, *conv_args)
@@ -164,7 +161,7 @@ def _forward(x, weight, bias, conv_args, tree=None):
 
 
 def dx_of(dy, x, weight, conv_args, tree, bias=None):
-    """Return the gradient with respect to x, plus `bias` if given; only the shape of x is used."""
+    """Return the gradient with respect to x, plus `bias` if given. Only the shape of x is used."""
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
         dx = conv_direct.dx(dy, x, weight, conv_args)
@@ -196,10 +193,10 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
 
 
 def leaves_of(dy, x, weight, conv_args, tree):
-    """Return the leaves of the weight gradient, and the number of leaves per block of 16 images.
+    """Return (leaves of the weight gradient, number of leaves per block of 16 images).
 
-    The leaves are a (leaves, weight.size) float32 array, in the memory order of the weights. Only
-    the shape of `weight` is used. `dy` must be zero in unused images.
+    The leaves are a float32 Array (leaves, weight.size), with the memory order of the weights. Only
+    the shape of `weight` is used. `dy` must be zero in unused lanes.
     """
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
@@ -222,16 +219,16 @@ def leaves_of(dy, x, weight, conv_args, tree):
 
 
 def _vector(channels, *arrays):
-    """Return the number of floats to copy at once: 4 if channels and addresses allow it, else 1."""
+    """Return the number of floats to copy at once: 4 if channels and addresses permit, else 1."""
     return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
 
 
 def definitions(tile, shape, device, **values):
-    """Return the preprocessor definitions for compiling a convolution kernel.
+    """Return the preprocessor definitions {name: value} for compiling a convolution kernel.
 
-    If the device compiles kernels for each layer (`specialize`), the shape is compiled in.
-    Otherwise the shape occupies registers, and the kernel is compiled for fewer resident thread
-    blocks per multiprocessor.
+    If the device compiles a kernel for each layer (`specialize`), the definitions contain the
+    shape. Otherwise the shape occupies registers, and the kernel is compiled for fewer resident
+    thread blocks per multiprocessor.
     """
     defines = {**tile, **values, "PRECISION": PRODUCTS[settings.precision]}
     if getattr(device, "specialize", False):
@@ -248,29 +245,29 @@ def threads_of(tile):
 
 
 def columns_of(shape, columns):
-    """Return the number of tiles, side by side, that cover the filters of a group."""
+    """Return the number of tiles of this many columns that cover the filters of a group."""
     return -(-shape.filters_of_group // columns)
 
 
 def _columns(filters):
-    """Return the number of columns n of a tile that minimizes the total cost of all tiles.
+    """Return the number of columns per tile, n, that minimizes the total cost of all tiles.
 
-    A tile costs n + 16; ties go to the widest tile.
+    The cost of a tile is n + 16. If several n have the same total cost, return the largest n.
     """
     return min(COLUMNS, key=lambda n: (-(-filters // n) * (n + 16), -n))
 
 
 @functools.lru_cache(maxsize=256)
 def gemm_tile(shape, rows, processors):
-    """Return BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for `rows` pixels in total.
+    """Return the macros BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm, as a dict.
 
-    A tile has 128 rows, or 64 if 128 rows would give each multiprocessor fewer than two thread
-    blocks.
+    `rows` is the total number of output pixels. A tile has 128 rows, or 64 if tiles of 128 rows
+    would give each multiprocessor fewer than two thread blocks.
     """
     columns = _columns(shape.filters_of_group)
     blocks = -(-rows // 128) * columns_of(shape, columns) * shape.groups
     height = 128 if blocks >= 2 * processors else 64
-    wide = COLUMNS[columns] < columns  # two warps side by side
+    wide = COLUMNS[columns] < columns  # two warps next to each other
     resident = (2 if wide else 5 if columns < 32 else 4) * (128 // height)
     return {
         "BM": height,
@@ -284,10 +281,10 @@ def gemm_tile(shape, rows, processors):
 
 @functools.lru_cache(maxsize=256)
 def dweight_tile(shape):
-    """Return BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight.
+    """Return the macros BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight, as a dict.
 
     A thread block has at least four warps. If the tile is too small for four warps, SPLIT groups of
-    warps share the pixels in shared memory.
+    warps divide the pixels in shared memory among themselves.
     """
     columns = _columns(shape.filters_of_group)
     across = columns // COLUMNS[columns]

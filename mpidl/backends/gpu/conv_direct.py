@@ -1,8 +1,8 @@
-"""Convolution in float32 without tensor cores, by kernels/cuda/conv_direct.cu.
+"""Compute convolutions in float32 without tensor cores, with kernels/cuda/conv_direct.cu.
 
-These kernels run on any GPU. `conv` uses them if the GPU has no TF32 tensor cores, if
-`settings.direct` is set, or if the images are too large. They are the reference for the kernels on
-tensor cores. `conv_args` is (stride, padding, dilation, groups).
+These kernels run on any GPU. `conv` uses this module if the GPU has no TF32 tensor cores, if
+`settings.direct` is set, or if the images are too large. Tests compare the tensor-core kernels with
+these kernels. `conv_args` is (stride, padding, dilation, groups).
 """
 
 import functools
@@ -14,16 +14,16 @@ from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import LANES
 
-# Tile size and threads per CTA (thread block), as in conv_direct.cu.
+# Rows and columns of a tile, and threads per CTA (thread block), as in conv_direct.cu.
 ROWS, COLUMNS, THREADS = 64, 32, 256
 LARGEST = 1 << 31  # offsets within an image or the weights are C ints
 
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """Return the integer arguments that all three kernels share, and (K, P, Q).
+    """Return the integer arguments that all three kernels have, and the output shape (K, P, Q).
 
-    Raises ValueError if the images or weights are too large.
+    Raise ValueError if the images or weights are too large.
     """
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
@@ -39,7 +39,7 @@ def _tiles(size, tile):
 
 
 def forward(x, weight, bias, conv_args):
-    """Return the convolution of x, plus the bias if it is not None, (blocks, K, P, Q, 16)."""
+    """Return the convolution of x, (blocks, K, P, Q, 16), plus the bias unless it is None."""
     blocks, *image, lanes = x.dims
     numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *conv_args)
     y = array.empty_lanes((blocks, k, p, q, lanes))
@@ -61,7 +61,7 @@ def dx(dy, x, weight, conv_args):
 
 
 def with_bias(y, bias):
-    """Add a bias to each channel of y by a batch normalization with mean 0 and scale 1."""
+    """Return y plus a bias per channel, computed by a batch normalization of mean 0 and scale 1."""
     zeros = np.zeros(bias.size, np.float32)
     return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
 
@@ -69,9 +69,10 @@ def with_bias(y, bias):
 def images_per_leaf(tiles, tree):
     """Return the number of images per leaf of the weight gradient: 1, 2, 4, 8 or 16.
 
-    A leaf is the sum of the gradients of consecutive images. Fewer images per leaf give more CTAs
-    (thread blocks), but more leaves to write and to fold. The result is the largest number that
-    would give each multiprocessor two CTAs if all images were on this GPU, or 1 if none does.
+    A leaf is the sum of the gradients of consecutive images. With fewer images per leaf there are
+    more CTAs (thread blocks), but also more leaves to write and fold. The result is the largest
+    number that would give each multiprocessor two CTAs if all images were on this GPU. If no number
+    does, the result is 1.
 
     Parameters
     ----------
@@ -87,11 +88,11 @@ def images_per_leaf(tiles, tree):
 
 
 def dweight_leaves(dy, x, weight, conv_args, tree):
-    """Return the leaves of the weight gradient, and the number of leaves per block of 16 images.
+    """Return (leaves of the weight gradient, number of leaves per block of 16 images).
 
-    The leaves are float32 (leaves, weight.size), in the memory order of the weights. A leaf is the
-    sum of the gradients of 1, 2, 4, 8 or 16 consecutive images. Only the shape of `weight` is used.
-    `dy` must be zero in the unused lanes (image slots) of a block.
+    The leaves are a float32 Array (leaves, weight.size), with the memory order of the weights. A
+    leaf is the sum of the gradients of 1, 2, 4, 8 or 16 consecutive images. Only the shape of
+    `weight` is used. `dy` must be zero in lanes (image slots) that hold no image.
     """
     blocks, *image, lanes = x.dims
     numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *conv_args)

@@ -1,8 +1,8 @@
-"""Cache compiled kernels in files, so that only one process of a host compiles each kernel.
+"""Cache compiled kernels (cubins) in files, so only one process per host compiles each kernel.
 
-The name of a file contains a hash of everything that the contents depend on. The file ends with a
-hash of its contents, so a truncated file is detected and compiled again. Files are written under a
-temporary name and renamed when they are complete.
+The name of a file contains a hash of everything that determines the contents. The file ends with a
+hash of its contents, so a truncated file is detected, and the kernel is compiled again. A file is
+written under a temporary name and renamed when it is complete.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ import tempfile
 import time
 import warnings
 
-SIZES = struct.Struct("<QQ")  # sizes of the cubin and of the log in bytes, stored before the hash
+SIZES = struct.Struct("<QQ")  # sizes of the cubin and the log in bytes, stored before the hash
 HASH = 32  # size of the hash in bytes
-DAYS = 90  # older files are removed; the kernels are compiled again if needed
+DAYS = 90  # age in days after which a file is removed; its kernel is compiled again if needed
 
 _warned = False
 
 
 def folder():
-    """Return the folder of the cache: in MPIDL_CACHE if it is set, else in the temporary folder.
+    """Return the path of the cache folder, in $MPIDL_CACHE or else in the temporary folder.
 
-    The temporary folder is local to the host, whereas home folders of clusters are shared and slow.
+    The temporary folder is local to the host. Home folders of clusters are shared and slow.
     """
     cache = os.environ.get("MPIDL_CACHE")
     if cache:
@@ -36,8 +36,8 @@ def folder():
 def cached(name, make):
     """Return (cubin, log) from the file `name`; if it is missing, call make() and write the file.
 
-    While one process of the host runs make(), the others wait. If that process dies, they continue.
-    If the files cannot be written, each process warns and runs make() itself.
+    While one process of the host runs make(), the other processes wait. If that process dies,
+    another process runs make(). If files cannot be written, every process warns and runs make().
     """
     place = folder()
     if not _is_ours(place):
@@ -54,7 +54,7 @@ def cached(name, make):
 
 
 def read(path):
-    """Return (cubin, log) of a file, or None if it is missing or truncated."""
+    """Return the contents (cubin, log) of a file, or None if it is missing or damaged."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -95,7 +95,7 @@ def _forget(place):
 
 
 def _is_ours(place):
-    """Create the folder if it is missing; return whether only this user can write to it."""
+    """Create the folder if it is missing. Return whether only this user can write to it."""
     try:
         os.makedirs(place, mode=0o700, exist_ok=True)
         status = os.lstat(place)
@@ -110,7 +110,7 @@ def _is_ours(place):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Hold the lock of a file, which the operating system releases if the process dies."""
+    """Hold the lock of a file in the `with` block. The system releases it if the process dies."""
     path, file = f"{path}.lock", None
     try:
         file = open(path, "w")
@@ -121,7 +121,7 @@ def _locked(path):
         yield
     finally:
         if file is not None:
-            # processes that wait for this lock file, and later processes, find the cached file
+            # the lock file is no longer needed: waiting and later processes find the cached file
             with contextlib.suppress(OSError):
                 os.unlink(path)
             file.close()

@@ -1,10 +1,10 @@
 """Control a GPU with CUDA, through CuPy's thin layer over the runtime and driver APIs.
 
-CuPy's own arrays and memory pool are not used. Memory comes from cudaMalloc, kernels are compiled
-by `nvrtc.cubin`, and repeated launches are replayed as captured graphs.
+The module does not use CuPy's arrays and memory pool. Memory comes from cudaMalloc, `nvrtc.cubin`
+compiles the kernels, and captured graphs replay repeated launches.
 
 This module has not run on a GPU yet. On machines without a GPU, a test checks that the installed
-CuPy has every name used here, and the kernels run on an emulated device with the same interface.
+CuPy has every name used here. Tests run the kernels on an emulated device with the same interface.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from mpidl.backends.gpu.discovery import in_words, visible
 from mpidl.backends.gpu.launching import ALIGNED
 from mpidl.errors import UserError
 
-# Error codes of the CUDA runtime and driver, which CuPy's exceptions store in `status`.
+# Error codes of the CUDA runtime and driver. CuPy's exceptions store the code in `status`.
 OUT_OF_MEMORY = 2
 NOT_FOUND = 500
 NOT_READY = 600
 
-UPLOADING = 16 << 20  # maximum total bytes of host copies that pending uploads may read
+UPLOADING = 16 << 20  # maximum total size in bytes of host copies for uploads in progress
 
 
 class Memory:
@@ -40,7 +40,7 @@ class Memory:
 
 
 class Mark:
-    """A point in a stream, which is reached when all earlier work is done."""
+    """A point in a stream, which the device reaches when all earlier work is complete."""
 
     def __init__(self, device, timed):
         runtime = device.runtime
@@ -69,9 +69,8 @@ class Graph:
 class CudaDevice:
     """A visible GPU, selected by its index, with one stream for computing and one for copies.
 
-    Only the thread that created the object may call its methods, except for `stage`, which any
-    thread may call. During `capture`, methods that allocate, wait, or copy memory that is not
-    pinned raise RuntimeError.
+    Any thread may call `stage`. Only the thread that created the object may call the other methods.
+    During `capture`, methods that allocate, wait, or copy unpinned memory raise RuntimeError.
 
     Attributes
     ----------
@@ -94,8 +93,8 @@ class CudaDevice:
         If the GPU cannot be used.
     """
 
-    specialize = True  # compile convolution kernels with the layer's shape as constants
-    # A function until(ready, name) that waits for ready(), if other ranks may delay this GPU.
+    specialize = True  # compile convolution kernels with the shape of the layer as constants
+    # A function until(ready, name) that waits for ready(); None if other ranks cannot delay a GPU.
     until = None
     sharers = 1  # number of ranks that compute on this GPU; `comm.devices` sets it
 
@@ -112,9 +111,9 @@ class CudaDevice:
             matching[0]
         )
         self._threads, self._thread = threading.local(), threading.get_ident()
-        self._capturing, self._late = False, []  # to be freed later: (free, handle)
-        self._pinned, self._modules = {}, []  # {address: size in bytes}; module handles
-        self._uploading, self._uploading_bytes = [], 0  # arrays that uploads may still read
+        self._capturing, self._late = False, []  # [(free, handle)] of memory to free later
+        self._pinned, self._modules = {}, []  # {address: size in bytes}, handles of modules
+        self._uploading, self._uploading_bytes = [], 0  # host arrays that uploads may still read
         try:
             self._bind()
             runtime.free(0)  # creates the context
@@ -130,14 +129,17 @@ class CudaDevice:
     # memory
 
     def allocate(self, nbytes):
-        """Return `nbytes` of uninitialized device memory. Raises MemoryError if it does not fit."""
+        """Return `nbytes` of uninitialized device memory, as a Memory.
+
+        Raise MemoryError if too little memory is free.
+        """
         self._refuse("allocating", f"{nbytes} bytes of device memory")
         self._give_back_late()
         size = -(-max(nbytes, 1) // ALIGNED) * ALIGNED
         return Memory(self, self._take(lambda: self.runtime.malloc(size), nbytes), size)
 
     def pinned(self, nbytes):
-        """Return pinned host memory, a uint8 array (nbytes,) that kernels access at its address."""
+        """Return pinned host memory as a uint8 array (nbytes,). Kernels use the array's address."""
         self._refuse("allocating", f"{nbytes} bytes of pinned memory")
         runtime, size = self.runtime, max(nbytes, 1)
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
@@ -152,9 +154,10 @@ class CudaDevice:
         self.give_back(self.runtime.freeHost, address)
 
     def _take(self, take, nbytes, kind="memory"):
-        """Return the address from take(); if memory runs out, collect garbage and try once more.
+        """Return the address that take() returns.
 
-        Raises MemoryError if the second attempt fails too.
+        If the memory is exhausted, collect garbage and call take() again. Raise MemoryError if the
+        second call fails too.
         """
         for first in (True, False):
             try:
@@ -172,7 +175,7 @@ class CudaDevice:
         )
 
     def give_back(self, free, handle):
-        """Call free(handle), but defer the call during a capture or in another thread."""
+        """Call free(handle). During a capture, or in another thread, defer the call."""
         if sys.is_finalizing():
             return  # the memory is freed when the process ends
         if self._capturing or threading.get_ident() != self._thread:
@@ -190,14 +193,14 @@ class CudaDevice:
     def upload(self, address, array):
         """Copy a C-contiguous array to device memory, in stream order.
 
-        The caller may change the array immediately after this call. A pinned array may be changed
-        only after the copy has finished.
+        The caller may change an unpinned array immediately after this call, but a pinned array only
+        after the copy has finished.
         """
         self._copy_pinned("uploading", array)
         kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
         if not pinned and array.nbytes <= UPLOADING:
-            # GPUs that can access all host memory read the array in stream order, so possibly after
-            # this call.
+            # Copy the array, because a GPU that can access all host memory reads the array in
+            # stream order, possibly after this call.
             if self._uploading_bytes + array.nbytes > UPLOADING:
                 self.synchronize()
             array = array.copy()
@@ -210,7 +213,7 @@ class CudaDevice:
     def download(self, array, address):
         """Copy device memory into a C-contiguous array, in stream order.
 
-        The contents of the array are valid after the next wait for the device.
+        The array is valid after the next wait for the device.
         """
         self._copy_pinned("downloading", array)
         runtime = self.runtime
@@ -221,7 +224,10 @@ class CudaDevice:
         self._copy(destination, source, nbytes, self.runtime.memcpyDeviceToDevice)
 
     def stage(self, address, array):
-        """Copy pinned memory to the device while it computes; return a token for `after`."""
+        """Copy pinned memory to the device while the device computes; return a token for `after`.
+
+        `address` is the destination in device memory.
+        """
         if not self._is_pinned(array):
             raise ValueError("stage: expected pinned memory, which can be copied asynchronously")
         if threading.get_ident() == self._thread:
@@ -234,7 +240,7 @@ class CudaDevice:
         return self._marked(self._copies, timed=False)
 
     def after(self, token):
-        """Make later launches wait for a copy; `token` comes from `stage`."""
+        """Make later launches wait for the copy of a `token` from `stage`."""
         self._refuse("waiting", "for a copy")
         self.runtime.streamWaitEvent(self.stream, token.event)
 
@@ -260,7 +266,7 @@ class CudaDevice:
     # kernels
 
     def load(self, unit):
-        """Load a `kernels.Unit`, compiling it if it is not cached; return {kernel: cuFunction}."""
+        """Load a `kernels.Unit`, compiled if it is not cached; return {kernel name: handle}."""
         self._refuse("loading", f"{unit.family}.cu")
         driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         try:
@@ -279,7 +285,7 @@ class CudaDevice:
                 if getattr(error, "status", None) != NOT_FOUND:  # the unit excludes this kernel
                     raise
         for kernel in functions.values():
-            # by default a thread block gets at most 48 KiB of shared memory
+            # raise the limit, which is 48 KiB of shared memory per thread block by default
             static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel)
             dynamic = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.funcSetAttribute(kernel, dynamic, self.shared - static)
@@ -301,7 +307,7 @@ class CudaDevice:
     # waiting and capturing
 
     def synchronize(self):
-        """Wait until all launches have finished."""
+        """Wait until all launches and copies in the stream have finished."""
         self._refuse("waiting", "for the device")
         if self.until is not None:
             self.wait(self.mark())
@@ -310,12 +316,12 @@ class CudaDevice:
         self._give_back_late()
 
     def mark(self, timed=False):
-        """Return a Mark that is reached when all launches so far have finished."""
-        self._refuse("marking", "what was launched")
+        """Return a Mark that the device reaches when all launches so far have finished."""
+        self._refuse("marking", "the launches so far")
         return self._marked(self.stream, timed)
 
     def wait(self, token):
-        """Wait until the device has reached a mark."""
+        """Wait until the device has reached a mark or finished a copy (a token of `stage`)."""
         self._refuse("waiting", "for a mark")
         if self.until is not None:
             query = self.runtime.eventQuery
@@ -323,22 +329,22 @@ class CudaDevice:
         self.runtime.eventSynchronize(token.event)  # also raises errors of the launches
 
     def elapsed(self, first, second):
-        """Wait for two marks made with timed=True; return the milliseconds between them."""
+        """Wait for two marks created with timed=True; return the time between them, in ms."""
         if not (first.timed and second.timed):
             raise ValueError("elapsed: expected marks created with timed=True")
         self.wait(second)
         return self.runtime.eventElapsedTime(first.event, second.event)
 
     def capture(self, play):
-        """Call play() and return its launches as a Graph, without running them.
+        """Call play(), and return the launches that it makes as a Graph, without running them.
 
-        Exceptions that play() raises end the capture and are re-raised.
+        If play() raises an exception, the capture ends and the exception is re-raised.
         """
         self._refuse("capturing", "within a capture")
         runtime = self.runtime
         self._give_back_late()
         with self._hook:
-            # thread-local: the capture does not restrict other threads
+            # the thread-local mode does not restrict what other threads call
             runtime.streamBeginCapture(self.stream, runtime.streamCaptureModeThreadLocal)
             self._capturing = True
             try:
@@ -367,9 +373,9 @@ class CudaDevice:
     # closing
 
     def close(self):
-        """Wait for the device, and free its streams and kernels.
+        """Wait for the device, then free the streams and kernels.
 
-        Memory is freed when its owners are deleted.
+        Device memory is freed when the objects that own it are deleted.
         """
         self.synchronize()
         for module in self._modules:
@@ -380,7 +386,7 @@ class CudaDevice:
         self._modules = []
 
     def _bind(self):
-        """Select this GPU for the calling thread; threads start with GPU 0."""
+        """Select this GPU for the calling thread, because every thread starts with GPU 0."""
         if not getattr(self._threads, "bound", False):
             self.runtime.setDevice(self.index)
             self._threads.bound = True
@@ -391,9 +397,10 @@ class CudaDevice:
 
 
 def _refusing(base):
-    """Return a hook that raises RuntimeError if CuPy's memory pool allocates during a capture.
+    """Return a CuPy memory hook that raises RuntimeError if CuPy's memory pool allocates.
 
-    The pool could hand out that memory again before the graph is launched.
+    The hook is active during a capture, because the pool could reuse the memory before the graph is
+    launched.
     """
 
     def refuse(hook, **facts):

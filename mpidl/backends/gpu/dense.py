@@ -1,8 +1,9 @@
-"""Fully connected layers by kernels/cuda/dense.cu, in plain float32.
+"""Compute fully connected layers in float32 with kernels/cuda/dense.cu.
 
-Each sum is computed in one fixed order. Images come in blocks of 16. An array (blocks, F, 16) with
-F features per image is stored as a matrix (images, F), and weights (K, F) as a matrix (outputs, F).
-The features have the same order in both matrices, whatever shape the images had before flattening.
+Each sum is computed in one fixed order. Images are stored in blocks of 16. In memory, an array
+(blocks, F, 16) with F features per image is a matrix (images, F). Weights (K, F) are a matrix
+(outputs, F). The features have the same order in both matrices, for any shape of the images before
+flattening.
 """
 
 import math
@@ -17,26 +18,26 @@ from mpidl.deferred import DeferredInput
 from mpidl.fold import Partial, Term, add
 
 THREADS = 128  # threads per block, as in dense.cu
-TILE = 64  # number of images in a tile, and number of outputs or features
+TILE = 64  # number of images in a tile, and number of outputs or features in a tile
 LARGE = 2 * TILE  # number of images in a large tile
 FEW = 16  # layers with at most 16 outputs use kernels with tiles of 16 outputs
-CHUNKS = 128  # approximate number of CTAs per tile of images, so that a small product fills a GPU
+CHUNKS = 128  # approximate number of CTAs (thread blocks) per tile of images, to fill the GPU
 SHORTEST = 128  # minimum number of features that a CTA sums
-# For each kernel of the weights' gradient: number of outputs and of features in a tile, and largest
-# number of blocks (of 16 images) in a range.
+# {kernel of the weight gradient: (outputs per tile, features per tile, maximum number of blocks of
+# 16 images per range)}.
 FOLDS = {
     "dense_dweight_few": (FEW, 64, 64),
     "dense_dweight_short": (64, 64, 16),
     "dense_dweight_long": (64, 32, 256),
 }
-SHORTEST_RANGE = 8  # blocks; longer ranges are halved if that is needed to fill the GPU
+SHORTEST_RANGE = 8  # blocks; longer ranges are halved until there are enough to fill the GPU
 
 
 def rows_of(value, name):
     """Return the shape (images, K) of the matrix that stores an array (blocks, K, 16).
 
-    Raises ValueError for images with several pixels and several channels, whose memory order
-    differs.
+    Raise ValueError for images with several pixels and channels, because they have another memory
+    order.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
         raise ValueError(f"{name}: expected (blocks, K, 16), got images {value.dims}")
@@ -66,23 +67,23 @@ def dense(x, weight, bias):
 
 
 def chunk_of(outputs, features):
-    """Return the number of features that a CTA sums, which depends only on the layer."""
+    """Return the number of features that a CTA sums. The number depends only on the layer."""
     tiles = -(-outputs // (FEW if outputs <= FEW else TILE))
     chunk = max(SHORTEST, -(-features // max(1, CHUNKS // tiles)))
     return -(-chunk // 16) * 16
 
 
 def _large(images, across):
-    """Return whether large tiles, which read less memory, are enough to fill the GPU.
+    """Return whether there are enough large tiles to fill the GPU. Large tiles read less memory.
 
-    `across` is the number of tiles that share the same images. An element of the result does not
-    depend on the size of the tile.
+    `across` is the number of tiles that share the same images. The size of the tiles does not
+    change the bytes of the result.
     """
     return images > TILE and -(-images // LARGE) * across >= launching.device().processors
 
 
 def dense_dx(dy, weight):
-    # the features of dx have the same order as the weights' features
+    # dx has the same order of features as the weights
     images, outputs = rows_of(dy, "dense_dx")
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
@@ -95,9 +96,9 @@ def dense_dx(dy, weight):
 
 
 def dense_dweight(dy, x, tree):
-    # The leaves of the reduction tree, one per block of 16 images, are folded in registers and
-    # never stored. The ranges into which blocks are cut do not change the bytes of the result, so
-    # the ranges may depend on this rank's share.
+    # The kernel folds the leaves of the reduction tree, one per block of 16 images, in registers.
+    # How the blocks are cut into ranges does not change the bytes of the result, so the ranges may
+    # depend on this rank's share.
     x = read(x)
     _, outputs = rows_of(dy, "dense_dweight")
     features = math.prod(x.dims[1:-1])
@@ -116,12 +117,12 @@ def dense_dweight(dy, x, tree):
 
 
 def _cut(nodes, outputs, features, plain):
-    """Cut tree nodes into ranges of blocks that fill the GPU; return (kernel, ranges, ends).
+    """Cut tree nodes into enough ranges of blocks to fill the GPU; return (kernel, ranges, ends).
 
     `kernel` is the name of the kernel that folds the ranges. Each range is a pair (first block,
-    number of blocks). `ends` has a pair (first range, number of ranges) for each node; the ranges
-    of a node are folded afterwards. In all ranges of a node but the last, the number of blocks is a
-    power of two, so each range is itself a node of the tree. The nodes of a plain sum are not cut.
+    number of blocks). `ends` has a pair (first range, number of ranges) for each node, whose ranges
+    are folded afterwards. Except for the last range of a node, the number of blocks is a power of
+    two, so each range is itself a node of the tree. The nodes of a plain sum are not cut.
     """
     longest = max((stop - start for start, stop in nodes), default=0)
     kernel = "dense_dweight_few" if outputs <= FEW else "dense_dweight_short"
@@ -157,7 +158,7 @@ def dense_backward(dy, x, weight, tree, needs):
 
 
 def _check(x, weight):
-    """Raise a ValueError unless the features of x and of the weights have the same order."""
+    """Raise ValueError unless the features of x and of the weights have the same order."""
     if x.dims[1:-1] != weight.dims[1:] or x.order[2:] != weight.order[1:]:
         raise ValueError(
             f"dense: expected weights for images {x.dims[1:-1]}, got {weight.dims[1:]} per "
@@ -166,12 +167,15 @@ def _check(x, weight):
 
 
 def _aligned(pitch, *arrays):
-    """Return 1 if all rows, each `pitch` floats long, are aligned to 16 bytes, else 0."""
+    """Return 1 if all rows of `pitch` floats are aligned to 16 bytes, else 0."""
     return int(pitch % 4 == 0 and all(a.offset % 16 == 0 for a in arrays))
 
 
 def _partial(matrix, tree, like):
-    """Return the Partial of a sum whose nodes on this rank are the rows of `matrix`."""
+    """Return a sum as a Partial. The rows of `matrix` are the sum's nodes on this rank.
+
+    `like` is an Array with the shape and memory layout of the sum.
+    """
     rows = [
         Array(row.buffer, row.dtype, like.shape, like.dims, like.order, row.offset)
         for row in map(matrix.row, range(len(matrix)))

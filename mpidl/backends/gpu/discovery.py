@@ -1,4 +1,4 @@
-"""Find the GPUs that this process may use, or the reason if there are none.
+"""Find the GPUs that this process may use, or the reason why there are none.
 
 The module does not open a GPU.
 """
@@ -9,7 +9,7 @@ import functools
 import os
 from typing import NamedTuple
 
-OLDEST = 70  # lowest compute capability, times 10, that the kernels compile for
+OLDEST = 70  # lowest compute capability that the kernels support, times 10
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
@@ -17,7 +17,7 @@ class Gpu(NamedTuple):
     """Properties of a GPU that this process may use."""
 
     index: int  # CUDA's index of this GPU among the visible GPUs
-    identity: str  # identifies the physical GPU or its MIG part; the same in all processes
+    identity: str  # identifier of the physical GPU or MIG instance, the same in all processes
     name: str  # "NVIDIA H200"
     architecture: str  # "sm_90"
     processors: int  # number of streaming multiprocessors
@@ -25,7 +25,10 @@ class Gpu(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """The GPUs of this process, the reason if there are none, and the driver's number of GPUs."""
+    """The GPUs that this process may use, or the reason why there are none.
+
+    `driver_count` is the number of GPUs that the driver shows this process.
+    """
 
     gpus: tuple
     reason: str = ""
@@ -41,7 +44,7 @@ class Versions(NamedTuple):
 
 
 def visible():
-    """Return the GPUs of this process as a Visible. Imports CuPy only if the driver finds a GPU."""
+    """Return the GPUs of this process as a Visible. Import CuPy only if the driver finds a GPU."""
     driver_count, reason = _ask_driver()
     if not driver_count:
         return Visible((), reason)
@@ -62,7 +65,7 @@ def visible():
 
 
 def versions():
-    """Return the Versions, or None if CuPy is missing or cannot be imported."""
+    """Return the Versions of CuPy and CUDA, or None if CuPy is missing or cannot be imported."""
     if not packages():
         return None
     try:
@@ -96,7 +99,7 @@ def _ask_driver():
 
 
 def driver_version():
-    """Return the newest CUDA version that the driver can run (13020 is 13.2), or 0 if no driver."""
+    """Return the newest CUDA version that the driver runs, 13020 for 13.2; 0 without a driver."""
     with contextlib.suppress(OSError):
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -114,7 +117,7 @@ def packages():
 
 
 def _reason_of(error):
-    """Return the reason why CuPy cannot use the GPU, as a sentence."""
+    """Return the reason why CuPy cannot use the GPU, as text for an error message."""
     package = ", ".join(packages())
     if isinstance(error, ImportError):
         return f"{package} cannot be loaded: {' '.join(str(error).split())[:200]}"
@@ -129,13 +132,13 @@ def _reason_of(error):
 
 
 def in_words(number):
-    """Return CUDA's version number, such as 13020, as a string, "13.2"."""
+    """Convert a CUDA version number, such as 13020, to a string, such as "13.2"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _describe(runtime, index):
     facts = runtime.getDeviceProperties(index)
-    # CuPy cuts the UUID off at the first zero byte, so the PCI bus ID is added
+    # CuPy truncates the UUID at its first zero byte, so the identity contains the PCI bus ID too
     identity = f"{runtime.deviceGetPCIBusId(index)} {bytes(facts.get('uuid', b'')).hex()}"
     return Gpu(
         index,

@@ -1,4 +1,4 @@
-"""Scale an Array in one kernel launch, and copy many pieces of Arrays in one launch."""
+"""Scale an Array in one kernel launch, and copy many parts of Arrays in one launch."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from mpidl.fold import Late
 def scaled(x, factor):
     """Return x * factor.
 
-    The factor is a scalar or a `fold.Late`. It is rounded to the dtype of x before multiplying.
+    The factor, a scalar or a `fold.Late`, is rounded to the dtype of x before the multiplication.
     """
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
     y, blocks = array.empty_like(x), launching.blocks_of_threads(x.size)
@@ -20,9 +20,9 @@ def scaled(x, factor):
 
 
 def pack(matrices, rows, dtype=np.float32):
-    """Join matrices (rows, width) side by side; return (rows, sum of widths).
+    """Concatenate matrices (rows, width) along the columns; return an Array (rows, sum of widths).
 
-    Raise a ValueError if a matrix does not have this number of rows or this dtype.
+    Raise ValueError if a matrix does not have this number of rows or this dtype.
     """
     packed = launching.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
     pieces, column = [], 0
@@ -42,13 +42,13 @@ def _pitch(matrix):
 
 
 def copy(pieces):
-    """Copy pieces of Arrays in one launch.
+    """Copy several parts of Arrays in one launch.
 
     Parameters
     ----------
     pieces : list of (source, destination, rows, words, source pitch, destination pitch)
-        Each piece consists of `rows` rows of `words` words of 4 bytes. A pitch is the distance
-        between rows, in words.
+        Source and destination are Arrays. A part consists of `rows` rows of `words` words of 4
+        bytes. A pitch is the distance between rows, in words.
     """
     pieces = [piece for piece in pieces if piece[2] and piece[3]]
     if not pieces:

@@ -1,8 +1,8 @@
-"""Compute sums over images on the GPU, with the same bytes as on the host.
+"""Fold sums over images on the GPU, with the same bytes as on the host.
 
 `mpidl.fold` defines the reduction tree. Leaves are sums over a block of 16 images, nodes are sums
 of leaves, and the root is the total. On the GPU, a leaf may also be the sum over a part of a block.
-The number of leaves per block is then a power of two, so that the tree above the blocks does not
+In this case the number of leaves per block is a power of two, so the tree above the blocks does not
 change. The bytes do not depend on how threads divide the work, so the division may depend on the
 number of images of this rank.
 """
@@ -14,14 +14,14 @@ from mpidl.backends.gpu.array import Array
 from mpidl.device_array import OnDevice
 from mpidl.fold import Partial, Term, add, merge_moments
 
-# Maximum number of leaves of a node that one launch can fold, for each kind of sum.
+# {kind of sum: maximum number of leaves that one launch can fold into a node}.
 LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}
 BLOCKS = 1 << 16  # maximum number of blocks of a mini-batch that `fold_all` accepts
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
 class Nodes(list, OnDevice):
-    """A list of this rank's nodes of a sum. Each node is an Array that views a row of `matrix`.
+    """The nodes of a sum that this rank holds. Each node is an Array that views a row of `matrix`.
 
     `matrix` is an Array (nodes, width). `like` is an Array with the memory layout of the sum, or
     None if the sum is in C order.
@@ -33,7 +33,9 @@ class Nodes(list, OnDevice):
 
 
 def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None):
-    """Fold this rank's leaves into nodes, and return a Partial. The leaves may be overwritten.
+    """Fold this rank's leaves into nodes, and return the sum as a Partial.
+
+    The leaves may be overwritten.
 
     Parameters
     ----------
@@ -48,8 +50,8 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
     shape : tuple, optional
         Shape of the sum; (width,) by default.
     like : Array, optional
-        Array whose shape and memory layout the sum gets, such as the weights if the sum is their
-        gradient.
+        Array with the shape and memory layout that the sum must get. For the gradient of weights,
+        this is the Array of the weights. By default, the sum is in C order.
     """
     start, stop = tree.run
     rows = (stop - start) * per_block
@@ -73,14 +75,14 @@ def fold_rows(values, ranges, combine=add):
     """Fold each range of rows of a C-ordered matrix; return an Array (len(ranges), width).
 
     A range is (first row, number of rows >= 1). The rows of a range are the leaves of a separate
-    tree. Return `values` itself if there are no rows to combine.
+    tree. If every range is a single row, return `values` itself.
     """
     if all(count == 1 for _, count in ranges) and len(ranges) == len(values):
         return values
     kind = _kind(values, combine)
     if max(count for _, count in ranges) > LEAVES[kind]:
         group, groups, folded = LEAVES[kind] // 16, [], []
-        for first, count in ranges:  # runs of 2^n rows are nodes of the same tree
+        for first, count in ranges:  # a run of 2^n rows is a node of the range's tree
             runs = [(first + i, min(group, count - i)) for i in range(0, count, group)]
             folded.append((len(groups), len(runs)))
             groups += runs
@@ -97,8 +99,8 @@ def fold_rows(values, ranges, combine=add):
 def spread(width, leaves, kind):
     """Return (columns, rows, chunk): how a thread block folds up to `leaves` leaves into a node.
 
-    The thread block folds `columns` columns. Each column is shared by `rows` threads. A thread
-    folds up to `chunk` leaves.
+    The thread block folds `columns` columns. `rows` threads divide the leaves of each column, and
+    each thread folds up to `chunk` leaves.
     """
     if kind == "moments":
         columns, threads = 4, 1024
@@ -113,8 +115,8 @@ def spread(width, leaves, kind):
 def fold_all(matrix, tree, combine=add, shape=None, like=None):
     """Fold the nodes of all ranks and return the root, with the same bytes as `fold.fold_nodes`.
 
-    `matrix` has one row per node, in the order of the ranks. The shape of the root is (width,)
-    unless `shape` or `like` is given; see `partial_of_leaves`.
+    `matrix` has one row per node, in the order of the ranks. The root has the shape (width,) unless
+    `shape` or `like` is given (see `partial_of_leaves`).
     """
     nodes = [node for nodes_of_rank in tree.nodes for node in nodes_of_rank]
     if len(nodes) != len(matrix):
@@ -143,7 +145,7 @@ def _kind(values, combine):
 
 
 def _width(values, combine):
-    """Return the number of columns, one per thread; for moments, the number of channels."""
+    """Return the number of columns to fold. For moments, this is the number of channels."""
     return values.shape[1] // 2 if combine is merge_moments else values.shape[1]
 
 

@@ -1,6 +1,6 @@
-"""Gather the images and targets of a mini-batch into lanes, with kernels/cuda/images.cu.
+"""Gather the images and targets of a mini-batch into blocks, with kernels/cuda/images.cu.
 
-Images are stored in blocks of 16, and a lane is the slot of one image in a block.
+A block holds 16 images. Each image occupies one of the block's 16 slots, its lane.
 """
 
 import math
@@ -29,20 +29,19 @@ def images(
     counts=None,
     blocks=None,
 ):
-    """Return normalized lanes of images, as `Backend.images` does, or gather them from a data set.
+    """Return normalized images as `Backend.images` does, or gather the images from a dataset.
 
-    `mirrored`, `top` and `left` are int32 Arrays with one element for each image of the rank's
-    share.
+    `mirrored`, `top` and `left` are int32 Arrays with one element for each image of this rank.
 
     Parameters
     ----------
-    indices : (share,) int32 Array, optional
-        The index in `pixels` of each image of the share. `pixels` is then the whole data set.
+    indices : (images of this rank,) int32 Array, optional
+        The index in `pixels` of each image. `pixels` is then the whole dataset.
     counts : (1,) int32 Array, optional
-        Number of images in `indices` or `pixels` that are used, counted from the first image. The
-        lanes of the other images become zero, and these images are not read.
+        Number of images in `indices` or `pixels` to use, counted from the first image. The other
+        images are not read, and their lanes are zero.
     blocks : int, optional
-        The number of blocks B. By default, as many as the images need.
+        Number of blocks of the result. By default, the smallest number that holds the images.
     """
     if pixels.ndim != 4 or pixels.order != (0, 1, 2, 3):
         raise ValueError(f"expected pixels (n, C, H, W) in that order, got {pixels.shape}")
@@ -75,12 +74,14 @@ def mirror(x, turn, total=None, factor=1.0):
 
 
 def targets(table, *, indices=None, counts=None, blocks=None):
-    """Return lanes (B, *shape, 16) of targets: class labels, numbers, label maps or images.
+    """Return targets as lanes (B, *shape, 16).
+
+    Targets may be class labels, numbers, label maps or images.
 
     Parameters
     ----------
     table : (n, *shape) float32 or int32 Array
-        The targets of n images, in the order of the data set.
+        The targets of n images, in the order of the dataset.
     indices, counts, blocks : optional
         As in `images`. Unused lanes are zero, and no targets are read for these lanes.
     """
@@ -99,7 +100,7 @@ def targets(table, *, indices=None, counts=None, blocks=None):
 
 
 def _words(values):
-    """Return an int32 Array that shares the memory, for kernels that only move 4-byte elements."""
+    """Return an int32 Array on the same memory, for kernels that only move 4-byte elements."""
     return Array(values.buffer, np.int32, values.shape, offset=values.offset)
 
 

@@ -1,4 +1,4 @@
-"""Concatenate and split arrays of images by kernels/cuda/concat.cu, and add arrays."""
+"""Concatenate and split per-image values with kernels/cuda/concat.cu, and add them."""
 
 import math
 
@@ -8,9 +8,9 @@ from mpidl.backends.gpu.launching import THREADS
 
 
 def rows_and_channels(name, x):
-    """Return the number of pixels in all images (rows), and the number of channels per pixel.
+    """Return (number of pixels in all images, number of channels).
 
-    Raises ValueError for flattened images, since their order in memory is not the feature order.
+    Raise ValueError for flattened images, because their order in memory is not the feature order.
     """
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
@@ -22,7 +22,7 @@ def rows_and_channels(name, x):
 
 
 def _move(name, part, joined, first):
-    """Launch the kernel `name` ("concat" or "split") for the part from channel `first` on."""
+    """Launch the kernel `name` ("concat" or "split") for a part that starts at channel `first`."""
     rows, words = rows_and_channels(name, part)
     _, pitch = rows_and_channels(name, joined)
     blocks = launching.blocks_of_threads(part.size, per_thread=4)

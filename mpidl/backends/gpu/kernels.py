@@ -1,9 +1,9 @@
 """Read the sources and parameters of the CUDA kernels, and check the arguments of launches.
 
 The sources are in kernels/cuda, one .cu file per family of kernels. Each file is compiled with the
-text of common.cuh prepended. A kernel is named after its function. Its parameters are parsed from
-the declaration, so an array of the wrong type is an error. The module `builds` parses mpidl.h in
-the same way.
+text of common.cuh prepended. A kernel has the name of its CUDA function. The parameters are parsed
+from the function's declaration, so an argument of the wrong type raises an error. The module
+`cpu.builds` parses mpidl.h in the same way.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ class Unit(NamedTuple):
 
     @property
     def text(self):
-        """The texts of common.cuh and the family's file, which include no other file of mpidl."""
+        """The texts of common.cuh and the family's .cu file, which include no other mpidl file."""
         return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
 
 
@@ -56,7 +56,7 @@ class Argument(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel with its arguments, grid and block: everything needed to run it."""
+    """A kernel with its arguments, grid and block: everything that a device needs to run it."""
 
     unit: Unit
     name: str
@@ -114,7 +114,7 @@ def signatures(text):
 
 @functools.cache
 def _index():
-    """Return {kernel: (family, arguments)} of all families."""
+    """Return {kernel: (family, parameters)} for the kernels of all families."""
     kernels = {}
     for family in families():
         for name, arguments in signatures(source(f"{family}.cu")).items():
@@ -127,9 +127,9 @@ def _index():
 
 
 def make(name, grid, block, arguments, shared=0, defines=None):
-    """Check the arguments of a kernel against its declaration, and return its Launch.
+    """Check the arguments of a kernel against the kernel's declaration, and return a Launch.
 
-    Raises TypeError if the arguments do not match the declaration.
+    Raise TypeError if the arguments do not match the declaration.
     """
     family, parameters = _index()[name]
     if len(arguments) != len(parameters):

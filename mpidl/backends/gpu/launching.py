@@ -1,8 +1,8 @@
-"""Arrays in device memory, and the launch sink, which runs kernels at once or records them.
+"""Create arrays in device memory, and pass kernels to a launch sink that runs or records them.
 
-The backend's ops reach the device only through this module: `empty`, `launch`, `scalar`, `constant`
-and `table`. A process opens one device. `through` replaces the Eager sink by a Recorder (see
-`recorder`).
+The functions of the GPU backend use the device only through this module: `empty`, `launch`,
+`scalar`, `constant` and `table`. A process opens one device. The default launch sink, Eager, runs
+kernels at once. `through` replaces Eager by another sink, such as a Recorder (see `recorder`).
 """
 
 import contextlib
@@ -15,20 +15,20 @@ from mpidl.backends.gpu import kernels
 from mpidl.device_array import DeviceArray
 
 ALIGNED = 256  # bytes: the alignment of cudaMalloc
-LARGE = 1 << 20  # words of 4 bytes; arrays at least this large are set to zero by a kernel
+LARGE = 1 << 20  # words of 4 bytes; a kernel sets arrays of at least this size to zero
 
 THREADS = 256  # threads per block of elementwise kernels
-WORD = 4  # bytes that are copied or set to zero at a time
+WORD = 4  # bytes; memory is copied and set to zero word by word
 KINDS = {"f4": "float", "f8": "double"}
 
-_device = None  # the Device of this process, once it is opened
+_device = None  # the device of this process, or None before `open`
 _sink = None  # the current launch sink: Eager or a Recorder
 
 
 class Block:
-    """A piece of device memory that is given back when its last Array is deleted.
+    """A range of device memory, which is released when the last Array that uses it is deleted.
 
-    `owner`, if given, is an object that keeps the memory allocated until then.
+    `owner` is an object that keeps the memory allocated until then, or None.
     """
 
     def __init__(self, address, nbytes, give_back=None, owner=None):
@@ -41,19 +41,19 @@ class Block:
 
 
 class Array(DeviceArray):
-    """An array in device memory. The module `array` describes the orders in memory.
+    """An array in device memory. The module `array` describes the memory orders.
 
     Attributes
     ----------
     buffer : Block or Planned
-        Owner of the memory. The `address` of a Planned is None while a program is being recorded.
+        Owner of the memory. A Planned buffer has no address while a program is being recorded.
     offset : int
         Position of the first element in the buffer, in bytes.
     shape, dims, order : tuple
-        `shape` is the shape that every backend uses. In memory, the array has the shape `dims`;
+        `shape` is the shape that every backend uses. In memory, the array has the shape `dims`.
         `order` lists the axes of `dims` from the slowest to the fastest.
     bounds : array.Bounds or None
-        The smallest and the largest label, if the Array holds labels.
+        The smallest and the largest label if the Array holds labels, else None.
     """
 
     __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds")
@@ -85,7 +85,7 @@ class Array(DeviceArray):
         return self.shape[0]
 
     def reshape(self, *shape):
-        """Return an Array of another shape on the same memory."""
+        """Return an Array with another shape that uses the same memory."""
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if math.prod(shape) != self.size:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
@@ -95,13 +95,13 @@ class Array(DeviceArray):
         return view
 
     def row(self, i):
-        """Return row i of an Array in C order."""
+        """Return row i, without a copy. This Array must be in C order."""
         shape = self.shape[1:]
         step = math.prod(shape) * self.dtype.itemsize
         return Array(self.buffer, self.dtype, shape, offset=self.offset + i * step)
 
     def part(self, start, shape):
-        """Return the elements from index `start` on as an Array of `shape`.
+        """Return an Array of `shape` that uses the memory from element `start` on.
 
         This Array must be in C order.
         """
@@ -109,7 +109,7 @@ class Array(DeviceArray):
         return Array(self.buffer, self.dtype, shape, offset=offset)
 
     def numpy(self):
-        """Wait for the device, and return a copy in host memory in C order."""
+        """Wait for the device, and return a copy as a NumPy array in C order."""
         raw = download(self)
         inverse = np.argsort(self.order)
         raw = raw.reshape([self.dims[axis] for axis in self.order]).transpose(inverse)
@@ -122,16 +122,17 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array if it has the dtype already; else round float64 to float32.
+        """Return this Array, converted between float32 and float64 if it has the other dtype.
 
-        Raises TypeError for all other conversions.
+        Raise TypeError for all other conversions.
         """
         if self.dtype == dtype:
             return self
-        if (self.dtype, np.dtype(dtype)) != (np.float64, np.float32):
+        if {self.dtype, np.dtype(dtype)} != {np.dtype(np.float32), np.dtype(np.float64)}:
             raise TypeError(f"no kernel converts {self} to {np.dtype(dtype)}")
         y = empty_like(self, dtype)
-        launch("cast_double_float", blocks_of_threads(self.size), THREADS, self, y, self.size)
+        kernel = f"cast_{kind_of(self)}_{kind_of(y)}"
+        launch(kernel, blocks_of_threads(self.size), THREADS, self, y, self.size)
         return y
 
     def __add__(self, other):
@@ -162,8 +163,8 @@ class Array(DeviceArray):
 class Table:
     """A table of addresses and integers in device memory, for kernels that process many arrays.
 
-    `rows` is a list of equally long lists of Arrays and integers. Device memory holds an int64
-    array (rows, columns), with the address of each Array in its place.
+    `rows` is a list of equally long lists of Arrays and integers. `array` is an int64 Array (rows,
+    columns) that contains the integers and the addresses of the Arrays.
     """
 
     dtype = np.dtype("i8")
@@ -189,10 +190,10 @@ class Table:
 
 
 class Eager:
-    """The launch sink that runs kernels at once, on the stream that the device computes on.
+    """The launch sink that runs kernels at once, in the device's compute stream.
 
-    Memory comes from an arena. When the last reference to the memory is deleted, the arena can
-    reuse it at once, because the stream runs the launches in order.
+    Memory comes from an arena. The arena can reuse the memory of an Array as soon as the last
+    reference to the Array is deleted, because the stream runs the launches in order.
     """
 
     def __init__(self, device):
@@ -222,13 +223,13 @@ class Eager:
     def exchange(self, world, tree, matrix, combine):
         """Fold the tree nodes of all ranks; return the root (the total) as an Array (width,).
 
-        `matrix` (nodes, width) holds the nodes of this rank.
+        The rows of `matrix` (nodes, width) are the nodes of this rank.
         """
         nodes = download(matrix).reshape(matrix.shape)
         return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
 
     def between(self, mover, source, target):
-        """Gather the rows of `source` from all ranks in `target`, directly between GPUs."""
+        """Gather the rows of `source` from all ranks into `target`, directly between GPUs."""
         mover.allgather(source, target)
 
     def table(self, rows):
@@ -238,7 +239,7 @@ class Eager:
 
 
 def open(device):
-    """Use this Device from now on, and return it; `None` ends the use of a device."""
+    """Make this process use a device, and return the device. None ends the use of a device."""
     global _device, _sink
     _device, _sink = device, None if device is None else Eager(device)
     _constants.clear()
@@ -247,7 +248,7 @@ def open(device):
 
 
 def device():
-    """Return the Device of this process. Raises RuntimeError if none was opened."""
+    """Return the device of this process. Raise RuntimeError if no device was opened."""
     if _device is None:
         raise RuntimeError("no GPU is in use: call world.use_device('gpu') first")
     return _device
@@ -288,7 +289,7 @@ def blocks_of_threads(elements, per_thread=1):
 
 
 def kind_of(x):
-    """Return the type of x as the kernel names spell it: "float" or "double"."""
+    """Return the type of x as it appears in names of kernels: "float" or "double"."""
     kind = KINDS.get(x.dtype.str[1:])
     if kind is None:
         raise TypeError(f"expected float32 or float64, got {x}")
@@ -298,8 +299,9 @@ def kind_of(x):
 def launch(name, grid, block, *arguments, shared=0, defines=None):
     """Launch a kernel of kernels/cuda through the current sink.
 
-    `grid` and `block` are the numbers of blocks and of threads per block. `shared` is the size of
-    dynamic shared memory in bytes. `defines` are the preprocessor definitions, {name: value}.
+    `grid` is the number of thread blocks, and `block` the number of threads per block. `shared` is
+    the size of dynamic shared memory in bytes. `defines` are preprocessor definitions,
+    {name: value}.
     """
     kernel_launch = kernels.make(name, grid, block, arguments, shared, defines)
     if 0 not in kernel_launch.grid:  # the grid is empty if this rank has no images
@@ -307,15 +309,15 @@ def launch(name, grid, block, *arguments, shared=0, defines=None):
 
 
 def scalar(name, value, dtype=np.float32):
-    """Return one or more scalars that may change between training steps, as an Array (n,).
+    """Return scalars that may change between training steps, as an Array (n,).
 
-    Each replay of a recorded program can set new scalars under this name.
+    Each replay of a recorded program can set the scalars by this name.
     """
     return _sink.scalar(name, value, np.dtype(dtype))
 
 
 def table(rows):
-    """Return a Table of rows of Arrays and integers."""
+    """Return a Table. `rows` contains Arrays and integers."""
     return _sink.table(rows)
 
 
@@ -324,7 +326,7 @@ _loaded: dict = {}  # {Unit: {kernel: handle}}
 
 
 def constant(value):
-    """Return an Array with the contents of a NumPy array; equal contents are uploaded once."""
+    """Return an Array with the contents of a NumPy array. Equal contents are uploaded only once."""
     value = np.ascontiguousarray(value)
     key = (value.tobytes(), value.dtype.str, value.shape)
     if key not in _constants:
@@ -353,7 +355,7 @@ def persistent(shape, dtype=np.float32):
     words = zeros.nbytes // WORD
     if words < LARGE:
         words = 0
-    else:  # a kernel avoids a large upload of zeros from the host
+    else:  # a kernel writes the zeros, to avoid a large upload from the host
         as_words = Array(zeros.buffer, np.int32, (words,))
         clearing = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
         device().launch(load(clearing), clearing)
@@ -363,9 +365,9 @@ def persistent(shape, dtype=np.float32):
 
 
 def upload(array, value):
-    """Copy the bytes of a NumPy array to an Array, which must have the same size.
+    """Copy the bytes of a NumPy array to an Array of the same size.
 
-    Raises RuntimeError if the address is not known because a program is being recorded.
+    Raise RuntimeError if the Array has no address yet because a program is being recorded.
     """
     if isinstance(array.buffer.address, int):
         device().upload(array.address, np.ascontiguousarray(value))
@@ -376,7 +378,7 @@ def upload(array, value):
 def download(array):
     """Wait for the device, and return the Array's memory as a flat NumPy array.
 
-    Raises RuntimeError if the address is not known because a program is being recorded.
+    Raise RuntimeError if the Array has no address yet because a program is being recorded.
     """
     if not isinstance(array.buffer.address, int):
         raise RuntimeError(
@@ -390,7 +392,7 @@ def download(array):
 
 
 def load(launch):
-    """Return the device's handle of a Launch's kernel; compile and load it on first use."""
+    """Return the device's handle of a Launch's kernel. The first use compiles and loads it."""
     if launch.unit not in _loaded:
         _loaded[launch.unit] = device().load(launch.unit)
     return _loaded[launch.unit][launch.name]

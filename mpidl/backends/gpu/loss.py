@@ -1,7 +1,7 @@
-"""Softmax, cross-entropy and error losses, computed in double precision by kernels/cuda/loss.cu.
+"""Compute softmax, losses and their gradients in double precision with kernels/cuda/loss.cu.
 
-Scores are stored in rows of K numbers, where K is the number of classes: one row per image or, for
-per-pixel classification, one row per pixel.
+Scores are stored in rows of K numbers, where K is the number of classes. There is one row per image
+or, in semantic segmentation, one row per pixel.
 """
 
 import math
@@ -20,11 +20,11 @@ THREADS = 32 * ROWS
 
 
 class Leaf(NamedTuple):
-    """Size limits, in rows or elements, for the leaves of a sum over images."""
+    """Limits that determine the size of the leaves (partial sums) of a sum over images."""
 
     threads: int  # threads per block
-    smallest: int  # images with fewer rows or elements share a leaf
-    largest: int  # images with more rows or elements are split into several leaves
+    smallest: int  # images with fewer rows (or elements) share a leaf
+    largest: int  # images with more rows (or elements) are split into several leaves
 
 
 OF_ROWS, OF_ELEMENTS = Leaf(THREADS, ROWS, 16 * ROWS), Leaf(256, 256, 4096)
@@ -119,9 +119,10 @@ def binary_correct_count(logits, targets, counts, tree):
 
 
 def _binary(logits, targets, counts):
-    """Return the arrays of a kernel, the elements of an image, and `inner` and `outer`.
+    """Return (arrays for a kernel, elements per image, (inner, outer)).
 
-    Targets are floats or ints: one of the two arrays is None.
+    The arrays are logits, float targets, int targets and counts. One of the two targets is None.
+    `_apart` describes `inner` and `outer`.
     """
     elements, *order = _apart(logits, targets)
     pair = (None, targets) if targets.dtype.kind in "iu" else (targets, None)
@@ -149,10 +150,10 @@ def errors_dy(y, target, power, scale, counts):
 
 
 def scale_of(scale):
-    """Split a scale into (constant factor, array of the variable factor).
+    """Split a scale into (constant factor, array of the variable factor or None).
 
-    The scale is a number, whose array is None, or a `Late`. A Late is a factor that changes from
-    replay to replay of a recorded step; it is kept in an array on the device.
+    The scale is a number or a `Late`. A Late is a factor that changes between replays of a recorded
+    step and is stored in an array on the device.
     """
     return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
@@ -164,7 +165,7 @@ def by_image(labels, name):
 
 
 def _by_image(value):
-    """Return whether memory holds one image after the other, in the order of `array.lanes`."""
+    """Return whether the value is stored image by image, in the memory order of `array.lanes`."""
     orders = value.order, array.order_of_lanes(value.dims)
     first, second = ([axis for axis in order if value.dims[axis] > 1] for order in orders)
     return first == second
@@ -174,8 +175,8 @@ def _apart(y, target):
     """Return (elements per image, inner, outer), which relate the memory orders of y and target.
 
     Element k of an image of y corresponds to element k % inner * outer + k // inner of the target.
-    Images are stored pixel by pixel, flattened or not. Values that do not come from images are
-    stored in feature order.
+    Images are stored pixel by pixel, even if they are flattened. Other values are stored in feature
+    order.
     """
     elements = math.prod(y.dims[1:-1])
     of_y, of_target = _pixel_by_pixel(y), _pixel_by_pixel(target)
@@ -187,13 +188,13 @@ def _apart(y, target):
     if of_y == one_order:
         return elements, *of_target[::-1]
     raise ValueError(
-        f"errors: expected y and target stored alike, got {of_y[0]} channels of {of_y[1]} pixels "
+        f"errors: expected y and target of one layout, got {of_y[0]} channels of {of_y[1]} pixels "
         f"and {of_target[0]} channels of {of_target[1]} pixels per image"
     )
 
 
 def _pixel_by_pixel(value):
-    """Return (channels, pixels) of images, or (elements, 1) if only one memory order exists."""
+    """Return (channels, pixels) of images, or (elements, 1) of values with one possible order."""
     if not _by_image(value):
         raise ValueError(f"errors: expected values stored image by image, got {value}")
     elements, channels = math.prod(value.dims[1:-1]), value.dims[1]
@@ -203,11 +204,11 @@ def _pixel_by_pixel(value):
 
 
 def _summed(kernel, arrays, numbers, size, leaf, tree):
-    """Return the Partial of a sum over images, and over the `size` rows or elements of each.
+    """Return the sum over all images, and over the `size` rows or elements per image, as a Partial.
 
-    A leaf of the sum is several images of a block, one image, or a part of an image. The choice
-    depends on `size` alone, so that the order of additions does not depend on the number of blocks
-    or ranks.
+    A leaf is the sum over several images of a block, one image, or a part of an image. The choice
+    depends only on `size` and the limits `leaf`. The order of additions therefore does not depend
+    on the number of blocks or ranks.
     """
     images, parts = 1, 1
     while images < LANES and images * size < leaf.smallest:

@@ -1,4 +1,4 @@
-"""Cross-channel (local response) normalization with the kernels of kernels/cuda/lrn.cu."""
+"""Compute cross-channel (local response) normalization with kernels/cuda/lrn.cu."""
 
 from mpidl import shapes
 from mpidl.backends.gpu import array, launching
@@ -9,10 +9,10 @@ SHARED = 48 << 10  # bytes of shared memory that a thread block may use on any G
 
 
 def _norm(x, window, alpha, k):
-    """Return the scalar arguments that both kernels share.
+    """Return the scalar arguments that both kernels have.
 
-    They are the rows, the channels, the channels before and after the centre of the window,
-    alpha / window, and k.
+    The arguments are the number of pixels, the number of channels, the number of channels before
+    and after the centre of the window, alpha / window, and k.
     """
     rows, channels = rows_and_channels("cross_channel_norm", x)
     channels_before, channels_after = (

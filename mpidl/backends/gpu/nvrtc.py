@@ -1,7 +1,7 @@
 """Compile CUDA C to cubins (GPU binaries) with NVRTC, NVIDIA's compiler library.
 
-NVRTC needs no GPU, driver or toolkit. It is installed as a pip package (nvidia-cuda-nvrtc for CUDA
-13, nvidia-cuda-nvrtc-cu12 for CUDA 12) or with a CUDA toolkit. CUDA 13 compiles for sm_75 and
+NVRTC needs no GPU or driver. It is part of CUDA toolkits, and available as a pip package:
+nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for CUDA 12. CUDA 13 compiles for sm_75 and
 later, CUDA 12 also for sm_70. The module `cubins` caches the cubins.
 """
 
@@ -18,8 +18,9 @@ from ctypes import byref
 from mpidl.backends.gpu import cubins, discovery
 from mpidl.errors import UserError
 
-# Contraction is off: kernels call fmaf explicitly. Without -ftz and -use_fast_math, denormals,
-# quotients and square roots follow IEEE 754. With -v, ptxas reports each kernel's registers.
+# -fmad=false turns contraction off: kernels call fmaf explicitly. Denormals, quotients and square
+# roots follow IEEE 754, because -ftz and -use_fast_math are absent. With -v, ptxas reports the
+# registers of each kernel.
 OPTIONS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 WHEELS = ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12")
 TOOLKITS = ("lib64", "lib", "targets/*/lib")
@@ -28,8 +29,8 @@ TOOLKITS = ("lib64", "lib", "targets/*/lib")
 class Nvrtc:
     """An NVRTC library.
 
-    `version` is a tuple such as (13, 0). `architectures` lists the GPU architectures that the
-    library compiles for, such as 75 for sm_75.
+    `version` is a tuple such as (13, 0). `architectures` contains the GPU architectures that the
+    library compiles for, as integers such as 75 for sm_75.
     """
 
     def __init__(self, path):
@@ -86,14 +87,14 @@ class Nvrtc:
 def cubin(unit, architecture):
     """Return the cubin (bytes) of a `kernels.Unit` for an architecture such as "sm_90".
 
-    A cached cubin is returned if there is one. Raises UserError if no NVRTC is found, or if the
-    unit does not compile.
+    The cubin comes from the cache if possible. Raise UserError if no suitable NVRTC is installed,
+    or if the unit does not compile.
     """
     return compiled(unit, architecture)[0]
 
 
 def compiled(unit, architecture):
-    """Return (cubin, log): the result of `cubin` and the compiler's log."""
+    """Return (cubin, log): the result of `cubin`, and the log of the compiler."""
     nvrtc = find(architecture)
     text, defines = unit.text, unit.defines
     parts = [repr(nvrtc.version), architecture, repr(OPTIONS), repr(tuple(defines)), text]
@@ -117,7 +118,7 @@ def compile(text, architecture, defines=(), name="kernels.cu"):
 def find(architecture):
     """Return the newest Nvrtc that compiles for an architecture such as "sm_90".
 
-    If a GPU driver is installed, the Nvrtc must produce cubins that the driver can run. Raises
+    If a GPU driver is installed, the Nvrtc must produce cubins that the driver can run. Raise
     UserError if no Nvrtc meets these conditions.
     """
     return _find(int(re.sub(r"\D", "", architecture)), discovery.driver_version() // 1000)
@@ -156,8 +157,8 @@ def _find(architecture, driver):
 def installed():
     """Return one Nvrtc for each installed version.
 
-    If MPIDL_NVRTC names a library, only that library is used. Otherwise the pip packages, the
-    toolkits in CUDA_PATH, CUDA_HOME and /usr/local/cuda, and the system's libraries are searched.
+    If MPIDL_NVRTC names a library, use only that library. Otherwise, search the pip packages, the
+    toolkits in CUDA_PATH, CUDA_HOME and /usr/local/cuda, and the system's libraries.
     """
     by_version = {}
     for path in _paths():

@@ -1,4 +1,4 @@
-"""Optimizer steps and gradient clipping with the kernels in kernels/cuda/{optimizer,clip}.cu.
+"""Compute optimizer steps and clip gradients with kernels/cuda/optimizer.cu and clip.cu.
 
 One launch processes all parameters. Arrays are float32, and all arrays of a parameter have the same
 memory layout.
@@ -15,18 +15,18 @@ from mpidl.backends.gpu.array import Array
 
 ALIGNED = 64  # floats: 256 bytes, the alignment of device memory
 THREADS = 256  # threads per block
-SMALL = 1 << 22  # floats; up to this total size, a block of threads processes a smaller chunk
-CHUNKS = 4 * THREADS, 32 * THREADS  # floats per block of threads: smaller and larger chunk
+SMALL = 1 << 22  # maximum total size of the parameters, in floats, for the smaller chunk
+CHUNKS = 4 * THREADS, 32 * THREADS  # sizes of the two chunks: floats per block of threads
 
 
 @functools.lru_cache(maxsize=16)
 def places(sizes):
-    """Compute aligned places, side by side in one array, for arrays of the given sizes.
+    """Compute aligned positions at which arrays of the given sizes fit into one large array.
 
     Returns
     -------
     starts, total : list of int, int
-        The index of the first float of each array, and the size of the whole array in floats.
+        The position of each array's first float, and the size of the large array in floats.
     """
     rounded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     starts = list(itertools.accumulate(rounded, initial=0))
@@ -35,9 +35,10 @@ def places(sizes):
 
 @functools.lru_cache(maxsize=16)
 def _blocks(sizes):
-    """Divide parameters among blocks of threads; return (chunk, array of (parameter, first float)).
+    """Divide parameters among blocks of threads; return (chunk, blocks).
 
-    `chunk` is the number of floats per block. The array is int32 with one row per block.
+    `chunk` is the number of floats per block. `blocks` is an int32 array with a row (parameter,
+    first float) for each block.
     """
     chunk = CHUNKS[sum(sizes) > SMALL]
     blocks = [(i, first) for i, size in enumerate(sizes) for first in range(0, size, chunk)]
@@ -65,10 +66,10 @@ def from_numpy(value, like):
 
 
 def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
-    """Return the new weights, side by side in one array, at the indices that `places` returns.
+    """Return the new weights, which are stored in one array at the positions from `places`.
 
-    The kernel has the name of the formula. If the old weights are side by side too, the new array
-    may use the same memory: the kernel reads each old weight before it writes the new one.
+    The kernel has the name of the formula. If the old weights are stored in the same way, the new
+    array may use their memory: the kernel reads each old weight before it writes the new one.
     """
     factors = [1.0] * len(weights) if factors is None else factors
     _check(formula, weights, gradient=gradients)
@@ -139,11 +140,11 @@ def _parts(name, weights, gradients):
     Returns
     -------
     scaled : list of Array
-        Arrays for the result, side by side in one array, as in `optimizer_step`.
+        Uninitialized Arrays for the results, stored in one array as in `optimizer_step`.
     parameters, places : Table, Array
-        The arguments of these names.
+        The kernel arguments with these names.
     firsts : Array
-        For each parameter, the index of its first block of threads, then the number of blocks.
+        The index of each parameter's first block of threads, followed by the number of blocks.
     chunk : int
         Floats per block of threads.
     """
@@ -163,7 +164,7 @@ def _constant(numbers):
 def _check(name, weights, **arrays_by_kind):
     """Check that all arrays of a parameter are float32 and have the same layout.
 
-    Raises ValueError if layouts differ, and TypeError if an array is not float32.
+    Raise ValueError if layouts differ, and TypeError if an array is not float32.
     """
     for kind, arrays in arrays_by_kind.items():
         for w, other in zip(weights, arrays, strict=True):
@@ -179,7 +180,7 @@ def _check(name, weights, **arrays_by_kind):
 
 
 def _side_by_side(weights):
-    """Return new arrays like the weights, side by side in one array (see `places`)."""
+    """Return uninitialized Arrays like the weights, stored in one array (see `places`)."""
     firsts, total = places(tuple(w.size for w in weights))
     flat = array.empty((total,))
     return [

@@ -1,4 +1,4 @@
-"""Padding of images with the kernel in kernels/cuda/pad.cu."""
+"""Pad images with kernels/cuda/pad.cu."""
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.launching import THREADS

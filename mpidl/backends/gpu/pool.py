@@ -1,4 +1,4 @@
-"""Max and average pooling with the kernels in kernels/cuda/pool.cu."""
+"""Compute max and average pooling and their gradients with kernels/cuda/pool.cu."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.deferred import DeferredInput
 
-WARP, MAX_THREADS = 32, 256  # a CTA has as many threads as a row needs, at most MAX_THREADS
+WARP, MAX_THREADS = 32, 256  # threads per warp, and maximum number of threads per CTA
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,9 +44,8 @@ def _forward(name, x, windows, with_argmax, *options):
 def _backward(name, arrays, x, windows, tree, *options):
     """Launch a backward pass; return (dx, activation sums of dx).
 
-    The sums are None unless x is a DeferredInput.
-    `arrays` is (dy, argmax) for max pooling and (dy,) for average pooling. `options` are the last
-    arguments of the kernel.
+    The sums are None unless x is a DeferredInput. `arrays` is (dy, argmax) for max pooling, and
+    (dy,) for average pooling. `options` are the last arguments of the kernel.
     """
     like: Any = x.x if isinstance(x, DeferredInput) else x
     blocks, c, h, w, lanes = like.dims

@@ -1,7 +1,4 @@
-"""Replay a recorded training step: the Program and the operations it consists of.
-
-The module `recorder` records them.
-"""
+"""Replay a training step on a GPU: the Program and its operations, which `recorder` records."""
 
 import numpy as np
 
@@ -9,17 +6,17 @@ from mpidl import phases
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.program_times import ProgramTimes
 
-ROWS = 8  # training steps that may be in progress at a time
+ROWS = 8  # maximum number of training steps in progress at a time
 
 
 class Operation:
-    """Base class of operations. `place` says where the step recorded it, such as "update"."""
+    """Base class of operations. `place` names the part of the step, such as "update"."""
 
     place = ""
 
 
 class Copy(Operation):
-    """An operation that copies one Array over another of the same size."""
+    """An operation that copies one Array to another Array of the same size."""
 
     captured = True
 
@@ -43,11 +40,11 @@ class Kernel(Operation):
 
 
 class Exchange(Operation):
-    """An operation that sums the partial sums of all ranks through host memory.
+    """An operation that adds up the partial sums of all ranks through host memory.
 
-    The partial sums are nodes of the reduction tree. The total, its root, is written to `target`.
-    The host waits for the device, calls world.exchange(tree, nodes, combine), and continues as
-    soon as the upload of the root has started.
+    The partial sums are nodes of the reduction tree. The total is the root of the tree and is
+    written to `target`. The host waits for the device, calls world.exchange(tree, nodes, combine),
+    and continues as soon as the upload of the root has started.
     """
 
     captured = False
@@ -63,16 +60,16 @@ class Exchange(Operation):
         if self.nodes.size:
             device.download(self.nodes, self.matrix.address)
         device.synchronize()
-        # a copy, because world.exchange overwrites its argument and may keep a reference to it
+        # copy the nodes, because world.exchange overwrites its argument and may keep a reference
         with phases.span(self.place or "exchange"):
             self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
         device.upload(self.target.address, self.root)
 
 
 class Between(Operation):
-    """An operation that all-gathers reduction-tree nodes directly between GPUs.
+    """An operation that gathers reduction-tree nodes from all ranks, directly between GPUs.
 
-    It calls mover.allgather(source, target).
+    The operation calls mover.allgather(source, target).
     """
 
     def __init__(self, mover, source, target):
@@ -84,14 +81,14 @@ class Between(Operation):
 
 
 class Program:
-    """A recorded training step. `run` starts it, and `results` waits for its numbers.
+    """A recorded training step. `run` starts the step, and `results` waits for its results.
 
-    `nbytes` is the size of its slab of memory.
+    `nbytes` is the size of the memory for the step's arrays.
     """
 
     def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
-        # assigned first: attributes are deleted in order of assignment, and graphs must go before
-        # the memory they use
+        # Assign the graphs first: attributes are deleted in the order of assignment, and the graphs
+        # must be deleted before the memory that they use.
         self.graphs = None
         self.device, self.segments, self.nbytes = device, segments, nbytes
         self.ring, self.numbers, self.slots, self.names = ring, results, slots, names
@@ -106,7 +103,7 @@ class Program:
             ]
 
     def launches(self):
-        """Return the Launches, in order."""
+        """Return the Launches of the step, in order."""
         return [s.launch for segment in self.segments for s in segment if isinstance(s, Kernel)]
 
     def _capture(self, segment):
@@ -115,7 +112,7 @@ class Program:
     def ready(self):
         """Wait until fewer than ROWS steps are in progress; return the number of the next step.
 
-        The caller may then overwrite the data that it prepared for the oldest step.
+        The caller may then overwrite the inputs of the steps that have finished.
         """
         mark = self.marks[self.started % ROWS]
         if mark is not None:
@@ -123,13 +120,13 @@ class Program:
         return self.started
 
     def run(self, **values):
-        """Start a training step, and return its number, which is the argument of `results`.
+        """Start a training step, and return the number of the step for `results`.
 
         Parameters
         ----------
         **values
-            Scalar inputs, by the names given to `launching.scalar` during recording. Scalars that
-            are left out have their recorded values.
+            Scalar inputs, by the names given to `launching.scalar` during the recording. By
+            default, scalars have their recorded values.
         """
         row = self.ready() % ROWS
         unknown = [name for name in values if name not in self.slots]
@@ -160,7 +157,15 @@ class Program:
     def results(self, started):
         """Wait for a training step and return its results, {name: number}.
 
-        Raises ValueError if ROWS or more steps have been started since.
+        Parameters
+        ----------
+        started : int
+            Number of the step, as returned by `run`.
+
+        Raises
+        ------
+        ValueError
+            If ROWS or more steps have been started since.
         """
         if self.started - started > ROWS:
             raise ValueError(

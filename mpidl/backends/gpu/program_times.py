@@ -1,4 +1,4 @@
-"""Measure on the GPU when the parts of a recorded training step run, for a timeline."""
+"""Measure on the GPU when each part of a recorded training step runs, for a timeline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mpidl import phases
 
 
 class ProgramTimes:
-    """Turns events of a GPU into spans on the track of the GPU.
+    """Measures spans of time on a GPU with events, and adds the spans to the GPU's track.
 
     A segment that is captured as a graph is one span, because events inside a graph would change
-    the graph. The launches of a segment that is not captured are one span per layer.
+    the graph. In other segments, the launches of each layer are one span.
 
     Parameters
     ----------
@@ -23,12 +23,12 @@ class ProgramTimes:
 
     def __init__(self, device: Any) -> None:
         self.device = device
-        self._spans: phases.Spans | None = None  # the recording of the reference
-        self._reference: tuple[Any, float] = (None, 0.0)  # an event and its time, ns
+        self._spans: phases.Spans | None = None  # the recording that `_reference` belongs to
+        self._reference: tuple[Any, float] = (None, 0.0)  # an event, and its time in ns
         self._parts: dict[int, list[tuple[str, Any, Any]]] = {}  # {step: (name, first, last)}
 
     def begin(self, step: int) -> None:
-        """Begin a training step; relate the clocks of GPU and host if a recording has begun."""
+        """Begin a training step. If a recording has begun, relate the clocks of GPU and host."""
         if phases.spans() is not self._spans:
             self._spans, self._parts = phases.spans(), {}
             self.device.synchronize()
@@ -61,7 +61,7 @@ class ProgramTimes:
         """Store the spans of a training step that the GPU has completed."""
         parts, spans = self._parts.pop(step, []), phases.spans()
         if spans is None:
-            self._spans = None  # frees the memory of the recording
+            self._spans = None  # release the memory of the recording
         if spans is None or spans is not self._spans:
             return
         for name, first, last in parts:
@@ -69,12 +69,13 @@ class ProgramTimes:
             start = time + 1e6 * self.device.elapsed(event, first)
             end = start + 1e6 * self.device.elapsed(first, last)
             spans.add(phases.GPU, "gpu", name, round(start), round(end))
-            # A near reference, because the milliseconds between events have float32's precision.
+            # Use a recent event as reference, because CUDA returns the time between events as a
+            # float32.
             self._reference = first, start
 
 
 def segment_name(segment: list[Any]) -> str:
-    """Return the places of the first and the last operation, such as "forward / conv1 to conv2"."""
+    """Return a name made of the first and last operation's places: "forward / conv1 to conv2"."""
     places = [operation.place for operation in segment if operation.place]
     if not places:
         return "other"

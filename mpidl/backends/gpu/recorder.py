@@ -1,18 +1,19 @@
 """Record the launches of a training step, and plan the memory of all its arrays in advance.
 
-While the Python code of a training step runs once, a `Recorder` is the launch sink (see
-`launching.through`). It computes nothing: it records every launch with its arrays. `finish` then
+The Python code of the training step runs once while a `Recorder` is the launch sink (see
+`launching.through`). The Recorder computes nothing: it records every launch with its arrays.
+`finish` then does the following:
 
-- assigns an address in one slab of memory to each array that the training step created; arrays that
-  are needed at different times may share memory;
-- collects the scalars that change between training steps (number of images, indices of images,
-  learning rate) in `controls`; the first kernel of a training step fills `controls` from a row of
-  pinned memory that the host has written;
-- splits the launches into segments where the ranks exchange sums through host memory, and captures
+- It assigns an address in one slab of memory to each array that the training step created. Arrays
+  that are needed at different times may share memory.
+- It collects the scalars that change between training steps (number of images, indices of images,
+  learning rate) in `controls`. The first kernel of a training step fills `controls` from a row of
+  pinned memory, to which the host has written the scalars.
+- It splits the launches into segments at each exchange of sums through host memory, and captures
   each segment as one CUDA graph.
 
-A replay allocates no device memory and costs the host one launch per segment. The host waits only
-for an exchange, or if too many training steps are in progress.
+A replay allocates no device memory and needs one launch per segment. The host waits only for an
+exchange, or if too many training steps are in progress.
 """
 
 import numpy as np
@@ -24,7 +25,7 @@ from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Pr
 
 
 class Planned:
-    """A buffer that is needed from operation `first` to operation `last` of a training step."""
+    """A buffer that a training step needs from its operation `first` to its operation `last`."""
 
     def __init__(self, nbytes):
         self.nbytes = -(-max(nbytes, 1) // launching.ALIGNED) * launching.ALIGNED
@@ -37,9 +38,9 @@ class Recorder:
     def __init__(self, device):
         self.device = device
         self.steps, self.planned, self.tables, self.carried = [], [], [], []
-        self.controls = Planned(0)  # `finish` allocates it, when the size is known
+        self.controls = Planned(0)  # `finish` allocates `controls`, when the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
-        self.touched = {}  # outside the slab: {id(buffer): (first, last operation)}
+        self.touched = {}  # {id(buffer): (first, last operation)} of buffers outside the slab
 
     # interface of a launch sink
 
@@ -77,20 +78,21 @@ class Recorder:
     # operations other than kernels
 
     def exchange(self, world, tree, matrix, combine):
-        """Combine the nodes of the reduction tree on all ranks, and return the root (the total).
+        """Record an exchange of reduction-tree nodes between all ranks; return the root, an Array.
 
-        `matrix` (nodes, width) has the nodes of this rank. The root has the shape (width,).
+        The rows of `matrix` (nodes, width) are the nodes of this rank. The root is the total and
+        has the shape (width,).
         """
         target = launching.empty(matrix.shape[1:], matrix.dtype)
         self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
         return target
 
     def between(self, mover, source, target):
-        """Gather the rows of all ranks' `source` in `target`, directly between GPUs."""
+        """Record an operation that gathers `source` from all ranks in `target`, GPU to GPU."""
         self._step(Between(mover, source, target), [source, target])
 
     def carry(self, new, old):
-        """Let the next training step read the value of `new` where this one reads `old`."""
+        """Let the next training step read the value of `new` where this step reads `old`."""
         self.carried.append((new, old))
 
     def _step(self, step, arrays):
@@ -116,7 +118,7 @@ class Recorder:
         outputs : {name: Array () float64}
             Scalars that the host receives after each training step.
         graphs : bool
-            If True, capture the segments as CUDA graphs.
+            Whether to capture the segments as CUDA graphs.
         """
         self._carry()
         ends = list(outputs.values())
@@ -142,9 +144,9 @@ class Recorder:
         return Program(self.device, segments, *memory, graphs)
 
     def _carry(self):
-        """Store each new array in the memory of the old one, or copy it there at the step's end.
+        """Store each new array in the memory of its old array, or copy it there after the step.
 
-        The new arrays in one buffer move together or not at all. Otherwise, an array that moves
+        All new arrays in one buffer move together or not at all. Otherwise, an array that moves
         could overwrite a neighbour that stays, such as a frozen weight.
         """
         pieces = {}
@@ -159,9 +161,9 @@ class Recorder:
     def _take_place(self, pairs):
         """Move the buffer of the new arrays to the address of the old arrays' buffer, if possible.
 
-        The new buffer must hold no other arrays. Each new array must have the same offset and size
-        as the old array that it replaces. No operation may use the old buffer after the first use
-        of the new buffer.
+        `pairs` contains a pair (new, old) for each array. The move is possible if the new buffer
+        holds no other arrays, and each new array has the offset and size of its old array. In
+        addition, no operation may use the old buffer after the first use of the new buffer.
         """
         buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
         if not isinstance(buffer, Planned) or buffer.address is not None:
@@ -181,7 +183,7 @@ class Recorder:
 
         The algorithm is greedy by size (Pisarchyk and Lee, "Efficient memory management for deep
         neural net inference", 2020, section 5.3). It places buffers from the largest to the
-        smallest. Each gets the lowest address at which it does not overlap a buffer that is needed
+        smallest. Each buffer gets the lowest address at which it overlaps no buffer that is needed
         at the same time.
         """
         todo = [b for b in self.planned if b.address is None and b.first is not None]
@@ -210,7 +212,7 @@ def _place(array):
 
 
 def _as_device_array(pinned, dtype):
-    """Return pinned host memory as an Array, which kernels access at the host's address."""
+    """Return pinned host memory as an Array. Kernels use the host's address."""
     holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
     return Array(holder, dtype, pinned.shape)
 
@@ -218,7 +220,8 @@ def _as_device_array(pinned, dtype):
 def _segments(steps):
     """Split operations into segments.
 
-    A segment is a sequence of operations that a CUDA graph can capture, or one other operation.
+    A segment is a sequence of operations that a CUDA graph can capture, or one operation that
+    cannot be captured.
     """
     segments = []
     for step in steps:

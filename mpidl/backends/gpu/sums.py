@@ -1,9 +1,9 @@
-"""Sum terms on GPUs over all ranks: the GPU part of `World.gplus`.
+"""Sum Partials on GPUs over all ranks: the GPU part of `World.gplus`.
 
 Sums follow a reduction tree, whose root is the total. Each rank has already folded (summed) its
-share of the images to a few nodes of the tree, and a single rank has the root. Several ranks
-exchange nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to GPU.
-Both ways combine the same operands in the same order, and therefore give the same bytes.
+images into a few nodes of the tree. A single rank already has the root. Several ranks exchange
+their nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to GPU. In
+both cases, the same operands are combined in the same order, so the result has the same bytes.
 """
 
 import functools
@@ -16,16 +16,16 @@ from mpidl.backends.gpu import elementwise, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Late, Partial
 
-# Maximum bytes of nodes that a GPU gathers from all ranks. Larger nodes are exchanged through host
-# memory, where each rank sums a part of each node (`comm.exchange`).
+# Maximum size in bytes of the nodes that a GPU gathers from all ranks. More bytes are exchanged
+# through host memory, where each rank sums a part of each node (`comm.exchange`).
 GATHERED = 1 << 28
 
 
 class Counts:
-    """Provide sizes and indices of a mini-batch to GPU ops, as the `device` of a `blocks.Batch`.
+    """Provides the image counts and indices of a mini-batch to GPU kernels, as `Batch.device`.
 
-    `count` is the number of images of the mini-batch whose results are being read. If it is None,
-    the count of the Batch is used.
+    `count` is the number of images in the mini-batch whose results are being read. If `count` is
+    None, the count of the Batch is used.
     """
 
     def __init__(self):
@@ -39,7 +39,7 @@ class Counts:
     def samples(self, batch):
         """Return the epoch (1,) and the sample indices (blocks * 16,), both int32.
 
-        Each block has room for 16 images. The indices of unused places are 0.
+        The indices of unused lanes are 0.
         """
         samples = np.zeros(batch.blocks * LANES, np.int32)
         samples[: len(batch.indices)] = batch.indices
@@ -47,7 +47,7 @@ class Counts:
         return epoch, launching.scalar("samples", samples, np.int32)
 
     def per_image(self, batch):
-        """Return 1 / (number of images in the mini-batch) as a Late, a deferred factor."""
+        """Return 1 / (number of images in the mini-batch) as a `fold.Late`."""
         number = launching.scalar("per_image", 1.0 / batch.count, np.float64)
         return Late(lambda: 1.0 / (self.count or batch.count), number)
 
@@ -55,8 +55,8 @@ class Counts:
 class Pending:
     """A scalar sum that is still on the GPU. float() waits for the sum and returns its value.
 
-    `roots` are the arrays that `finish` needs: the roots of the terms, then the factors that the
-    GPU has computed.
+    `roots` are the arrays that `finish` needs: the roots of the Partial's terms, followed by the
+    factors that the GPU has computed.
     """
 
     shape, dtype = (), np.dtype(np.float64)
@@ -67,7 +67,7 @@ class Pending:
         self.roots = [*roots, *factors]
 
     def finish(self, roots):
-        """Return the sum as a float, given the values of `roots`."""
+        """Return the sum as a float. The argument contains the values of the attribute `roots`."""
         values = [np.asarray(root, np.float64) for root in roots]
         factors, partial = iter(values[len(self.partial.terms) :]), self.partial
         terms = [
@@ -88,7 +88,7 @@ def _is_computed(scale):
 def gplus(partials, world):
     """Sum each Partial of {name: Partial} over all ranks; return {name: sum}. Collective.
 
-    A sum is a Pending if its shape is (), else an Array.
+    A sum of shape () is a Pending. Any other sum is an Array.
     """
     roots, groups = {}, {}
     for name, partial in partials.items():
@@ -114,7 +114,7 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    """Exchange nodes with all ranks, and return the root. `matrix` holds this rank's nodes."""
+    """Exchange nodes with all ranks; return the root. `matrix` (nodes, width) is on this rank."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:
@@ -136,7 +136,7 @@ def _exchange(world, tree, matrix, combine):
 
 
 def _finish(name, partial, roots):
-    """Compute `Partial.finish` on the GPU."""
+    """Compute `Partial.finish` on the GPU, or return a Pending for a scalar sum."""
     if partial.shape == ():
         return Pending(partial, roots)
     if not partial.terms:

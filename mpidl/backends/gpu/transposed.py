@@ -1,4 +1,7 @@
-"""Compute transposed convolutions with the convolution kernels, forward and backward exchanged."""
+"""Compute transposed convolutions with the kernels of convolution.
+
+The forward pass uses the backward kernel, and the backward pass uses the forward kernel.
+"""
 
 from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, conv, fold
@@ -8,7 +11,7 @@ from mpidl.backends.gpu.array import Array
 def transposed_conv2d(x, weight, bias, stride, cropping):
     blocks, *image, lanes = x.dims
     shape = blocks, *shapes.transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
-    like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # a shape without memory
+    like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # has no memory
     return conv.dx_of(x, like, weight, (stride, cropping, *shapes.PLAIN), None, bias)
 
 

@@ -1,7 +1,7 @@
-"""NumPy backend, with which the tests compare the other backends.
+"""NumPy backend: the reference that tests compare the other backends with.
 
 The backend computes one block of 16 images at a time and uses BLAS for matrix products. BLAS
 selects a kernel by the shapes of the matrices, and the kernel determines the rounding. Therefore
-every call gets one block with all 16 lanes (the slots of images), used or not. A sum over images
-has one leaf per block in the reduction tree of `fold`.
+every call gets one whole block, including lanes (image slots) that hold no image. Sums over images
+have one leaf per block in the reduction tree of `fold`.
 """

@@ -1,4 +1,4 @@
-"""Activation functions and their gradients in NumPy."""
+"""Compute activation functions and their gradients in NumPy."""
 
 import math
 
@@ -46,11 +46,11 @@ def sigmoid_dx(dy, y):
 
 
 def _upper_tail(t):
-    """Return Phi(-t) in float64 for 0 <= t <= 40; Phi is the normal distribution function.
+    """Return Phi(-t) in float64 for 0 <= t <= 40. Phi is the normal distribution function.
 
-    The method is the trapezoidal rule for erfc(z), z = t / sqrt(2), with a correction for the
-    integrand's pole (Matta and Reichel 1971). All terms are positive, so the relative error is
-    small.
+    Phi(-t) is erfc(z) / 2 with z = t / sqrt(2). The trapezoidal rule computes erfc, with a
+    correction for the pole of the integrand (Matta and Reichel, 1971). All terms are positive, so
+    the relative error is small.
     """
     z = t / math.sqrt(2)
     weights = sum(w / (t * t / 2 + n * n) for n, w in zip(NODES, NODE_WEIGHTS, strict=True))
@@ -59,13 +59,13 @@ def _upper_tail(t):
 
 
 def _with_magnitude(x):
-    """Return x and min(|x|, 40) in float64. GELU is computed for |x| and then mirrored."""
+    """Return x and min(|x|, 40) in float64. GELU of a negative x follows from GELU of |x|."""
     x = x.astype(np.float64)
     return x, np.minimum(np.abs(x), 40)
 
 
 def _tanh_argument(t):
-    """Return w and its derivative at t = |x|; tanh-approximated GELU is x / (1 + exp(-w))."""
+    """Return w(t) and its derivative. The tanh approximation of GELU is t / (1 + exp(-w(t)))."""
     b = math.sqrt(8 / math.pi)
     return b * t * (1 + 0.044715 * t * t), b * (1 + 3 * 0.044715 * t * t)
 
@@ -92,7 +92,7 @@ def gelu_dx(dy, x, approximate):
 
 
 def swish(x):
-    return np.maximum(x, -700) * sigmoid(x)  # 0 at -inf
+    return np.maximum(x, -700) * sigmoid(x)  # the result is 0 at -inf
 
 
 def swish_dx(dy, x):
@@ -127,7 +127,7 @@ def hard_swish_dx(dy, x):
 
 
 def _per_channel(slope, x):
-    """Return the slopes in a shape that broadcasts to x, (blocks, C, ..., 16)."""
+    """Reshape the slopes so that they broadcast to x, (blocks, C, ..., 16)."""
     return slope.reshape(-1, *(1,) * (x.ndim - 2))
 
 

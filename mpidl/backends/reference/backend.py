@@ -1,4 +1,4 @@
-"""Collect the NumPy functions into the Backend REFERENCE."""
+"""Create the Backend REFERENCE from the NumPy functions of this package."""
 
 from mpidl.backends.gather import families, gather
 

@@ -1,4 +1,4 @@
-"""Batch normalization and its gradient in NumPy."""
+"""Compute batch normalization and its gradient in NumPy."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ def channel_sums(x, tree):
 
 
 def moments(x, counts, tree):
-    # M2 (the sum of squared deviations) is computed about the rounded mean and then corrected
+    # M2 is the sum of squared deviations from the rounded mean, corrected for the rounding
     channels = x.shape[1]
     counter = Counter(tree, merge_moments)
     for block, valid in zip(x, counts, strict=True):

@@ -1,4 +1,4 @@
-"""Convolution in NumPy: unfold blocks of 16 images, and compute a matrix product per group."""
+"""Compute convolutions in NumPy: unfold each block of 16 images for a matrix product per group."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ from mpidl.fold import Counter
 
 
 class _Columns:
-    """Unfold padded blocks into a matrix (C*R*S, P*Q*16), and fold such a matrix back.
+    """Unfolds padded blocks into a matrix (C*R*S, P*Q*16), and folds such a matrix back.
 
-    The product of the weights with this matrix is the convolution (Chellapilla et al., "High
-    performance convolutional neural networks for document processing", 2006). The two buffers are
-    reused for all blocks.
+    The product of the weights and this matrix is the convolution (Chellapilla et al., "High
+    performance convolutional neural networks for document processing", 2006). All blocks use the
+    same two buffers, `padded` and `columns`.
     """
 
     def __init__(self, x, weight_shape, stride, padding, dilation):
@@ -35,7 +35,7 @@ class _Columns:
         ]
 
     def groups(self, matrix, groups):
-        """Return an unfolded matrix as an array (groups, C/groups*R*S, P*Q*16)."""
+        """Reshape an unfolded matrix to (groups, C/groups*R*S, P*Q*16)."""
         c, taps, pixels = self.rows
         return matrix.reshape(groups, c // groups * taps, pixels)
 
@@ -69,7 +69,7 @@ def conv2d(x, weight, bias, stride, padding, dilation, groups):
 
 
 def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
-    """Return the gradient with respect to x; only the shape and dtype of x are used."""
+    """Return the gradient with respect to x. Only the shape and dtype of x are used."""
     dx = np.empty_like(x)
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     filters = weight.reshape(groups, len(weight) // groups, -1)
@@ -83,7 +83,7 @@ def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
 
 
 def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
-    """Return the gradient with respect to weight, using only the shape and dtype of weight."""
+    """Return the gradient with respect to weight. Only the shape and dtype of weight are used."""
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     counter = Counter(tree)
     for b in range(len(x)):

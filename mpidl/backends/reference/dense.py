@@ -1,4 +1,4 @@
-"""Fully connected layers in NumPy, with one matrix product per block of 16 images."""
+"""Compute fully connected layers in NumPy, with one matrix product per block of 16 images."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The Dice loss of probabilities, and its gradient, in NumPy."""
+"""Compute the Dice loss of class probabilities, and its gradient, in NumPy."""
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def dice_dp(p, labels, slopes, scale, counts):
 
 
 def _indicators(label, classes):
-    """Return where each class is labelled, (K, ..., 16), and where the label is valid."""
+    """Return whether each label is class k, (K, ..., 16), and whether it is valid, (..., 16)."""
     first = 1 if classes == 1 else 0
     numbers = np.arange(first, first + classes).reshape(-1, *(1,) * label.ndim)
     return label == numbers, (label >= 0) & (label < max(classes, 2))

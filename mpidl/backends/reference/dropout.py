@@ -1,8 +1,8 @@
-"""Dropout in NumPy with random numbers from Philox4x32-10."""
+"""Compute dropout in NumPy, with random numbers from Philox4x32-10."""
 
 import numpy as np
 
-CHANCES = 1 << 16  # number of equally likely random integers per element
+CHANCES = 1 << 16  # random integers are from 0 to CHANCES - 1
 GROUP = 8  # number of elements per call of the generator
 ROUNDS = 10  # rounds of Philox
 
@@ -12,12 +12,12 @@ def philox(counter, key):
 
     Parameters
     ----------
-    counter, key : sequences of four and two uint64 arrays or integers
-        32-bit words (below 2**32). Arrays must broadcast against each other.
+    counter, key : sequences of four and of two uint64 arrays or integers
+        32-bit words. Arrays must broadcast against each other.
 
     Notes
     -----
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    See Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     a, b, c, d = (np.asarray(v, np.uint64) for v in counter)
     low, high = (np.uint64(v) for v in key)
@@ -34,10 +34,10 @@ def philox(counter, key):
 def chances(elements, samples, epoch, key):
     """Return random integers from 0 to 65535, in the shape (elements, len(samples)).
 
-    Each integer depends on (key, epoch, sample, element) alone. Eight consecutive elements of a
+    Each integer depends only on (key, epoch, sample, element). Eight consecutive elements of a
     sample share one call of Philox4x32-10. The counter of the call is (element // 8, low 32 bits of
-    the sample, high 32 bits of the sample, epoch). Element e uses bits 0-15 (e even) or 16-31
-    (e odd) of word e // 2 % 4.
+    the sample, high 32 bits of the sample, epoch). Element e uses 16 bits of word e // 2 % 4: bits
+    0-15 if e is even, bits 16-31 if e is odd.
     """
     samples = np.asarray(samples, np.int64).astype(np.uint64)
     groups = np.arange(-(-elements // GROUP), dtype=np.uint64)[:, None]

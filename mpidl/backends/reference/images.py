@@ -1,4 +1,4 @@
-"""Image preparation in NumPy: cropping, mirroring, normalization and affine maps."""
+"""Prepare images in NumPy: crop, mirror, normalize, and apply affine maps."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def images(
 
 
 def windows(pixels, size=None, mirrored=None, top=None, left=None, fill=None):
-    """Return the windows (n, C, P, Q) that `images` converts, in the dtype of the pixels."""
+    """Cut a window from each image; return windows (n, C, P, Q) in the dtype of the pixels."""
     n, c, h, w = pixels.shape
     p, q = (h, w) if size is None else size
     out = np.empty((n, c, p, q), pixels.dtype)
@@ -53,9 +53,10 @@ def windows(pixels, size=None, mirrored=None, top=None, left=None, fill=None):
 
 
 def _overlap(first, extent, window):
-    """Return the slices of the window and of the image where they overlap along one axis.
+    """Return the overlap of window and image along one axis, as a slice of each.
 
-    The window starts at pixel `first`; the image has `extent` pixels.
+    The window starts at pixel `first` of the image and has `window` pixels. The image has `extent`
+    pixels.
     """
     start, stop = max(0, -first), max(0, min(window, extent - first))
     return slice(start, stop), slice(first + start, max(first + stop, first + start))

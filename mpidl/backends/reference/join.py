@@ -1,4 +1,4 @@
-"""Addition, concatenation and splitting of arrays of images in NumPy."""
+"""Add, concatenate and split per-image values in NumPy."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Softmax, losses, error sums and their gradients in NumPy."""
+"""Compute softmax, losses, sums of errors and their gradients in NumPy."""
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def reciprocal(total):
 
 
 def _weighted(label, rule, classes):
-    """Return the labels with 0 for any outside 0..K-1, whether each is inside, and all weights."""
+    """Return (labels, valid, class weights). Invalid labels, outside 0..K-1, are replaced by 0."""
     valid = (label >= 0) & (label < classes)
     weights = np.ones(classes) if rule.class_weights is None else rule.class_weights
     return np.where(valid, label, 0), valid, weights
@@ -112,7 +112,7 @@ def binary_cross_entropy_dlogits(logits, targets, scale, counts, rule=PLAIN_BINA
 
 
 def _binary_weights(target, rule):
-    """Return the factors of -log p and of -log(1 - p); both are 0 for an invalid target."""
+    """Return the factors of -log p and -log(1 - p). Both are 0 if a target is invalid."""
     t = target.astype(np.float64)
     valid = (target == 0) | (target == 1) if target.dtype.kind in "iu" else 1
     weights = 1.0 if rule.positive_weights is None else rule.positive_weights

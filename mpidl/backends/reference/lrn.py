@@ -1,4 +1,4 @@
-"""Cross-channel (local response) normalization in NumPy."""
+"""Compute cross-channel (local response) normalization in NumPy."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from mpidl import shapes
 
 
 def _over(x, channels_before, channels_after):
-    """For each channel of x (C, ..., 16), sum x over the channel and its neighbours.
+    """Sum x over the window of each channel; return an array with the shape of x, (C, ..., 16).
 
-    The neighbours are the `channels_before` preceding and the `channels_after` following channels.
-    Channels out of range are left out.
+    The window of a channel contains the channel, the `channels_before` channels before it, and the
+    `channels_after` channels after it, as far as they exist.
     """
     total = np.zeros_like(x)
     last = len(x) - 1

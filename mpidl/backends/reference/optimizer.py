@@ -1,8 +1,8 @@
-"""Optimizer steps and gradient clipping in NumPy."""
+"""Compute optimizer steps and clip gradients in NumPy."""
 
 import numpy as np
 
-CHUNK, SUMS = 1 << 14, 16  # `_squares`: numbers per chunk, and partial sums per chunk
+CHUNK, SUMS = 1 << 14, 16  # numbers per chunk, and partial sums per chunk, in `_squares`
 METHODS = ("l2norm", "global-l2norm", "absolute-value")
 TRUST_METHODS = ("lars", "lamb")
 
@@ -31,10 +31,10 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     return stepped
 
 
-# The formulas. The arguments are a weight, its gradient, the weight decay, the learning rate times
-# the parameter's factor, the formula's other hyperparameters, and its state arrays. A formula
-# changes the state arrays in place and returns the new weight. The callers pass 1 - mean_decay as
-# mean_share and 1 - square_decay as square_share.
+# The formulas. The arguments are a weight array, its gradient, the weight decay, the learning rate
+# times the parameter's factor, the other hyperparameters of the formula, and the state arrays. A
+# formula updates the state arrays in place and returns the new weight. Callers pass 1 - mean_decay
+# as mean_share, and 1 - square_decay as square_share.
 
 
 def sgdm(w, g, decay, rate, momentum, v):
@@ -46,7 +46,7 @@ def sgdm(w, g, decay, rate, momentum, v):
 
 
 def nesterov(w, g, decay, rate, momentum, v):
-    """Return w + momentum * v - rate * g, where g and the new v are those of `sgdm`."""
+    """Return w + momentum * v - rate * g, with g and the new v as in `sgdm`."""
     change = rate * _regularized(w, g, decay)
     v *= momentum
     v -= change
@@ -56,9 +56,9 @@ def nesterov(w, g, decay, rate, momentum, v):
 def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, epsilon, m, v):
     """Return w - rate * m / (sqrt(v) + epsilon) for the new m and v.
 
-    The new m is mean_decay * m + mean_share * g, and the new v is square_decay * v +
-    square_share * g**2, where g is that of `sgdm`. The bias correction is contained in `rate` and,
-    for `CorrectedAdamMoments`, in `epsilon`.
+    The new m is mean_decay * m + mean_share * g. The new v is square_decay * v +
+    square_share * g**2, with g as in `sgdm`. The bias correction is part of `rate`. For
+    `CorrectedAdamMoments`, it is part of `epsilon` too.
     """
     g = _regularized(w, g, decay)
     m *= mean_decay
@@ -84,9 +84,9 @@ def adamw(
 ):
     """Return w - rate * (correction * m / (sqrt(v) + epsilon) + decay * w).
 
-    The weight decay is decoupled: g is the gradient alone. m and v are updated as in `adam`.
-    `correction` is the bias correction sqrt(1 - square_decay^t) / (1 - mean_decay^t) of step t, and
-    `epsilon` is the option of this name times sqrt(1 - square_decay^t).
+    The weight decay is decoupled: g is the gradient without the decay. m and v are updated as in
+    `adam`. `correction` is the bias correction sqrt(1 - square_decay^t) / (1 - mean_decay^t) of
+    step t. `epsilon` is the optimizer's option epsilon times sqrt(1 - square_decay^t).
     """
     m *= mean_decay
     m += mean_share * g
@@ -97,7 +97,7 @@ def adamw(
 
 
 def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
-    """Return w - rate * g / (sqrt(v) + epsilon), where g and the new v are those of `adam`."""
+    """Return w - rate * g / (sqrt(v) + epsilon), with g and the new v as in `adam`."""
     g = _regularized(w, g, decay)
     v *= square_decay
     v += square_share * (g * g)
@@ -105,7 +105,7 @@ def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
 
 
 def average(w, g, decay, rate, a):
-    """Set a = a + rate * (w - a), the average of the weights, and return w. g is not used."""
+    """Update the average of the weights, a = a + rate * (w - a), and return w. g is not used."""
     a += rate * (w - a)
     return w
 
@@ -157,7 +157,7 @@ def _norm(array):
 
 
 def _squares(flat):
-    """Sum the squares of an array (n,) chunk by chunk, in a fixed order."""
+    """Return the sum of the squares of an array (n,), computed chunk by chunk in a fixed order."""
     total = 0.0
     for start in range(0, flat.size, CHUNK):
         part = np.zeros(CHUNK)

@@ -1,4 +1,4 @@
-"""Padding of images in NumPy."""
+"""Pad images in NumPy."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Max and average pooling and their gradients in NumPy."""
+"""Compute max and average pooling and their gradients in NumPy."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from mpidl import shapes
 
 
 def _places(x_shape, size, stride, padding):
-    """Yield (number, windows, pixels) for each position in a window; positions count row by row.
+    """Yield (number, windows, pixels) for each position in a window, row by row.
 
-    `windows` indexes an array (C, P, Q, 16), a block of 16 images. It selects the windows whose
-    pixel at this position is inside the image. `pixels` indexes (C, H, W, 16) and selects these
-    pixels.
+    `number` counts the positions from 0. `windows` indexes an output block (C, P, Q, 16), and
+    selects the windows whose pixel at this position is inside the image. `pixels` indexes the input
+    block (C, H, W, 16), and selects these pixels.
     """
 
     def axis(place, pixels, outputs, step, before):
@@ -33,7 +33,7 @@ def max_pool2d(x, size, stride, padding):
     shape = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     argmax = np.empty(y.shape, np.uint8)
-    # position of the first pixel in each window that is not padding
+    # position in each window of the first pixel that is not padding
     down, across = (
         np.maximum(0, before - np.arange(n) * step)
         for n, step, (before, _) in zip(shape[1:], stride, padding, strict=True)
@@ -59,7 +59,7 @@ def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
 
 
 def _counts(x, size, stride, padding, count_padding):
-    """Return the numbers by which windows (P, Q, 1) are divided, in the dtype of x."""
+    """Return the divisor of each window, an array (P, Q, 1) in the dtype of x."""
     _, p, q = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
     if count_padding:
         return np.full((p, q, 1), size[0] * size[1], x.dtype)

@@ -1,4 +1,4 @@
-"""Transposed convolution in NumPy: forward calls the gradient of conv2d, backward calls conv2d."""
+"""Compute transposed convolutions in NumPy: the forward pass is a convolution's backward pass."""
 
 import numpy as np
 

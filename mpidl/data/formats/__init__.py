@@ -1,6 +1,6 @@
 """Data formats that `--data` accepts: one module per format, and the tables of all formats.
 
-To add a format, write a module that defines `FORMAT`, and add this `FORMAT` to FILES or FOLDERS.
+To add a format, write a module that defines `FORMAT`, and append `FORMAT` to FILES or FOLDERS.
 """
 
 from mpidl.data.formats import cells, cifar, digits, folder, hdf5, idx, mat, npz, packed, table

@@ -1,10 +1,10 @@
 """Draw the embedded set of cells: gray images with the exact class of each pixel.
 
-An image shows 4 to 12 ellipses of various sizes, angles and brightness, which may overlap, on an
-uneven background with noise. A pixel belongs to a cell if its centre is inside an ellipse.
+An image shows 4 to 12 ellipses of various sizes, angles and brightness on an uneven, noisy
+background. Ellipses may overlap. A pixel belongs to a cell if its centre is inside an ellipse.
 
-Every random number is keyed by the image's number. As in `digits`, pixels are computed with sums,
-products, quotients and square roots only, so that every machine draws the same bytes.
+Every random number depends on the image's number as a key. As in `digits`, pixels are computed only
+with sums, products, quotients and square roots, so every machine draws the same bytes.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ SIZE = 64
 COUNTS = {"train": 800, "test": 200}
 CLASSES = ["background", "cell"]
 SEED = 0
-MAX_CELLS = 12  # cells in an image
+MAX_CELLS = 12  # largest number of cells in an image
 
-# Variation; each value is drawn uniformly from its range.
+# Ranges of random values. Each value is drawn uniformly from its range.
 CELLS = (4, MAX_CELLS + 1)  # number of cells, rounded down
 RADIUS = (4, 9)  # half axes in pixels
 WHITE = (25, 95)  # gray levels by which a cell is brighter than the background
 EDGE = (1.5, 4)  # width of a cell's blurred edge in pixels
-SHADE = (0, 0.5)  # part of the brightness that is missing at the edge
+SHADE = (0, 0.5)  # fraction by which a cell's brightness decreases from its centre to its edge
 BACKGROUND = (30, 90)  # gray level in the centre
-SLOPE = (-30, 30)  # change of the background across the image, for both directions
+SLOPE = (-30, 30)  # change of the background's gray level across the image, in each direction
 NOISE = (6, 18)  # standard deviation of the noise in gray levels
-_DRAWS = 8  # numbers per cell
+_DRAWS = 8  # random numbers per cell
 
 
 class Cells(Datastore):
-    """The images of one part of the set, which are drawn as they are read.
+    """A datastore of one part of the set, which draws each image when it is read.
 
     Parameters
     ----------
     part : {"train", "test"}
-        The part.
+        Part of the set to open.
 
     Attributes
     ----------
@@ -72,17 +72,17 @@ class Cells(Datastore):
         return np.minimum(self.instances(indices), 1)
 
     def instances(self, indices: Indices) -> np.ndarray:
-        """Return the number of the cell at each pixel, from 1, and 0 for the background.
+        """Return the number of the cell at each pixel, from 1, and 0 for background pixels.
 
         Parameters
         ----------
         indices : sequence of int
-            Numbers of images.
+            Indices of images.
 
         Returns
         -------
         ndarray
-            Numbers (n, 64, 64), int32. Where cells overlap, the cell with the larger number is in
+            Numbers (n, 64, 64), int32. If cells overlap, the cell with the larger number is in
             front.
         """
         maps = [draw(self.first + int(i))[1] for i in indices]
@@ -96,22 +96,22 @@ class Cells(Datastore):
 
 
 def cells(part: str = "train") -> Cells:
-    """Open the embedded set of cells, whose targets are the classes of the pixels.
+    """Open the embedded set of cells, with the class of each pixel as the target.
 
     Parameters
     ----------
     part : {"train", "test"}
-        The 800 images for training, or 200 others.
+        The 800 training images or the 200 test images.
 
     Returns
     -------
     Cells
-        Gray images of 64x64; the target of a pixel is 1 in a cell, else 0.
+        Gray images of 64x64. The target of a pixel is 1 if it belongs to a cell, and 0 otherwise.
 
     Raises
     ------
     UserError
-        If there is no such part.
+        If `part` is unknown.
     """
     return Cells(part)
 
@@ -149,7 +149,7 @@ def draw(i: int) -> tuple[np.ndarray, np.ndarray]:
         px, py = axis[None, :] - x, axis[:, None] - y
         u, v = (cosine * px + sine * py) / a, (cosine * py - sine * px) / b
         square = u * u + v * v  # 1 on the ellipse
-        distance = (1 - np.sqrt(square)) * min(a, b)  # about that from the edge, in pixels
+        distance = (1 - np.sqrt(square)) * min(a, b)  # approximate distance to the edge in pixels
         cover = np.clip(distance / edge + 0.5, 0, 1)
         bright = level + white * (1 - shade * np.minimum(square, 1))
         gray = gray + cover * (bright - gray)

@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
     @property
     def record_bytes(self) -> int:
-        """Size in bytes of a record, which is an image with its labels."""
+        """Size of a record (the labels and pixels of an image) in bytes."""
         return len(self.labels) + PIXELS
 
 
@@ -77,19 +77,20 @@ KINDS = (
 def find_files(
     folder: str, part: str | None = None
 ) -> tuple[str, Kind, dict[str, list[str]]] | None:
-    """Find CIFAR's binary files in a folder, or in its sub-folder named as in the archive.
+    """Find CIFAR's binary files in a folder, or in the sub-folder that the archive contains.
 
     Parameters
     ----------
     folder : str
         Folder to search.
     part : {"train", "test"}, optional
-        Part that must exist. By default, at least one part must exist.
+        Part that must exist. By default, either part suffices.
 
     Returns
     -------
     tuple or None
-        The folder of the files, their Kind, and {part: existing paths}. None if no files are found.
+        The folder of the files, the Kind of the data set, and {part: existing paths}. None if there
+        are no files.
     """
     for kind in KINDS:
         for root in (folder, os.path.join(folder, kind.folder)):
@@ -132,27 +133,28 @@ def cifar_folder(
     Parameters
     ----------
     folder : path-like
-        Folder of the binary files, or its parent folder.
+        Folder of the binary files, or the parent of this folder.
     part : {"train", "test"}
         Part to open: `data_batch_*.bin` or `train.bin` for "train", `test_batch.bin` or
         `test.bin` for "test".
     world : World, optional
-        The ranks that open the files. The ranks of a node share one copy of the pixels.
+        The ranks that open the files together. The ranks of a node share one copy of the pixels.
     labels : {"fine", "coarse"}
         Kind of labels to use. Only CIFAR-100 has coarse labels.
     classes : sequence of str, optional
-        Class names to which the labels are mapped. By default, the names in the file of class
-        names, or "0", "1", ... if there is no such file.
+        Class names to which the labels are mapped. By default, the names are read from the file of
+        class names. Without this file, they are "0", "1", ...
 
     Returns
     -------
     ArrayDatastore
-        The images, which the ranks of a host share in memory.
+        The images.
 
     Raises
     ------
     UserError
-        A file is missing, truncated or damaged, or the class of a label is not among `classes`.
+        If a file is missing, truncated or damaged, or if the class of a label is not among
+        `classes`.
     """
     if part not in ("train", "test"):
         raise UserError(f'{printable(folder)}: part must be "train" or "test", got {part!r}')
@@ -194,7 +196,7 @@ def read_records(path: str, kind: Kind) -> np.ndarray:
     Raises
     ------
     UserError
-        The file is truncated, or a label is not below the number of classes.
+        If the file is truncated, or if a label is not below the number of classes.
     """
     try:
         with open_binary(path) as file:
@@ -202,7 +204,7 @@ def read_records(path: str, kind: Kind) -> np.ndarray:
             if not size or size % kind.record_bytes:
                 raise UserError(
                     f"{printable(path)}: expected records of {kind.record_bytes} bytes "
-                    f"({kind.name}), found {size} bytes: the file is cut short, or no such file"
+                    f"({kind.name}), found {size} bytes: the file is truncated or not CIFAR"
                 )
             data = file.read(size)
     except (OSError, MemoryError) as e:

@@ -1,4 +1,4 @@
-"""Define the type faces of the embedded digit set as skeleton strokes, so that no font is needed.
+"""Define the type faces of the embedded digit set as strokes, so that no font is needed.
 
 A glyph is a path of commands in a box that is 100 units high. The y axis points down:
 
@@ -7,10 +7,10 @@ A glyph is a path of commands in a box that is 100 units high. The y axis points
     v x y                quarter of an ellipse to (x, y), leaving vertically
     C x1 y1 x2 y2 x y    cubic Bezier curve to (x, y)
 
-A face also has a slant (x per y), a pen and a roundness. The pen is given by its width and height
-relative to the stroke width: a flat pen draws thick stems and thin bars. The roundness is the
-length of the control arms of a quarter ellipse relative to the semi-axes: 0.55 approximates an
-ellipse, and larger roundness gives squarer curves.
+A face also has a slant (x per y), a pen and a roundness. The pen has a width and a height relative
+to the stroke width. A flat pen draws thick stems and thin bars. The roundness is the length of the
+control arms of a quarter ellipse relative to the semi-axes. A roundness of 0.55 approximates an
+ellipse, and larger values give squarer curves.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FACES = {
         ),
         roundness=0.65,
     ),
-    # Slab feet and a flat pen, 3 with a flat top, 7 with a hook.
+    # A slab serif with a flat pen, 3 with a flat top, 7 with a hook.
     "slab": Face(
         (
             "M 29 0 h 55 50 v 29 100 h 3 50 v 29 0",
@@ -96,7 +96,7 @@ FACES = {
         ),
         roundness=0.65,
     ),
-    # As written by hand: crossed 7, open 4, 9 with a straight tail, 8 in one stroke.
+    # Handwriting: crossed 7, open 4, 9 with a straight tail, 8 in one stroke.
     "school": Face(
         (
             "M 34 1 C 8 -4 0 40 4 66 C 8 112 48 106 54 60 C 58 20 52 -4 28 2",
@@ -131,7 +131,7 @@ FACES = {
         slant=0.2,
         pen=(1.15, 0.85),
     ),
-    # Straight lines only, with cut corners, 1 with a foot.
+    # Only straight lines, with cut corners, 1 with a foot.
     "octagon": Face(
         (
             "M 16 0 L 40 0 L 56 18 L 56 82 L 40 100 L 16 100 L 0 82 L 0 18 L 16 0",
@@ -167,17 +167,18 @@ FACES = {
 
 
 def segments(face: Face, digit: int) -> np.ndarray:
-    """Return the glyph of a digit as line segments.
+    """Convert the glyph of a digit to line segments.
 
     Returns
     -------
     ndarray
-        float64, (n, 2, 2): n pairs of points (x, y). The glyph is one unit high, centred on the
-        middle of its bounding box, and not yet slanted.
+        n pairs of points (x, y), float64 (n, 2, 2). The glyph is one unit high and not slanted. The
+        origin is the centre of its bounding box.
 
     Notes
     -----
-    Only float64 sums, products and quotients are used, so every machine computes the same bits.
+    The computation uses only float64 sums, products and quotients, so every machine computes the
+    same bits.
     """
     pairs = []
     tokens = face.glyphs[digit].split()

@@ -2,13 +2,13 @@
 
 The images use the eight type faces of `digit_glyphs`. Each digit is rotated by up to 30 degrees,
 shifted, scaled and sheared. The width and brightness of the stroke vary, and noise is added.
-Every random number is keyed by the image's index. Pixels are computed with float64 sums, products,
-quotients and square roots only, which IEEE 754 defines to the last bit. No font, drawing library or
-sine is used. Therefore every machine draws the same bytes. The constant SHA256 is the digest of
+The image's index keys every random number. Pixels are computed only with float64
+sums, products, quotients and square roots, which IEEE 754 defines to the last bit. No font, drawing
+library or sine is used, so every machine draws the same bytes. The constant SHA256 is the digest of
 these bytes.
 
 The following table lists test accuracies after a seeded split into 9,000 training and 1,000 test
-images. Each row gives the lowest and highest accuracy over the seeds 0 to 5 (0 to 4 for the
+images. Each row shows the lowest and highest accuracy over the seeds 0 to 5 (0 to 4 for the
 network):
 
     nearest class mean              0.62 to 0.65
@@ -47,10 +47,10 @@ CLASSES = 10
 PER_CLASS = 1000
 SEED = 0
 
-# Variation between the images of one glyph; each value is drawn uniformly from its range.
+# Ranges of random values. Each value is drawn uniformly from its range.
 TURN = (-0.27, 0.27)  # tangent of half the rotation angle: -30 to 30 degrees
 HEIGHT = (13.5, 15)  # height of a digit in pixels
-WIDEN = (0.95, 1.05)  # factor that multiplies the width of the face
+WIDEN = (0.95, 1.05)  # the width of the type face is multiplied by this
 SHEAR = (-0.05, 0.05)  # shift of x per unit of y, added to the slant of the type face
 SHIFT = (1.5, 2)  # distance from the centre in pixels, in a random direction
 STROKE = (1.6, 2.1)  # width of the stroke in pixels
@@ -59,22 +59,23 @@ NOISE = (5, 25)  # standard deviation of the noise in gray levels
 
 
 class Digits(ImageFolder):
-    """An ImageFolder of the drawn digits, which is called "digits" in messages."""
+    """An ImageFolder of the drawn digits, named "digits" in messages."""
 
     def describe(self) -> str:
         return f"digits: {counted(self)}"
 
 
 def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> Digits:
-    """Open the digit set, a folder of PNG files that is drawn on first use. Collective.
+    """Open the digit set, a folder of PNG files. The first call draws the files. Collective.
 
     Parameters
     ----------
     world : World, optional
-        The ranks that open the set. Rank 0 draws it while the others wait.
+        The ranks that open the set together. Rank 0 draws the set while the other ranks wait.
     cache : path-like, optional
-        Folder in which the set is stored. It must be visible on the hosts of all ranks. By default
-        $MPIDL_CACHE, else $XDG_CACHE_HOME/mpidl, else ~/.cache/mpidl, in the environment of rank 0.
+        Folder in which the set is stored. The folder must be visible on the hosts of all ranks. The
+        default is the first of $MPIDL_CACHE, $XDG_CACHE_HOME/mpidl and ~/.cache/mpidl that the
+        environment of rank 0 defines.
 
     Returns
     -------
@@ -84,12 +85,13 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     Raises
     ------
     UserError
-        The folder cannot be written, is not visible on a host, or has a wrong number of images.
+        If the folder cannot be written, is not visible on a host, or has the wrong number of
+        images.
 
     Notes
     -----
-    Several jobs may draw the set at the same time: each job draws to a temporary folder
-    and then renames this folder.
+    Several jobs may draw the set at the same time, because each job draws to a temporary folder and
+    then renames the folder.
     """
     folder = on_rank_0(world, lambda: _drawn(cache))
     if world is not None:
@@ -98,7 +100,7 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     if len(store) != CLASSES * PER_CLASS:
         raise UserError(
             f"{printable(folder)}: expected {CLASSES * PER_CLASS} images, found {len(store)}; "
-            "remove the folder to draw them again"
+            "remove the folder to draw the set again"
         )
     return store
 
@@ -109,7 +111,7 @@ def digit_angles() -> np.ndarray:
     Returns
     -------
     ndarray
-        Degrees clockwise, float32 (10000,), from -30 to 30, in the order of `digits`.
+        Angles in degrees clockwise, from -30 to 30, float32 (10000,), in the order of `digits`.
     """
     turns = [
         TURN[0] + (TURN[1] - TURN[0]) * keyed.uniform(SEED, "digits shape", 2, sample=i)[1]
@@ -124,14 +126,14 @@ def draw() -> tuple[np.ndarray, np.ndarray]:
     Returns
     -------
     images : ndarray
-        uint8, (10000, 28, 28), sorted by class, then by index.
+        Gray levels, uint8 (10000, 28, 28), sorted by class.
     labels : ndarray
-        int64, (10000,).
+        Labels, int64 (10000,).
 
     Warns
     -----
     UserWarning
-        The digest of the bytes differs from SHA256.
+        If the digest of the bytes differs from SHA256.
     """
     images = np.empty((CLASSES * PER_CLASS, SIZE, SIZE), np.uint8)
     labels = np.repeat(np.arange(CLASSES, dtype=np.int64), PER_CLASS)
@@ -140,15 +142,15 @@ def draw() -> tuple[np.ndarray, np.ndarray]:
         images[i] = _image(glyphs[label], i)
     if sha256(images, labels) != SHA256:
         warnings.warn(
-            "the digit set drawn here differs from the published one, so accuracies and hashes "
-            "of weights may differ from published ones",
+            "the digit set drawn here differs from the published set, so accuracies and hashes "
+            "of weights may differ from published values",
             stacklevel=2,
         )
     return images, labels
 
 
 def sha256(images: np.ndarray, labels: np.ndarray) -> str:
-    """Return the hex digest of images and labels, to be compared with SHA256."""
+    """Return the hex digest of images and labels, for comparison with SHA256."""
     return hashlib.sha256(images.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
 
 
@@ -185,7 +187,7 @@ def _image(glyphs, i):
     gx = (cosine * px + sine * py) / (height * widen) + shear * gy
     gx, gy = gx.reshape(-1) / face.pen[0], gy.reshape(-1) / face.pen[1]
 
-    # The distance to the nearest segment, in pixels, determines the share of a pixel that the
+    # The distance to the nearest segment, in pixels, determines which fraction of a pixel the
     # stroke covers.
     along = np.clip(((gx - x) * u + (gy - y) * v) / (u * u + v * v), 0, 1)
     dx, dy = gx - x - along * u, gy - y - along * v
@@ -206,7 +208,7 @@ def _drawn(cache):
     if not os.path.isdir(folder):
         try:
             os.makedirs(root, exist_ok=True)
-            # Only a complete set is renamed; a killed job leaves a temporary folder.
+            # Only a complete set is renamed. A killed job leaves a temporary folder.
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=root) as temporary:
                 written = os.path.join(temporary, "digits")
                 _write(written)
@@ -232,8 +234,8 @@ def _write(folder):
     for label in range(CLASSES):
         os.makedirs(os.path.join(folder, str(label)))
     for i, (image, label) in enumerate(zip(images, labels, strict=True)):
-        # Files are not compressed, so that their sizes, which are part of the datastore's
-        # fingerprint, do not depend on Pillow's zlib.
+        # The datastore's fingerprint includes file sizes. Without compression, the sizes do not
+        # depend on Pillow's zlib.
         name = os.path.join(folder, str(label), f"{i:05d}.png")
         Image.fromarray(image).save(name, compress_level=0)
 
@@ -260,7 +262,7 @@ def _open_part(text: str, part: str, world: World, options: OpenOptions) -> Digi
     Raises
     ------
     UserError
-        The classes of the training set are not the ten digits.
+        If the classes of the training set are not the ten digits.
     """
     store = digits(world)
     if options.classes is not None and list(options.classes) != store.classes:

@@ -1,4 +1,4 @@
-"""Read folders of image files, with one sub-folder per class, or with train/ and test/."""
+"""Read folders of image files that have one sub-folder per class, or train/ and test/."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 class ImageFolder(ImageList):
-    """A datastore of image files, each labelled by the sub-folder of `folder` that contains it.
+    """A datastore of image files. The sub-folder that contains a file determines its label.
 
     With a world, construction is collective: rank 0 lists the files, decodes the first image and
     broadcasts the results.
@@ -33,45 +33,45 @@ class ImageFolder(ImageList):
     Parameters
     ----------
     folder : path-like
-        The folder. Sub-folders may be nested; the first level determines the label.
+        The folder. Sub-folders may be nested, and the first level determines the label.
     world : World, optional
-        The ranks that open the folder.
+        The ranks that open the folder together.
     classes : sequence of str, optional
-        Class names of the training set, whose order determines the labels. The default is the
+        Class names in the order of the labels, usually from the training set. The default is the
         sorted names of the sub-folders.
     labelled : bool
         Whether labels are required. If False, images may lie outside the class sub-folders, and
         sub-folders need not be classes. In these cases, the labels are None.
     preprocess : Preprocess or None
         Conversion to apply to the images. For a trained network, pass ``net.preprocess``. With
-        None, images are not converted, and all must have the size and colour of the first image.
+        None, images are not converted, and all images must have the size and colour of the first
+        image.
 
     Attributes
     ----------
     files : list of str
         Paths of the images relative to `folder`.
     sizes, written : ndarray
-        Size of each file in bytes, and time of the last change to each file in nanoseconds.
+        Size of each file in bytes, and time of each file's last change in nanoseconds.
     unlabelled : str or None
-        The reason why there are no labels. None if there are labels, or if no image is in a
-        sub-folder.
+        Reason why there are no labels. None if there are labels, or if no image is in a sub-folder.
 
     Raises
     ------
     UserError
-        If there are no images, or the labels cannot be determined. `read` raises UserError if a
+        If there are no images, or if the labels cannot be determined. `read` raises UserError if a
         file was removed or changed after the folder was listed.
 
     Notes
     -----
     PNG, JPEG, BMP and TIFF files are recognized by their names (.png, .jpg, .jpeg, .bmp, .tif,
     .tiff) and decoded according to their content. Only the first page of a TIFF file is read.
-    Hidden files and all other files are ignored. Files are sorted by the bytes of the relative
-    path, and classes by the bytes of the name.
+    Hidden files and all other files are ignored. Files are sorted by the bytes of their relative
+    paths, and classes by the bytes of their names.
 
     Gray images, gray images with alpha, and black-and-white images become gray (C = 1). Only the
     high 8 bits of 16-bit pixels are kept. RGB (with or without alpha), palette, CMYK and YCbCr
-    images become RGB (C = 3). Alpha is dropped, and the orientation stored by a camera is not
+    images become RGB (C = 3). Alpha is dropped. The orientation that a camera stores is not
     applied.
     """
 
@@ -111,12 +111,12 @@ def list_images(
     -------
     tuple
         Relative paths; sizes in bytes; times of the last change in nanoseconds; labels or None;
-        class names; shape of the first image; reason for missing labels or None.
+        class names; shape of the first image; reason for missing labels, or None.
 
     Raises
     ------
     UserError
-        If there are no images, or `labelled` is True and the labels cannot be determined.
+        If there are no images, or if `labelled` is True and the labels cannot be determined.
     """
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
@@ -161,7 +161,7 @@ def list_images(
 def images_below(
     folder: str, prefix: str = "", ancestors: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[str, Stamp]]:
-    """Yield (relative path, Stamp) of each image file in a folder and its sub-folders, unsorted.
+    """Yield (relative path, Stamp) of each image file below a folder, in any order.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ def images_below(
 
 
 def visible(folder: str) -> list[os.DirEntry[str] | Entry]:
-    """Return the entries of a folder except hidden ones (such as .DS_Store)."""
+    """Return the entries of a folder, except hidden entries such as .DS_Store."""
     return [entry for entry in scan(folder) if not entry.name.startswith(".")]
 
 
@@ -238,10 +238,10 @@ def is_image_file(entry: os.DirEntry[str] | Entry) -> bool:
 
 
 def _is_split(path: str, head: bytes, option: str) -> bool:
-    """Return whether a folder has train/ and test/ with class sub-folders.
+    """Return whether a folder contains train/ and test/ with class sub-folders.
 
-    A class may be called "train", so the folder must have no sub-folders other than train/ and the
-    `TEST_FOLDERS`, and train/ must have sub-folders and no images.
+    A class may also be called "train". Therefore, the only sub-folders must be train/ and
+    `TEST_FOLDERS`, and train/ must contain sub-folders but no images.
 
     Raises
     ------

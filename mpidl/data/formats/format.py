@@ -12,7 +12,7 @@ from mpidl.errors import UserError
 from mpidl.files import on_rank_0, unreadable
 from mpidl.text import printable
 
-World = Any  # mpidl.comm.World or None; this package may not import it
+World = Any  # mpidl.comm.World or None; this package must not import mpidl.comm
 HEAD_BYTES = 8  # number of leading bytes by which formats recognize a file
 
 
@@ -24,13 +24,12 @@ class OpenOptions(NamedTuple):
     option : str
         Command-line option that named the path, for messages.
     classes : sequence of str or None
-        Class names of the training set; labels are mapped to these names. If None, the class names
-        in the data are used.
+        Class names of the training set, to which labels are mapped. If None, the class names in the
+        data are used.
     labelled : bool
         Whether labels are required.
     preprocess : Preprocess
-        Conversion of the images. A format that cannot convert images during decoding ignores this
-        option.
+        Conversion to apply to images during decoding. Formats that cannot do so ignore this option.
     """
 
     option: str = "--data"
@@ -53,17 +52,17 @@ class Format(NamedTuple):
         ``open_data(path, world, options)`` returns a tuple of the training set and the test set.
         The test set is None if the data have no test set. Collective.
     open_test_data : callable
-        ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
-        set if the data have one, else all data. Collective.
+        ``open_test_data(path, world, options)`` returns one set for testing or prediction. This is
+        the test set if the data have a test set, and all data otherwise. Collective.
     noun : str
-        Name of a file of this format in messages ("an HDF5 file"). If empty, messages omit the
-        format.
+        Phrase that names a file of this format in messages, such as "an HDF5 file". If empty,
+        messages omit the format.
     suffixes : tuple of str
         File name suffixes of the training file and the test file in a folder.
     open_validation_data : callable or None
         ``open_validation_data(path, world, options)`` returns the validation set of the data, or
-        None if the data have no validation set. Collective. The attribute is None if data of this
-        format never have a validation set; otherwise, `recognizes` needs only the path.
+        None if the data have no validation set. Collective. If the attribute is None, data of this
+        format never have a validation set. Otherwise, `recognizes` needs only the path.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Format(NamedTuple):
 
 
 def only_train(path: str) -> list[str]:
-    """Return ["train"], the parts of a path whose format has no test set."""
+    """Return ["train"], the only part in formats without a test set."""
     return ["train"]
 
 
@@ -88,7 +87,7 @@ def format_of_parts(
     noun: str = "",
     suffixes: tuple[str, ...] = (),
 ) -> Format:
-    """Make a Format whose training set and test set are parts of one path.
+    """Make a Format in which one path contains both the training set and the test set.
 
     Parameters
     ----------

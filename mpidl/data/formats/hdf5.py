@@ -26,9 +26,8 @@ from mpidl.text import printable
 if TYPE_CHECKING:
     import h5py
 
-# For each layout of a dataset, the permutation of its dimensions that gives (n, C, H, W), or
-# (n, H, W) for gray images. In HDF5 files, MATLAB's arrays H x W x C x N and H x W x N have the
-# last two layouts.
+# {layout of a dataset: permutation of its dimensions to (n, C, H, W), or to (n, H, W) for gray
+# images}. The last two layouts are MATLAB's arrays H x W x C x N and H x W x N in HDF5 files.
 LAYOUTS = {
     "NCHW": (0, 1, 2, 3),
     "NHWC": (0, 3, 1, 2),
@@ -38,7 +37,7 @@ LAYOUTS = {
 }
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # first bytes of an HDF5 file
 MAX_CHUNK = 256 << 20  # largest chunk in bytes: HDF5 decodes a whole chunk at once
-MAX_READ = 16 << 20  # bytes read at once from a dataset without chunks
+MAX_READ = 16 << 20  # largest number of bytes read at once from a dataset without chunks
 RATIO = 1032  # largest compression ratio of deflate
 
 
@@ -54,7 +53,7 @@ class Rows(NamedTuple):
     dtype : dtype
         Type of the rows that `read_rows` returns.
     layout : str or None
-        Layout of a dataset of images, a key of LAYOUTS; None for targets.
+        Layout of a dataset of images (a key of LAYOUTS). None for targets.
     rows_per_read : int
         Number of rows that are read at once.
     """
@@ -67,7 +66,7 @@ class Rows(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Description of an HDF5 file, which rank 0 determines and broadcasts."""
+    """Description of an HDF5 file. Rank 0 determines and broadcasts the description."""
 
     stamp: Stamp
     count: int
@@ -87,20 +86,19 @@ class HDF5Datastore(Datastore):
     path : path-like
         The file.
     world : World, optional
-        The ranks that open the file.
+        The ranks that open the file together.
     images : str
         Name of the dataset of images. The dataset holds uint8 (pixels 0 to 255) or floats, and has
         shape (n, H, W, C), (n, C, H, W), or (n, H, W) for gray images.
     labels : str
-        Name of the dataset of labels, which are n whole numbers from 0. An attribute `classes` of
-        this dataset or of the file may list the class names.
+        Name of the dataset of labels: n whole numbers of at least 0. An attribute `classes` of this
+        dataset or of the file may list the class names.
     targets : str
-        Name of the dataset of targets, one array per image. Targets are used if there are no
-        labels.
+        Name of the dataset of targets, (n, ...). Targets are used if there are no labels.
     layout : {"NHWC", "NCHW", "NHW"}, optional
-        Order of the dimensions of `images`. By default, the order is read from the attribute
-        `layout` of the dataset or the file. Without this attribute, the order that gives 1 or 3
-        channels is used.
+        Order of the dimensions of `images`. By default, the attribute `layout` of the dataset or
+        the file gives the order. If there is no such attribute, the order is chosen that gives 1 or
+        3 channels.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
     labelled : bool
@@ -114,9 +112,9 @@ class HDF5Datastore(Datastore):
 
     Notes
     -----
-    Each rank opens the file, without a lock, at the first read. Chunks are read in their order in
-    the file. A chunk is decoded again for each mini-batch that needs one of its images, so chunks
-    should hold one or a few images.
+    Each rank opens the file at its first read, without locking the file. Chunks are read in file
+    order. Each mini-batch decodes all chunks that contain its images, so a chunk should hold only
+    one or a few images.
     """
 
     def __init__(
@@ -192,7 +190,7 @@ class HDF5Datastore(Datastore):
 
 
 def class_names_in(file: Any, stored: Any, path: str) -> list[str] | None:
-    """Return the class names that are an attribute of a dataset or of the file, or None."""
+    """Return the class names stored as an attribute of a dataset or of the file, or None."""
     names = attribute(stored, "classes")
     names = attribute(file, "classes") if names is None else names
     return None if names is None else parse_class_names(names, printable(path))
@@ -207,7 +205,7 @@ def inspect_file(
 ) -> Contents:
     """Inspect an HDF5 file and return its Contents, including all labels.
 
-    `names` holds the names of the datasets of images, labels and targets.
+    `names` holds three names: the datasets of images, labels and targets.
     """
     with opened(path) as file:
         images = rows_of(dataset(file, names[0]), names[0], layout_of(file, names[0], layout))
@@ -251,9 +249,9 @@ def failing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
-    """Open an HDF5 file for reading, without a lock, and yield it.
+    """Open an HDF5 file for reading without locking it, and yield the open file.
 
-    A helper process reads the file first, because a damaged file may crash the HDF5 library.
+    A helper process tests the file first, because a damaged file may crash the HDF5 library.
 
     Raises
     ------
@@ -292,8 +290,8 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
     Raises
     ------
     UserError
-        If there is no such dataset, or if the dataset does not hold numbers, stores them in another
-        file, or is incomplete.
+        If there is no such dataset, or if the dataset is incomplete, does not hold numbers, or
+        stores the numbers in another file.
     """
     import h5py
 
@@ -322,7 +320,7 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
             f"{source}: {name}: expected {stored.nbytes} bytes of numbers, found {stored_bytes} "
             "stored: the dataset is incomplete"
         )
-    if stored_bytes > file_bytes:  # HDF5 would allocate what a damaged chunk claims to hold
+    if stored_bytes > file_bytes:  # HDF5 would allocate the claimed size of a damaged chunk
         raise UserError(
             f"{source}: {name}: expected {stored_bytes} stored bytes in the file, found a file of "
             f"{file_bytes}: it is damaged"
@@ -340,9 +338,9 @@ def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
     name : str
         Name of the dataset.
     layout : str, optional
-        The layout that the caller chose. By default, the attribute `layout` of the dataset or the
-        file gives the layout. Without this attribute, the only layout that gives 1 or 3 channels is
-        returned.
+        Layout chosen by the caller. By default, the attribute `layout` of the dataset or the file
+        gives the layout. If there is no such attribute, the only layout that gives 1 or 3 channels
+        is returned.
 
     Returns
     -------
@@ -415,7 +413,7 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
         if chunk > MAX_CHUNK:
             raise UserError(
                 f"{source}: expected chunks of {MAX_CHUNK >> 20} MB at most, found "
-                f"{chunk >> 20} MB: write smaller ones (h5repack -l), or python -m mpidl.pack"
+                f"{chunk >> 20} MB: write smaller chunks (h5repack -l), or use mpidl.pack"
             )
         rows_per_read = max(1, min(int(stored.chunks[0]), MAX_CHUNK // row_bytes))
     return Rows(name, shape, dtype, layout, rows_per_read)
@@ -424,10 +422,10 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
 def read_rows(
     stored: h5py.Dataset, rows: Rows, indices: np.ndarray, stream: ByteStream | None = None
 ) -> np.ndarray:
-    """Read rows by index; return an array (n, *rows.shape) of dtype `rows.dtype`.
+    """Read rows by index, and return an array (n, *rows.shape) of type `rows.dtype`.
 
-    The rows are read in the order of the file and returned in the order of `indices`. If the file
-    is an object in a store, `stream` is the open file.
+    The rows are read in file order and returned in the order of `indices`. If the file is in an
+    object store, `stream` is the open file.
     """
     indices = np.asarray(indices, np.int64)
     remote = None if stream is None else RemoteRows(stored, indices, stream)
@@ -454,7 +452,7 @@ def read_rows(
 
 
 def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
-    """Return the value of an attribute, or None if it is missing.
+    """Return the value of an attribute, or None if the attribute is missing.
 
     Raises
     ------

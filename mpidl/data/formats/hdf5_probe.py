@@ -1,13 +1,14 @@
 """Test HDF5 files in a helper process before the main process reads them.
 
-The HDF5 library trusts the structure of a file. On a damaged file, a call may crash or never end,
-and no exception handler can catch this. Therefore a helper process runs this module: it reads the
-attributes and the first, middle and last rows of datasets in advance. If the helper crashes, does
-not finish, or allocates more memory than its datasets need, the file is rejected.
+The HDF5 library trusts the structure of a file. With a damaged file, a library call may crash or
+never return, and no exception handler can catch this. Therefore, a helper process runs this module
+and reads the attributes and the first, middle and last rows of all datasets. If the helper crashes,
+does not finish, or allocates more memory than the datasets need, the file is rejected.
 
-Only rank 0 reads data sets, models and checkpoints. It starts the helper when it opens its first
-HDF5 file. The helper ends when it has been idle for `IDLE` seconds. It imports h5py and NumPy, but
-no module of mpidl.
+A process starts the helper when it opens its first HDF5 file. Usually, only rank 0 opens data sets,
+models and checkpoints. If all ranks of a host load the same model at the same time, only one of
+them starts a helper. The helper ends after `IDLE` seconds without work. It imports h5py and
+NumPy, but no module of mpidl.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ import sys
 from typing import Any
 
 SECONDS = 60.0  # time limit per file
-IDLE = 3.0  # seconds without work after which the helper ends
-STEP_SECONDS = 1.0  # a longer wait without an answer counts as this: the job was suspended
+IDLE = 3.0  # the helper ends after this time in seconds without work
+STEP_SECONDS = 1.0  # longer pauses count as this time, because the job was suspended meanwhile
 OBJECTS = 10000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
-SERVED_BYTES = 1 << 20  # the same limit for a file whose bytes this process sends to the helper
-GROWTH = 256 << 20  # bytes of address space that the helper may need, in addition to CHUNKS chunks
-CHUNKS = 4  # as stored, decoded, and twice while the decoded one grows
-TOO_LARGE = 9  # exit code of a helper that needed more memory
+SERVED_BYTES = 1 << 20  # the same limit for a file that this process sends to the helper
+GROWTH = 256 << 20  # address space in bytes that the helper may need in addition to CHUNKS chunks
+CHUNKS = 4  # copies of a chunk: one stored, one decoded, two while the decoded copy grows
+TOO_LARGE = 9  # exit code of a helper that needed more memory than allowed
 READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
 
 _helper = None
-_owner = -1  # the process that has started the helper; after a fork, the child starts its own
+_owner = -1  # ID of the process that started the helper; a forked child starts another helper
 _problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
 
 
-def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> str | None:
-    """Test whether the helper can read an HDF5 file, and describe the problem if it cannot.
+def problem_of(
+    path: str | os.PathLike, stamp: object, stream: Any = None, is_shared: bool = False
+) -> str | None:
+    """Let the helper read an HDF5 file, and describe the problem if reading fails.
 
     Parameters
     ----------
@@ -48,28 +51,39 @@ def problem_of(path: str | os.PathLike, stamp: object, stream: Any = None) -> st
     stamp : hashable
         A value that changes whenever the file changes.
     stream : binary file, optional
-        A file that is not on a file system; this process sends its bytes to the helper.
+        Open file, if the file is not on a file system. This process sends its bytes to the helper.
+    is_shared : bool
+        Whether other ranks of this host may open the same file at the same time.
 
     Returns
     -------
     str or None
-        Description of the problem. None if the helper can read the file, or cannot be started.
+        Description of the problem. None if the helper can read the file, or if the helper cannot be
+        started.
     """
     key = os.path.abspath(path) if stream is None else os.fspath(path), stamp
     if key not in _problems:
         while len(_problems) >= 16:
             del _problems[next(iter(_problems))]
-        _problems[key] = _ask(key[0], stream)
+        _problems[key] = _ask_once(key) if is_shared else _ask(key[0], stream)
     return _problems[key]
 
 
+def _ask_once(key):
+    """Return the problem that one rank of this host finds for all its ranks, or None."""
+    from mpidl.data.formats.shared_answer import shared_answer  # the helper must not import it
+
+    answer = shared_answer(key, lambda: f"problem: {_ask(key[0], None) or ''}", 2 * SECONDS)
+    return answer.removeprefix("problem: ") or None
+
+
 def _ask(path, stream):
-    """Send a path to the helper and wait for its answer; return the problem or None."""
+    """Send a path to the helper, wait for the answer, and return the problem or None."""
     global _helper, _owner
     request = os.fsencode(path).hex().encode() + b"\n"
     if stream is not None:
         request = b"%d bytes\n" % stream.seek(0, os.SEEK_END)
-    for _ in range(2):  # second attempt: an idle helper may end at this moment
+    for _ in range(2):  # second attempt: an idle helper may end during the first attempt
         if _helper is None or _owner != os.getpid() or _helper.poll() is not None:
             try:
                 _helper, _owner = _start(), os.getpid()
@@ -78,7 +92,7 @@ def _ask(path, stream):
         answer = b""
         try:
             _helper.stdin.write(request)
-            importlib.import_module("h5py")  # this process needs it too, so import it meanwhile
+            importlib.import_module("h5py")  # use the waiting time: this process also needs h5py
             while (answer := _answer()) == READ:
                 _serve(stream)
         except OSError:
@@ -93,7 +107,7 @@ def _ask(path, stream):
             _helper.kill()
         code = _end()
         if answer is not None and code == -signal.SIGKILL:
-            continue  # by another process, such as the kernel for want of memory
+            continue  # another process killed the helper, such as the kernel if memory is short
         if answer is None:
             return f"the HDF5 library did not finish reading it within {SECONDS:g} s: it is damaged"
         if code < 0:
@@ -109,7 +123,7 @@ def _ask(path, stream):
 
 
 def _answer():
-    """Return the next byte that the helper writes; None if it takes too long."""
+    """Return the next byte that the helper writes, or None after a timeout."""
     waited = 0.0
     while waited < SECONDS:
         step = min(STEP_SECONDS, SECONDS - waited)
@@ -120,7 +134,7 @@ def _answer():
 
 
 def _serve(stream):
-    """Send the bytes of the stream that the helper asks for."""
+    """Send the bytes of the stream that the helper requests."""
     start, count = REQUEST.unpack(_helper.stdout.read(REQUEST.size))
     stream.seek(start)
     content = stream.read(count)
@@ -128,7 +142,7 @@ def _serve(stream):
 
 
 def _start():
-    from mpidl import side_process  # not a module of the helper, which runs this file
+    from mpidl import side_process  # a local import, because the helper must not import mpidl
 
     return side_process.start(
         [os.path.abspath(__file__), str(IDLE), str(SECONDS)],
@@ -139,7 +153,7 @@ def _start():
 
 
 def _end():
-    """Wait for the helper, which is ending or has been killed, and return its exit code."""
+    """Wait until the helper has ended, and return its exit code."""
     global _helper
     helper, _helper = _helper, None
     helper.stdin.close()
@@ -152,13 +166,13 @@ def _end():
 
 
 def main(idle, seconds):
-    """Read hexadecimal paths from stdin, one per line, and read the file of each path.
+    """Read paths in hexadecimal form from stdin, one per line, and test the file at each path.
 
-    A line may also be the size of a file that the other process reads. The helper writes a byte to
-    stdout after each file. The function returns when no path has arrived for `idle` seconds, or
-    when stdin is closed. After a file that needs too much memory, it ends the process with
-    TOO_LARGE. A signal ends a process that computes for more than `seconds`, because the other
-    process may have been killed.
+    A line may also be the size of a file whose bytes the main process sends on request. The helper
+    writes a byte to stdout after each file. The function returns when no line has arrived for
+    `idle` seconds, or when stdin is closed. If a file needs too much memory, the helper exits with
+    TOO_LARGE. The main process may be killed during a test. Therefore, a timer signal ends the
+    helper if a test takes more than `seconds` of processor time.
     """
     global MAX_BYTES
     import h5py
@@ -191,7 +205,7 @@ def main(idle, seconds):
 
 
 def _address_space():
-    """Return the present and the largest size of the address space in bytes; 0 if unknown."""
+    """Return the current and largest size of the address space in bytes, or zeros if unknown."""
     try:
         with open("/proc/self/status") as file:
             lines = dict(line.split(":", 1) for line in file if line.startswith("Vm"))
@@ -201,7 +215,7 @@ def _address_space():
 
 
 class _Served(io.RawIOBase):
-    """A file whose bytes the other process sends on request."""
+    """A file whose bytes the main process sends on request."""
 
     def __init__(self, size):
         self.size, self.position = size, 0
@@ -234,7 +248,7 @@ class _Served(io.RawIOBase):
 
 
 def _walk(file):
-    """Read what the other process may read; return the bytes of the largest chunk."""
+    """Read everything that the main process may read; return the largest chunk size in bytes."""
     import h5py
 
     waiting, count, largest_chunk = [file], 0, 0
@@ -267,9 +281,10 @@ def _links(group, waiting):
 
 
 def _numbers(stored, _):
-    """Read a small dataset completely, or the first, middle and last row of a large one.
+    """Read a small dataset completely, or the first, middle and last row of a large dataset.
 
-    Return the bytes of a chunk. The other process reads no texts of variable length in datasets.
+    Return the size of a chunk in bytes. Variable-length strings are skipped, because the main
+    process never reads them from datasets.
     """
     import h5py
 

@@ -1,7 +1,7 @@
-"""Read rows of HDF5 files in object stores, with many requests at a time.
+"""Read rows of HDF5 files in object stores with many concurrent requests.
 
-The HDF5 library reads one piece of a file after the other. Therefore the bytes of all chunks are
-requested before the library reads them. Datasets without chunks are read without the library,
+The HDF5 library reads one part of a file after the other. Therefore, the bytes of all chunks are
+requested before the library reads the chunks. Datasets without chunks are read without the library,
 because the offsets of their rows are known.
 """
 
@@ -24,9 +24,9 @@ class RemoteRows:
     Parameters
     ----------
     stored : h5py.Dataset
-        The dataset, of a file that was opened from `stream`.
+        The dataset, in a file that was opened from `stream`.
     indices : ndarray
-        The rows that will be read, int64 (n,).
+        Indices of the rows to read, int64 (n,).
     stream : ByteStream
         The open file.
     """
@@ -41,7 +41,7 @@ class RemoteRows:
             stream.give(stream.file.read_spans(self._chunks(indices)))
 
     def take(self, members: np.ndarray) -> np.ndarray:
-        """Return rows by ascending index, as ``stored[members]``."""
+        """Return the rows with the given ascending indices, like ``stored[members]``."""
         first, last = int(members[0]), int(members[-1])
         if self._offset is None:
             return self.stored[first : last + 1][members - first]
@@ -57,7 +57,7 @@ class RemoteRows:
         return self._offset + indices * self._row_bytes
 
     def _chunks(self, indices):
-        """Return (offset, size) in the file of every chunk that holds one of the rows."""
+        """Return (offset in the file, size) of every chunk that contains any of the rows."""
         shape, sides = self.stored.shape, self.stored.chunks
         first_rows = np.unique(indices // sides[0]) * sides[0]
         other_starts = [range(0, n, side) for n, side in zip(shape[1:], sides[1:], strict=True)]

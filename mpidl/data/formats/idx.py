@@ -1,4 +1,4 @@
-"""Read IDX files, plain or .gz: the format of MNIST, Fashion-MNIST and similar data sets."""
+"""Read IDX files, the format of MNIST, Fashion-MNIST and similar data sets, plain or .gz."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = {"train": "train", "test": "t10k"}
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read the array in an IDX file, plain or .gz.
+    """Read the array in a plain or gzip-compressed IDX file.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Raises
     ------
     UserError
-        The file is missing or damaged, or has another format.
+        If the file is missing or damaged, or has another format.
     """
     try:
         packed = str(path).endswith(".gz")
@@ -55,14 +55,14 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
             expected = start + math.prod(sizes) * dtype.itemsize
             if expected > on_disk * DEFLATE_RATIO + 4096:  # more than the file can hold
                 size = on_disk if not packed else f"{on_disk} compressed"
-                raise UserError(_length_error(path, expected, sizes, size, "cut short"))
+                raise UserError(_length_error(path, expected, sizes, size, "truncated"))
             data = head + file.read(max(0, expected - len(head)))
             excess = file.read(1)
     except (OSError, EOFError, MemoryError, zlib.error) as e:
         raise unreadable(path, e) from None
     if len(data) != expected or excess:
         size = on_disk if excess and not packed else len(data) + len(excess)
-        problem = "too long" if len(data) > expected or excess else "cut short"
+        problem = "too long" if len(data) > expected or excess else "truncated"
         raise UserError(_length_error(path, expected, sizes, size, problem))
     values = np.frombuffer(data, dtype, math.prod(sizes), start).reshape(sizes)
     return values.astype(dtype.newbyteorder("="), copy=False)
@@ -84,7 +84,7 @@ def _header(head, path):
     if len(head) < start:
         raise UserError(
             f"{printable(path)}: expected a header of {start} bytes, found {len(head)}: the "
-            "file is cut short"
+            "file is truncated"
         )
     sizes = [int.from_bytes(head[i : i + 4], "big") for i in range(4, start, 4)]
     if not math.prod(sizes):
@@ -101,9 +101,9 @@ def _length_error(path, expected, sizes, size, problem):
 
 
 def find_file(folder: str, part: str, kind: str) -> str | None:
-    """Return the path of the images or labels of a part, or None if there is no such file.
+    """Return the path of the file with a part's images or labels, or None if it does not exist.
 
-    A file name is, for example, train-images-idx3-ubyte. A dot may replace the dash before "idx",
+    An example of a file name is train-images-idx3-ubyte. A dot may replace the dash before "idx",
     and the name may end with ".gz".
     """
     dimensions = {"images": 3, "labels": 1}[kind]
@@ -138,9 +138,9 @@ def idx_folder(
     folder : path-like
         Folder that contains the files.
     part : {"train", "test"}
-        Part to open: "train" for the files train-*, "test" for the files t10k-*.
+        Part to open: "train" for the files train-*, or "test" for the files t10k-*.
     world : World, optional
-        The ranks that open the files. The ranks of a node share one copy of the pixels.
+        The ranks that open the files together. The ranks of a node share one copy of the pixels.
     classes : sequence of str, optional
         Class names in the order of the labels, by default "0", "1", ... up to the highest label.
     labelled : bool
@@ -150,12 +150,12 @@ def idx_folder(
     Returns
     -------
     ArrayDatastore
-        The images, which the ranks of a host share in memory.
+        The images.
 
     Raises
     ------
     UserError
-        A file is missing or damaged, or a label is not below the number of classes.
+        If a file is missing or damaged, or if a label is not below the number of classes.
     """
     if part not in PREFIX:
         raise UserError(f'{printable(folder)}: part must be "train" or "test", got {part!r}')
@@ -180,7 +180,7 @@ def idx_folder(
 
 
 def read_pixels(path: str) -> np.ndarray:
-    """Read the pixels of an IDX file; raise UserError if it does not hold images."""
+    """Read the pixels of an IDX file. Raise UserError if the file does not hold images."""
     pixels = read_idx(path)
     if not pixels.size:
         raise UserError(f"{printable(path)}: expected images, found none (sizes {pixels.shape})")

@@ -1,4 +1,4 @@
-"""Decode image files to pixels, uint8 (1, H, W) gray or (3, H, W) RGB."""
+"""Decode image files to uint8 pixels, (1, H, W) for gray and (3, H, W) for RGB images."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
 JPEG = b"\xff\xd8\xff"  # first bytes of a JPEG file
 MAX_BYTES = 1 << 30  # largest size of a file
-CHANNELS = {"L": 1, "RGB": 3}  # channels of the Pillow modes that need no conversion
-MEMORY_BLOCKS = 4  # blocks that Pillow keeps for reuse: new pages cost a third of decoding
+CHANNELS = {"L": 1, "RGB": 3}  # number of channels of the Pillow modes that need no conversion
+MEMORY_BLOCKS = 4  # blocks that Pillow keeps for reuse; new pages would take 1/3 of decoding time
 KINDS = {1: "gray", 3: "RGB"}
 
 
@@ -40,25 +40,26 @@ def decode(
     preprocess : Preprocess
         Conversion to apply to the image.
     expected : tuple of int, optional
-        Shape (C, H, W) that the pixels must have. If it is not given, an image with more pixels
-        than Pillow considers safe is rejected.
+        Required shape (C, H, W) of the pixels. If None, an image is rejected if it has more pixels
+        than Pillow considers safe.
     out : ndarray, optional
-        uint8 array of shape `expected`, to which the pixels are written.
+        uint8 array of shape `expected` to write the pixels to.
     content : bytes, optional
         Content of the file. By default, the file is read.
 
     Returns
     -------
     pixels : ndarray or tuple of int
-        Pixels, uint8 (1, H, W) or (3, H, W). If the file's header indicates another shape than
-        `expected`, nothing is decoded, and that shape is returned instead.
+        Pixels, uint8 (1, H, W) or (3, H, W). If the shape in the file's header differs from
+        `expected`, nothing is decoded, and the shape in the header is returned instead.
     stamp : Stamp or None
-        Size and time of the last change of the file; None if `content` was given.
+        Size of the file and time of its last change. None if `content` was given.
 
     Raises
     ------
     UserError
-        The file is missing, damaged, or not an image of these formats. The message names the file.
+        If the file is missing, damaged, or not a PNG, JPEG, BMP or TIFF image. The message names
+        the file.
     """
     Image, JpegImageFile, UnidentifiedImageError = _pillow()
     try:
@@ -66,7 +67,7 @@ def decode(
         if content is None:
             content, now = _content_of(path)
         if expected is not None and not preprocess and content.startswith(JPEG):
-            # Faster than Image.open, which would try other formats first.
+            # This is faster than Image.open, which would try other formats first.
             image = JpegImageFile(io.BytesIO(content))
             if (CHANNELS.get(image.mode), *image.size[::-1]) == expected:
                 return planes_of(image, out), now
@@ -98,14 +99,14 @@ def read_file(path: str) -> tuple[bytes, Stamp]:
     Returns
     -------
     content : bytes
-        The content.
+        Content of the file.
     stamp : Stamp
-        Size and time of the last change of the file.
+        Size of the file and time of its last change.
 
     Raises
     ------
     UserError
-        The file is missing, cannot be read, or has more than `MAX_BYTES` bytes.
+        If the file is missing, cannot be read, or has more than `MAX_BYTES` bytes.
     """
     try:
         return _content_of(path)
@@ -132,7 +133,7 @@ def _content_of(path):
 
 @functools.cache
 def _pillow():
-    """Import Pillow when the first file is decoded; return the classes that `decode` uses."""
+    """Import Pillow, and return the classes that `decode` uses. Called for the first file."""
     from PIL import Image, UnidentifiedImageError
     from PIL.JpegImagePlugin import JpegImageFile
 
@@ -142,7 +143,7 @@ def _pillow():
 
 
 def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
-    """Decode the content of an image file, and raise UserError if that fails.
+    """Check that the content of an image file can be decoded. Raise UserError if it cannot.
 
     Parameters
     ----------
@@ -151,7 +152,7 @@ def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
     name : str
         Name of the image, for the message.
     shape : tuple of int
-        Probable shape (C, H, W) of the image, which may have another one.
+        Expected shape (C, H, W) of the image. A different shape is not an error.
     """
     pixels, _ = decode(name, expected=shape, content=content)
     if isinstance(pixels, tuple):
@@ -159,7 +160,7 @@ def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _opened(Image, file, strict):
-    """Open an image; if `strict`, reject images with more pixels than Pillow considers safe."""
+    """Open an image. If `strict`, reject images with more pixels than Pillow considers safe."""
     if not strict:
         return Image.open(file, formats=FORMATS)
     with warnings.catch_warnings():  # not thread-safe, so only before prefetch threads start
@@ -168,7 +169,7 @@ def _opened(Image, file, strict):
 
 
 def _check_parts(image):
-    """Raise ValueError if the file lacks parts of the image, which Pillow would leave black."""
+    """Raise ValueError if the file lacks a part of the image. Pillow would leave it black."""
     boxes = [part[1] for part in image.tile]  # (left, top, right, bottom)
     area = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
     if area < image.width * image.height:
@@ -179,7 +180,7 @@ def _check_parts(image):
 
 
 def _shape(image, preprocess):
-    """Return the shape (C, H, W) of the result of `pixels_of` without decoding the image."""
+    """Return the shape (C, H, W) that `pixels_of` would return, without decoding the image."""
     if not preprocess:
         return (1 if _is_gray(image) else 3, *image.size[::-1])
     return preprocess.image_shape((1 if _is_gray(image) else 3, image.height, image.width))
@@ -190,16 +191,16 @@ def _is_gray(image):
 
 
 def pixels_of(image, preprocess=AS_IT_IS, out=None):
-    """Convert a Pillow image to pixels, uint8 (1, H, W) or (3, H, W), and preprocess them.
+    """Preprocess a Pillow image, and return its pixels, uint8 (1, H, W) or (3, H, W).
 
     If `out` is given, the result is written to it.
 
     Raises
     ------
     UserError
-        The Preprocess cannot be applied to an image of this size or colour.
+        If the Preprocess cannot be applied to an image of this size or colour.
     ValueError
-        The image has 32 bits per pixel.
+        If the image has 32 bits per pixel.
     """
     from PIL import Image
 
@@ -207,7 +208,7 @@ def pixels_of(image, preprocess=AS_IT_IS, out=None):
         return planes_of(image, out)
     gray = _is_gray(image)
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-        raise ValueError(f"expected 8 or 16 bits a pixel, found 32 (mode {image.mode})")
+        raise ValueError(f"expected 8 or 16 bits per pixel, found 32 (mode {image.mode})")
     if image.mode.startswith("I"):  # convert() would clip 16-bit pixels instead of scaling them
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("L", "RGB"):

@@ -1,4 +1,4 @@
-"""The base class of sets of image files, which a folder or a table lists."""
+"""The base class of datastores of image files, which a folder or a table lists."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mpidl.text import printable
 class ImageList(Datastore):
     """A datastore of image files.
 
-    Subclasses list the files, and set the attributes below with the labels or targets.
+    Subclasses list the files, and set the attributes below as well as the labels or targets.
 
     Attributes
     ----------
     folder : str
-        The folder to which the paths of the images are relative.
+        Base folder of the relative paths in `files`.
     files : list of str
         Paths of the images relative to `folder`.
     sizes, written : ndarray
-        Size of each file in bytes, and time of the last change to each file in nanoseconds.
+        Size of each file in bytes, and time of each file's last change in nanoseconds.
     conversion : Preprocess
         Conversion to apply to the images.
     """
@@ -62,7 +62,7 @@ class ImageList(Datastore):
         return images
 
     def _check_stamp(self, i, now):
-        """Raise UserError if file i has changed; `now` is its Stamp, None for an object."""
+        """Raise UserError if file i has changed. `now` is the file's Stamp, or None if remote."""
         if now is not None and now != (self.sizes[i], self.written[i]):
             raise changed(os.path.join(self.folder, self.files[i]), self._stamp(i), now)
 
@@ -101,24 +101,24 @@ class ImageList(Datastore):
         return digest(super().fingerprint(), *self.files, self.sizes, *targets)
 
     def files_fingerprint(self) -> str:
-        """Return a hex digest of the files and labels, without the shape of the images.
+        """Return a hex digest of the files and labels. It does not depend on image shapes.
 
         Returns
         -------
         str
-            Hexadecimal digits. The fingerprint of converted images depends on them.
+            Hexadecimal digits. The fingerprint of converted images depends on this digest.
         """
         facts = [*self.classes, self.labels, *self.files, self.sizes, *self._digested_targets()]
         return digest("files", *facts)
 
     def _digested_targets(self) -> tuple[object, ...]:
-        """Return the arrays that distinguish the targets of two sets; () without targets."""
+        """Return the arrays that determine the targets, or () if there are no targets."""
         return ()
 
     def preprocessed(self, preprocess: Preprocess) -> Datastore:
-        """Return a datastore of the same files that applies a `Preprocess` while decoding.
+        """Return a datastore of the same files that applies a `Preprocess` during decoding.
 
-        The images in the files may then differ in size; see `mpidl.data.preprocessed`.
+        The images in the files may then differ in size (see `mpidl.data.preprocessed`).
 
         Parameters
         ----------
@@ -146,9 +146,9 @@ def shape_error(
     Parameters
     ----------
     path : str
-        The image.
+        Path of the image.
     shape, expected_shape : tuple of int
-        (C, H, W) of this image and of the first one.
+        Shape (C, H, W) of this image and of the first image.
     first : str
         Name of the first image.
     """

@@ -32,8 +32,8 @@ from mpidl.text import printable
 if TYPE_CHECKING:
     import h5py
 
-# Default names of the image variable, in order of preference; case is ignored. For each of these
-# names, LABELS lists the default names of the label variable.
+# IMAGES lists the default names of the image variable, in order of preference. For each of these
+# names, LABELS lists the default names of the label variable. Case is ignored.
 IMAGES = {"train": ("xtrain", "images", "x"), "test": ("xtest",)}
 LABELS = {
     "xtrain": ("ytrain", "ttrain", "labelstrain"),
@@ -82,6 +82,7 @@ def mat_file(
     Parameters
     ----------
     path : path-like
+        The file.
     world : World, optional
         The ranks that open the file together.
     part : {"train", "test"}
@@ -92,34 +93,35 @@ def mat_file(
     labels : str, optional
         Name of the variable that holds the N labels or the targets.
     classes : sequence of str, optional
-        Class names of the training set, to which the labels are mapped. The sequence is empty if
-        the training set has targets.
+        Class names of the training set, to which the labels are mapped. An empty sequence means
+        that the training set has targets instead of labels.
     labelled : bool
         Whether labels are required.
 
     Returns
     -------
     Datastore
+        The images with their labels or targets.
 
     Raises
     ------
     UserError
-        The file is damaged, the image and label variables cannot be determined, or the meaning of a
-        label is unclear.
+        If the file is damaged, the image and label variables cannot be determined, or the class of
+        a label is ambiguous.
 
     Notes
     -----
     For the training part, the default names are XTrain with YTrain or TTrain, then images with
-    labels, then X with Y. For the test part they are XTest with YTest or TTest. If the training
-    part uses none of these names, images and labels are each read from the only variable of
-    suitable type and size.
+    labels, then X with Y. For the test part, the default names are XTest with YTest or TTest. If
+    the file has none of the training names, images and labels are each read from the only variable
+    of suitable type and size.
 
-    Labels start at 0 or 1. Without class names, each class is named by its number. A cell array
-    `classes` (or classNames, categories, labelNames) of character vectors names the classes. Its
-    first entry names label 0 if that label occurs, and label 1 otherwise.
+    Labels start at 0 or 1. The class names come from a cell array of character vectors named
+    `classes` (or classNames, categories, labelNames). Its first entry names label 0 if label 0
+    occurs, and label 1 otherwise. Without such an array, the number of a class is its name.
 
-    The label variable is read as float32 targets if it holds fractions, N x R numbers or N images
-    (H x W x C x N, single or double), or if `classes` is empty.
+    The label variable is read as float32 targets in the following cases: it holds fractions, N x R
+    numbers or N images (H x W x C x N, single or double), or `classes` is empty.
     """
     path = os.fspath(path)
     names = images, labels
@@ -189,7 +191,7 @@ def _images_of(pixels):
 
 
 def _are_targets(values, selection, classes):
-    """Return whether label values are targets instead of class labels.
+    """Return whether the label variable holds targets instead of class labels.
 
     The values are targets if any value is a fraction, if there are several values per image, or if
     the training set has targets.
@@ -211,7 +213,7 @@ def version(path: str) -> str:
     Raises
     ------
     UserError
-        The file cannot be read, or its header belongs to neither version.
+        If the file cannot be read, or if its header matches neither version.
     """
     try:
         with open_binary(path) as file:
@@ -257,14 +259,15 @@ def select_variables(
     part : {"train", "test"}
         Part to open, which determines the default names.
     names : tuple
-        Names of the image variable and the label variable; None for the default names.
+        Names of the image variable and the label variable. None stands for the default names.
     labelled : bool
         Whether labels are required.
 
     Raises
     ------
     UserError
-        A variable is missing or has an unsuitable type or size, or several variables are possible.
+        If a variable is missing or has an unsuitable type or size, or if several variables are
+        suitable.
     """
     source = printable(path)
     images = _find(path, variables, names[0]) if names[0] else _images(path, variables, part)
@@ -289,7 +292,7 @@ def select_variables(
             f"{images}, or targets: {count} x R numbers, or H x W x C x {count} of single or "
             f"double; found {labels}"
         )
-    # Without labels, only the number of channels distinguishes H x W x C x N from other orders.
+    # Without labels, H x W x C x N differs from other orders only in its number of channels.
     clear = images.shape[2] in (1, 3) if len(images.shape) == 4 else count not in (1, 3)
     if labels is None and not clear:
         raise UserError(
@@ -303,7 +306,7 @@ def select_variables(
 
 
 def _fits(labels, count):
-    """Return whether a variable has one label, row of numbers or target image for each image."""
+    """Return whether a variable has one label, row of numbers or target image per image."""
     shape = labels.shape
     if len(shape) == 4:
         return shape[-1] == count and labels.kind in FLOATS
@@ -313,7 +316,7 @@ def _fits(labels, count):
 
 
 def _find(path, variables, name):
-    """Return the variable with a given name; raise UserError if there is none."""
+    """Return the variable with the given name. Raise UserError if it does not exist."""
     for variable in variables:
         if variable.name == name:
             return variable
@@ -372,7 +375,7 @@ def _listing(variables):
 
 
 def _labels(path, selection, values, names, classes):
-    """Convert MATLAB labels; return (labels from 0, class names)."""
+    """Convert MATLAB labels, and return (labels that start at 0, class names)."""
     source = f"{printable(path)}: {printable(selection.labels.name)}"
     codes = integer_labels(values, selection.count, source)
     low, high = int(codes.min()), int(codes.max())
@@ -396,8 +399,8 @@ def _labels(path, selection, values, names, classes):
         return np.array([index[str(c)] for c in used])[np.searchsorted(used, codes)], list(classes)
     if low not in (0, 1):
         raise UserError(
-            f"{source}: expected labels that begin with 0 or 1, found {low} to {high}: it is "
-            "unclear which classes they are; save a cell array classes too"
+            f"{source}: expected labels that start at 0 or 1, found {low} to {high}: the "
+            "classes are ambiguous; also save a cell array named classes"
         )
     codes, numbers = align_labels(codes - low, None, None, source)
     return codes, [str(int(number) + low) for number in numbers]

@@ -1,10 +1,10 @@
 """Read version 5 MATLAB .mat files (save -v7, -v6) element by element.
 
-SciPy reads these files too, but it crashes on some damaged files, and it allocates cell arrays of
-any size that a file claims. This module limits allocations by the size of the file. The format is
-described in "MAT-File Format", The MathWorks. An element consists of a tag (type, number of bytes)
-and a value. A variable is a matrix, which is an element that contains elements and may be
-compressed.
+SciPy also reads these files, but it crashes on some damaged files and allocates cell arrays of any
+size that a file claims. In this module, the size of the file limits allocations. The format is
+described in "MAT-File Format", The MathWorks. A file is a sequence of elements. An element consists
+of a tag (type, number of bytes) and a value. A variable is stored as a matrix, an element that
+contains other elements and may be compressed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mpidl.text import printable
 RATIO = 1032  # largest compression ratio of deflate
 MAX_TEXTS = 1 << 24  # largest size of a cell array in bytes
 MOST_DIMENSIONS = 8
-HEAD = 1 << 12  # bytes at the start of a matrix that contain its class, size and name
+HEAD = 1 << 12  # number of leading bytes of a matrix that contain its class, size and name
 Order = Literal["little", "big"]
 MATRIX, COMPRESSED = 14, 15  # element types; NUMBERS lists the numeric element types
 NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8"}
 NUMBERS |= {13: "u8"}
-# Names of matrix classes, by class number. A matrix may be stored in a smaller type than its class.
+# Names of matrix classes, by class number. The stored type may be smaller than the class.
 CLASSES = ["", "cell", "struct", "object", "char", "sparse", "double", "single", "int8", "uint8"]
 CLASSES += ["int16", "uint16", "int32", "uint32", "int64", "uint64", "function", "opaque"]
 
@@ -63,7 +63,7 @@ def load(path: str | os.PathLike, numeric: Sequence[Variable]) -> dict[str, np.n
     Raises
     ------
     UserError
-        The file has no variable with the given name, size and class, or the file is damaged.
+        If the file is damaged, or has no variable with the given name, size and class.
     """
     return {variable.name: _read(path, variable, _numbers) for variable in numeric}
 
@@ -74,7 +74,7 @@ def texts(path: str | os.PathLike, variable: Variable) -> list[str]:
     Raises
     ------
     UserError
-        A cell is not a character array, or the file is damaged.
+        If a cell is not a character array, or if the file is damaged.
     """
     return _read(path, variable, _texts)
 
@@ -89,7 +89,7 @@ class _Element(NamedTuple):
 
 
 def _top(path):
-    """List the top-level elements of a file; raise UserError if the file is truncated."""
+    """List the top-level elements of a file. Raise UserError if the file is truncated."""
     elements = []
     try:
         with open_binary(path) as file:
@@ -103,7 +103,7 @@ def _top(path):
                 if len(head) < 8 or offset + 8 + length > size:
                     raise UserError(
                         f"{printable(path)}: expected {length} bytes at {offset}, found the end "
-                        "of the file: it is cut short"
+                        "of the file: it is truncated"
                     )
                 elements.append(_Element(order, kind, offset + 8, length))
                 offset += 8 + length
@@ -113,7 +113,7 @@ def _top(path):
 
 
 def _value(path, element, max_bytes):
-    """Return the first `max_bytes` bytes of a matrix, and whether they are the whole matrix.
+    """Return the first `max_bytes` bytes of a matrix, and whether the matrix is complete.
 
     A compressed matrix is decompressed.
     """
@@ -150,7 +150,7 @@ def _read(path, variable, read):
     Raises
     ------
     UserError
-        The variable is missing, too large for the file, or not of the kind that `read` accepts.
+        If the variable is missing, is too large for the file, or has a class that `read` rejects.
     """
     for element in _top(path):
         if _variable(path, element) != variable:
@@ -195,12 +195,12 @@ def _matrix(data, order):
     Raises
     ------
     ValueError
-        The bytes do not encode a matrix.
+        If the bytes do not encode a matrix.
     """
     elements = _elements(data, order)
     first = [bytes(value) for _, value in itertools.islice(elements, 3)]
     if len(first) < 3 or len(first[0]) != 8:
-        raise ValueError("cut short")
+        raise ValueError("truncated")
     flags = int.from_bytes(first[0][:4], order)
     kind = CLASSES[flags & 0xFF] if flags & 0xFF < len(CLASSES) else "unknown"
     if kind == "opaque":  # the second element of an opaque matrix holds a name
@@ -219,7 +219,7 @@ def _name(data):
 
 
 def _numbers(data, order):
-    """Convert the bytes of a numeric matrix to an array; raise ValueError for a wrong length."""
+    """Convert the bytes of a numeric matrix to an array. Raise ValueError for a wrong length."""
     variable, rest = _matrix(data, order)
     coding, value = next(rest, (0, b""))
     stored = np.dtype(NUMBERS[coding]).newbyteorder(order[0])
@@ -237,7 +237,7 @@ def _texts(data, order):
     Raises
     ------
     ValueError
-        The bytes do not encode a cell array of character vectors.
+        If the bytes do not encode a cell array of character vectors.
     """
     variable, cells = _matrix(data, order)
     if variable.kind != "cell":
@@ -253,7 +253,7 @@ def _text(data, order):
     variable, rest = _matrix(data, order)
     if variable.kind != "char":
         raise ValueError("no characters")
-    # Characters are UTF-8, UTF-16 or UTF-32; an empty string may have no value.
+    # Characters are UTF-8, UTF-16 or UTF-32. An empty string may have no value.
     coding, value = next(rest, (1, b""))
     wide = {4: "utf-16", 17: "utf-16", 18: "utf-32"}.get(coding)
     return bytes(value).decode("utf-8" if wide is None else f"{wide}-{order[0]}e")

@@ -1,6 +1,6 @@
-"""Read the arrays `images` and `labels` or `targets` of NumPy's .npz files, once per node.
+"""Read images with labels or targets from NumPy's .npz files, once per node.
 
-Arrays of Python objects are never read, because they are pickled. An array is loaded only if its
+Arrays of Python objects are pickled, and are therefore never read. An array is loaded only if its
 header agrees with the sizes in the archive, so a damaged file cannot cause a large allocation.
 """
 
@@ -46,19 +46,20 @@ def npz_file(
 ) -> ArrayDatastore:
     """Open the images of an .npz file.
 
-    With a world, the call is collective. The file holds `images`, (n, C, H, W) or (n, H, W) of
-    uint8 or floats, and `labels`, n whole numbers from 0. Without labels, it may hold `targets`, an
-    array per image, (n, ...): for example 0 and 1 for several labels, (n, K). `images_test`,
-    `labels_test` and `targets_test` hold a test set. An optional array of strings, `classes`, lists
-    the class names in the order of the labels. Without it, the classes are named "0", "1" and so
-    on.
+    With a world, the call is collective. The file holds the following arrays:
+
+    - `images`: uint8 or floats, (n, C, H, W) or (n, H, W).
+    - `labels`: n whole numbers of at least 0.
+    - `targets`: used if there are no labels, (n, ...), such as 0 or 1 for each of K labels, (n, K).
+    - `images_test`, `labels_test`, `targets_test`: the same for the test set, optional.
+    - `classes`: class names in the order of the labels, by default "0", "1", ...
 
     Parameters
     ----------
     path : path-like
         A file written by `numpy.savez` or `numpy.savez_compressed`.
     world : World, optional
-        The ranks that open the file. The ranks of a node share one copy of the pixels.
+        The ranks that open the file together. The ranks of a node share one copy of the pixels.
     part : {"train", "test"}
         Part to open.
     classes : sequence of str, optional
@@ -69,7 +70,7 @@ def npz_file(
     Returns
     -------
     ArrayDatastore
-        The images, which the ranks of a host share in memory.
+        The images.
 
     Raises
     ------
@@ -115,14 +116,14 @@ def npz_file(
 
 
 def parts_of(path: str) -> list[str]:
-    """List the parts that an .npz file holds: "train", "test" or both."""
+    """List the parts of an .npz file: "train", "test" or both."""
     with _opened(path) as archive:
         return [part for part, (images, *_) in ARRAYS.items() if _has(archive, images)]
 
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[np.lib.npyio.NpzFile]:
-    """Open an archive of arrays, and convert any exception of a damaged archive to a UserError."""
+    """Open an archive of arrays, and convert exceptions caused by damage to a UserError."""
     try:
         with open_binary(path) as file:
             if file.read(4) not in ZIP_SIGNATURES:
@@ -190,7 +191,7 @@ def _header(
 def _load(archive: np.lib.npyio.NpzFile, path: str, name: str, kinds: str, noun: str) -> np.ndarray:
     """Read an array and check its dtype.
 
-    `kinds` contains the valid kinds of the dtype, and `noun` describes them in the message.
+    `kinds` contains the valid values of `dtype.kind`, and `noun` describes them in the message.
     """
     _, dtype = _header(archive, path, name)
     if dtype.kind not in kinds:

@@ -1,36 +1,36 @@
 """Describe and check packed files, which `PackedDatastore` reads and `packing` writes.
 
 A packed file is an HDF5 file with a group `train` and an optional group `test`. Each group contains
-these datasets:
+the following datasets:
 
     images      (n, C, H, W) uint8 or float32, contiguous
-    encoded     uint8, contiguous: in place of `images`, the contents of image files, such as JPEG
-    ends        (n,) int64, the end of each content in `encoded`
+    encoded     uint8, contiguous: concatenated image files, such as JPEG, instead of `images`
+    ends        (n,) int64, the end of each image file in `encoded`
     labels      (n,) int64, optional
     targets     (n, ...) float32 or int32, contiguous, optional
     checksums   (chunks, 32) uint8: SHA-256 of each chunk's images followed by its targets
     names       uint8, the concatenated names of the images, optional
     name_ends   (n,) int64, the end of each name in `names`, optional
 
-Each group also has these attributes:
+Each group also has the following attributes:
 
-    fingerprint   fingerprint of the set that was packed
+    fingerprint   fingerprint of the packed set
     chunk_images  largest number of images per chunk
-    preprocess    the `Preprocess` applied to the images, as JSON, if there is one
+    preprocess    the `Preprocess` applied to the images, as JSON, optional
     files_fingerprint
-                  fingerprint of the encoded images if `--resize` and the like convert them
+                  fingerprint of encoded images, for conversions such as `--resize`, optional
 
 The attributes of the root group are format, format_version, classes and sha256. The attribute
-sha256 is a digest of everything except images, encoded images and targets, which the checksums
-cover. Files with encoded images or shards have format_version 2.
+sha256 is a digest of everything except images, encoded images and targets, because the checksums
+cover these datasets. Files with encoded images or shards have format_version 2.
 
-In a sharded set, images, encoded images and targets are in shards (`pack_layout`). In their place,
-the root group has the attributes shards (the beginning of the names of the shards) and shard_id,
-and the dataset shard_sizes, (shards,) int64. Each group has
+In a sharded set, images, encoded images and targets are in separate files, the shards (see
+`pack_layout`). The root group then has the attributes shards (the prefix of the shards' file names)
+and shard_id, and the dataset shard_sizes, (shards,) int64. Each group also has:
 
-    entries     attribute: count, and shape and dtype of images and targets, as JSON
-    shard_rows  (shards, 3) int64: for each shard, the number of its first image, and the offsets of
-                that image and of its target
+    entries     attribute: number of images, and shape and dtype of images and targets, as JSON
+    shard_rows  (shards, 3) int64: for each shard, the number of its first image, the offset of
+                that image, and the offset of its target
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ IMAGE_DTYPES, TARGET_DTYPES = ("uint8", "float32"), ("float32", "int32")
 
 
 class Contents(NamedTuple):
-    """Description of one part of a packed file, which rank 0 determines and broadcasts.
+    """Description of one part of a packed file. Rank 0 determines and broadcasts it.
 
     Attributes
     ----------
@@ -83,11 +83,12 @@ class Contents(NamedTuple):
     files, stamps : list
         Paths and Stamps of the files that hold the rows.
     image_shape : tuple of int
-        (C, H, W) of the images; if they are encoded, of the first image.
+        Shape (C, H, W) of the images, or of the first image if the images are encoded.
     rows : dict
-        The Rows of "images" or "encoded", and of "targets" if there are any.
+        The Rows of "images" or "encoded". If there are targets, also the Rows of "targets".
     names : tuple or None
-        File offset of the names, and an array with the end of each name relative to that offset.
+        File offset of the names, and an array with the end of each name relative to the offset.
+        None if the file has no names.
     """
 
     stamp: Stamp
@@ -107,7 +108,7 @@ class Contents(NamedTuple):
 
 
 def checksum(*parts: np.ndarray | bytes) -> bytes:
-    """Return the SHA-256 of the concatenated bytes of C-ordered arrays and bytes."""
+    """Return the SHA-256 of the concatenation of byte strings and arrays in C order."""
     total = hashlib.sha256()
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -130,13 +131,13 @@ def parts_of(path: str) -> list[str]:
 
 
 def files_of(path: str) -> list[str]:
-    """Return the paths of all files of a packed set: the packed file, then its shards."""
+    """Return the paths of all files of a packed set: the packed file and its shards."""
     with hdf5.opened(path) as file:
         return [path, *(_shards(file, path)[0] if SHARD_SIZES in file else [])]
 
 
 def check_format(file: h5py.File) -> None:
-    """Raise UserError if an open HDF5 file is not a packed set, or if its checksum differs."""
+    """Raise UserError if an open HDF5 file is not a packed set, or if its checksum is wrong."""
     source = printable(file.filename)
     if text_of(hdf5.attribute(file, "format")) != FORMAT_NAME:
         raise UserError(
@@ -213,7 +214,7 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
 
 
 def _with_first_image(contents, source):
-    """Return the Contents with the shape of the first image, which is decoded for that."""
+    """Decode the first image, and return the Contents with its shape."""
     span = contents.rows["encoded"].spans(np.arange(1))
     (content,) = FileSet(contents.files, contents.stamps).read_ranges(*span)
     pixels, _ = decode(f"{source}: image 0", content=content)
@@ -226,19 +227,20 @@ def _chunk_count(first, count, step):
 
 
 def _shards(file, path):
-    """Return the paths and Stamps of the shards, after a check of each shard.
+    """Check the shards, and return their paths and Stamps.
 
     Raises
     ------
     UserError
-        If the description of the shards is invalid, or a shard is missing or foreign.
+        If the description of the shards is invalid, or if a shard is missing or belongs to another
+        set.
     """
     source = printable(path)
     sizes = hdf5.dataset(file, SHARD_SIZES)[()]
     stem, identity = (text_of(hdf5.attribute(file, name)) for name in ("shards", "shard_id"))
     is_valid = sizes.ndim == 1 and 1 <= len(sizes) <= MAX_SHARDS and sizes.dtype == np.int64
     is_valid = is_valid and isinstance(stem, str) and isinstance(identity, str)
-    # The names of shards lead to no other folder.
+    # The names of shards must not refer to other folders.
     is_valid = is_valid and bool(stem) and os.path.basename(stem) == stem and "\0" not in stem
     if not is_valid or not re.fullmatch("[0-9a-f]{64}", identity):
         raise UserError(f"{source}: expected a description of shards")
@@ -285,7 +287,7 @@ def _sharded_rows(file, part, sizes):
     for name, (shape, dtype) in kinds.items():
         starts = table[:, 1 if name == "images" else 2]
         if math.prod(shape) * np.dtype(dtype).itemsize * count > sum(sizes):
-            raise UserError(f"{source}: expected shards with {count} {name}: they are cut short")
+            raise UserError(f"{source}: expected shards with {count} {name}: they are truncated")
         rows[name] = Rows(shape, np.dtype(dtype), None, first, starts)
     edges = [*first.tolist(), count]
     for row in rows.values():
@@ -300,10 +302,10 @@ def _sharded_rows(file, part, sizes):
 
 
 def _ends(file, part):
-    """Return where the content of each image file ends; raise UserError if that is invalid."""
+    """Return the end of each image file in `encoded`. Raise UserError if an end is invalid."""
     ends = hdf5.dataset(file, f"{part}/ends")[()]
     is_valid = ends.ndim == 1 and len(ends) > 0 and ends.dtype == np.int64
-    # A difference of two valid numbers does not overflow.
+    # Differences of positive numbers do not overflow.
     is_valid = is_valid and ends.min() > 0 and (sizes := np.diff(ends, prepend=0)).min() > 0
     if not is_valid or sizes.max() > MAX_BYTES:
         raise UserError(f"{printable(file.filename)}: {part}/ends: expected the ends of images")
@@ -322,7 +324,7 @@ def _preprocess(group, source):
 
 
 def _rows(file, part, name, now):
-    """Return the Rows of "images", "encoded" or "targets" in the packed file itself.
+    """Return the Rows of "images", "encoded" or "targets" in a packed file without shards.
 
     Raises
     ------
@@ -338,7 +340,7 @@ def _rows(file, part, name, now):
     if offset + stored.nbytes > now.size or not len(stored):
         raise UserError(
             f"{source}: expected {stored.nbytes} bytes at {offset}, "
-            f"found a file of {now.size}: it is cut short"
+            f"found a file of {now.size}: it is truncated"
         )
     ends = None
     if name == "encoded":
@@ -350,7 +352,7 @@ def _rows(file, part, name, now):
 
 
 def content(file: h5py.File) -> str:
-    """Return the SHA-256, in hex, of everything in a packed file that `LARGE` does not name."""
+    """Return the SHA-256, in hex, of everything in a packed file except the `LARGE` datasets."""
     total = hashlib.sha256()
     parts = [part for part in PARTS if part in file]
     facts = [text_of(hdf5.attribute(file, "classes"))]

@@ -1,8 +1,9 @@
-"""Where a packed set stores its entries: in the packed file itself, or in shards beside it.
+"""Locate the images and targets of a packed set in the packed file, or in its shards.
 
-A shard is a file with a header of 64 bytes, followed by the entries of consecutive images of each
-part. The header has the signature `SIGNATURE` (16 bytes), the number of the shard (4 bytes, from 0,
-little-endian), 12 bytes of 0, and the SHA-256 that identifies the packed set.
+An entry is the stored image or target of one sample. A shard is a file with a header of 64 bytes,
+followed by the entries of consecutive images of each part. The header consists of `SIGNATURE` (16
+bytes), the number of the shard (4 bytes, from 0, little-endian), 12 zero bytes, and the SHA-256
+that identifies the packed set.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from mpidl.files import RawFile, Stamp, unreadable
 from mpidl.text import printable
 
 SIGNATURE = b"mpidl shard 1\n\0\0"
-HEADER = 64  # bytes
+HEADER = 64  # size of a shard's header in bytes
 MAX_SHARDS = 99_999
 
 
 class Rows(NamedTuple):
-    """The places of the entries of one kind, such as images or targets: one entry per image.
+    """The location of all entries of one kind, such as images or targets.
 
     Attributes
     ----------
     shape, dtype : tuple of int, dtype
-        Shape and type of an entry. The content of an image file has the shape () and type uint8.
+        Shape and type of an entry. An encoded image file has shape () and type uint8.
     ends : ndarray or None
-        For the contents of image files, the end of each in bytes if they all followed each other,
-        int64 (n,). None for entries of one size.
+        For encoded image files, the end of each file in bytes in their concatenation, int64 (n,).
+        None if all entries have the same size.
     first : ndarray
-        Number of the first image in each file, int64 (files,).
+        For each file, the number of its first image, int64 (files,).
     starts : ndarray
-        Offset of its entry in that file, int64 (files,).
+        For each file, the offset of the first image's entry, int64 (files,).
     """
 
     shape: tuple[int, ...]
@@ -49,17 +50,17 @@ class Rows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of an entry, if all have one size."""
+        """Size in bytes of an entry, if all entries have the same size."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def begins(self, indices: np.ndarray) -> np.ndarray:
-        """Return where entries would begin if they all followed each other, in bytes."""
+        """Return the offsets in bytes of entries in the concatenation of all entries."""
         if self.ends is None:
             return indices * self.nbytes
         return np.where(indices > 0, self.ends[np.maximum(indices, 1) - 1], 0)
 
     def spans(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the files, offsets and sizes in bytes of entries, int64 (len(indices),) each."""
+        """Return the file, offset and size in bytes of each entry, as int64 (len(indices),)."""
         files = np.searchsorted(self.first, indices, "right") - 1
         begins = self.begins(indices)
         offsets = self.starts[files] + begins - self.begins(self.first[files])
@@ -67,16 +68,16 @@ class Rows(NamedTuple):
 
 
 def chunks(first: np.ndarray, count: int, chunk_images: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of each run of images that has a checksum of its own.
+    """Yield (first, stop) of each chunk, a run of images with one checksum.
 
     Parameters
     ----------
     first : ndarray
-        Number of the first image in each file. A chunk lies in one file.
+        For each file, the number of its first image. A chunk never spans two files.
     count : int
         Number of images.
     chunk_images : int
-        Largest number of images of a chunk.
+        Largest number of images per chunk.
     """
     edges = [*first.tolist(), count]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
@@ -85,19 +86,19 @@ def chunks(first: np.ndarray, count: int, chunk_images: int) -> Iterator[tuple[i
 
 
 def shard_paths(index: str, stem: str, count: int) -> list[str]:
-    """Return the paths of the shards of a packed file, which lie in its folder."""
+    """Return the paths of a packed file's shards, which are in the same folder."""
     folder = os.path.dirname(index)
     names = [f"{stem}-{i + 1:05}-of-{count:05}.bin" for i in range(count)]
     return [os.path.join(folder, name) for name in names]
 
 
 def shard_header(number: int, identity: bytes) -> bytes:
-    """Return the first bytes of a shard, whose number counts from 0."""
+    """Return the header of the shard with the given number, from 0."""
     return SIGNATURE + number.to_bytes(4, "little") + bytes(12) + identity
 
 
 def check_shards(paths: Sequence[str], sizes: Sequence[int], identity: bytes) -> list[Stamp]:
-    """Return the Stamp of each shard; raise UserError for one that is missing or foreign."""
+    """Return each shard's Stamp. Raise UserError if a shard is missing or of another set."""
     stamps = []
     for path, size in zip(paths, sizes, strict=True):
         try:
@@ -131,7 +132,7 @@ def _header(path, now):
 
 
 def describe_header(header: bytes) -> str:
-    """Describe the file that begins with these bytes, for a message."""
+    """Describe a file by its first bytes, for a message."""
     if not header.startswith(SIGNATURE):
         return "another file"
     number = int.from_bytes(header[len(SIGNATURE) : len(SIGNATURE) + 4], "little")

@@ -1,7 +1,8 @@
-"""Read packed sets: files with decoded images, or with the contents of image files.
+"""Read packed sets, which hold decoded images or the contents of image files.
 
 The HDF5 library reads only the description of the set (`pack_contents`). Images and targets are
-read by their offsets, from the packed file or, in a sharded set, from shards in the same folder.
+read directly from known offsets in the packed file. In a sharded set, they are read from shards in
+the same folder.
 """
 
 from __future__ import annotations
@@ -31,21 +32,20 @@ from mpidl.text import printable
 class PackedDatastore(Datastore):
     """A datastore that reads one part of a file written by `python -m mpidl.pack`.
 
-    The images, labels and fingerprint equal those of the set that was packed, so training on either
-    set gives the same weights. With a world, construction is collective: rank 0 checks everything
-    except images and targets, and broadcasts the contents.
+    The images, labels and fingerprint equal those of the original set, so training on either set
+    gives the same weights. With a world, construction is collective: rank 0 checks everything
+    except images and targets, and broadcasts the description.
 
     Parameters
     ----------
     path : path-like
-        The packed file. The shards of a sharded set lie in the same folder.
+        The packed file. The shards of a sharded set must be in the same folder.
     world : World, optional
-        The ranks that read the file. Each rank opens the file when it first reads images, and reads
-        only the images that it needs.
+        The ranks that open the file together. Each rank reads only the images that it needs.
     part : {"train", "test"}
         Part of the file to open.
     classes : sequence of str, optional
-        Class names of the training set; the labels are mapped to these names.
+        Class names of the training set, to which the labels are mapped.
     labelled : bool
         Whether labels or targets are required.
 
@@ -57,9 +57,8 @@ class PackedDatastore(Datastore):
     Raises
     ------
     UserError
-        If the file is damaged or does not have the part, or if a shard is missing or
-        belongs to another set.
-        `read` also raises UserError if a file has changed since it was opened.
+        If the file is damaged or does not have the part, or if a shard is missing or belongs to
+        another set. `read` also raises UserError if a file has changed since construction.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class PackedDatastore(Datastore):
         return images
 
     def _decode(self, i, content, out):
-        """Decode the content of an image file; only an error message reads the image's name."""
+        """Decode the content of image file i. Only error messages load the name of the image."""
         name = _LazyName(self, i)
         pixels, _ = decode(name, self.conversion, self.image_shape, out, content)
         if isinstance(pixels, tuple):
@@ -160,20 +159,21 @@ class PackedDatastore(Datastore):
         return contents.fingerprint
 
     def files_fingerprint(self) -> str | None:
-        """Return the digest of the image files that were packed, or None.
+        """Return the digest of the packed image files, or None.
 
         Returns
         -------
         str or None
-            Hexadecimal digits; None if decoded images or part of a set of image files were packed.
+            Hexadecimal digits. None if the set holds decoded images, or only some images of the
+            original set.
         """
         return self.contents.files_fingerprint
 
     def preprocessed(self, preprocess: Preprocess) -> Datastore:
         """Return a datastore of the same images that applies a `Preprocess`.
 
-        If the file holds the contents of image files, the conversion takes place during decoding,
-        and the images may differ in size; see `mpidl.data.preprocessed`.
+        If the set holds the contents of image files, the images are converted during decoding, and
+        may differ in size (see `mpidl.data.preprocessed`).
 
         Parameters
         ----------
@@ -222,7 +222,7 @@ class PackedDatastore(Datastore):
 
 
 class _LazyName(os.PathLike):
-    """The name of an image for error messages, loaded when a message first needs the name."""
+    """The name of an image for error messages, loaded only if a message needs the name."""
 
     def __init__(self, store, i):
         self.store, self.i = store, i

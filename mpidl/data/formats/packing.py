@@ -1,11 +1,11 @@
 """Write packed files for `python -m mpidl.pack`. `pack_contents` describes the file format.
 
-While packing the file NAME, this module writes to `.NAME.part`. First, HDF5 writes labels and
-names, and allocates the images, so that every image has an offset before any image is read. Then
-each chunk of images is read and written to its offset; the checksum of the chunk is written last.
-If packing is interrupted, the next call continues it and keeps all chunks whose checksums match. At
-the end, the file is flushed to disk and renamed to NAME. Shards have their names from the start:
-without NAME they belong to no set.
+While the file NAME is incomplete, this module writes to `.NAME.part`. First, HDF5 writes labels and
+names, and allocates space for the images, so every image has an offset before any image is read.
+Then each chunk of images is read and written to its offset. The checksum of a chunk is written
+after the chunk. If packing is interrupted, the next call continues, and keeps all chunks with
+matching checksums. At the end, the file is flushed to disk and renamed to NAME. Shards have their
+final names from the start, because a shard without the file NAME is never read.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from mpidl.data.checks import read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5, pack_contents
-from mpidl.data.formats.image_files import check_image
 from mpidl.data.formats.pack_layout import (
     HEADER,
-    MAX_SHARDS,
     Rows,
     chunks,
     describe_header,
     shard_header,
     shard_paths,
 )
+from mpidl.data.formats.pack_source import shard_count, source_of
 from mpidl.data.loading.workers import Job, prefetch_items
 from mpidl.errors import UserError
 from mpidl.files import digest, sync_folder, unreadable
@@ -59,36 +57,36 @@ def pack(
     Parameters
     ----------
     parts : mapping
-        The datastores "train" and optionally "test", with the same classes.
+        {"train": datastore, "test": datastore}, with the same classes. "test" is optional.
     path : path-like
-        The file to write, which must not exist. If an earlier call was interrupted, this call
-        continues the unfinished file.
+        The file to write. The file must not exist. If an earlier call was interrupted, this call
+        continues with the unfinished file.
     images : {"decoded", "encoded"}
-        Whether to store pixels, or the contents of the image files, such as JPEG and PNG. The
-        latter need less space, and are decoded whenever an image is read. Images of other sets than
-        image files cannot be stored in this way.
+        Whether to store pixels ("decoded"), or the contents of image files such as JPEG and PNG
+        ("encoded"). Encoded images need less space, but are decoded each time they are read.
+        "encoded" requires datastores of image files.
     shards : int, optional
-        Number of files beside `path` that hold the images and targets. By default, `path` itself
-        holds them.
+        Number of shards, which are files next to `path` that hold the images and targets. By
+        default, `path` itself holds the images and targets.
     shard_mb : float, optional
-        Approximate size of a shard in MB (10**6 bytes), in place of the number of shards.
+        Approximate size of a shard in MB (10**6 bytes), instead of `shards`.
     threads : int
         Number of threads that read images.
     progress : callable, optional
-        Function that is called after each chunk with the number of images in the chunk.
+        Function to call after each chunk with the number of images in the chunk.
     stop : callable, optional
-        Function that is called after each chunk. If it returns True, packing stops.
+        Function to call after each chunk. If the function returns True, packing stops.
 
     Returns
     -------
     bool
-        Whether the file is complete; False if `stop` ended the call.
+        True if the file is complete, and False if `stop` ended the call.
 
     Raises
     ------
     UserError
-        The file exists or cannot be written, a datastore is empty, or an image cannot be read. The
-        message names the file or image. The next call keeps the chunks written so far.
+        If the file exists or cannot be written, a datastore is empty, or an image cannot be read.
+        The message names the file or image. The next call keeps the chunks written so far.
     """
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
@@ -100,8 +98,8 @@ def pack(
     for part, store in parts.items():
         if not len(store):
             raise UserError(f"{store.describe()}: expected images to pack as {part}, found none")
-    sources = {part: _source(store, images) for part, store in parts.items()}
-    count = _shard_count(sources, shards, shard_mb)
+    sources = {part: source_of(store, images) for part, store in parts.items()}
+    count = shard_count(sources, shards, shard_mb)
     try:
         with _locked(part_path) as descriptor:
             plan = _plan(sources, images, count)
@@ -115,96 +113,6 @@ def pack(
     except OSError as e:
         raise UserError(f"{printable(path)}: cannot be written: {e.strerror or e}") from None
     return True
-
-
-class _Source(NamedTuple):
-    """A datastore to pack.
-
-    `sizes` has the sizes of its image files if their contents are packed; `tables` has
-    {name: (shape, dtype)} of the entries of the other datasets.
-    """
-
-    store: Datastore
-    sizes: np.ndarray | None
-    tables: dict[str, tuple[tuple[int, ...], np.dtype]]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all images and targets in bytes."""
-        fixed = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.tables.values())
-        return fixed * len(self.store) + (0 if self.sizes is None else int(self.sizes.sum()))
-
-    def edges(self, count: int) -> np.ndarray:
-        """Return the number of the first image in each of `count` files of about equal sizes."""
-        places = np.arange(count)
-        if self.sizes is None:
-            return len(self.store) * places // count
-        begins = np.cumsum(self.sizes) - self.sizes
-        return np.searchsorted(begins, int(self.sizes.sum()) * places // count)
-
-    def rows(self, first: np.ndarray, starts: Mapping[str, np.ndarray]) -> dict[str, Rows]:
-        """Return the Rows of each dataset, given the places of the first entries in each file."""
-        rows = {}
-        if self.sizes is not None:
-            ends = np.cumsum(self.sizes)
-            rows["encoded"] = Rows((), np.dtype(np.uint8), ends, first, starts["encoded"])
-        for name, (shape, dtype) in self.tables.items():
-            rows[name] = Rows(tuple(shape), np.dtype(dtype), None, first, starts[name])
-        return rows
-
-    def entries(self, first: int, stop: int) -> list[bytes | np.ndarray]:
-        """Read images first..stop-1 and their targets, for each dataset what its file holds."""
-        indices, parts = np.arange(first, stop), list[bytes | np.ndarray]()
-        if self.sizes is not None:
-            contents = self.store.read_encoded(indices)
-            for i, content in zip(indices.tolist(), contents, strict=True):
-                check_image(content, self.store.located(i), self.store.image_shape)
-            parts.append(b"".join(contents))
-        for name in self.tables:
-            array = (read_images if name == "images" else read_targets)(self.store, indices)
-            parts.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
-        return parts
-
-
-def _source(store, images):
-    """Return the _Source of a datastore; raise UserError if its images cannot be stored so."""
-    sizes, tables = None, {}
-    if images == "encoded":
-        sizes = store.encoded_sizes()
-        if sizes is None:
-            raise UserError(
-                f"{store.describe()}: --images encoded: expected image files as they are (in a "
-                "folder, a table or a packed file); training takes --resize and the like"
-            )
-        if sizes.min() < 1:
-            raise UserError(
-                f"{store.located(int(sizes.argmin()))}: expected an image, found 0 bytes"
-            )
-    elif images == "decoded":
-        tables["images"] = store.image_shape, np.dtype(store.dtype)
-    else:
-        raise UserError(f"images: expected decoded or encoded, got {images}")
-    if store.targets_shape is not None:
-        tables["targets"] = store.targets_shape, np.dtype(store.targets_dtype)
-    return _Source(store, sizes, tables)
-
-
-def _shard_count(sources, shards, shard_mb):
-    """Return the number of shards, or 0 if the packed file itself holds all images."""
-    if shards is not None and shard_mb is not None:
-        raise UserError("--shards and --shard-mb: expected at most one of them")
-    if shards is None and shard_mb is None:
-        return 0
-    images = sum(len(source.store) for source in sources.values())
-    limit = min(images, MAX_SHARDS)
-    if shard_mb is not None:
-        if not shard_mb > 0:
-            raise UserError(f"--shard-mb must be above 0, got {shard_mb}")
-        nbytes = sum(source.nbytes for source in sources.values())
-        return max(1, min(limit, round(nbytes / (shard_mb * 1e6))))
-    if not 1 <= shards <= limit:
-        raise UserError(f"--shards {shards}: expected from 1 to {limit} shards of {images} images")
-    return int(shards)
 
 
 @contextlib.contextmanager
@@ -226,7 +134,7 @@ def _locked(path):
 def _plan(sources, images, shards):
     """Describe the datastores to pack, as JSON values.
 
-    An unfinished file is continued only if it stores the same plan.
+    A call continues with an unfinished file only if the file stores the same plan.
     """
     plan = {}
     for part, source in sources.items():
@@ -243,20 +151,20 @@ def _plan(sources, images, shards):
 
 
 class _Target:
-    """The packed file that is being written, with its shards.
+    """The packed file being written, with its shards.
 
     Parameters
     ----------
     path, part_path : str
-        Path of the complete file, and of the unfinished one.
+        Path of the complete file, and path of the unfinished file.
     descriptor : int
-        Descriptor of the unfinished file.
+        File descriptor of the unfinished file.
     sources : dict
-        The _Source of each part.
+        The Source of each part.
     plan : dict
         The result of `_plan`.
     shards : int
-        Number of shards, or 0.
+        Number of shards, or 0 if the packed file itself holds the images.
     """
 
     def __init__(self, path, part_path, descriptor, sources, plan, shards):
@@ -273,7 +181,7 @@ class _Target:
                 self.rows[part] = self._shard_rows(source)
 
     def _shard_rows(self, source):
-        """Return the Rows of a part in the shards, and add their sizes to those of the shards."""
+        """Return the Rows of a part in the shards, and increase the sizes of the shards."""
         count, first = len(source.store), source.edges(len(self.paths))
         stops = np.array([*first[1:], count])
         starts = {}
@@ -286,7 +194,7 @@ class _Target:
         return source.rows(first, starts)
 
     def open(self) -> bool:
-        """Read where the unfinished file stores entries; return False if it has another plan."""
+        """Read the layout of the unfinished file. Return False if its plan differs."""
         try:
             with hdf5.opened(self.part_path) as file:
                 if pack_contents.text_of(hdf5.attribute(file, "plan")) != json.dumps(self.plan):
@@ -304,7 +212,7 @@ class _Target:
         return True
 
     def _make_shards(self):
-        """Make the shards that do not exist; raise UserError if a file of another set is there."""
+        """Create missing shards. Raise UserError if a file of another set has a shard's name."""
         for number, (path, size) in enumerate(zip(self.paths, self.sizes, strict=True)):
             header = shard_header(number, self.identity)
             with _descriptor(path, os.O_CREAT) as descriptor:
@@ -319,7 +227,7 @@ class _Target:
                 os.ftruncate(descriptor, size)
 
     def lay_out(self) -> None:
-        """Write the HDF5 file with labels and names; allocate images, targets and checksums."""
+        """Write the HDF5 file with labels and names, and allocate the other datasets."""
         import h5py
 
         total_bytes = sum(part["bytes"] for part in self.plan["parts"].values())
@@ -399,7 +307,7 @@ class _Target:
         write("checksums", np.zeros((count, 32), np.uint8))
 
     def fill(self, threads, progress, stop) -> bool:
-        """Write all missing chunks; return False if `stop` returned True."""
+        """Write all missing chunks, and return True. Return False if `stop` returned True."""
 
         def write(part, number, first, last):
             if self._is_written(part, number, first, last):
@@ -432,7 +340,7 @@ class _Target:
         return chunks(rows.first, facts["count"], facts["chunk_images"])
 
     def _is_written(self, part, number, first, last):
-        """Return whether a chunk has been written, that is, whether its checksum matches."""
+        """Return whether a chunk has been written: its stored checksum matches its content."""
         expected = _read(self.descriptor, 32, self.sums[part] + 32 * number)
         if not any(expected):
             return False
@@ -445,12 +353,12 @@ class _Target:
 
     @staticmethod
     def _place(rows, first, last):
-        """Return the file, offset and size of the entries of a chunk, which follow each other."""
+        """Return the file, offset and size of a chunk's entries, which are contiguous."""
         files, offsets, sizes = rows.spans(np.arange(first, last))
         return int(files[0]), int(offsets[0]), int(sizes.sum())
 
     def _opened(self, file):
-        """Return a context manager with the descriptor of a file that holds entries."""
+        """Return a context manager that yields the descriptor of a file of entries."""
         if not self.paths:
             return contextlib.nullcontext(self.descriptor)
         return _descriptor(self.paths[file])

@@ -1,4 +1,4 @@
-"""Image files that a table lists: `--data table.csv`. `table_files` describes the columns."""
+"""A datastore of image files listed in a CSV table. `table_files` describes the columns."""
 
 from __future__ import annotations
 
@@ -24,49 +24,52 @@ from mpidl.text import printable
 class ImageTable(ImageList):
     """A datastore of the image files in a CSV file, with their labels or targets.
 
-    The file is UTF-8 with a header. The column `path` has the files, relative to the folder of the
-    table. Labels and targets come from one of these columns:
+    The table is UTF-8 and has a header. The column `path` has the paths of the image files relative
+    to the folder of the table. Labels or targets come from one of the following columns:
 
-    - `label`: the name of the image's class. Other columns are then ignored. The classes are those
-      of the training rows, sorted by bytes, or by value if all names are whole numbers.
-    - `labels`: names of several classes, separated by a character. The targets are then float32
-      (K,), 1 for the classes of the image and 0 for others.
-    - all other columns: numbers, which become targets (R,), or () for one column. If all of several
-      columns hold only 0 and 1, their names are the class names.
+    - `label`: the name of the image's class. Other columns are then ignored. The classes are the
+      class names in the training rows, sorted by bytes, or by value if all are whole numbers.
+    - `labels`: names of several classes with a separator. The target is then float32 (K,): 1 for
+      the classes of the image and 0 for other classes.
+    - otherwise all other columns, which hold numbers. R columns give targets of shape (R,), and one
+    column gives targets
+      of shape (). If there are several columns and all of them hold only 0 and 1, the column names
+      are the class names.
 
-    The optional column `split` has train, validation or test. With a world, construction is
-    collective: rank 0 reads the table, and broadcasts the results.
+    The optional column `split` has the values train, validation or test. With a world, construction
+    is collective: rank 0 reads the table and broadcasts the results.
 
     Parameters
     ----------
     path : path-like
         The table.
     world : World, optional
-        The ranks that open the table.
+        The ranks that open the table together.
     part : {"train", "validation", "test"} or None
-        Rows to open, by the column `split`. Without this column, "train" are all rows. None opens
-        all rows.
+        Rows to open, by the column `split`. Without this column, "train" opens all rows. None
+        always opens all rows.
     classes : sequence of str, optional
         Class names of the training set, to which labels are mapped.
     labelled : bool
         Whether labels or targets are required.
     separator : str, optional
-        Separator of the names in the column `labels`. By default ";" or "|", whichever occurs.
+        Separator of the names in the column `labels`. By default ";" or "|", whichever occurs in
+        the table.
     preprocess : Preprocess or None
-        Conversion to apply to the images; see `ImageFolder`.
+        Conversion to apply to the images, as for `ImageFolder`.
 
     Attributes
     ----------
     path : str
         The table.
     unlabelled : str or None
-        The reason why there are no labels, if `labelled` is False and some are invalid.
+        Reason why there are no labels or targets, if `labelled` is False and a cell is invalid.
 
     Raises
     ------
     UserError
-        If the table or a file cannot be read, or a cell is invalid. The message names the file, the
-        line and the column.
+        If the table or an image file cannot be read, or if a cell is invalid. The message names the
+        file, the line and the column.
     """
 
     @explain_arguments
@@ -85,7 +88,9 @@ class ImageTable(ImageList):
         self.path, self.part = os.fspath(path), part
         self.folder = os.path.dirname(self.path)
         if part is not None and part not in PARTS:
-            raise UserError(f"{printable(self.path)}: part must be {', '.join(PARTS)}, got {part}")
+            raise UserError(
+                f"{printable(self.path)}: part must be one of {', '.join(PARTS)}, got {part}"
+            )
 
         def read() -> tuple[Rows, tuple[int, ...]]:
             rows = Table(self.path).select(part, classes, labelled, separator)
@@ -103,7 +108,7 @@ class ImageTable(ImageList):
             self.targets_shape = self._values.shape[1:]
 
     def _first_shape(self, rows):
-        """Return the shape of the first image, which is decoded for that."""
+        """Decode the first image and return its shape."""
         path, content = os.path.join(self.folder, rows.files[0]), None
         if is_remote(self.folder):
             content = objects.request(path, rows.stamps[0]).result()
@@ -152,9 +157,7 @@ def _open_data(path: str, world: World, options: OpenOptions) -> tuple[Datastore
 
 def _open_test_data(path: str, world: World, options: OpenOptions) -> Datastore:
     part = "validation" if options.option == "--validation-data" else "test"
-    parts = _parts(path, world)
-    is_whole = not parts or (part not in parts and options.option == "--data")
-    return _open(path, world, options, None if is_whole else part)
+    return _open(path, world, options, part if _parts(path, world) else None)
 
 
 def _open_validation_data(path: str, world: World, options: OpenOptions) -> Datastore | None:

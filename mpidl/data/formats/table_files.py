@@ -1,13 +1,14 @@
-"""Read tables of image files: CSV files with a row per image.
+"""Read tables of image files: CSV files with one row per image.
 
-The column `path` names the file, relative to the folder of the table. One of these follows:
+The column `path` has the path of the image file relative to the folder of the table. The labels or
+targets are in one of the following columns:
 
-- `label`: the name of the image's class,
-- `labels`: names of several classes, separated by a character,
-- any other columns: numeric targets. If all of several columns hold only 0 and 1, they are classes,
-  and an image may have several.
+- `label`: the name of the image's class.
+- `labels`: names of several classes with a separator.
+- any other columns: numeric targets. If there are several columns and all of them hold only 0 and
+  1, each column is a class, and an image may have several classes.
 
-The optional column `split` says to which part an image belongs: train, validation or test.
+The optional column `split` names the part to which an image belongs: train, validation or test.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SPLITS = {
     **{name: name for name in PARTS},
     **{"training": "train", "valid": "validation", "val": "validation", "testing": "test"},
 }
-SEPARATORS = (";", "|")  # of the names in a cell of the column `labels`
+SEPARATORS = (";", "|")  # possible separators of the names in a cell of the column `labels`
 
 
 class LabelSets(NamedTuple):
@@ -44,9 +45,9 @@ class LabelSets(NamedTuple):
     Attributes
     ----------
     labels : ndarray
-        Labels of all images, one image after the other, int64.
+        Concatenated labels of all images, int64.
     ends : ndarray
-        End of the labels of each image in `labels`, int64 (n,).
+        For each image, the end of its labels in `labels`, int64 (n,).
     classes : int
         Number of classes.
     """
@@ -56,7 +57,7 @@ class LabelSets(NamedTuple):
     classes: int
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return 1 for each label of an image and 0 otherwise, float32 (len(indices), classes)."""
+        """Return float32 (len(indices), classes): 1 for the labels of an image, 0 otherwise."""
         rows = np.zeros((len(indices), self.classes), np.float32)
         for row, i in zip(rows, indices.tolist(), strict=True):
             row[self.labels[self.ends[i - 1] if i else 0 : self.ends[i]]] = 1
@@ -69,17 +70,19 @@ class Rows(NamedTuple):
     Attributes
     ----------
     files : list of str
-        Paths as the table has them.
+        Paths of the image files, as written in the table.
     stamps : list of Stamp
         Stamp of each file.
     labels : ndarray or None
-        Label of each image, int64 (n,).
+        Label of each image, int64 (n,). None if the table has no column `label`.
     targets : ndarray, LabelSets or None
-        Targets, float32 (n,) of one column or (n, R) of several, or sets of labels.
+        Targets: float32 (n,) from one column, float32 (n, R) from several columns, or sets of
+        labels. None if there are no targets.
     classes : list of str
-        Class names of `labels`, or of targets that are 0 or 1.
+        Class names of the labels, or of targets that are 0 or 1.
     problem : str or None
-        Why there are neither labels nor targets; None if there are some, or if no column has any.
+        Reason why labels or targets are missing. None if they exist, or if the table has no column
+        for them.
     """
 
     files: list[str]
@@ -91,7 +94,7 @@ class Rows(NamedTuple):
 
 
 class Table:
-    """The cells of a table, with the positions that messages name.
+    """The cells of a table, with their line numbers for messages.
 
     Parameters
     ----------
@@ -105,13 +108,13 @@ class Table:
     rows : list of list of str
         Cells of each row.
     lines : list of int
-        Line of the file in which each row ends, from 1.
+        For each row, the line of the file in which the row ends, from 1.
 
     Raises
     ------
     UserError
-        If the file cannot be read, is no CSV file in UTF-8, has no rows or no column `path`, or if
-        a row has another number of cells than there are columns.
+        If the file cannot be read, is not a CSV file in UTF-8, has no rows or no column `path`, or
+        if the number of cells in a row differs from the number of columns.
     """
 
     def __init__(self, path: str):
@@ -178,22 +181,22 @@ class Table:
         return columns
 
     def place(self, line: int, column: str | None = None) -> str:
-        """Return the beginning of a message about a line, or about a cell."""
+        """Return the prefix of a message about a line, or about a cell if `column` is given."""
         text = f"{printable(self.path)}, line {line}"
         return text if column is None else f"{text}, column {printable(column)}"
 
     def cells(self, column: str, numbers: Sequence[int]) -> list[tuple[str, int]]:
-        """Return (cell, line) of a column in the rows with the given numbers."""
+        """Return (cell, line number) of a column for each of the rows with the given numbers."""
         index = self.columns.index(column)
         return [(self.rows[i][index].strip(), self.lines[i]) for i in numbers]
 
     def parts(self) -> dict[str, list[int]]:
-        """Return the numbers of the rows of each part that exists; {} without a column `split`.
+        """Return {part: row numbers} of the parts that exist, or {} without a column `split`.
 
         Raises
         ------
         UserError
-            If a cell names no part.
+            If a cell does not name a part.
         """
         if SPLIT not in self.columns:
             return {}
@@ -215,23 +218,24 @@ class Table:
         labelled: bool,
         separator: str | None = None,
     ) -> Rows:
-        """Return the rows of a part, after a check of its files.
+        """Check the image files of a part, and return the part's rows.
 
         Parameters
         ----------
         part : str or None
-            One of `PARTS`; None for all rows.
+            One of `PARTS`, or None for all rows.
         classes : sequence of str or None
-            Class names of the training set. By default, those of the training rows.
+            Class names of the training set. None stands for the class names in the training rows.
         labelled : bool
             Whether labels or targets are required.
         separator : str, optional
-            Separator of names in the column `labels`, by default that of `SEPARATORS` which occurs.
+            Separator of names in the column `labels`. By default, the one of `SEPARATORS` that
+            occurs in the column.
 
         Raises
         ------
         UserError
-            If there are no such rows, a file is missing, or a label or target is invalid.
+            If the part has no rows, a file is missing, or a label or target is invalid.
         """
         parts = self.parts()
         numbers = parts.get(part or "", []) if parts and part else list(range(len(self.rows)))
@@ -239,7 +243,7 @@ class Table:
             listing = name_list(list(parts))
             raise UserError(
                 f"{printable(self.path)}: expected rows with {part} in the column {SPLIT}, found "
-                f"{listing}"
+                f"{listing}; a table without this column is used whole"
             )
         if part not in (None, "train") and not parts:
             raise UserError(f"{printable(self.path)}: expected a column {SPLIT} for {part} images")
@@ -266,7 +270,7 @@ class Table:
         return Rows(files, stamps, labels, targets, names, problem)
 
     def _stamps(self, numbers):
-        """Return the Stamp of each file; raise UserError for one that is missing."""
+        """Return the Stamp of each image file. Raise UserError if a file is missing."""
         folder = os.path.dirname(self.path)
         with listed(folder):
             return [
@@ -299,7 +303,7 @@ class Table:
         return stamp(status)
 
     def _labels(self, numbers, training, classes):
-        """Return the labels of rows, and the class names."""
+        """Return the labels of the given rows, and the class names."""
         if classes is None:
             names = {cell for cell, _ in self.cells(LABEL, training)}
             classes = sorted(names, key=_class_order(names))
@@ -321,7 +325,7 @@ class Table:
         )
 
     def _label_sets(self, numbers, training, classes, separator):
-        """Return the LabelSets of rows, and the class names."""
+        """Return the LabelSets of the given rows, and the class names."""
         all_cells = self.cells(LABELS, range(len(self.rows)))
         if separator is None:
             used = {mark: [line for cell, line in all_cells if mark in cell] for mark in SEPARATORS}
@@ -354,7 +358,7 @@ class Table:
         return sets, list(classes)
 
     def _numbers(self, columns, numbers, classes):
-        """Return numeric targets of rows; their class names if they are 0 or 1, else []."""
+        """Return the numeric targets of the given rows, and class names if all are 0 or 1."""
         table = np.array([self._column(name) for name in columns], np.float32).T
         is_binary = len(columns) > 1 and bool(np.isin(table, (0, 1)).all())
         if classes and list(classes) != columns:
@@ -381,7 +385,7 @@ class Table:
 
 
 def _number(cell):
-    """Return the number in a cell, or None if there is none that is finite in float32."""
+    """Return the number in a cell, or None if the cell has no number that float32 can hold."""
     try:
         value = math.nan if "_" in cell else float(cell)
     except ValueError:
@@ -395,6 +399,6 @@ def _cell_text(cell):
 
 
 def _class_order(names: set[str]) -> Callable[[str], tuple[int, bytes]]:
-    """Return the sort key of class names: by value if all are whole numbers, else by bytes."""
+    """Return the sort key of class names: value if all are whole numbers, bytes otherwise."""
     are_numbers = all(name.isascii() and name.isdigit() and len(name) < 19 for name in names)
     return lambda name: (int(name) if are_numbers else 0, os.fsencode(name))

@@ -1,1 +1,1 @@
-"""Load mini-batches from datastores: caches, pixel pipeline, worker threads and GPU queue."""
+"""Load mini-batches from datastores: cache, pixel pipeline, worker threads and GPU queue."""

@@ -1,4 +1,4 @@
-"""Leave out images that cannot be read, the same ones on all ranks."""
+"""Find images that cannot be read, and leave out the same images on all ranks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.files import call_together
 
-CHUNK = 64  # images that `search` reads at a time
+CHUNK = 64  # number of images that `search` reads at a time
 
 
 class Unreadable(NamedTuple):
-    """Takes the place of a rank's share of a mini-batch whose images cannot all be read.
+    """Placeholder for a rank's share of a mini-batch that has unreadable images.
 
     Attributes
     ----------
     reasons : dict
-        {index of an image: error message}
+        {index of an unreadable image: error message}
     """
 
     reasons: dict[int, str]
 
 
 class BadImages:
-    """The images of a set that mini-batches leave out, because they cannot be read.
+    """The unreadable images of a set, which mini-batches leave out.
 
-    All ranks hold the same images. If a rank cannot read an image of its share, all ranks learn of
-    it (`evaluation.agreed`), and make the mini-batch again without the image. The other images of
-    the mini-batch are divided among the ranks as in any smaller mini-batch.
+    All ranks record the same unreadable images. If a rank cannot read an image of its share,
+    `evaluation.agreed` informs all ranks, and all ranks prepare the mini-batch again without the
+    image. The other images are divided among the ranks like any smaller mini-batch.
 
     Attributes
     ----------
     reasons : dict
-        {index of an image in the set: error message}
+        {index of an unreadable image in the set: error message}
     """
 
     def __init__(self) -> None:
@@ -63,35 +63,36 @@ class BadImages:
         return len(self.reasons)
 
     def merge(self, ranks: Iterable[Mapping[int, str]]) -> None:
-        """Add the images that each rank could not read; keep the message of the lowest rank.
+        """Add the images that any rank could not read. Keep the message of the lowest rank.
 
         Parameters
         ----------
         ranks : iterable of mapping
-            {index: error message} of each rank.
+            For each rank, {index of an image: error message}.
         """
         for reasons in ranks:
             self.reasons = {**reasons, **self.reasons}
 
     def readable_indices(self, indices: np.ndarray, datastore: Datastore) -> np.ndarray:
-        """Return the indices of the images that can be read, in the same order.
+        """Return the sample numbers of the readable images, in the same order.
 
         Parameters
         ----------
         indices : np.ndarray
-            Sample numbers, such as those of a mini-batch; the image of s is s % len(datastore).
+            Sample numbers, for example of a mini-batch. Sample number s refers to image s %
+            len(datastore).
         datastore : Datastore
             The images.
 
         Returns
         -------
         np.ndarray
-            The indices of readable images.
+            The sample numbers of readable images.
 
         Raises
         ------
         UserError
-            If none of them can be read.
+            If no image can be read.
         """
         if not self.reasons:
             return indices
@@ -100,13 +101,13 @@ class BadImages:
         if len(indices) and not len(readable_indices):
             reason = self.reasons[int(images[0])]
             raise UserError(
-                f"{datastore.describe()}: expected a mini-batch with images, but none of its "
+                f"{datastore.describe()}: expected a mini-batch with images, but none of the "
                 f"{len(indices)} images can be read; the first: {reason}"
             )
         return readable_indices
 
     def usable(self, datastore: Datastore) -> Datastore:
-        """Return the images of a set that can be read.
+        """Return a datastore of the readable images of a set.
 
         Parameters
         ----------
@@ -116,21 +117,21 @@ class BadImages:
         Returns
         -------
         Datastore
-            The set itself if all can be read, else a subset.
+            The set itself if all images are readable, otherwise a subset.
         """
         if not self.reasons:
             return datastore
         return datastore.subset(self.readable_indices(np.arange(len(datastore)), datastore))
 
     def search(self, datastore: Datastore, world: Any) -> None:
-        """Read all images of a set once, and add those that fail. Collective.
+        """Read all images of a set once, and add the unreadable images. Collective.
 
         Parameters
         ----------
         datastore : Datastore
             The images.
         world : World or None
-            The ranks that share the images; None if there is only this rank.
+            The ranks among which the reading is divided. None if there is only this rank.
         """
         rank, size = (0, 1) if world is None else (world.rank, world.size)
         first, stop = (len(datastore) * r // size for r in (rank, rank + 1))
@@ -152,25 +153,25 @@ class BadImages:
 
 
 def unreadable(read: Callable[[np.ndarray], object], indices: np.ndarray) -> dict[int, str]:
-    """Read images together and, if that fails, one by one; return {index: error message}.
+    """Read images together or, if that fails, one by one. Return {index: error message}.
 
     Parameters
     ----------
     read : callable
-        ``read(indices)`` reads images; it raises UserError if that fails.
+        ``read(indices)`` reads images, and raises UserError on failure.
     indices : np.ndarray
         Indices of the images.
 
     Raises
     ------
     UserError
-        If the images cannot be read together, although each of them can be read alone.
+        If reading all images in one call fails, although reading each image separately succeeds.
     """
     try:
         read(indices)
         return {}
     except UserError:
-        pass  # find the images to which it applies
+        pass  # find the images that cause the error
     reasons = {}
     for i in indices:
         try:

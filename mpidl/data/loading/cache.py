@@ -1,4 +1,4 @@
-"""Cache decoded images in memory that all ranks of a node share."""
+"""Cache decoded images in shared memory, once per node."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ GIB = 1 << 30
 class NodeCache(Derived):
     """A datastore that reads each image of another datastore once per node and caches it.
 
-    The cache holds the first images of the datastore, as many as fit into the budget, with targets
-    if the datastore has any. The remaining images are read each time. A datastore that is already
-    in memory is not cached. Creating a cache is collective over `world`.
+    The cache holds the first images of the datastore, as many as fit into the budget. If the
+    datastore has targets, the cache also holds the targets. The remaining images are read each
+    time. A datastore that is already in memory is not cached. Creating a cache is collective over
+    `world`.
 
     Parameters
     ----------
     datastore : Datastore
         The images.
     world : World, optional
-        The ranks that share the cache, by default this rank alone.
+        The ranks that share the cache. By default, the cache is private to this rank.
     budget_bytes : int
         Largest size of the cache per node in bytes. If there is a world, the cache also uses at
         most half of the free shared memory, which may be small in a container.
@@ -50,7 +51,7 @@ class NodeCache(Derived):
         self.world = world
 
     def close(self) -> None:
-        """Free the memory of the cache; later reads bypass it. Collective."""
+        """Free the memory of the cache. Later reads bypass the cache. Collective."""
         self.capacity = 0
         for table in self.tables:
             table.close(self.world)
@@ -89,7 +90,7 @@ class _Table:
         self.capacity, self.cache, self.filled = 0, None, None
 
     def rows(self, indices):
-        """Return the images or targets of `indices`; read those that are not in the cache."""
+        """Return the images or targets of `indices`, from the cache or from the datastore."""
         if not self.capacity:
             return self.read(self.datastore, indices)
         if len(indices) and indices.min() < 0:
@@ -114,7 +115,7 @@ class _Table:
         return rows
 
     def hits(self, indices):
-        """Return for each of the `indices` whether the cache holds its image or target."""
+        """Return, for each index, whether the cache holds the image or target."""
         hits = indices < self.capacity
         if self.capacity:
             hits[hits] = self.filled[indices[hits]] != 0

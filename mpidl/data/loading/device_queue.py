@@ -14,19 +14,19 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.loading.feed import Feed, FeedBuilder, label_bounds
 from mpidl.data.queue import MinibatchQueue
 
-MOVES = ("mirrored", "top", "left")  # augmentations given by one integer per image
-RESIDENT = 0.5  # share of a device's memory that its ranks may use for resident data sets
-UPLOADED = 64 << 20  # bytes of a data set that are read and uploaded at a time
+MOVES = ("mirrored", "top", "left")  # augmentations that are given by one integer per image
+RESIDENT = 0.5  # fraction of a device's memory that its ranks may use for resident data sets
+UPLOADED = 64 << 20  # number of bytes of a data set that are read and uploaded at a time
 
 
 class DeviceQueue(MinibatchQueue):
     """A MinibatchQueue that delivers pairs (Feed, None) to a recorded training step.
 
     A Feed holds the sample numbers of a mini-batch. If the data set is not resident, the Feed also
-    holds pixels, and labels or targets.
+    holds the pixels, and the labels or targets if there are any.
 
     A smaller last mini-batch is divided among the ranks at the same block boundaries as a full
-    mini-batch, because a recorded step always reads the same blocks. `MinibatchQueue` describes the
+    mini-batch, because a recorded step always reads the same blocks. `MinibatchQueue` documents the
     parameters.
 
     Attributes
@@ -56,7 +56,7 @@ class DeviceQueue(MinibatchQueue):
             self.image_bytes += int(np.prod(p.labels_shape)) * p.labels_dtype.itemsize
         room = RESIDENT * world.device.memory / world.device.sharers
         # Pixels that the host computes may differ in each epoch, so they are always uploaded.
-        # Images that are skipped have no place on the device.
+        # A resident data set would also need the pixels of skipped images.
         is_fixed = not p.changes_pixels and self.bad_images is None
         self.resident = len(datastore) * self.image_bytes <= room and is_fixed
         self.full_batch = share(
@@ -64,8 +64,8 @@ class DeviceQueue(MinibatchQueue):
         )
 
     def epoch(self, epoch, start=0):
-        """Generate (Feed, None) for each mini-batch of an epoch, from index `start` on."""
-        self.device = None  # `Reader.values` uploads, not the base class
+        """Generate (Feed, None) for each mini-batch of an epoch, starting at index `start`."""
+        self.device = None  # the base class must not upload, because `Reader.values` uploads
         return super().epoch(epoch, start)
 
     def _shares(self, count):
@@ -88,7 +88,7 @@ class DeviceQueue(MinibatchQueue):
 
 
 class Table:
-    """An array in device memory with one entry per image, such as the pixels or the label.
+    """An array in device memory with one entry per image: its pixels, or its label or target.
 
     If the data set is resident, the array holds the entries of all images. Otherwise, the array
     holds the entries of up to ROWS mini-batches in progress. The host then writes each mini-batch
@@ -101,7 +101,7 @@ class Table:
     shape, dtype
         Shape and type of an entry.
     count : int or None
-        Number of images in the data set; None if it is not resident.
+        Number of images in the data set, or None if the data set is not resident.
     size : int
         Largest number of images in this rank's share of a mini-batch.
     """
@@ -118,7 +118,7 @@ class Table:
             self.staged = device.pinned(nbytes).view(dtype).reshape(ROWS, size, *shape)
 
     def put(self, start: int, values: np.ndarray) -> None:
-        """Upload the entries of consecutive images of the data set, from index `start` on."""
+        """Upload the entries of consecutive images of the data set, starting at index `start`."""
         offset = start * int(np.prod(values.shape[1:], dtype=np.int64))
         launching.upload(self.values.part(offset, values.shape), np.ascontiguousarray(values))
         bounds, earlier = label_bounds(values), self.bounds.limits
@@ -138,7 +138,7 @@ class Table:
 
 
 class Reader:
-    """Provides images, labels and other arguments to a recorded training step.
+    """Provider of images, labels and other arguments for a recorded training step.
 
     If the data set is resident, device memory holds all images in the order of the datastore.
     Otherwise, device memory holds only the mini-batches in progress.
@@ -147,7 +147,7 @@ class Reader:
     def __init__(self, queue: DeviceQueue):
         self.full_batch, self.device = queue.full_batch, queue.world.device
         self.pipeline, self.resident = queue.pipeline, queue.resident
-        # Whether sample numbers are rows of the tables.
+        # Whether the sample numbers are row numbers of the tables.
         self.is_direct = self.resident and queue.sampling != "balanced"
         p, (first, stop) = self.pipeline, self.full_batch.images
         self.size = max(stop - first, 1)
@@ -170,11 +170,11 @@ class Reader:
             self.device.synchronize()  # finish before the host arrays are freed
 
     def read(self) -> tuple[Blocked, Blocked | None]:
-        """Return (images, labels or None) for the training step that is being recorded."""
+        """Return (images, labels) for the training step being recorded; labels may be None."""
         batch, normalization = self.full_batch, self.pipeline.normalization
         zeros = np.zeros(batch.blocks * LANES, np.int32)
         samples = launching.scalar("samples", zeros, np.int32)
-        launching.scalar("epoch", 0, np.int32)  # for `Batch.samples`, like "samples"
+        launching.scalar("epoch", 0, np.int32)  # read by `Batch.samples`
         places = samples if self.is_direct else launching.scalar("places", zeros, np.int32)
         layout = {"indices": places, "counts": batch.counts(), "blocks": batch.blocks}
         options = self.pipeline.moves(zeros, 0, 0)

@@ -26,9 +26,10 @@ class Feed(NamedTuple):
         Sample indices of this rank's images, (n,).
     pixels, labels : np.ndarray or None
         The result of `Pipeline.read`: (n, C, H, W) and (n, *labels_shape). Both are None if the
-        images are already on the device. `labels` is also None if the dataset has no labels.
+        images are already on the device. `labels` is also None if the data set has no labels or
+        targets.
     bounds : tuple of int or None
-        (smallest, largest) label; None if there are no labels or the labels are floats.
+        Smallest and largest label. None if there are no labels or the labels are floats.
     moves : dict
         The result of `Pipeline.moves`.
     """
@@ -42,7 +43,7 @@ class Feed(NamedTuple):
 
 
 class FeedBuilder:
-    """Builds a Feed in a Job, whose tasks run in worker threads.
+    """Builder of a Feed. Its Job has tasks that run in worker threads.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ class FeedBuilder:
 
 
 def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
-    """Return (smallest, largest) of integer labels; None for floats, None or an empty array."""
+    """Return (smallest, largest) of integer labels, or None for floats and empty arrays."""
     if labels is None or labels.dtype.kind == "f" or not labels.size:
         return None
     return int(labels.min()), int(labels.max())
@@ -111,9 +112,9 @@ def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
 def upload_feeds(
     feeds: Generator[tuple[Feed, None]], pipeline: Pipeline
 ) -> Generator[tuple[Blocked, Blocked | None]]:
-    """Upload each (Feed, None) in the calling thread; yield its (images, labels) on the GPU.
+    """Upload each (Feed, None) in the calling thread, and yield (images, labels) on the GPU.
 
-    `Unreadable` items are passed on.
+    `Unreadable` items are yielded unchanged.
     """
     with contextlib.closing(feeds):
         # map() keeps no reference to a Feed, so the next mini-batch can reuse its memory.
@@ -124,7 +125,7 @@ def _upload(statistics, item):
     """Upload one (Feed, None), normalize it, and return (images, labels) on the GPU."""
     if isinstance(item, Unreadable):
         return item
-    # These imports are here so that only ranks with a GPU import the GPU backend.
+    # Local imports: only ranks with a GPU import the GPU backend.
     from mpidl.backends.gpu import array
     from mpidl.backends.gpu import images as gpu_images
 

@@ -16,7 +16,7 @@ from mpidl.text import printable
 def once_per_node(
     world: Any, load: Callable[[], tuple[np.ndarray, Any]], path: str
 ) -> tuple[np.ndarray, Any]:
-    """Load images into memory that the ranks of a host share.
+    """Load images once per host, into memory that the ranks of the host share.
 
     The function is collective. The first rank of each host loads the images. If rank 0's images
     need more than half of the free shared memory, each rank loads its own copy instead.
@@ -24,7 +24,7 @@ def once_per_node(
     Parameters
     ----------
     world : World or None
-        The ranks; None if there is only this rank.
+        The ranks, or None if there is only this rank.
     load : callable
         Function that returns a tuple (images, rest). The images are uint8, or floats that are
         converted to float32. `rest` is any other data, such as labels.

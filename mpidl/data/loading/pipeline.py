@@ -1,4 +1,4 @@
-"""Prepare a datastore's images for mini-batches: read, augment, apply the user's function."""
+"""Prepare the images of mini-batches: read and augment them, and apply the user's function."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SampleKeys(NamedTuple):
 
 
 class Pipeline:
-    """Read and prepare the pixels and labels of samples for a mini-batch.
+    """The steps that read and prepare pixels and labels for mini-batches.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class Pipeline:
     normalization : Normalization, optional
         Normalization of the pixels, by default "rescale-zero-one".
     crop : tuple of int, optional
-        Size (P, Q) of a window cut from the centre of images. Ignored if there is an augmenter.
+        Size (P, Q) of a window cut from the centre of each image. Ignored if there is an augmenter.
     function, classes, ignore_label, mixing
         The arguments of `MinibatchQueue` with the same names.
 
@@ -62,14 +62,15 @@ class Pipeline:
     image_shape, dtype
         Shape (C, P, Q) and type of the images before normalization.
     labels_shape, labels_dtype
-        Shape and type of each image's label or target. Both are None if images have neither.
+        Shape and type of each image's label or target. Both are None if there are no labels or
+        targets.
 
     Raises
     ------
     UserError
         If the crop is larger than the images, the statistics of the normalization do not match the
-        images, or the function returns an invalid result for image 0. The error is also raised if
-        images are augmented, and their targets are images or labels of pixels of another size.
+        images, or the function returns an invalid result for image 0. Also if images are augmented,
+        and their targets are images or label maps of a different size.
     TypeError
         If `normalization` is not a Normalization.
     """
@@ -123,7 +124,7 @@ class Pipeline:
         self.normalization.check(self.image_shape)
 
     def _set_mixing(self, mixing):
-        """Let `read` mix images and labels, whose shape and type change."""
+        """Make `read` mix images and labels, and set the new shape and type of the labels."""
         if self.classes is None:
             raise UserError("mixing: expected classes=, the number of classes of the labels")
         if self.labels_shape != () or self.labels_dtype != np.int32:
@@ -135,7 +136,7 @@ class Pipeline:
         self.labels_shape, self.labels_dtype = (self.classes,), np.dtype(np.float32)
 
     def _check_targets(self):
-        """Raise UserError if targets that are images cannot move with the images."""
+        """Raise UserError if the targets are images but the augmentation cannot move them."""
         shape, size = self.datastore.targets_shape, self.datastore.image_shape[1:]
         if len(shape) > 1 and not has_image_targets(self.datastore):
             raise UserError(
@@ -146,7 +147,7 @@ class Pipeline:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether `read` computes the final pixels, so that `moves` has nothing to do."""
+        """Whether `read` computes the final pixels. `moves` then returns no operations."""
         augmenter = self.augmenter
         if self.mixing is not None:
             return True
@@ -169,14 +170,14 @@ class Pipeline:
             )
 
     def moves(self, indices: np.ndarray, epoch: int, seed: int) -> dict:
-        """Return keyword arguments for `Backend.images` that crop and move the pixels from `read`.
+        """Return keyword arguments for `Backend.images` that crop, mirror and shift images.
 
         Returns
         -------
         dict
-            Some of the keys size, mirrored, top, left and fill. The dict is empty if
-            `changes_pixels` is True, because `read` then augments and crops, or if there is nothing
-            to crop or move.
+            Some of the keys "size", "mirrored", "top", "left" and "fill". The dict is empty if
+            there is nothing to crop or move. It is also empty if `changes_pixels` is True, because
+            `read` then augments and crops the images.
         """
         if self.changes_pixels:
             return {}
@@ -214,17 +215,18 @@ class Pipeline:
         Parameters
         ----------
         samples : np.ndarray
-            Sample numbers. The image of sample number s is s % n of the n images in the datastore,
-            and random numbers depend on s.
+            Sample numbers. Sample number s refers to image s % n of the n images in the datastore.
+            Random numbers depend on s.
         epoch, seed : int
-            Other keys of the random numbers.
+            Further keys of the random numbers.
 
         Returns
         -------
         pixels : np.ndarray
-            (n, C, H, W) of `dtype`, not yet moved (see `moves`) or normalized.
+            Pixels (n, C, H, W) of `dtype`, before the operations of `moves` and before
+            normalization.
         labels : np.ndarray or None
-            (n, *labels_shape) of `labels_dtype`.
+            Labels or targets (n, *labels_shape) of `labels_dtype`.
 
         Raises
         ------
@@ -242,19 +244,19 @@ class Pipeline:
         return pixels, labels
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
-        """Return the index in the datastore of each sample's image."""
+        """Return each sample's image index in the datastore."""
         return np.asarray(samples) % max(len(self.datastore), 1)
 
     def read_or_find(
         self, samples: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Call `read`; if it fails and `unreadable_images` is a dict, find the images that fail.
+        """Call `read`. If it fails and `unreadable_images` is a dict, find the unreadable images.
 
         Returns
         -------
         tuple or None
-            The result of `read`. None if `unreadable_images` has received {index: error message} of
-            images.
+            The result of `read`. None if images are unreadable: {index: error message} is then
+            added to `unreadable_images`.
         """
         if unreadable_images is None:
             return self.read(samples, epoch, seed)
@@ -279,7 +281,8 @@ class Pipeline:
         if self.function is None:
             return pixels, labels
         outputs = []
-        # Call the function once per block of 16 images, so its input does not depend on the tasks.
+        # Call the function once per block of 16 images, so that its input does not depend on the
+        # tasks.
         for first in range(0, len(samples), LANES):
             block = slice(first, first + LANES)
             block_labels = None if labels is None else labels[block]
@@ -292,7 +295,7 @@ class Pipeline:
         return pixels, labels
 
     def _moved(self, pixels, labels, indices, epoch, seed):
-        """Augment or crop pixels, with targets that are images or labels of pixels."""
+        """Augment or crop pixels, together with targets that are images or label maps."""
         moves_targets = has_image_targets(self.datastore)
         if self.augmenter is not None:
             pixels = self.augmenter.apply(pixels, indices, epoch=epoch, seed=seed)
@@ -308,7 +311,7 @@ class Pipeline:
         return pixels, labels
 
     def _target_fill(self):
-        """Return the value of pixels outside of targets, unless the augmenter has one."""
+        """Return the value of pixels outside targets, for augmenters without `target_fill`."""
         if self.datastore.targets_dtype.kind in "iu":
             return 0 if self.ignore_label is None else self.ignore_label
         fill = np.asarray(self.augmenter.fill, np.float64).ravel()
@@ -361,14 +364,14 @@ class Pipeline:
 def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
     """Return the number of blocks that one task reads.
 
-    A task reads at least `SPAN` bytes, to be worth its overhead, but at most one worker's share.
+    A task reads at least `SPAN` bytes to amortize its overhead, but at most one worker's share.
 
     Parameters
     ----------
     block_bytes : int
-        Bytes of pixels in a block.
+        Bytes of pixels per block.
     blocks, workers : int
-        Number of the rank's blocks, and number of its threads.
+        Number of blocks of this rank, and number of its threads.
     """
     share = blocks if workers == 1 else -(-blocks // workers)
     return max(1, min(share, -(-SPAN // max(block_bytes, 1))))
@@ -377,7 +380,7 @@ def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
 def fill_blocks(
     pixels: np.ndarray, moves: dict, statistics: dict[str, Any], lanes: np.ndarray
 ) -> None:
-    """Move and normalize pixels (n, C, H, W), and write them to `lanes`; zero unused lanes.
+    """Move and normalize pixels (n, C, H, W), write them to `lanes`, and zero unused lanes.
 
     A lane is the slot of one image in a block of 16. `moves` is the result of `Pipeline.moves`, and
     `statistics` is the result of `Normalization.arrays`.
@@ -390,7 +393,7 @@ def _label_kind(labels):
 
 
 def _kind_text(kind):
-    """Describe the shapes and types of a function's results in words."""
+    """Describe the shapes and types of the user function's results in words."""
     shape, dtype, labels = kind
     images = f"{dtype} images of {'x'.join(map(str, shape))}"
     if labels is None:

@@ -1,4 +1,4 @@
-"""Prepare items, such as mini-batches, in threads before the items are needed.
+"""Prepare items, such as mini-batches, in threads before a consumer requests them.
 
 Threads suffice, because decoders and kernels release the GIL while they work. No function of this
 module calls MPI.
@@ -15,19 +15,19 @@ from typing import Any
 
 from mpidl import phases
 
-READER = "reader "  # names of the threads' tracks in a timeline begin with this
+READER = "reader "  # prefix of the names of the threads' tracks in a timeline
 
 
 class Job:
     """The tasks that prepare one item.
 
     A Job drops its reference to a task when the task starts, and to the result function when the
-    item is delivered. Therefore the consumer can free the memory of the item.
+    item is delivered. The consumer can therefore free the memory of the item.
 
     Parameters
     ----------
     tasks : list of callables
-        Functions without arguments. Each is called once, by any thread and in any order.
+        Functions without arguments. Each function is called once, by any thread and in any order.
     result : callable
         Function that returns the item. The consumer's thread calls it after all tasks are done.
     """
@@ -50,7 +50,7 @@ class Job:
 
 
 def make_items(jobs: Iterable[Job]) -> Generator[Any]:
-    """Generate the items of jobs in order; the consumer's thread runs the tasks."""
+    """Generate the items of jobs in order. The consumer's thread runs the tasks."""
     for job in jobs:
         for number in range(len(job.tasks)):
             job.run(number)
@@ -58,18 +58,18 @@ def make_items(jobs: Iterable[Job]) -> Generator[Any]:
 
 
 def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Generator[Any]:
-    """Generate the items of jobs in order; threads run the tasks in advance.
+    """Generate the items of jobs in order. Threads run the tasks in advance.
 
-    An error of a task, or of the iterator of jobs, is raised in place of the item. If several tasks
-    of a job fail, the error of the first is raised. The threads end after the last item, or when
-    the generator is closed.
+    If a task or the iterator of jobs fails, the error is raised when the item is requested. If
+    several tasks of a job fail, the error of the first task in the list is raised. The threads end
+    after the last item, or when the generator is closed.
 
     Parameters
     ----------
     jobs : iterable of Job
         The jobs. The consumer's thread iterates over them.
     prefetch : int
-        Largest number of items prepared in advance.
+        Largest number of items to prepare in advance.
     workers : int
         Number of threads. The threads start tasks in the order of the jobs.
     """
@@ -103,9 +103,9 @@ def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Gene
 
 
 class _DaemonPool:
-    """Threads that call functions in the order in which they were submitted.
+    """A pool of daemon threads that call functions in the order of submission.
 
-    A ThreadPoolExecutor is unsuitable: its threads delay the end of the program during a slow read,
+    `ThreadPoolExecutor` is unsuitable: its threads delay the end of the program during a slow read,
     and it accepts no tasks after the main thread has ended.
     """
 
@@ -137,7 +137,7 @@ class _DaemonPool:
             del task, future, function  # no reference may outlive the delivery of the item
 
     def close(self):
-        """Discard tasks that have not started; wait until the running tasks and the threads end."""
+        """Discard tasks that have not started, and wait for the running tasks and the threads."""
         try:
             while True:
                 self.tasks.get_nowait()

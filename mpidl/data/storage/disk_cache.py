@@ -1,8 +1,8 @@
-"""Keep the bytes of objects in the folder of `--cache-dir`, which the ranks of a node share.
+"""Cache the bytes of objects in the folder of `--cache-dir`, which the ranks of a node share.
 
 A file's name is a digest of the object's URL and Stamp, so a changed object gets another file. Each
-file ends with a digest of its content: a file that a crash or a full disk has damaged is not used.
-Large objects, which are read by byte ranges, are kept without a digest.
+file of a small object ends with a digest of its content. A file that a crash or a full disk has
+damaged is therefore not used. Large objects are read by byte ranges and stored without a digest.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mpidl.errors import UserError
 from mpidl.files import Stamp, digest
 from mpidl.text import printable
 
-DIGEST = 16  # bytes at the end of a small file
+DIGEST = 16  # size in bytes of the digest at the end of a small file
 
-_is_full = False  # whether a write has failed; later writes are then not tried
+_is_full = False  # whether a write has failed; if so, nothing more is written
 
 
 def path_of(url: str, stamp: Stamp, suffix: str = "") -> str | None:
-    """Return the path at which an object is kept; None without `--cache-dir`."""
+    """Return the path of an object's file in the cache, or None without `--cache-dir`."""
     folder = settings.current().cache_dir
     if folder is None:
         return None
@@ -36,7 +36,7 @@ def path_of(url: str, stamp: Stamp, suffix: str = "") -> str | None:
 
 
 def read(path: str, size: int) -> bytes | None:
-    """Return the content of a small object; None if the file is missing or damaged."""
+    """Return the content of a small object, or None if its file is missing or damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # twice as fast as a Python file
         try:
@@ -50,9 +50,10 @@ def read(path: str, size: int) -> bytes | None:
 
 
 def write(path: str, content: bytes) -> None:
-    """Keep the content of a small object, completely or not at all.
+    """Write the content of a small object to the cache, completely or not at all.
 
-    If the disk is full, a line says so once, and no more objects are kept.
+    If writing fails, for example on a full disk, this rank prints a warning and caches no more
+    objects.
     """
     global _is_full
     if _is_full:
@@ -64,19 +65,19 @@ def write(path: str, content: bytes) -> None:
         _is_full = True
         print(
             f"mpidl: warning: --cache-dir {printable(settings.current().cache_dir)}: "
-            f"{error.strerror or error}: this rank keeps no more objects there",
+            f"{error.strerror or error}: this rank caches no more objects",
             file=sys.stderr,
             flush=True,
         )
 
 
 def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
-    """Make the copy of a large object, unless the node already has it.
+    """Copy a large object to the cache, unless the node already has a copy.
 
     Parameters
     ----------
     path : str
-        Path of the copy. Other ranks that need it wait for the rank that makes it.
+        Path of the copy. Other ranks that need the copy wait until one rank has written it.
     size : int
         Size of the object in bytes.
     copy : callable
@@ -90,9 +91,9 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.lock", "w") as lock:
-            with contextlib.suppress(OSError):  # without locks, every rank makes its own copy
+            with contextlib.suppress(OSError):  # without file locks, every rank writes the copy
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                for part in glob.glob(f"{glob.escape(path)}.*.part"):  # left by a killed process
+                for part in glob.glob(f"{glob.escape(path)}.*.part"):  # left by killed processes
                     os.unlink(part)
             if not (os.path.exists(path) and os.path.getsize(path) == size):
                 with _temporary_file(path) as file:
@@ -110,7 +111,7 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
 def _temporary_file(path: str) -> Iterator:
     """Open a temporary file, and rename it to `path` at the end of the `with` block.
 
-    Unlike `files.write_whole`, several ranks may write the same file at the same time.
+    Unlike with `files.write_whole`, several ranks may write the same file at the same time.
     """
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)

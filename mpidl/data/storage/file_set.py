@@ -1,4 +1,4 @@
-"""Read ranges of bytes from several files or objects, such as the shards of a packed set."""
+"""Read byte ranges from several files or objects, such as the shards of a packed set."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from mpidl.data.storage.objects import Fetch, RemoteFile, open_raw
 from mpidl.files import RawFile, Stamp
 
-MAX_OPEN = 256  # with more files than this, each call opens and closes the files that it needs
+MAX_OPEN = 256  # with more files, each call opens and closes the files that it needs
 
 
 class FileSet:
-    """Files that are opened on first use and read by (file, offset).
+    """A sequence of files whose bytes are read by file number and offset.
 
     Parameters
     ----------
     paths : sequence of str
-        Paths or URLs.
+        Paths or URLs. Each file is opened on first use.
     stamps : sequence of Stamp
-        The Stamp that each file must have whenever it is read.
+        For each file, the Stamp that the file must have whenever it is read.
     """
 
     def __init__(self, paths: Sequence[str], stamps: Sequence[Stamp]):
@@ -28,19 +28,19 @@ class FileSet:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the files are objects of a store."""
+        """Whether the files are objects in a store."""
         return isinstance(self._files[0], RemoteFile)
 
     def _opened(self, number):
-        """Return a file that has been checked."""
+        """Check a file and return it."""
         file = self._files[number]
         if len(self._files) > MAX_OPEN and isinstance(file, RawFile):
-            file = RawFile(file.path, file.expected)  # closed when the caller drops it
+            file = RawFile(file.path, file.expected)  # closes when the caller drops its reference
         file.check()
         return file
 
     def _runs(self, files):
-        """Yield (file, start, stop) for each run of ranges in the same file."""
+        """Yield (file, start, stop) for each run of consecutive ranges in one file."""
         opened: dict[int, RawFile | RemoteFile] = {}
         edges = [0, *(np.nonzero(np.diff(files))[0] + 1), len(files)]
         for start, stop in zip(edges[:-1], edges[1:], strict=True):
@@ -51,7 +51,7 @@ class FileSet:
                 yield opened[number], start, stop
 
     def read_ahead(self, files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> list[Fetch]:
-        """Request ranges of objects, and return the requests; local files have none."""
+        """Request byte ranges of objects, and return the requests, or [] for local files."""
         if not self.is_remote:
             return []
         fetches = []
@@ -61,12 +61,12 @@ class FileSet:
         return fetches
 
     def read_rows(self, rows: np.ndarray, files: np.ndarray, offsets: np.ndarray) -> None:
-        """Fill each row of a C-ordered array with the bytes from a file's offset on."""
+        """Fill each row of a C-ordered array with bytes that start at an offset of a file."""
         for file, start, stop in self._runs(files):
             file.read_rows(rows[start:stop], offsets[start:stop])
 
     def read_ranges(self, files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes]:
-        """Return the bytes of ranges of different sizes."""
+        """Return the bytes of each range. Sizes may differ."""
         return [
             file.read_range(offset, size)
             for file, start, stop in self._runs(files)

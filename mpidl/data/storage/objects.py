@@ -1,4 +1,4 @@
-"""Read objects: whole, in advance, or by byte ranges, with the same methods as local files."""
+"""Read objects completely or by byte ranges, also in advance, with the methods of local files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mpidl.errors import UserError
 from mpidl.files import RawFile, Stamp
 from mpidl.text import printable
 
-GAP = 64 << 10  # one request reads ranges with at most this many bytes between them
-MAX_SPAN = 4 << 20  # largest number of bytes of such a request
-BLOCK = 256 << 10  # bytes of a block of a `ByteStream`; HDF5 mostly reads descriptions of datasets
+GAP = 64 << 10  # ranges are read by one request if the gap between them has at most this size
+MAX_SPAN = 4 << 20  # largest number of bytes of a request that reads several ranges
+BLOCK = 256 << 10  # size in bytes of a block of a `ByteStream`
 MAX_BLOCKS = 64  # number of blocks that a `ByteStream` keeps
 PIECE = 8 << 20  # bytes per request of a copy to --cache-dir
 
 
-# state of the garbage collector: pauses in progress, and whether it was enabled before them
+# State of the garbage collector: number of active pauses, and whether it was enabled before.
 _pause_lock, _pauses, _was_enabled = threading.Lock(), 0, True
 
 
 class Span(NamedTuple):
-    """A range of bytes of an object, from `start` to before `stop`."""
+    """The bytes of an object from `start` to `stop` - 1."""
 
     url: str
     stamp: Stamp
@@ -42,16 +42,17 @@ class Span(NamedTuple):
 
 
 class Fetch:
-    """The bytes of a Span, which are requested in the background.
+    """A background request for the bytes of a Span.
 
-    If nothing refers to a Fetch any more, its request is cancelled.
+    When the last reference to a Fetch is deleted, its request is cancelled.
     """
 
     def __init__(self, span: Span):
         self.span, self._future = span, None
         is_whole = (span.start, span.stop) == (0, span.stamp.size)
         self._path = disk_cache.path_of(span.url, span.stamp) if is_whole else None
-        # The thread that needs the bytes reads them from disk: that is as fast as a task.
+        # If the bytes are on disk, the thread that needs them reads them: a task would not be
+        # faster.
         if self._path is None or not os.path.exists(self._path):
             self._future = self._request()
 
@@ -73,11 +74,11 @@ class Fetch:
             content = disk_cache.read(self._path, self.span.stamp.size)
             if content is not None:
                 return content
-            self._future = self._request()  # the file is damaged
+            self._future = self._request()  # the file in the cache is damaged
         return self._future.result()
 
     def has_failed(self) -> bool:
-        """Return whether the request has ended with an error."""
+        """Return whether the request has failed."""
         future = self._future
         return future is not None and future.done() and future.exception() is not None
 
@@ -100,25 +101,26 @@ def request(url: str, stamp: Stamp) -> Fetch:
 
 
 class ReadAhead:
-    """The requests of a datastore that are in progress, by a key such as the image's index.
+    """The active requests of a datastore, by a key such as the index of an image.
 
-    Only the caller of `start` keeps them alive.
+    This object holds only weak references: a request is cancelled unless the caller of `start`
+    keeps it.
     """
 
     def __init__(self) -> None:
         self._fetches: weakref.WeakValueDictionary[Hashable, Fetch] = weakref.WeakValueDictionary()
 
     def missing(self, keys: Iterable[Any]) -> set[Any]:
-        """Return the keys without a request in progress."""
+        """Return the keys without an active request."""
         return {key for key in keys if self._pending(key) is None}
 
     def _pending(self, key):
-        """Return the request of a key, or None if there is none or it has failed."""
+        """Return the request of a key, or None if it does not exist or has failed."""
         fetch = self._fetches.get(key)
         return None if fetch is None or fetch.has_failed() else fetch
 
     def start(self, keys: Iterable[Hashable], request: Callable[[Any], Fetch]) -> list[Fetch]:
-        """Return a Fetch per key: the Fetch in progress, or the result of ``request(key)``."""
+        """Return one Fetch per key: the active Fetch, or the result of ``request(key)``."""
         fetches = []
         for key in keys:
             fetch = self._pending(key)
@@ -131,7 +133,7 @@ class ReadAhead:
 class RemoteFile:
     """An object that is read by byte offset, with the methods of `files.RawFile`.
 
-    With `--cache-dir`, the first `check` copies the object to that folder, once per node.
+    With `--cache-dir`, the first call of `check` copies the object to that folder, once per node.
 
     Parameters
     ----------
@@ -152,7 +154,7 @@ class RemoteFile:
         return self._copy is not None
 
     def check(self) -> None:
-        """Copy the object to `--cache-dir`, if it is set. Every request checks the Stamp."""
+        """Copy the object to `--cache-dir`, if set. Otherwise, requests check the Stamp."""
         path = disk_cache.path_of(self.url, self.expected, ".file")
         if path is None:
             return
@@ -180,16 +182,16 @@ class RemoteFile:
         return Span(self.url, self.expected, start, stop)
 
     def read_ahead(self, offsets: np.ndarray, nbytes: int | np.ndarray) -> list[Fetch]:
-        """Request `nbytes` bytes from each offset on, and return the requests.
+        """Request `nbytes` bytes starting at each offset, and return the requests.
 
-        `nbytes` is one number, or one for each offset.
+        `nbytes` is one number for all offsets, or one number per offset.
         """
         if settings.current().cache_dir is not None or not np.all(nbytes):
             return []
         return self._start(offsets, nbytes)
 
     def read_range(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset` on."""
+        """Return `size` bytes starting at `offset`."""
         if self._copy is not None:
             return self._copy.read_range(offset, size)
         (fetch,) = self._start(np.array([offset]), size)
@@ -197,7 +199,7 @@ class RemoteFile:
         return fetch.result()[start : start + size]
 
     def _start(self, offsets, nbytes):
-        """Return a Fetch per offset. Offsets that are close together have the same Fetch."""
+        """Return one Fetch per offset. Offsets that are close together share a Fetch."""
         sizes = np.broadcast_to(nbytes, np.shape(offsets))
         ranges = list(zip(np.asarray(offsets).tolist(), sizes.tolist(), strict=True))
         fresh: dict[tuple[int, int], Fetch] = {}
@@ -217,7 +219,7 @@ class RemoteFile:
         if int(np.max(offsets)) + nbytes > self.expected.size:
             raise UserError(
                 f"{printable(self.url)}: expected {nbytes} bytes at {int(np.max(offsets))}, found "
-                "the end of the file: it is cut short"
+                "the end of the file: it is truncated"
             )
         if self._copy is not None:
             self._copy.read_rows(rows, offsets)
@@ -227,18 +229,18 @@ class RemoteFile:
             row[:] = np.frombuffer(fetch.result(), np.uint8, nbytes, int(offset) - fetch.span.start)
 
     def read_into(self, buffer: Any, offset: int) -> None:
-        """Fill a writable buffer with the bytes from `offset` on."""
+        """Fill a writable buffer with the bytes starting at `offset`."""
         self.read_rows(np.frombuffer(buffer, np.uint8)[None], np.array([offset]))
 
     def read_spans(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
-        """Read ranges (offset, size) with as few requests as sensible; return (offset, bytes)."""
+        """Read ranges (offset, size), joining close ranges, and return [(offset, bytes), ...]."""
         spans = [self._span(start, stop) for start, stop, _ in _joined(sorted(set(ranges)))]
         fetches = [Fetch(span) for span in spans]
         return [(fetch.span.start, fetch.result()) for fetch in fetches]
 
 
 def _joined(ranges):
-    """Join sorted ranges (offset, size) that are close together; yield (start, stop, ranges)."""
+    """Join sorted ranges (offset, size) that are close together. Yield (start, stop, ranges)."""
     members, stop = [], 0
     for offset, size in ranges:
         if members and (offset - stop > GAP or offset + size - members[0][0] > MAX_SPAN):
@@ -251,10 +253,10 @@ def _joined(ranges):
 
 
 class ByteStream(io.RawIOBase):
-    """An object as a Python file, from which the HDF5 library reads.
+    """An object in the form of a Python file, for the HDF5 library.
 
-    It keeps blocks of the object, because the library reads descriptions of datasets in small
-    pieces. If `--cache-dir` holds a copy of the object, the stream reads the copy.
+    The stream caches blocks of the object, because the library reads the descriptions of datasets
+    in small pieces. If `--cache-dir` holds a copy of the object, the stream reads the copy.
     """
 
     def __init__(self, url: str, stamp: Stamp):
@@ -283,8 +285,9 @@ class ByteStream(io.RawIOBase):
     def in_hdf5(self) -> Iterator[None]:
         """Pause Python's garbage collector while the HDF5 library reads from this file.
 
-        h5py holds a lock while it waits for the event loop's thread. If that thread collected an
-        object of h5py, it would need the lock, and both would wait forever.
+        h5py holds a lock while it waits for the event loop's thread. If the garbage collector ran
+        in that thread and deleted an h5py object, it would need the same lock, and both threads
+        would wait forever.
         """
         global _pauses, _was_enabled
         with _pause_lock:
@@ -293,7 +296,7 @@ class ByteStream(io.RawIOBase):
                 gc.disable()
             _pauses += 1
         try:
-            # Wait for a collection that the event loop's thread has already begun.
+            # Wait for a collection that has already started in the event loop's thread.
             store_of(self.file.url).wait_for_loop()
             yield
         finally:
@@ -303,7 +306,7 @@ class ByteStream(io.RawIOBase):
                     gc.enable()
 
     def give(self, spans: list[tuple[int, bytes]]) -> None:
-        """Store pieces (offset, bytes), from which this thread's next reads take their bytes."""
+        """Store parts (offset, bytes) of the object for the next reads in this thread."""
         self._provided.spans = spans
 
     def readinto(self, buffer: Any) -> int:
@@ -331,10 +334,10 @@ class ByteStream(io.RawIOBase):
 
 @functools.lru_cache(16)
 def remote_file(url: str, stamp: Stamp) -> RemoteFile:
-    """Return the RemoteFile of this version of an object."""
+    """Return the RemoteFile of the version of an object that has the given Stamp."""
     return RemoteFile(url, stamp)
 
 
 def open_raw(path: str, stamp: Stamp) -> RawFile | RemoteFile:
-    """Return a local file or an object, to be read by byte offset."""
+    """Open a local file or an object for reading by byte offset."""
     return remote_file(path, stamp) if settings.is_remote(path) else RawFile(path, stamp)

@@ -1,8 +1,8 @@
-"""Functions of paths for data formats, which work on local paths and on URLs.
+"""Functions that data formats use to inspect and read both local paths and URLs.
 
-A URL is *in* a listing if `listed` has listed it or a folder above it. Inside the `with` block of
-`listed`, one listing, made at the first question, answers all questions about such URLs. Only rank
-0 asks; the formats broadcast their results.
+Inside a ``with listed(url)`` block, one listing of the store answers all queries about this URL and
+the objects below it. The first query requests the listing. Only rank 0 calls these functions, and
+the formats broadcast the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpidl.text import printable
 
 
 class Entry(NamedTuple):
-    """An object or a folder in a remote folder, with methods of os.DirEntry."""
+    """An object or a sub-folder in a remote folder, with methods of os.DirEntry."""
 
     name: str
     path: str
@@ -37,16 +37,16 @@ class Listing:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.contents: dict[str, bytes] = {}  # contents of the objects that `read_whole` has read
+        self.contents: dict[str, bytes] = {}  # contents of objects that `read_whole` has read
         self._folders: dict[str, dict[str, Stamp | None]] | None = None
         self._self: Stamp | None = None
 
     def contains(self, url: str) -> bool:
-        """Return whether a URL is this one or below it."""
+        """Return whether a URL is the URL of this listing or below it."""
         return url == self.url or url.startswith(self.url + "/")
 
     def find(self, url: str) -> tuple[Stamp | None, dict[str, Stamp | None] | None]:
-        """Return (Stamp of an object, content of a folder), with None for what does not apply."""
+        """Return (Stamp of the object, content of the folder) at a URL. Either may be None."""
         if self._folders is None:
             self._folders = self._tree(store_of(self.url).listing(self.url))
         relative = url[len(self.url) + 1 :]
@@ -57,7 +57,7 @@ class Listing:
         return self._folders.get(parent, {}).get(name), content
 
     def _tree(self, stamps):
-        """Return {relative folder: {name: Stamp, or None for a folder}}."""
+        """Return {relative folder: {name: Stamp of an object, or None for a folder}}."""
         self._self = stamps.pop("", None)
         folders: dict[str, dict[str, Stamp | None]] = {}
         for path, value in stamps.items():
@@ -76,7 +76,10 @@ _listings: list[Listing] = []
 
 @contextlib.contextmanager
 def listed(path: str) -> Iterator[None]:
-    """Answer questions about a URL and the objects below it by one listing. Local: no effect."""
+    """Answer queries about a URL and the objects below it from one listing.
+
+    For a local path, this context manager has no effect.
+    """
     path = path.rstrip("/") if is_remote(path) else path
     if not is_remote(path) or any(listing.contains(path) for listing in _listings):
         yield
@@ -105,12 +108,12 @@ def is_file(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Return whether a path is a folder, or the prefix of objects in a store."""
+    """Return whether a path is a folder or the prefix of objects in a store."""
     return _find(path)[1] is not None if is_remote(path) else os.path.isdir(path)
 
 
 def exists(path: str) -> bool:
-    """Return whether a path is a file or a folder."""
+    """Return whether a path is a file, a folder, an object or the prefix of objects."""
     return _find(path) != (None, None) if is_remote(path) else os.path.exists(path)
 
 
@@ -129,9 +132,9 @@ def stamp_of(path: str) -> Stamp:
     Raises
     ------
     UserError
-        If there is no such object.
+        If the object does not exist.
     OSError
-        If there is no such file.
+        If the file does not exist.
     """
     if not is_remote(path):
         return stamp(os.stat(path))
@@ -143,12 +146,12 @@ def stamp_of(path: str) -> Stamp:
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Open a file for reading, or read an object into memory and open that."""
+    """Open a file for reading, or read an object into memory and open the buffer."""
     return io.BytesIO(read_whole(path)) if is_remote(path) else open(path, "rb")
 
 
 def read_whole(url: str) -> bytes:
-    """Read all bytes of an object; inside `listed`, only once."""
+    """Return all bytes of an object. Inside `listed`, each object is read only once."""
     listing = _listing_of(url)
     if listing is None:
         return objects.request(url, stamp_of(url)).result()
@@ -158,7 +161,7 @@ def read_whole(url: str) -> bytes:
 
 
 def head(path: str, count: int) -> bytes:
-    """Return the first bytes of a file or an object, `count` at most."""
+    """Return the first bytes of a file or an object, at most `count`."""
     if not is_remote(path):
         with open(path, "rb") as file:
             return file.read(count)

@@ -1,8 +1,8 @@
-"""Sign the URLs of the objects of an S3 bucket, from one URL that the client of S3 signed.
+"""Sign the URLs of the objects in an S3 bucket, based on one URL that the S3 client signed.
 
-The client needs about half a millisecond of processor time to sign a URL, more than the request
-itself. The URLs of a bucket differ only in the object's key and in the signature, so this module
-computes the signature alone (Signature Version 4, an HMAC).
+The client needs about half a millisecond of processor time to sign a URL, more than for the request
+itself. The URLs of a bucket differ only in the object's key and the signature. Therefore, this
+module computes only the signature (Signature Version 4, an HMAC).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-VALID_SECONDS = 600  # time for which a signed URL is valid; it is used at once
-RENEW_SECONDS = 60  # time after which the client signs again, with its current credentials
+VALID_SECONDS = 600  # validity of a signed URL in seconds; each URL is used immediately
+RENEW_SECONDS = 60  # after this time, the client signs a URL with its current credentials again
 SIGNATURE = "&X-Amz-Signature="
 
 
 class Template(NamedTuple):
-    """The common parts of the signed URLs of a bucket, and the key that signs them."""
+    """The common parts of a bucket's signed URLs, and the key that signs the URLs."""
 
     prefix: str
     """The URL up to the object's key."""
@@ -28,11 +28,11 @@ class Template(NamedTuple):
     path: str
     """The path of `prefix`."""
     request: str
-    """The part of the canonical request that follows the path."""
+    """The part of the canonical request after the path."""
     heading: str
-    """The part of the string to sign that precedes the digest of the request."""
+    """The part of the string to sign before the digest of the request."""
     key: bytes
-    """The signing key of the day, region and service."""
+    """The signing key for the day, region and service."""
 
     def __repr__(self) -> str:  # do not show the signing key
         return f"Template({self.prefix!r})"
@@ -47,12 +47,12 @@ class Template(NamedTuple):
 
 
 class BucketUrls:
-    """Signed URLs of the objects of one bucket.
+    """Signed URLs of the objects in one bucket.
 
     Parameters
     ----------
     client : botocore client
-        Asynchronous client of S3.
+        Asynchronous S3 client.
     bucket : str
         Name of the bucket.
     """
@@ -60,11 +60,11 @@ class BucketUrls:
     def __init__(self, client: Any, bucket: str):
         self._client, self._bucket = client, bucket
         self._template: Template | None = None
-        self._signing_time = 0.0  # in seconds since 1970: other clocks stop in a suspended machine
+        self._signing_time = 0.0  # seconds since 1970; other clocks stop if a machine is suspended
         client.meta.events.register_first("choose-signer.s3.GetObject", _choose_version)
 
     async def url(self, key: str) -> str:
-        """Return a URL that reads an object for `VALID_SECONDS`."""
+        """Return a URL that allows reading an object for `VALID_SECONDS`."""
         now = time.time()
         if self._template is not None and abs(now - self._signing_time) < RENEW_SECONDS:
             return self._template.sign(key)
@@ -74,9 +74,9 @@ class BucketUrls:
         return url
 
     async def _template_of(self, url, key):
-        """Return the Template of a URL that the client has signed, or None if there is none."""
-        # The client's session may have other credentials, or none: fsspec passes keys of its own
-        # settings to the client alone.
+        """Return the Template of a URL that the client has signed, or None if it fails."""
+        # Take the credentials of the client, because its session may have other credentials or
+        # none: fsspec passes the keys in its settings only to the client.
         signer = getattr(self._client, "_request_signer", None)
         credentials = getattr(signer, "_credentials", None)
         if credentials is None or SIGNATURE not in url:
@@ -86,7 +86,7 @@ class BucketUrls:
 
 
 def _choose_version(signature_version, **_):
-    """Choose Version 4 for URLs, which botocore signs with Version 2 in its oldest regions."""
+    """Select Version 4, because botocore signs URLs of the oldest regions with Version 2."""
     return "s3v4-query" if signature_version == "v4-query" else None
 
 
@@ -105,8 +105,8 @@ def make_template(url: str, key: str, secret: str) -> Template | None:
     Returns
     -------
     Template or None
-        None if the template would sign `key` differently than the client, which then signs each
-        URL. This happens for unsigned buckets and for buckets with separate sessions.
+        None if the template and the client would sign `key` differently, as in unsigned buckets and
+        in buckets with separate sessions. The client then signs each URL.
     """
     address, _, query = url.partition("?")
     query = query.partition(SIGNATURE)[0]

@@ -15,12 +15,12 @@ from mpidl.files import MAX_REASON
 from mpidl.text import printable
 
 T = TypeVar("T")
-FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0  # shortest and longest pause between attempts, in seconds
-NOTICE_SECONDS = 5.0  # seconds of failures after which a line says that mpidl tries again
-BUSY = {408, 429, 500, 502, 503, 504}  # HTTP codes of a store that may answer later
+FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0  # first and longest pause between attempts, in seconds
+NOTICE_SECONDS = 5.0  # after this time in seconds, a message says that mpidl tries again
+BUSY = {408, 429, 500, 502, 503, 504}  # HTTP status codes for which a later attempt may succeed
 BUSY_CODES = {"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "InternalError"}
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "urllib3", "requests")
-# Errors of these libraries for which another attempt is useless.
+# Errors of these libraries that another attempt cannot resolve.
 LASTING = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -39,7 +39,7 @@ _last_notice = -float("inf")
 
 
 class Refusal(Exception):
-    """A reply of a store that reports an error; `response` has the form of botocore's errors."""
+    """An error that a store reported. `response` has the same form as in botocore's errors."""
 
     def __init__(self, response: dict[str, dict]):
         super().__init__(response["Error"]["Message"])
@@ -47,7 +47,7 @@ class Refusal(Exception):
 
 
 def refusal(status: int, reason: str | None, content: bytes) -> Refusal:
-    """Return the error of an HTTP reply, which in S3 is XML with a code and a message."""
+    """Return the error in an HTTP reply. S3 sends XML with a code and a message."""
     code, message = (
         re.search(f"<{name}>([^<]*)</{name}>".encode(), content[:10000])
         for name in ("Code", "Message")
@@ -60,12 +60,12 @@ def refusal(status: int, reason: str | None, content: bytes) -> Refusal:
 
 
 async def retried(url: str, attempt: Callable[[], Awaitable[T]]) -> T:
-    """Await `attempt()` until it succeeds, with exponential backoff and jitter.
+    """Await ``attempt()`` repeatedly until it succeeds, with exponential backoff and jitter.
 
     Raises
     ------
     UserError
-        If the store refuses the request, or the object does not exist.
+        If the store refuses the request, or if the object does not exist.
     StorageFault
         If the store is busy or does not answer for `retry_seconds`.
     """
@@ -94,7 +94,7 @@ async def retried(url: str, attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 def _notice(url, text, limit):
-    """Print that requests fail, at most once per `limit` seconds and process."""
+    """Print that requests fail, at most once every `limit` seconds per process."""
     global _last_notice
     if time.monotonic() - _last_notice > limit:
         _last_notice = time.monotonic()
@@ -106,7 +106,7 @@ def _notice(url, text, limit):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a later attempt may succeed."""
+    """Return whether another attempt may succeed after an error."""
     import asyncio
 
     response_code, status = _codes(error)
@@ -139,19 +139,19 @@ def describe(error: BaseException) -> str:
 
 
 def _origin(error):
-    """Return the error of the store's library that fsspec has translated, or the error itself."""
+    """Return the error of the store's library that caused an fsspec error, or the error itself."""
     while not hasattr(error, "response") and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _codes(error):
-    """Return (name of the error, HTTP status) of the store's reply; None if there was no reply."""
+    """Return (error code, HTTP status) of the store's reply, with None for unknown values."""
     origin = _origin(error)
     response = getattr(origin, "response", None)
     if isinstance(response, dict) and "Error" in response:
         code = str(response["Error"].get("Code", ""))
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return code, int(status) if status else (int(code) if code.isdigit() else None)
-    status = getattr(error, "status", None)  # of aiohttp
+    status = getattr(error, "status", None)  # attribute of aiohttp's errors
     return None, status if isinstance(status, int) else None

@@ -1,4 +1,4 @@
-"""Recognize and check URLs, and hold the settings for access to object stores."""
+"""Recognize and check URLs, and store the settings for access to object stores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mpidl.errors import UserError
 from mpidl.text import printable
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(.*)", re.S)
-HOST = re.compile(r"[^:]*(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?|arn:.*")  # perhaps with a port
-REQUESTS = 32  # default number of requests at a time per node
+HOST = re.compile(r"[^:]*(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?|arn:.*")  # with an optional port
+REQUESTS = 32  # default number of concurrent requests per node
 RETRY_SECONDS = 120.0
 
 
@@ -21,13 +21,14 @@ class Settings(NamedTuple):
     Attributes
     ----------
     endpoint_url : str or None
-        URL of an S3-compatible store; None for the URL in the environment, else Amazon's.
+        URL of an S3-compatible store. With None, the environment variable AWS_ENDPOINT_URL applies,
+        or Amazon's URL if it is not set.
     requests : int
-        Number of requests that this rank sends at a time.
+        Largest number of concurrent requests of this rank.
     cache_dir : str or None
-        Local folder that keeps the bytes of objects.
+        Local folder that caches the bytes of objects. None for no cache.
     retry_seconds : float
-        Seconds for which a failing request is repeated.
+        Time in seconds for which a failing request is repeated.
     """
 
     endpoint_url: str | None = None
@@ -52,30 +53,30 @@ def configure(
     cache_dir: str | os.PathLike[str] | None = None,
     retry_seconds: float = RETRY_SECONDS,
 ) -> None:
-    """Set how this process accesses object stores. Call it before data are opened.
+    """Set how this process accesses object stores. Call this function before opening data.
 
-    Credentials are not settings: they come from the environment or the profile of each rank, as
-    the library of the store finds them.
+    Credentials are not settings. The store's library finds them in the environment or the profile
+    of each rank.
 
     Parameters
     ----------
     world : World, optional
-        The ranks, which divide the requests of their node; by default this rank alone.
+        The ranks. The ranks of a node share `requests`. By default, there is only this rank.
     endpoint_url : str, optional
-        URL of an S3-compatible store, by default that of the environment variable
-        AWS_ENDPOINT_URL, else Amazon's.
+        URL of an S3-compatible store. The default is the environment variable AWS_ENDPOINT_URL, or
+        Amazon's URL if it is not set.
     requests : int
-        Largest number of requests per node at a time. Each rank sends at least one.
+        Largest number of concurrent requests per node. Each rank sends at least one request.
     cache_dir : path-like, optional
-        Folder on a local disk that keeps the bytes of objects. The ranks of a node share it, and
-        later runs read from it. It is made if it does not exist.
+        Folder on a local disk that caches the bytes of objects, for all ranks of the node and for
+        later runs. The folder is created if it does not exist. By default, there is no cache.
     retry_seconds : float
-        Seconds for which a request is repeated if the store is busy or does not answer.
+        Time in seconds for which a request is repeated if the store is busy or does not answer.
 
     Raises
     ------
     UserError
-        If a value is invalid, or the folder cannot be made or written to.
+        If a value is invalid, or if the folder cannot be created or written to.
     """
     global _settings
     if endpoint_url is not None:
@@ -97,7 +98,7 @@ def configure(
             os.makedirs(cache_dir, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"--cache-dir {printable(cache_dir)}: cannot be made: {error.strerror or error}"
+                f"--cache-dir {printable(cache_dir)}: cannot be created: {error.strerror or error}"
             ) from None
         if not os.access(cache_dir, os.W_OK | os.X_OK):
             raise UserError(f"--cache-dir {printable(cache_dir)}: cannot be written: no permission")
@@ -111,14 +112,14 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def check_url(url: str, option: str) -> None:
-    """Raise UserError if a URL contains credentials or nothing but a protocol.
+    """Raise UserError if a URL contains credentials, or if it consists only of a protocol.
 
     The message does not repeat credentials.
 
     Parameters
     ----------
     url : str
-        A URL, or any other path, which is accepted.
+        The URL. Local paths are accepted.
     option : str
         Command-line option that named the URL, for the message.
     """
@@ -127,7 +128,7 @@ def check_url(url: str, option: str) -> None:
         return
     protocol, host, rest = match.groups()
     advice = "credentials come from the environment or a profile"
-    # Passwords may contain slashes; AWS secrets do.
+    # Passwords may contain slashes, as AWS secrets do.
     if "@" in host or ("@" in rest and not HOST.fullmatch(host)):
         name = printable((host + rest).rpartition("@")[2].partition("?")[0])
         raise UserError(
@@ -146,9 +147,9 @@ def refuse_remote(path: str | None, option: str, kind: str) -> None:
     Parameters
     ----------
     path : str or None
-        The path; None is accepted.
+        The path, or None.
     option : str
-        Command-line option that named it.
+        Command-line option that named the path.
     kind : str
         "a folder" or "a file", for the message.
     """

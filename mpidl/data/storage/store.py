@@ -1,11 +1,14 @@
-"""Access one object store through fsspec: list objects, read and write their bytes.
+"""Access an object store through fsspec: list, read and write objects.
 
-All requests run on fsspec's event loop, in a separate thread. The thread starts at the first
-access, and a process must not fork after that.
+All requests run on fsspec's event loop in a separate thread. The thread starts at the first access.
+After that, the process must not fork.
 """
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -31,8 +34,9 @@ PACKAGES = {
     "abfs": ("adlfs", None),
 }
 HTTP = ("http", "https")
-CONNECT_SECONDS, READ_SECONDS = 10, 30  # time-outs of one attempt
-# Entries of an object's description that change with its content, in order of preference.
+CONNECT_SECONDS, READ_SECONDS = 10, 30  # timeouts of one attempt
+CANCEL_SECONDS = 1  # longest wait for cancelled requests when the process ends
+# Metadata of an object that changes with its content, in order of preference.
 VERSIONS = (
     "ETag",
     "etag",
@@ -46,7 +50,7 @@ VERSIONS = (
 
 
 def store_of(url: str) -> Store:
-    """Return the Store of a URL, with the current settings."""
+    """Return the Store for a URL, with the current settings."""
     return _store(url.partition("://")[0], settings.current())
 
 
@@ -56,10 +60,10 @@ def _store(protocol, configuration):
 
 
 class Store:
-    """An object store. Methods with a URL block until the store has answered.
+    """An object store. Synchronous methods block until the store has answered.
 
-    Every method raises UserError if the store refuses the request, and StorageFault if it does not
-    answer within `retry_seconds`. Messages name the URL.
+    All requests raise UserError if the store refuses the request, and StorageFault if the store
+    does not answer within `retry_seconds`. Messages name the URL.
     """
 
     def __init__(self, protocol: str, configuration: settings.Settings):
@@ -69,15 +73,30 @@ class Store:
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
-        import asyncio  # takes 40 ms, which programs with local data avoid
+        import asyncio  # a local import, because it takes 40 ms that programs with local data save
 
         self._slots = asyncio.Semaphore(configuration.requests)
+        atexit.register(self._cancel_requests)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop and return its Future."""
         import asyncio
 
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
+
+    def _cancel_requests(self):
+        """Cancel the requests in progress. Otherwise, asyncio warns about each request at exit."""
+        import asyncio
+
+        async def cancel():
+            requests = asyncio.all_tasks() - {asyncio.current_task()}
+            for request in requests:
+                request.cancel()
+            if requests:
+                await asyncio.wait(requests, timeout=CANCEL_SECONDS)
+
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self.start(cancel()).result(2 * CANCEL_SECONDS)
 
     def wait_for_loop(self) -> None:
         """Wait until the event loop has finished its current work."""
@@ -86,13 +105,14 @@ class Store:
         self.start(asyncio.sleep(0)).result()
 
     def stamp(self, url: str) -> Stamp | None:
-        """Return the Stamp of an object, or None if there is no object of this name."""
+        """Return the Stamp of an object, or None if the object does not exist."""
         return self.start(retried(url, lambda: self._stamp(url))).result()
 
     def listing(self, url: str) -> dict[str, Stamp]:
         """Return {relative path: Stamp} of all objects below a URL.
 
-        If the URL names an object, its relative path is "". If nothing is there, the dict is empty.
+        If the URL names an object, the relative path of this object is "". If nothing exists at or
+        below the URL, the dict is empty.
         """
         return self.start(retried(url, lambda: self._listing(url))).result()
 
@@ -102,7 +122,7 @@ class Store:
         self.start(retried(url, lambda: self.fs._pipe_file(path, content))).result()
 
     async def read(self, url: str, expected: Stamp, start: int, stop: int) -> bytes:
-        """Read the bytes from `start` to `stop` of an object that has the given Stamp."""
+        """Read bytes `start` to ``stop - 1`` of an object, which must have the given Stamp."""
         async with self._slots:
             return await retried(url, lambda: self._read(url, expected, start, stop))
 
@@ -120,7 +140,7 @@ class Store:
     async def _http_stamp(self, url):
         """Return the Stamp of an HTTP URL, or None if it is an index page or does not exist.
 
-        fsspec's own method reports every error as a missing file.
+        The method of fsspec is not used, because it reports every error as a missing file.
         """
         session = await self._http.set_session()
         for method in ("HEAD", "GET"):  # some servers do not support HEAD
@@ -160,12 +180,12 @@ class Store:
         }
 
     def _decoded(self, name):
-        """Return a name in an index page of HTTP without percent-encoding, which requests add."""
+        """Remove percent-encoding from a name in an HTTP index page. Requests add it again."""
         decoded = unquote(name) if self.protocol in HTTP else name
         return name if any(c in decoded for c in "%?#") else decoded
 
     async def _complete(self, stamps):
-        """Replace Stamps that are None, because index pages of HTTP servers show only names."""
+        """Request the Stamps that are None. Index pages of HTTP servers contain only names."""
         import asyncio
 
         async def ask(path):
@@ -197,19 +217,19 @@ class Store:
         return content
 
     async def _signed(self, url):
-        """Return an HTTP URL that reads an object of S3.
+        """Return a signed HTTP URL for reading an S3 object.
 
-        A plain HTTP request needs a fraction of the processor time of the client's own method.
+        A plain HTTP request needs only a fraction of the processor time of the client's method.
         """
         bucket, key, _ = self.fs.split_path(url)
-        if bucket not in self._urls:  # `get_s3` may ask for the bucket's region
+        if bucket not in self._urls:  # `get_s3` may request the bucket's region
             await self.fs.set_session()
             client = await self.fs.get_s3(bucket)
             self._urls[bucket] = BucketUrls(client, bucket)
         return await self._urls[bucket].url(key)
 
     async def _get(self, url, span):
-        """Read an HTTP URL; return the bytes, and the Stamp of the object."""
+        """Read an HTTP URL, and return the bytes and the Stamp of the object."""
         from yarl import URL
 
         session = await self._http.set_session()
@@ -224,7 +244,7 @@ class Store:
 
 
 async def _http_client(**options):
-    """Return an HTTP client with the time-outs, certificates and proxies of this process."""
+    """Return an HTTP client with the timeouts, certificates and proxies of this process."""
     import ssl
     from urllib.request import getproxies
 
@@ -236,17 +256,17 @@ async def _http_client(**options):
         timeout=ClientTimeout(None, connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,  # objects may be stored compressed
-        trust_env=bool(getproxies()),  # looking for proxies costs time for each request
+        trust_env=bool(getproxies()),  # if True, each request spends time looking for proxies
     )
 
 
 def _filesystem(protocol, configuration):
-    """Return an asynchronous file system of fsspec.
+    """Return fsspec's asynchronous file system for a protocol.
 
     Raises
     ------
     UserError
-        If fsspec does not know the protocol, or a package that it needs is missing.
+        If fsspec does not know the protocol, or if a required package is missing.
     """
     try:
         import fsspec
@@ -300,8 +320,8 @@ def _stamp_of(info):
 
 
 def _version(info):
-    """Return a number, at least 0, that changes with the content of an object."""
+    """Return a nonnegative number that changes with the content of an object."""
     version = next((info[name] for name in VERSIONS if info.get(name) is not None), "")
-    if isinstance(version, datetime.datetime):  # a listing may give the time as a number
+    if isinstance(version, datetime.datetime):  # listings may contain the time as a number
         version = version.timestamp()
     return int.from_bytes(hashlib.sha256(str(version).encode()).digest()[:8], "little") >> 1

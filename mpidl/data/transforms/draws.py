@@ -1,4 +1,4 @@
-"""Random numbers of images by key, with arithmetic that rounds alike on all processors."""
+"""Draw random numbers from keys, with arithmetic that gives the same bits on all processors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from mpidl import backends
 
 DEGREE = 0.017453292519943295
-_BITS = 40  # binary digits of an exponent that `power` uses
-_TERMS = 11  # terms of the sine and cosine series; more terms change no bit up to 45 degrees
+_BITS = 40  # number of fractional binary digits of an exponent that `power` uses
+_TERMS = 11  # terms of the sine and cosine series; up to 45 degrees, more terms change no bit
 
 
 def uniforms(seed: int, purpose: str, count: int, epoch: int, indices: np.ndarray) -> np.ndarray:
@@ -19,11 +19,11 @@ def uniforms(seed: int, purpose: str, count: int, epoch: int, indices: np.ndarra
     seed : int
         Seed of the run.
     purpose : str
-        Use of the numbers, which is one of their keys.
+        Name of the use of the numbers. The name is one of the keys.
     count : int
         Numbers per sample.
     epoch : int
-        Epoch of the numbers.
+        Epoch, one of the keys.
     indices : ndarray
         Numbers of the samples, (n,).
 
@@ -39,13 +39,13 @@ def uniforms(seed: int, purpose: str, count: int, epoch: int, indices: np.ndarra
 def power(base: np.ndarray | float, exponent: np.ndarray | float) -> np.ndarray:
     """Return base**exponent for bases >= 0 and exponents >= 0.
 
-    The result is the product of repeated squares and square roots of the base, whose bits do not
+    The result is a product of repeated squares and square roots of the base, so its bits do not
     depend on the C library. The exponent is rounded down to a multiple of 2**-40.
 
     Parameters
     ----------
     base, exponent : ndarray or float
-        Numbers that NumPy can broadcast.
+        Numbers or arrays that NumPy can broadcast.
 
     Returns
     -------
@@ -67,12 +67,12 @@ def power(base: np.ndarray | float, exponent: np.ndarray | float) -> np.ndarray:
 
 
 def between(low: float, high: float, u: np.ndarray) -> np.ndarray:
-    """Return numbers from low to high, uniform if u is uniform in [0, 1)."""
+    """Map numbers u in [0, 1) linearly to [low, high)."""
     return low + (high - low) * u
 
 
 def log_between(low: float, high: float, u: np.ndarray) -> np.ndarray:
-    """Return numbers from low to high whose logarithm is uniform if u is uniform in [0, 1)."""
+    """Map numbers u in [0, 1) to [low, high), such that uniform u gives uniform logarithms."""
     return low * power(high / low, u)
 
 
@@ -84,25 +84,27 @@ def boxes(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Draw rectangles of random area, aspect ratio and position inside images.
 
-    The first attempt that fits into the image is taken, as in torchvision.
+    Each image has several attempts. The first rectangle that fits into the image is used, as in
+    torchvision.
 
     Parameters
     ----------
     u : ndarray
-        Uniform numbers (4 * attempts, n): for each attempt those of area, aspect, top and left.
+        Uniform numbers in [0, 1), (4 * attempts, n). Each attempt uses four of them, in the order
+        area, aspect, top and left.
     shape : (int, int)
         Height and width of the images.
     area : (float, float)
-        Range of the area as a fraction of the image's area; uniform.
+        Range of the area as a fraction of the image's area. The area is uniform.
     aspect : (float, float)
-        Range of width / height; its logarithm is uniform.
+        Range of width / height. The logarithm of this ratio is uniform.
 
     Returns
     -------
     top, left, height, width : ndarray
         Whole pixels, (n,) int64.
     fits : ndarray
-        Whether an attempt fitted into the image, (n,) bool; otherwise the rectangle is 0.
+        Whether an attempt fitted into the image, (n,) bool. If not, the other results are 0.
     """
     rows, columns = shape
     n = u.shape[1]
@@ -118,13 +120,15 @@ def boxes(
         top[take] = np.floor((rows - h + 1) * attempt[2]).astype(np.int64)[take]
         left[take] = np.floor((columns - w + 1) * attempt[3]).astype(np.int64)[take]
         fits |= take
+        if fits.all():
+            break
     return top, left, height, width, fits
 
 
 def sine_cosine(degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the sine and cosine of angles in degrees.
 
-    The angles are reduced by multiples of 90 degrees, and then Taylor series are summed.
+    The angles are reduced by multiples of 90 degrees before Taylor series are summed.
     """
     quarters = np.rint(degrees / 90.0)
     x = (degrees - 90.0 * quarters) * DEGREE  # at most 45 degrees

@@ -20,7 +20,7 @@ def rectangles(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> np.ndarray:
-    """Draw the rectangle that is erased in each image.
+    """Draw the rectangle to erase in each image.
 
     Parameters
     ----------
@@ -31,14 +31,14 @@ def rectangles(
     shape : (int, int)
         Height and width of the images.
     probability : float
-        Probability that an image has a rectangle.
+        Probability that a rectangle is erased from an image.
     area, aspect : (float, float)
-        Ranges of area and aspect ratio; see `draws.boxes`.
+        Ranges of the rectangle's area and aspect ratio, as in `draws.boxes`.
 
     Returns
     -------
     ndarray
-        (top, left, height, width) of each image, (n, 4) int64; zeros if nothing is erased.
+        (top, left, height, width) for each image, (n, 4) int64. All are zero if nothing is erased.
     """
     u = draws.uniforms(seed, PURPOSE, 1 + 4 * ATTEMPTS, epoch, indices)
     *box, fits = draws.boxes(u[1:], shape, area, aspect)
@@ -53,23 +53,24 @@ def erase(
     epoch: int,
     indices: np.ndarray,
 ) -> np.ndarray:
-    """Return images in which the rectangles are replaced by a value or by noise.
+    """Return a copy of images with the rectangles replaced by a value or by noise.
 
     Parameters
     ----------
     images : ndarray
         Images (n, C, H, W), uint8 or float32.
     rectangles : ndarray
-        (top, left, height, width) of each image, (n, 4).
+        (top, left, height, width) for each image, (n, 4).
     value : ndarray or None
-        Values (C,); None for noise, uniform from 0 to 255 for uint8, else in [0, 1).
+        Values (C,). With None, the replacement is uniform noise: 0 to 255 for uint8, [0, 1) for
+        floats.
     seed, epoch, indices
-        The keys of the noise, as in `rectangles`.
+        Keys of the noise, as in `rectangles`.
 
     Returns
     -------
     ndarray
-        Images, a copy.
+        The new images.
     """
     images = images.copy()
     n, channels = images.shape[:2]

@@ -1,4 +1,4 @@
-"""Targets that are images or labels of pixels, which move with their images."""
+"""Targets that are images or label maps, and therefore move with the augmented images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpidl.data.datastore import Datastore
 
 
 def has_image_targets(datastore: Datastore) -> bool:
-    """Return whether targets are images or labels of pixels, of the size of the images."""
+    """Return whether targets are images or label maps with the size of the images."""
     shape = datastore.targets_shape
     return (
         shape is not None
@@ -20,7 +20,7 @@ def has_image_targets(datastore: Datastore) -> bool:
 
 
 def moved_shape(datastore: Datastore, image_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of targets after the images were cropped to `image_shape` (C, P, Q)."""
+    """Return the shape of targets after images are cropped to `image_shape` (C, P, Q)."""
     shape = tuple(datastore.targets_shape or ())
     return (*shape[:-2], *image_shape[1:]) if has_image_targets(datastore) else shape
 
@@ -28,18 +28,18 @@ def moved_shape(datastore: Datastore, image_shape: tuple[int, ...]) -> tuple[int
 def nearest_warp(
     labels: np.ndarray, maps: np.ndarray, size: Sequence[int], fill: np.ndarray
 ) -> np.ndarray:
-    """Transform label maps as `Backend.warp` transforms images, by the nearest pixel.
+    """Transform label maps like `Backend.warp` transforms images, but with the nearest pixel.
 
     Parameters
     ----------
     labels : ndarray
         Labels (n, C, H, W).
     maps : ndarray
-        Affine maps (n, 6), as for `Backend.warp`.
+        Affine map of each image, (n, 6), as for `Backend.warp`.
     size : (int, int)
         Height and width of the result.
     fill : ndarray
-        Labels (C,) of pixels outside the image.
+        Label of pixels outside the image, per channel (C,).
 
     Returns
     -------

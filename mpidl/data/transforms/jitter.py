@@ -7,18 +7,18 @@ from typing import NamedTuple
 import numpy as np
 
 GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as in Pillow and MATLAB
-_UNIT = 65536  # gray values are summed as whole multiples of 1 / _UNIT, in any order
+_UNIT = 65536  # gray values are summed as whole multiples of 1 / _UNIT, so the order is irrelevant
 
 
 class ColourChange(NamedTuple):
-    """Changes of the colours of n images, as float64 arrays (n,).
+    """Colour changes of n images, as float64 arrays (n,).
 
     Attributes
     ----------
     brightness, contrast, saturation : ndarray
-        Factors; 1 changes nothing.
+        Factors. A factor of 1 changes nothing.
     hue : ndarray
-        Angle of the colour wheel as a fraction of a turn; 0 changes nothing.
+        Rotation of the colour wheel as a fraction of a turn. 0 changes nothing.
     """
 
     brightness: np.ndarray
@@ -36,7 +36,7 @@ def jittered(images: np.ndarray, change: ColourChange) -> np.ndarray:
         Images (n, C, H, W) with C = 1 or 3 and values from 0 to 255 (uint8) or 0 to 1 (float32).
         For C = 1, saturation and hue have no effect.
     change : ColourChange
-        The changes.
+        The changes of each image.
 
     Returns
     -------
@@ -45,10 +45,10 @@ def jittered(images: np.ndarray, change: ColourChange) -> np.ndarray:
 
     Notes
     -----
-    Brightness multiplies the values. Contrast multiplies their difference from the mean gray value
-    of the image, and saturation their difference from the gray value of the pixel. Hue turns the
-    colour wheel of HSV. After each change the values are cut to the range from 0 to 1. The changes
-    are those of torchvision's `ColorJitter`, which draws their order.
+    Brightness multiplies the values. Contrast multiplies the differences from the image's mean gray
+    value. Saturation multiplies the differences from the pixel's gray value. Hue rotates the HSV
+    colour wheel. After each change, the values are clipped to the range from 0 to 1. torchvision's
+    `ColorJitter` makes the same changes, but in a random order.
     """
     is_bytes = images.dtype == np.uint8
     x = images.astype(np.float32)
@@ -82,16 +82,16 @@ def _gray(x):
 
 
 def _mean(gray):
-    """Return the mean of each image (n,), whose bits do not depend on NumPy's order of addition."""
+    """Return each image's mean (n,). Its bits do not depend on NumPy's order of addition."""
     units = np.rint(gray * np.float32(_UNIT)).astype(np.int64)
     pixels = gray[0].size if len(gray) else 1
     return (units.sum(axis=(1, 2, 3)) / (_UNIT * pixels)).astype(np.float32)
 
 
 def _turned(x, turn):
-    """Return images (n, 3, H, W) with values from 0 to 1 whose hue is moved by `turn` (n, 1, 1).
+    """Rotate the hue of images (n, 3, H, W) with values from 0 to 1 by `turn` (n, 1, 1).
 
-    The formulas are those of Python's module colorsys.
+    The formulas come from Python's module `colorsys`.
     """
     red, green, blue = x[:, 0], x[:, 1], x[:, 2]
     value, low = x.max(axis=1), x.min(axis=1)

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: combine each image with another one, and their labels."""
+"""Mixup and CutMix: combine each image and its label with another image and label."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from mpidl.data.transforms import draws
 from mpidl.errors import UserError
 
 PURPOSE, PARTNER = "mixing", "mixing partner"
-ATTEMPTS = 32  # of `beta`
-LOWEST, HIGHEST = 0.05, 10.0  # valid values of alpha, apart from 0
+ATTEMPTS = 32  # number of attempts of `beta`
+LOWEST, HIGHEST = 0.05, 10.0  # range of alpha; 0 is also valid
 
 
 class MixPlan(NamedTuple):
-    """How n images of a block are combined.
+    """A plan that tells how to combine the n images of a block.
 
     Attributes
     ----------
     partners : ndarray
-        Position of the other image in the block, (n,) int64.
+        For each image, the position of the other image in the block, (n,) int64.
     weights : ndarray
-        Weight of the image's own label, (n,) float64; the partner's label has the rest.
+        Weight of the image's label, (n,) float64. The weight of the partner's label is 1 minus this
+        weight.
     boxes : ndarray
-        (top, left, height, width) of the rectangle that comes from the partner, (n, 4) int64; zeros
-        if all pixels are averaged with the weight.
+        (top, left, height, width) of the rectangle that comes from the partner, (n, 4) int64. All
+        are zero if all pixels are averaged with the weight.
     """
 
     partners: np.ndarray
@@ -38,19 +39,20 @@ class MixPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Combine each training image with another image of its block of 16, and their labels.
+    """Mixup and CutMix of each training image with another image of its block of 16.
 
     Parameters
     ----------
     mixup : float
-        Alpha of mixup: the image is w times itself plus (1 - w) times the other image, where w has
-        the distribution Beta(alpha, alpha). 0, or from 0.05 to 10.
+        Alpha of mixup, 0 or from 0.05 to 10. The result is w times the image plus (1 - w) times the
+        other image, where w has the distribution Beta(alpha, alpha).
     cutmix : float
-        Alpha of CutMix: a rectangle of the image is replaced by that of the other image. Its area
-        is 1 - w of the image's area, less what is beyond the edges. If both are given, each
-        image draws one of them.
+        Alpha of CutMix, 0 or from 0.05 to 10. A rectangle of the image is replaced by the same
+        rectangle of the other image. Its area is 1 - w times the image's area, minus the part
+        outside the image. If both alphas are given, mixup or CutMix is selected at random for each
+        image.
     probability : float
-        Probability that an image is combined.
+        Probability that an image is combined with another image.
 
     Raises
     ------
@@ -59,13 +61,14 @@ class Mixing:
 
     Notes
     -----
-    The label becomes the probabilities of the two classes: w' for its own and 1 - w' for the other
-    one, where w' is w, or the area that is left. Their cross-entropy is w' times that of the first
-    label plus 1 - w' times that of the second.
+    The label becomes the probabilities of two classes: w' for the image's class and 1 - w' for the
+    other image's class. w' is w for mixup, and the fraction of remaining pixels for CutMix. The
+    cross-entropy is w' times the cross-entropy of the first label plus 1 - w' times the
+    cross-entropy of the second label.
 
-    The other image is one of the block. A block lies on one rank, so that no rank reads or sends
-    another image, and the result does not depend on the number of ranks. The order of an epoch is
-    random, so that blocks are random groups of images.
+    The other image is in the same block. A block lies on one rank, so no rank reads or sends
+    additional images, and the result does not depend on the number of ranks. The order of an epoch
+    is random, so blocks are random groups of images.
 
     Zhang et al., "mixup: beyond empirical risk minimization", 2018; Yun et al., "CutMix:
     regularization strategy to train strong classifiers with localizable features", 2019.
@@ -97,7 +100,7 @@ class Mixing:
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def draw(self, seed: int, epoch: int, samples: np.ndarray, shape: tuple[int, ...]) -> MixPlan:
-        """Draw how the images of one block are combined.
+        """Draw the plan that combines the images of one block.
 
         Parameters
         ----------
@@ -117,7 +120,7 @@ class Mixing:
         words = backends.of_type(np.float32).keyed_words(seed, PARTNER, 1, epoch, samples)[:, 0]
         order = np.argsort(words, kind="stable")
         partners = np.empty(n, np.int64)
-        partners[order] = np.roll(order, -1)  # one cycle: never itself if there are two images
+        partners[order] = np.roll(order, -1)  # one cycle through all n images
         u = draws.uniforms(seed, PURPOSE, 4 + 2 * ATTEMPTS, epoch, samples)
         cuts = (u[1] < 0.5) if self.mixup and self.cutmix else np.full(n, bool(self.cutmix))
         alphas = self.mixup or self.cutmix, self.cutmix or self.mixup
@@ -145,13 +148,13 @@ class Mixing:
         epoch: int = 0,
         seed: int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Combine images and labels as a `MinibatchQueue` with this mixing does.
+        """Combine images and labels exactly as a `MinibatchQueue` with this mixing does.
 
         Parameters
         ----------
         images : ndarray
-            Images (n, C, H, W), uint8 or float32, in the order of the mini-batch. Each 16 of them,
-            from the first one on, are a block.
+            Images (n, C, H, W), uint8 or float32, in the order of the mini-batch. Every 16
+            consecutive images are a block.
         labels : ndarray
             Labels (n,), integers.
         samples : ndarray
@@ -159,14 +162,14 @@ class Mixing:
         classes : int
             Number of classes K.
         epoch, seed : int
-            Epoch and seed, which are keys of the random numbers together with `samples`.
+            Epoch and seed. Together with `samples`, they are the keys of the random numbers.
 
         Returns
         -------
         images : ndarray
-            Images of the same shape and type; uint8 values are rounded.
+            Combined images of the same shape and type. uint8 values are rounded.
         targets : ndarray
-            Probabilities of the classes, (n, K) float32.
+            Class probabilities, (n, K) float32.
         """
         out, targets = images.copy(), np.zeros((len(images), classes), np.float64)
         for first in range(0, len(images), LANES):
@@ -186,19 +189,19 @@ def beta(alpha: float, u: np.ndarray) -> np.ndarray:
     Parameters
     ----------
     alpha : float
-        Above 0.
+        Parameter of the distribution, above 0.
     u : ndarray
-        Uniform numbers (2 * attempts, n).
+        Uniform numbers in [0, 1), (2 * attempts, n).
 
     Returns
     -------
     ndarray
-        Numbers (n,) from 0 to 1; 1/2 if no attempt succeeded.
+        Numbers (n,) from 0 to 1. A number is 1/2 if no attempt succeeded.
 
     Notes
     -----
-    Jöhnk's method for alpha below 1, otherwise rejection from the uniform distribution. Both use
-    powers whose bits do not depend on the C library.
+    The method is Jöhnk's for alpha below 1, and rejection from the uniform distribution otherwise.
+    The bits of the result do not depend on the C library.
     """
     result, is_missing = np.full(u.shape[1], 0.5), np.ones(u.shape[1], bool)
     for first, second in u.reshape(-1, 2, u.shape[1]):
@@ -218,7 +221,7 @@ def beta(alpha: float, u: np.ndarray) -> np.ndarray:
 
 
 def _combine(images, out, plan):
-    """Write the combinations of a block's images to `out`."""
+    """Combine the images of a block, and write the results to `out`."""
     for i, (partner, weight, box) in enumerate(zip(*plan, strict=True)):
         top, left, height, width = box.tolist()
         if height and width:

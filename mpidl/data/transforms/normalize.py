@@ -25,7 +25,7 @@ Name = Literal[
 ]
 NAMES = get_args(Name)
 CHUNK = 16 << 20  # bytes of images that `statistics` reads at a time
-FLAT = 1e-12  # a channel is treated as constant if variance / mean**2 is at most this
+FLAT = 1e-12  # a channel counts as constant if variance / mean**2 does not exceed this value
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +37,9 @@ class Normalization:
     name : str
         Name of the normalization, one of NAMES.
     centre, divisor : np.ndarray or None
-        float32 arrays of equal shape: (C,) with a value per channel, or (C, H, W) with a value per
-        pixel. Both are None for "rescale-zero-one", which divides uint8 pixels by 255 and leaves
-        floats unchanged.
+        float32 arrays of equal shape: (C,) with one value per channel, or (C, H, W) with one value
+        per pixel. Both are None for "rescale-zero-one", which divides uint8 pixels by 255 and
+        leaves floats unchanged.
     """
 
     name: str = USUAL
@@ -69,7 +69,7 @@ class Normalization:
         Returns
         -------
         Normalization
-            The normalization of the windows; this one if its statistics are per channel.
+            The normalization of the windows. If the statistics are per channel, this object itself.
         """
         if self.centre is None or self.centre.ndim == 1 or self.centre.shape[1:] == tuple(size):
             return self
@@ -145,7 +145,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
         - "none": leave pixels unchanged.
         - "rescale-zero-one": divide uint8 pixels by 255; leave floats unchanged.
         - "rescale-symmetric": map uint8 pixels to pixel / 127.5 - 1. Map floats linearly, such that
-          the least and largest value of each channel become -1 and 1.
+          the smallest and largest value of each channel become -1 and 1.
         - "zerocenter": subtract each channel's mean.
         - "zerocenter-element": subtract the mean image.
         - "zscore": subtract each channel's mean and divide by its standard deviation over all
@@ -153,7 +153,8 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
     datastore : Datastore
         The training set.
     world : World, optional
-        The ranks that share the pass over the set. The default is this rank alone.
+        The ranks among which the pass over the set is divided. By default, this rank reads all
+        images.
 
     Returns
     -------
@@ -222,7 +223,7 @@ class Statistics:
     mean, variance : np.ndarray
         Mean and variance of each channel over all images and pixels, float64 (C,).
     low, high : np.ndarray
-        Least and largest value of each channel, (C,).
+        Smallest and largest value of each channel, (C,).
     """
 
     count: int
@@ -244,7 +245,7 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
     datastore : Datastore
         The images.
     world : World, optional
-        The ranks that share the images. The default is this rank alone.
+        The ranks among which the images are divided. By default, this rank reads all images.
 
     Returns
     -------
@@ -254,7 +255,7 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
     Raises
     ------
     UserError
-        If reading fails on any rank; all ranks raise it.
+        If reading fails on any rank. All ranks raise the error.
     """
     n, shape, world = len(datastore), datastore.image_shape, OneRank() if world is None else world
     leaves = blocks_of(n)

@@ -1,7 +1,7 @@
-"""Preprocess images: convert them to the colour and the size that a network expects.
+"""Preprocess images: convert them to the colour and size that a network expects.
 
 Images from files and from arrays are both resized by Pillow's bilinear filter. When an image
-shrinks, the filter is widened so that it covers all pixels that are merged into one. Pillow uses
+shrinks, the filter becomes wide enough to cover all pixels that are merged into one. Pillow uses
 integer arithmetic for uint8 images and float32 arithmetic for float32 images.
 """
 
@@ -19,7 +19,8 @@ from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore, Derived, Indices, describe_derived
-from mpidl.data.transforms.augment import centred, checked_size
+from mpidl.data.transforms.augment import centred
+from mpidl.data.transforms.augmenter_options import checked_size
 from mpidl.data.transforms.jitter import GRAY
 from mpidl.errors import UserError
 from mpidl.files import digest
@@ -32,7 +33,7 @@ COLOURS = {"gray": 1, "rgb": 3}
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Convert the colour of images, then resize them, then crop them.
+    """A conversion that changes the colour of images, resizes the images and then crops them.
 
     Parameters
     ----------
@@ -42,11 +43,11 @@ class Preprocess:
         Colour of the result. RGB is converted to gray as 0.299 R + 0.587 G + 0.114 B, and gray to
         RGB by repeating the channel. None keeps the channels.
     cover : bool
-        Whether to keep the aspect ratio of each image, and resize the image to the smallest size
-        that covers `size`.
+        Whether to keep the aspect ratio of each image. If so, the image is resized to the smallest
+        size that covers `size`.
     crop : (int, int), optional
-        (height, width) of a window cut from the centre. The window must not exceed the resized
-        images.
+        (height, width) of a window cut from the centre. The window must not be larger than the
+        resized images.
 
     Raises
     ------
@@ -139,7 +140,7 @@ class Preprocess:
         Returns
         -------
         ndarray
-            Pixels (C, P, Q), uint8: `out`, if it is given.
+            Pixels (C, P, Q), uint8. This is `out` if `out` is given.
         """
         from PIL import Image
 
@@ -203,7 +204,7 @@ AS_IT_IS = Preprocess()
 
 
 class Preprocessed(Derived):
-    """A datastore with the preprocessed images and the labels or targets of another datastore."""
+    """A datastore that preprocesses the images of another datastore."""
 
     def __init__(self, datastore: Datastore, preprocess: Preprocess):
         super().__init__(datastore)
@@ -223,15 +224,15 @@ class Preprocessed(Derived):
 def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
     """Return a datastore with preprocessed images.
 
-    Image files are preprocessed as they are decoded, so their sizes may differ. Other images are
-    preprocessed as they are read. A datastore that already has this Preprocess is returned
+    Image files are preprocessed when they are decoded, so their sizes may differ. Other images are
+    preprocessed when they are read. A datastore that already has the same Preprocess is returned
     unchanged.
 
     Parameters
     ----------
     datastore : Datastore
-        The images. If the datastore has a method ``preprocessed(preprocess)``, the result of
-        that method is returned.
+        The images. If the datastore has a method ``preprocessed(preprocess)``, this function
+        returns the result of the method.
     preprocess : Preprocess
         The conversion to apply.
 
@@ -284,7 +285,7 @@ def _gray(images):
     if images.dtype != np.uint8:
         return np.tensordot(images, GRAY, axes=([1], [0]))[:, None]
     red, green, blue = (images[:, c].astype(np.uint32) for c in range(3))
-    # Pillow's weights in 16.16 fixed point, plus one half for rounding
+    # Pillow's weights in 16.16 fixed point; 0x8000 is one half, for rounding.
     gray = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
     return gray.astype(np.uint8)[:, None]
 

@@ -1,4 +1,4 @@
-"""Random resized crops: a window of random area and aspect ratio, resized to one size."""
+"""Random resized crops: cut a window of random area and aspect ratio, and resize it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def windows(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> np.ndarray:
-    """Draw the window of each image.
+    """Draw a random window for each image.
 
-    If no attempt fits into the image, the window is the largest one in the centre whose aspect
-    ratio is in the range.
+    Each image has several attempts. If no attempt fits into the image, the window is the largest
+    centred window with an aspect ratio in the range.
 
     Parameters
     ----------
@@ -32,12 +32,12 @@ def windows(
     shape : (int, int)
         Height and width of the images.
     area, aspect : (float, float)
-        Ranges of area and aspect ratio; see `draws.boxes`.
+        Ranges of the window's area and aspect ratio, as in `draws.boxes`.
 
     Returns
     -------
     ndarray
-        (top, left, height, width) of each image, (n, 4) int64.
+        (top, left, height, width) for each image, (n, 4) int64.
     """
     rows, columns = shape
     u = draws.uniforms(seed, PURPOSE, 4 * ATTEMPTS, epoch, indices)
@@ -57,14 +57,14 @@ def resized(
     Parameters
     ----------
     images : ndarray
-        Images (n, C, H, W); uint8 or float32 unless `nearest`.
+        Images (n, C, H, W) of type uint8 or float32, or of any type if `nearest` is True.
     windows : ndarray
-        (top, left, height, width) of each image, (n, 4).
+        (top, left, height, width) for each image, (n, 4).
     size : (int, int)
         Height and width of the results.
     nearest : bool
-        Whether a pixel of the result is the nearest one of the window, as for labels. Otherwise
-        Pillow's bilinear filter averages all pixels of the window that a result pixel covers.
+        Whether each pixel of the result is the nearest pixel of the window, as labels require.
+        Otherwise, Pillow's bilinear filter averages all window pixels that a result pixel covers.
 
     Returns
     -------
@@ -89,5 +89,5 @@ def resized(
 
 
 def _nearest(extent, size):
-    """Return the pixel below the centre of each of `size` pixels that divide `extent` evenly."""
+    """Divide `extent` pixels into `size` equal cells; return the pixel at each cell's centre."""
     return (2 * np.arange(size) + 1) * extent // (2 * size)

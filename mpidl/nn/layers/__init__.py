@@ -1,7 +1,8 @@
-"""Layers, with one file per family. A new layer is listed only in the `__all__` of its file.
+"""Layers of networks. Each file defines one family of layers.
 
 A layer object holds only its arguments. `build` returns the learnables and the state that the layer
 needs for a given input shape, and `forward` applies the layer's op. The network stores the arrays.
+To export a new layer, add its name to `__all__` in the file of its family.
 """
 
 from mpidl.nn.layers.activation import *

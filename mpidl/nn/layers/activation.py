@@ -1,4 +1,4 @@
-"""Activation layers."""
+"""Layers of activation functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LeakyReLU(Layer):
     Parameters
     ----------
     scale
-        Slope for negative x, at least 0.
+        Slope for negative x, a number >= 0.
     """
 
     scale: float = 0.01
@@ -52,11 +52,12 @@ class PReLU(Layer):
     Parameters
     ----------
     shared
-        Whether all channels share one slope. By default, each channel has a slope.
+        Whether all channels share one slope. By default, each channel has its own slope.
     initial
-        Slope before training.
+        Initial value of the slopes.
     slope_learn_rate_factor, slope_l2_factor
-        Factors by which the optimizer's learning rate and L2 regularization are multiplied.
+        Factors by which the optimizer's learning rate and L2 regularization are multiplied for the
+        slopes.
     """
 
     shared: bool = False
@@ -78,12 +79,12 @@ class PReLU(Layer):
 
 @dataclass
 class Clip(Layer):
-    """Clip values to a range: min(max(x, low), high). `Clip(0, 6)` is ReLU6.
+    """Clipping to a range: min(max(x, low), high). `Clip(0, 6)` is ReLU6.
 
     Parameters
     ----------
     low, high
-        The range. One of the bounds may be infinite.
+        Bounds of the range, one of which may be infinite.
     """
 
     low: float
@@ -105,7 +106,7 @@ class HardSigmoid(Layer):
     Parameters
     ----------
     alpha, beta
-        Slope, above 0, and offset of the line.
+        Slope (> 0) and offset of the line.
     """
 
     alpha: float = 1 / 6
@@ -122,7 +123,7 @@ class HardSigmoid(Layer):
 
 @dataclass
 class HardSwish(Layer):
-    """Piecewise form of swish, x * min(max(x / 6 + 1 / 2, 0), 1)."""
+    """Piecewise approximation of swish, x * min(max(x / 6 + 1 / 2, 0), 1)."""
 
     name: str | None = None
 
@@ -162,12 +163,12 @@ class Sigmoid(Layer):
 
 @dataclass
 class GELU(Layer):
-    """Gaussian error linear unit, x * Phi(x) with the normal distribution function Phi.
+    """Gaussian error linear unit, x * Phi(x), where Phi is the normal distribution function.
 
     Parameters
     ----------
     approximate
-        "none" for the exact function, or "tanh" for its approximation by a hyperbolic tangent.
+        "none" for the exact function, or "tanh" for an approximation by a hyperbolic tangent.
     """
 
     approximate: Literal["none", "tanh"] = "none"

@@ -1,4 +1,4 @@
-"""Base classes of layers, and the initial weights of layers."""
+"""Base classes of layers, and the random initialization of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
-Value: TypeAlias = Blocked | Var  # a Var holds a Blocked value that is being differentiated
+Value: TypeAlias = Blocked | Var  # a Var contains a Blocked value that is being differentiated
 Shape: TypeAlias = tuple[int, ...]
 Initial: TypeAlias = float | Callable[[int, str, Shape], np.ndarray]  # f(seed, key, shape)
 
@@ -28,7 +28,7 @@ class Built:
         Shape of the output for one image.
     learnables, state
         {name: (shape, initial value)}. The initial value is a number or a function
-        f(seed, key, shape) that returns an array. The key is a name such as "conv1.weight".
+        f(seed, key, shape) that returns an array. `key` is a string such as "conv1.weight".
     """
 
     output_shape: Shape
@@ -44,12 +44,12 @@ class LayerContext:
     Parameters
     ----------
     layer : Layer
-        The layer; `name` is taken from it.
+        The layer that the context belongs to.
 
     Attributes
     ----------
     name
-        The name of the layer.
+        Name of the layer.
     parameters
         Learnables of the network, {"conv1.weight": array or Var, ...}.
     state
@@ -57,7 +57,8 @@ class LayerContext:
     training
         Whether the layer is being trained. False in prediction and for a frozen layer.
     batchnorm
-        "global" or "local": whether statistics are computed over all ranks or over this rank only.
+        Scope of the statistics of batch normalization: "global" for the images of all ranks, or
+        "local" for the images of this rank.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LayerContext:
         self.training, self.batchnorm = training, batchnorm
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Return the layer's learnable `name`. During differentiation, it is a Var."""
+        """Return the layer's learnable `name`, which is a Var during differentiation."""
         return self.parameters[f"{self.name}.{name}"]
 
 
@@ -80,30 +81,28 @@ class LayerContext:
 class Layer:
     """Base class of all layers.
 
-    A layer whose `name` is None gets a name from the network, such as "conv1".
-
     Parameters
     ----------
     after
-        The name of the layer whose output this layer reads, or "images" for the input of the
-        network. The default is the preceding layer in the list. A layer with several inputs instead
-        has a field `inputs`, a tuple of names, and its `build` and `forward` receive tuples.
+        Name of the layer whose output this layer reads, or "images" for the input of the network.
+        The default is the preceding layer in the list. A layer with several inputs instead has a
+        field `inputs`, a tuple of names, and its `build` and `forward` receive tuples.
     trainable
         False freezes the layer. The learnables of a frozen layer are not differentiated, and the
         layer runs as in prediction. A frozen batch normalization uses its running statistics, which
         do not change.
     name : str, optional
-        The name of the layer. By default, the network names it by its kind and number, such as
-        "conv1". Each class declares `name` as its last positional field.
+        Name of the layer. By default, the network creates a name from the type and a number, such
+        as "conv1". Each subclass declares `name` as its last positional field.
     """
 
-    name = None  # type: str | None  # each class declares it as its last positional field
+    name = None  # type: str | None  # each subclass declares `name` as its last positional field
 
     after: str | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Convert NumPy's numbers, which model files cannot hold, to Python's."""
+        """Convert NumPy numbers to Python numbers, which model files can store."""
         for f in fields(self):
             setattr(self, f.name, check.plain(getattr(self, f.name)))
 
@@ -151,20 +150,20 @@ class Layer:
         Parameters
         ----------
         x
-            A Blocked value, a Var that holds one, or, for a layer with several inputs, a tuple of
-            these.
+            A Blocked value or a Var that contains a Blocked value. For a layer with several inputs,
+            a tuple of such values.
         context
             The layer's arrays and settings.
 
         Returns
         -------
         Blocked or Var
-            The output, of the same kind as the input.
+            The output. It is a Var if a learnable or the input is a Var.
         """
         raise TypeError(f"layer {type(self).__name__} has no forward method")
 
     def factors(self, learnable: str) -> tuple[float, float]:
-        """Return the learning-rate factor and the L2 factor of a learnable.
+        """Return the factors of the learning rate and of L2 regularization for a learnable.
 
         The learning-rate factor of a frozen layer is 0.
 
@@ -185,7 +184,7 @@ class Layer:
     def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         """Return the number of multiply-adds in the forward pass for one image.
 
-        No other arithmetic is counted.
+        Other arithmetic operations are not counted.
 
         Parameters
         ----------
@@ -195,15 +194,16 @@ class Layer:
         Returns
         -------
         int
-            The number for one image.
+            The number of multiply-adds.
         """
         return 0
 
 
 def glorot_uniform(fan_in: int, fan_out: int) -> Initial:
-    """Return a function that initializes weights uniformly in +-sqrt(6 / (fan_in + fan_out)).
+    """Return a function that draws initial weights from a uniform distribution.
 
-    The weights depend only on the seed, the name of the learnable and its shape.
+    The distribution ranges from -sqrt(6 / (fan_in + fan_out)) to sqrt(6 / (fan_in + fan_out)). The
+    weights depend only on the seed, and on the name and shape of the learnable.
 
     Notes
     -----
@@ -228,10 +228,11 @@ class Weighted(Layer):
     bias
         Whether the layer has a bias. A bias directly before a batch normalization has no effect.
     weight_learn_rate_factor, bias_learn_rate_factor
-        Factors by which the optimizer's learning rate is multiplied. A learnable with factor 0 is
-        not differentiated.
+        Factors by which the optimizer's learning rate is multiplied for the weight and the bias. A
+        learnable with the factor 0 is not differentiated.
     weight_l2_factor, bias_l2_factor
-        Factors by which the optimizer's L2 regularization is multiplied.
+        Factors by which the optimizer's L2 regularization is multiplied for the weight and the
+        bias.
     """
 
     bias: bool = field(default=True, kw_only=True)
@@ -243,27 +244,28 @@ class Weighted(Layer):
     def learnables(
         self, weight_shape: Shape, initial: Initial, outputs: int
     ) -> dict[str, tuple[Shape, Initial]]:
-        """Return the learnables of `Built`: the weight, and the bias if the layer has one.
+        """Return the argument `learnables` of `Built`: the weight, and the bias if there is one.
 
         Parameters
         ----------
         weight_shape : tuple of int
             Shape of the weight.
         initial : callable
-            Initial value of the weight, f(seed, key, shape).
+            Function f(seed, key, shape) that returns the initial weight.
         outputs : int
             Length of the bias.
 
         Returns
         -------
         dict
-            {"weight": (shape, initial), "bias": (shape, 0.0)}; no "bias" if the layer has none.
+            {"weight": (shape, initial), "bias": (shape, 0.0)}, without "bias" if `self.bias` is
+            False.
         """
         arrays: dict[str, tuple[Shape, Initial]] = {"weight": (weight_shape, initial)}
         return {**arrays, "bias": ((outputs,), 0.0)} if self.bias else arrays
 
     def bias_of(self, context: LayerContext) -> np.ndarray | None:
-        """Return the bias, or None if the layer has none.
+        """Return the bias, or None if the layer has no bias.
 
         Parameters
         ----------
@@ -273,6 +275,6 @@ class Weighted(Layer):
         Returns
         -------
         array or None
-            The bias, (outputs,), or None if the layer has none.
+            The bias, (outputs,), or None.
         """
         return context["bias"] if self.bias else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, LayerContext, Shape, Value, Weighted, glorot_uniform
@@ -12,6 +13,9 @@ from mpidl.ops.transposed import same_or_crops
 from mpidl.shapes import conv2d_shape, transposed_conv2d_shape
 
 __all__ = ["Conv2D", "TransposedConv2D"]
+
+WeightInitializer = Literal["glorot", "whitening"]
+INITIALIZERS = get_args(WeightInitializer)
 
 
 @dataclass
@@ -26,6 +30,10 @@ class Conv2D(Weighted):
         Number of filters.
     stride, padding, dilation, groups
         As in `ops.conv2d`.
+    weight_initializer
+        Initial weights: "glorot", or "whitening" for filters that `dl.train` computes from training
+        images before the first step (see `whiten`). A whitening layer must read the images, and may
+        have at most two filters per weight of a filter.
 
     Notes
     -----
@@ -40,6 +48,8 @@ class Conv2D(Weighted):
     groups: int = 1
     name: str | None = None
 
+    weight_initializer: WeightInitializer = field(default="glorot", kw_only=True)
+
     def build(self, shape: Shape) -> Built:
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
@@ -52,6 +62,7 @@ class Conv2D(Weighted):
                 f"{self.groups} groups"
             )
         weight = (self.filters, shape[0] // self.groups, r, s)
+        self._check_initializer(math.prod(weight[1:]))
         stride = check.pair("Conv2D", "stride", self.stride, 1)
         dilation = check.pair("Conv2D", "dilation", self.dilation, 1)
         padding = check.same_or_pads("Conv2D", self.padding, shape[1:], (r, s), stride, dilation)
@@ -60,6 +71,21 @@ class Conv2D(Weighted):
             raise ValueError(f"{self.name}: filters {weight} leave no output of images {shape}")
         fans = weight[1] * r * s, self.filters // self.groups * r * s
         return Built(output, self.learnables(weight, glorot_uniform(*fans), self.filters))
+
+    def _check_initializer(self, pixels):
+        if self.weight_initializer not in INITIALIZERS:
+            raise ValueError(
+                f"{self.name}: weight_initializer must be one of {', '.join(INITIALIZERS)}, got "
+                f"{self.weight_initializer!r}"
+            )
+        if self.weight_initializer != "whitening":
+            return
+        if self.groups != 1 or self.filters > 2 * pixels:
+            raise ValueError(
+                f"{self.name}: weight_initializer whitening: expected one group and at most "
+                f"{2 * pixels} filters, two per pixel of a filter, got {self.groups} group(s) and "
+                f"{self.filters} filters"
+            )
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.conv2d(

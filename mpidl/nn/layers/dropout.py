@@ -12,10 +12,10 @@ __all__ = ["Dropout"]
 
 @dataclass
 class Dropout(Layer):
-    """Set each element to 0 with the given probability in training; see `ops.dropout`.
+    """Dropout: sets each element to 0 with the given probability in training; see `ops.dropout`.
 
-    The other elements are scaled up, so the expectation stays the same. In prediction, the output
-    is the input.
+    The other elements are scaled up, so the expected value stays the same. In prediction, the
+    output equals the input.
 
     Parameters
     ----------

@@ -12,12 +12,12 @@ __all__ = ["Add", "Concat"]
 
 @dataclass
 class Add(Layer):
-    """Add the outputs of two or more layers, which must have equal shapes.
+    """Sum of the outputs of two or more layers, which must have equal shapes.
 
     Parameters
     ----------
     inputs
-        The names of the layers whose outputs are added.
+        Names of the layers whose outputs are added.
     """
 
     inputs: tuple[str, ...] = ()
@@ -37,12 +37,12 @@ class Add(Layer):
 
 @dataclass
 class Concat(Layer):
-    """Concatenate the outputs of two or more layers along the channels.
+    """Concatenation of the outputs of two or more layers along the channels.
 
     Parameters
     ----------
     inputs
-        The names of the layers whose outputs are concatenated. The shapes of the outputs may differ
+        Names of the layers whose outputs are concatenated. The shapes of the outputs may differ
         only in the number of channels.
     """
 

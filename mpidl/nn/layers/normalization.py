@@ -20,14 +20,14 @@ class BatchNorm(Layer):
     """Batch normalization; see `ops.batchnorm`.
 
     In training, each channel is normalized by the mean and variance of the mini-batch. In
-    prediction, it is normalized by the running mean and variance.
+    prediction, each channel is normalized by the running mean and variance.
 
     Parameters
     ----------
     epsilon
         Constant added to the variance.
     decay
-        The weight of a new mini-batch in the running mean and variance, from 0 to 1.
+        Weight of a new mini-batch in the running mean and variance, from 0 to 1.
     scale_learn_rate_factor, offset_learn_rate_factor
         Factors by which the optimizer's learning rate is multiplied for gamma (the scale) and beta
         (the offset). A learnable with the factor 0 is not differentiated, but the layer still uses
@@ -80,7 +80,7 @@ class BatchNorm(Layer):
         return context.state[mean], context.state[variance]
 
     def recorder(self, context: LayerContext) -> Callable[[np.ndarray, np.ndarray], None]:
-        """Return a function that updates the running state with a batch's mean and variance.
+        """Return a function that updates the running state with a mini-batch's mean and variance.
 
         Parameters
         ----------
@@ -90,7 +90,8 @@ class BatchNorm(Layer):
         Returns
         -------
         callable
-            f(mean, variance), each (C,); it assigns the new state to `context.state`.
+            A function f(mean, variance) of arrays (C,) that stores the new state in
+            `context.state`.
         """
 
         def record(*statistics):
@@ -123,7 +124,7 @@ class CrossChannelNorm(Layer):
     Parameters
     ----------
     window
-        Number of neighbouring channels whose squares are summed.
+        Number of neighbouring channels over which the squares are summed.
     alpha, beta, k
         Constants of the formula in `ops.cross_channel_norm`.
     """

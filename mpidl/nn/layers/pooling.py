@@ -14,7 +14,7 @@ __all__ = ["AveragePool2D", "GlobalAveragePool2D", "MaxPool2D"]
 
 @dataclass
 class MaxPool2D(Layer):
-    """Max pooling: the largest pixel of each window.
+    """Max pooling, which returns the largest pixel of each window.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class MaxPool2D(Layer):
 
 @dataclass
 class AveragePool2D(Layer):
-    """Average pooling: the mean of each window.
+    """Average pooling, which returns the mean of each window.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class AveragePool2D(Layer):
     stride, padding
         As in `ops.average_pool2d`. The default stride is the size.
     count_padding
-        Whether padding counts as zeros. If False, the mean is over the pixels of the image.
+        Whether padding counts as zeros. If False, the mean is only over the pixels of the image.
     """
 
     size: int | tuple[int, int]
@@ -74,7 +74,7 @@ class AveragePool2D(Layer):
 
 @dataclass
 class GlobalAveragePool2D(Layer):
-    """Replace each channel with the mean of its pixels: (C, H, W) becomes (C, 1, 1)."""
+    """Global average pooling, which returns the mean of each channel, (C, 1, 1)."""
 
     name: str | None = None
 

@@ -16,7 +16,7 @@ __all__ = ["Flatten", "Pad2D"]
 
 @dataclass
 class Flatten(Layer):
-    """Flatten images (C, H, W) to C*H*W features."""
+    """Flattening of images (C, H, W) to C*H*W features."""
 
     name: str | None = None
 
@@ -29,12 +29,13 @@ class Flatten(Layer):
 
 @dataclass
 class Pad2D(Layer):
-    """Surround images by pixels of a constant value.
+    """Padding, which surrounds images with pixels of a constant value.
 
     Parameters
     ----------
     padding
-        An integer, (down, across) or ((top, bottom), (left, right)), in pixels.
+        Number of pixels to add at each side: an integer, (down, across) or
+        ((top, bottom), (left, right)).
     value
         Value of the new pixels.
     """

@@ -1,13 +1,16 @@
 """Predefined networks, each with a recipe (the options for training the network).
 
-`matlab` contains the networks of MATLAB's examples. `torchvision` contains networks of the package
-torchvision. `segmentation` contains networks whose outputs are images.
+`matlab` contains networks from MATLAB's examples. `torchvision` contains networks from the package
+torchvision. `segmentation` contains networks whose outputs are images. `fast` contains networks
+that learn to classify small images in few epochs.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from mpidl.nn.zoo import matlab, segmentation, torchvision
+from mpidl.nn.zoo import fast, matlab, segmentation, torchvision
+from mpidl.nn.zoo.fast import cifar_fast as cifar_fast
+from mpidl.nn.zoo.fast import fashion as fashion
 from mpidl.nn.zoo.matlab import alexnet as alexnet
 from mpidl.nn.zoo.matlab import cifar as cifar
 from mpidl.nn.zoo.matlab import digits as digits
@@ -26,8 +29,11 @@ from mpidl.nn.zoo.torchvision import vgg16_bn as vgg16_bn
 from mpidl.nn.zoo.torchvision import vgg19 as vgg19
 from mpidl.nn.zoo.torchvision import vgg19_bn as vgg19_bn
 
-NETWORKS: dict[str, Callable[..., Any]] = (
-    matlab.NETWORKS | segmentation.NETWORKS | torchvision.NETWORKS
-)
-RECIPES: dict[str, dict[str, Any]] = matlab.RECIPES | segmentation.RECIPES | torchvision.RECIPES
+_FAMILIES = (matlab, fast, segmentation, torchvision)
+NETWORKS: dict[str, Callable[..., Any]] = {
+    name: create for family in _FAMILIES for name, create in family.NETWORKS.items()
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    name: recipe for family in _FAMILIES for name, recipe in family.RECIPES.items()
+}
 PIXEL_NETWORKS = tuple(segmentation.NETWORKS)  # networks whose outputs are images

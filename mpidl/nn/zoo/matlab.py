@@ -1,4 +1,4 @@
-"""Networks from MATLAB's examples, and a recipe (training options) for each of them."""
+"""Networks from MATLAB's examples, and a recipe (training options) for each network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpidl.nn.network import Network
 def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
     """Return a small network with three convolutions, for images of digits.
 
-    Batch normalization and ReLU follow each convolution; a fully connected layer ends the network.
+    Each convolution is followed by batch normalization and ReLU. The last layer is fully connected.
     The network has 123,090 learnables for 28x28 gray images of 10 classes.
 
     Parameters
@@ -56,8 +56,8 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
 
     The network has three stages and a fully connected layer. Each stage repeats 3x3 convolution,
     batch normalization and ReLU four times and ends with pooling. The stages have 32, 64 and 128
-    filters. The first two end with max pooling by 2, and the last one with average pooling by 8.
-    There are 677,610 learnables for 32x32 colour images of 10 classes.
+    filters. The first two stages end with 2x2 max pooling, and the last stage ends with 8x8 average
+    pooling. The network has 677,610 learnables for 32x32 colour images of 10 classes.
 
     Parameters
     ----------
@@ -77,8 +77,8 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
     -----
     The network and its recipe come from MATLAB's documentation on training with several GPUs. In
     training, images are mirrored at random and shifted by up to 4 pixels. MATLAB's network has 43
-    layers: the 40 layers here and layers for image input, softmax and classification output. In
-    mpidl, the mini-batch queue and the loss replace these three layers.
+    layers: the 40 layers of this network, and layers for image input, softmax and classification
+    output. In mpidl, the mini-batch queue and the loss replace these three layers.
     """
     layers: list[Layer] = []
     for filters, pool in ((32, MaxPool2D(2)), (64, MaxPool2D(2)), (128, AveragePool2D(8))):
@@ -93,10 +93,10 @@ def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: in
 
     The network consists of a 3x3 convolution, three stages, global average pooling and a fully
     connected layer. Each stage has three residual blocks, and each block has two 3x3 convolutions.
-    The stages have 16, 32 and 64 filters; the second and third stages halve the rows and columns.
+    The stages have 16, 32 and 64 filters. The second and third stages halve the rows and columns.
     If a block changes the shape, a 1x1 convolution with batch normalization converts the block's
-    input (the paper's option B). Convolutions have biases, and initial weights are Glorot uniform.
-    There are 273,258 learnables for 32x32 colour images of 10 classes.
+    input (option B in the paper). Convolutions have biases, and initial weights are Glorot uniform.
+    The network has 273,258 learnables for 32x32 colour images of 10 classes.
 
     Parameters
     ----------
@@ -157,10 +157,10 @@ def alexnet(
 ) -> Network:
     """Return AlexNet, with 60,965,224 learnables for 227x227 colour images of 1000 classes.
 
-    AlexNet has five convolutions; the second, fourth and fifth have two groups. Cross-channel
-    normalization follows the first two convolutions, and overlapping max pooling follows the first
-    two and the last one. Three fully connected layers with dropout between them end the network.
-    Initial weights are Glorot uniform, and biases are zero.
+    AlexNet has five convolutions. The second, fourth and fifth convolutions have two groups.
+    Cross-channel normalization follows the first two convolutions. Overlapping max pooling follows
+    the first two convolutions and the last convolution. The network ends with three fully connected
+    layers, with dropout between them. Initial weights are Glorot uniform, and biases are zero.
 
     Parameters
     ----------
@@ -179,10 +179,10 @@ def alexnet(
     Notes
     -----
     See Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
-    networks", 2012. The layer names and k = 1 in the normalization are those of MATLAB's and
-    Caffe's models; the paper uses k = 2. The recipe comes from MATLAB's "Deep Learning with MATLAB
-    and Multiple GPUs", which starts from a pretrained AlexNet. The recipe's learning
-    rate is low for a network without pretraining.
+    networks", 2012. The layer names and k = 1 in the normalization are taken from the models of
+    MATLAB and Caffe; the paper uses k = 2. The recipe comes from MATLAB's "Deep Learning with
+    MATLAB and Multiple GPUs", which starts from a pretrained AlexNet. The learning rate of the
+    recipe is low for a network without pretraining.
     """
     layers: list[Layer] = [
         Conv2D(11, 96, stride=4, name="conv1"),
@@ -218,7 +218,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "alexnet": alexnet,
 }
 
-# SGD with momentum; the learning rate drops to a tenth after learn_rate_drop_period epochs.
+# SGD with momentum. The learning rate is divided by 10 every learn_rate_drop_period epochs.
 _STEPS: dict[str, Any] = {
     "learn_rate_schedule": "piecewise",
     "learn_rate_drop_factor": 0.1,

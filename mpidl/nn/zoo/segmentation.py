@@ -1,4 +1,4 @@
-"""Networks whose outputs are images: a score per pixel, or another image."""
+"""Networks whose outputs are images: class scores of each pixel, or pixels of another image."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ def unet(
     depth: int = 3,
     filters: int = 16,
 ) -> Network:
-    """Return a U-Net, with 483,170 learnables for two classes of pixels of gray images.
+    """Return a U-Net, with 483,170 learnables for gray images with two classes of pixels.
 
-    Each of `depth` stages has two 3x3 convolutions with batch normalization and ReLU, and ends with
-    max pooling by 2. Two such convolutions follow. Then each of `depth` stages doubles the rows and
-    columns by a transposed convolution, appends the output of the stage of the same size before
-    pooling, and has two convolutions. A 1x1 convolution ends the network. Convolutions are padded,
-    so that outputs have the size of the images.
+    The encoder has `depth` stages. Each stage has two 3x3 convolutions with batch normalization and
+    ReLU, and ends with 2x2 max pooling. Two more such convolutions follow. The decoder also has
+    `depth` stages. Each stage doubles the rows and columns by a transposed convolution, appends the
+    channels of the encoder stage of the same size (before pooling), and has two convolutions. The
+    last layer is a 1x1 convolution. Convolutions are padded, so outputs have the images' size.
 
     Parameters
     ----------
     input_shape : tuple of int
         Shape (C, H, W) of an image; H and W must be multiples of 2**depth.
     classes : int
-        Channels of the output: classes of pixels, or channels of target images.
+        Number of output channels: classes of pixels, or channels of target images.
     seed : int
         Seed of the initial weights.
     depth : int
-        Number of poolings.
+        Number of stages of the encoder and of the decoder.
     filters : int
-        Filters of the first stage; each pooling doubles them.
+        Number of filters in the first stage. The number doubles after each pooling.
 
     Returns
     -------
     Network
-        The network, with initial weights; its output has the shape (classes, H, W).
+        The network, with initial weights. The output has the shape (classes, H, W).
 
     Raises
     ------
@@ -50,9 +50,9 @@ def unet(
 
     Notes
     -----
-    Ronneberger, Fischer and Brox, "U-Net: convolutional networks for biomedical image
-    segmentation", 2015. The paper, like MATLAB's `unet`, has depth 4, 64 filters and no batch
-    normalization; the paper does not pad. The recipe mirrors images in both directions.
+    See Ronneberger, Fischer and Brox, "U-Net: convolutional networks for biomedical image
+    segmentation", 2015. The network of the paper and MATLAB's `unet` have depth 4, 64 filters and
+    no batch normalization. The paper uses no padding. The recipe mirrors images in both directions.
     """
     if depth < 1 or any(side % 2**depth for side in input_shape[1:]):
         raise ValueError(

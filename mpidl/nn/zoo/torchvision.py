@@ -1,13 +1,14 @@
-"""Networks of the package torchvision, with its shapes and names.
+"""Networks from the package torchvision, with the same shapes and corresponding layer names.
 
-A layer has the name of torchvision's module with "_" for ".": "layer1_0_conv1" is
-"layer1.0.conv1". torchvision's published weights can therefore be loaded with
-`dl.load_weights(..., names="torchvision")`. These weights expect RGB images normalized with the
-mean and the standard deviation of ImageNet's channels, `CENTRE` and `DIVISOR`.
+The name of a layer is the name of torchvision's module with "_" instead of ".". For example,
+"layer1_0_conv1" corresponds to "layer1.0.conv1". `dl.load_weights(..., names="torchvision")` can
+therefore load torchvision's published weights. These weights expect RGB images that are normalized
+with the mean and standard deviation of ImageNet's channels, `CENTRE` and `DIVISOR`.
 
-torchvision pools images of other sizes than 224x224 adaptively to a fixed size before the fully
-connected layers. Here, the fully connected layers take the whole feature map, so their weights'
-shape depends on the image size. Initial weights are Glorot uniform, and biases are zero.
+For images of other sizes than 224x224, torchvision pools the feature map adaptively to a fixed size
+before the fully connected layers. In this module, the fully connected layers read the whole feature
+map, so the shape of their weights depends on the image size. Initial weights are Glorot uniform,
+and biases are zero.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DIVISOR = tuple(255 * deviation for deviation in (0.229, 0.224, 0.225))
 
 
 def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
-    """Name layers by their numbers, as torch.nn.Sequential does: features_0, features_1, ..."""
+    """Name layers by numbers, as torch.nn.Sequential does: features_0, features_1, ..."""
     copies: list[Any] = list(layers)
     for i, layer in enumerate(copies):
         layer.name = f"{prefix}_{i}"
@@ -48,10 +49,10 @@ def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
 def alexnet_torchvision(
     input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
 ) -> Network:
-    """Return torchvision's AlexNet: 61,100,840 learnables for 224x224 images of 1000 classes.
+    """Return torchvision's AlexNet, with 61,100,840 learnables for 224x224 images of 1000 classes.
 
-    It has five convolutions without groups and three fully connected layers, and no normalization.
-    `alexnet` is another network, with groups and cross-channel normalization.
+    The network has five convolutions without groups, three fully connected layers, and no
+    normalization. `alexnet` is a different network, with groups and cross-channel normalization.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ def alexnet_torchvision(
 
     Notes
     -----
-    Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
+    See Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
     features = [
         *(Conv2D(11, 64, stride=4, padding=2), ReLU(), MaxPool2D(3, stride=2)),
@@ -83,12 +84,12 @@ def alexnet_torchvision(
     return Network(layers, input_shape, seed=seed)
 
 
-# The number of convolutions in each of VGG's five stages, which end with max pooling.
+# {depth: number of convolutions in each of the five stages of VGG}. Stages end with max pooling.
 VGG_STAGES = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
 def _vgg(depth: int, normalized: bool) -> Callable[..., Network]:
-    """Return a function that creates a VGG network with `depth` layers that have weights."""
+    """Return a function that creates a VGG network with `depth` convolutional and dense layers."""
     name = f"vgg{depth}{'_bn' if normalized else ''}"
 
     def create(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
@@ -128,8 +129,8 @@ def _vgg(depth: int, normalized: bool) -> Callable[..., Network]:
 
     Notes
     -----
-    Simonyan and Zisserman, "Very deep convolutional networks for large-scale image recognition",
-    2015, table 1.
+    See Simonyan and Zisserman, "Very deep convolutional networks for large-scale image
+    recognition", 2015, table 1.
     """
     return create
 
@@ -170,12 +171,12 @@ def _residual_block(
     Parameters
     ----------
     prefix
-        Start of the layers' names.
+        Prefix of the names of the layers.
     before, channels
-        Name of the layer that the block reads, and its number of channels.
+        Name of the layer that the block reads, and number of channels of its output.
     convolutions
-        (size, filters, stride) of each convolution. If the block's input and output shapes differ,
-        a 1x1 convolution projects the input to the output's shape.
+        Size, filters and stride of each convolution. If the input and output shapes of the block
+        differ, a 1x1 convolution projects the input to the output shape.
     """
     layers: list[Layer] = []
     shortcut, total_stride = before, 1
@@ -199,8 +200,8 @@ def _residual_block(
 def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
     """Return ResNet-18, with 11,689,512 learnables for 1000 classes.
 
-    A 7x7 convolution is followed by four stages of residual blocks, with two 3x3 convolutions per
-    block. The convolutions have no bias.
+    The network has a 7x7 convolution and four stages of residual blocks. Each block has two 3x3
+    convolutions. The convolutions have no bias.
 
     Parameters
     ----------
@@ -218,7 +219,7 @@ def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
 
     Notes
     -----
-    He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, table 1.
+    See He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, table 1.
     """
     return _resnet((2, 2, 2, 2), False, input_shape, classes, seed)
 
@@ -246,8 +247,8 @@ def resnet34(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
 def resnet50(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
     """Return ResNet-50, with 25,557,032 learnables for 1000 classes; see `resnet18`.
 
-    A residual block has convolutions of 1x1, 3x3 and 1x1. As in torchvision, the 3x3 convolution
-    halves the rows and columns; in the paper, the first convolution does.
+    A residual block has a 1x1, a 3x3 and another 1x1 convolution. As in torchvision, the 3x3
+    convolution halves the rows and columns. In the paper, the first convolution halves them.
 
     Parameters
     ----------
@@ -271,9 +272,9 @@ def squeezenet1_1(
 ) -> Network:
     """Return SqueezeNet 1.1, with 1,235,496 learnables for 1000 classes.
 
-    A 3x3 convolution is followed by eight fire modules. Each of them squeezes its input by a 1x1
-    convolution, and concatenates a 1x1 and a 3x3 convolution of the result. The network ends with a
-    1x1 convolution and global average pooling.
+    A 3x3 convolution is followed by eight fire modules. A fire module reduces the channels of its
+    input by a 1x1 convolution, and concatenates a 1x1 and a 3x3 convolution of the result. The
+    network ends with a 1x1 convolution and global average pooling.
 
     Parameters
     ----------
@@ -291,8 +292,8 @@ def squeezenet1_1(
 
     Notes
     -----
-    Iandola et al., "SqueezeNet: AlexNet-level accuracy with 50x fewer parameters and <0.5MB model
-    size", 2016. Version 1.1 pools earlier, as in the authors' repository.
+    See Iandola et al., "SqueezeNet: AlexNet-level accuracy with 50x fewer parameters and <0.5MB
+    model size", 2016. Version 1.1, published in the repository of the authors, pools earlier.
     """
     sizes = [(int(n) - 3) // 2 + 1 for n in input_shape[1:]]
     layers: list[Layer] = [
@@ -303,7 +304,7 @@ def squeezenet1_1(
     fires += [(48, 192), (48, 192), (64, 256), (64, 256)]
     for i, fire in enumerate([None, *fires], 2):
         name = f"features_{i}"
-        if fire is None:  # windows may end outside the image, as with ceil_mode in PyTorch
+        if fire is None:  # windows may extend beyond the image, as with ceil_mode in PyTorch
             bottom, right = ((n - 3) % 2 for n in sizes)
             sizes = [(n - 2) // 2 + 1 for n in sizes]
             layers.append(MaxPool2D(3, 2, ((0, bottom), (0, right)), name=name))
@@ -338,7 +339,7 @@ MOBILENET_STAGES = (
 def _conv_norm(
     prefix: str, size: int, filters: int, stride: int = 1, groups: int = 1, norm: str = ""
 ) -> list[Layer]:
-    """Return a convolution and its batch normalization, which has the name `norm` or prefix_1."""
+    """Return a convolution and its batch normalization, named `norm` or by default PREFIX_1."""
     conv = Conv2D(size, filters, stride, size // 2, groups=groups, bias=False)
     conv.name = prefix if norm else f"{prefix}_0"
     return [conv, BatchNorm(name=norm or f"{prefix}_1")]
@@ -347,17 +348,18 @@ def _conv_norm(
 def _inverted_residual(
     prefix: str, before: str, channels: int, expansion: int, filters: int, stride: int
 ) -> list[Layer]:
-    """Return the layers of a block of MobileNetV2; the last one has the name `prefix`.
+    """Return the layers of an inverted residual block of MobileNetV2.
 
     Parameters
     ----------
     prefix
-        Name of the block, and the start of the names of its layers.
+        Prefix of the names of the layers. The addition at the end of a residual block has this
+        name.
     before, channels
-        Name of the layer before the block, and its number of channels.
+        Name of the layer before the block, and number of channels of its output.
     expansion, filters, stride
-        Factor of the number of channels inside the block, the block's number of channels, and the
-        stride of the convolution per channel.
+        Factor by which the block expands the channels, number of output channels, and stride of the
+        3x3 convolution, which filters each channel separately.
     """
     hidden = channels * expansion
     sizes = [(1, 1, 1)] * (expansion > 1) + [(3, stride, hidden)]  # (size, stride, groups)
@@ -375,9 +377,9 @@ def _inverted_residual(
 def mobilenet_v2(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
     """Return MobileNetV2, with 3,504,872 learnables for 1000 classes.
 
-    It consists of inverted residual blocks: a 1x1 convolution expands the channels, a 3x3
-    convolution filters each channel, and another 1x1 convolution reduces them. Activations are
-    clipped to the range from 0 to 6.
+    The network consists of inverted residual blocks. A 1x1 convolution expands the channels, a 3x3
+    convolution filters each channel separately, and another 1x1 convolution reduces the channels.
+    Activations are clipped to the range from 0 to 6.
 
     Parameters
     ----------
@@ -395,7 +397,7 @@ def mobilenet_v2(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: 
 
     Notes
     -----
-    Sandler, Howard, Zhu, Zhmoginov and Chen, "MobileNetV2: Inverted residuals and linear
+    See Sandler, Howard, Zhu, Zhmoginov and Chen, "MobileNetV2: Inverted residuals and linear
     bottlenecks", 2018, table 2.
     """
     layers = [*_conv_norm("features_0", 3, 32, 2), Clip(0, 6, name="features_0_2")]
@@ -423,8 +425,8 @@ NETWORKS: dict[str, Callable[..., Network]] = {
     )
 }
 
-# Training options of torchvision's reference scripts: SGD with momentum, learning rate divided by
-# 10 every 30 epochs. MobileNetV2's learning rate drops by 2 % every epoch.
+# Training options from torchvision's reference scripts: SGD with momentum, and a learning rate that
+# is divided by 10 every 30 epochs. The learning rate of MobileNetV2 drops by 2 % every epoch.
 _RECIPE: dict[str, Any] = {
     "learn_rate_schedule": "piecewise",
     "learn_rate_drop_factor": 0.1,

@@ -1,4 +1,4 @@
-"""The address of the live page: its socket, its URL, and the tunnel that leads to it."""
+"""The address of the live page: the socket, the URL, and the ssh command to reach the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLDEST_BOKEH = (3, 8)  # the first version with DocumentConfig.reconnect_session
 
 
 class Address(NamedTuple):
-    """A listening socket, and the token that opens the page.
+    """A listening socket, and the secret token that the page requires.
 
     Attributes
     ----------
@@ -60,9 +60,9 @@ class Address(NamedTuple):
 
 
 def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Address:
-    """Open the socket of the page; port 0 takes any free port.
+    """Open the socket of the page; port 0 selects any free port.
 
-    `option` is the flag of the port in error messages.
+    `option` is the flag of the port to name in error messages.
 
     Raises
     ------
@@ -85,9 +85,9 @@ def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Addre
 
 
 def tunnel(address: str, port: int) -> str:
-    """Return the ssh command that forwards a port of this host, so that its URL stays the same.
+    """Return the ssh command that forwards a port of this host. The page's URL then works locally.
 
-    In a job of Slurm, the connection goes through the host from which the job was submitted.
+    In a Slurm job, the connection goes through the host from which the job was submitted.
     """
     login, host = os.environ.get("SLURM_SUBMIT_HOST"), socket.gethostname()
     jump = f"-J {login} " if login and login.partition(".")[0] != host.partition(".")[0] else ""
@@ -101,12 +101,12 @@ def tunnel(address: str, port: int) -> str:
 
 
 def _bracketed(address):
-    """Return an address as URLs and ssh write it."""
+    """Return an address in the notation of URLs and ssh."""
     return f"[{address}]" if ":" in address else address
 
 
 def need_bokeh(option: str) -> None:
-    """Raise UserError if Bokeh is not installed or too old; `option` is what needs it."""
+    """Raise UserError, which names `option`, if Bokeh is not installed or is too old."""
     way = pip_install("monitor")
     if importlib.util.find_spec("bokeh") is None:
         raise UserError(f"{option}: expected the package bokeh: {way}")

@@ -1,4 +1,4 @@
-"""Store growing columns of numbers, and reduce them to the points that a curve shows."""
+"""Store growing columns of numbers, and reduce the columns to the points of a curve."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Columns:
         return np.array(self._columns[name])
 
     def last(self, name: str) -> float:
-        """Return the last number of a column; NaN if the column is empty."""
+        """Return the last number of a column, or NaN if the column is empty."""
         return self._columns[name][-1] if len(self) else math.nan
 
     def recent_mean(self, name: str, rows: int = 20) -> float:
-        """Return the mean of the last numbers of a column; NaN if there are none."""
+        """Return the mean of the finite numbers in the last rows of a column, or NaN."""
         values = [value for value in self._columns[name][-rows:] if math.isfinite(value)]
         return sum(values) / len(values) if values else math.nan
 
@@ -55,7 +55,7 @@ class Columns:
 
 
 def number(value: object) -> float:
-    """Convert a value of a record to a float; NaN if it is not a number."""
+    """Convert a value of a record to a float, or to NaN if the value is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -65,7 +65,7 @@ def number(value: object) -> float:
 
 
 def binned(values: np.ndarray, limit: int = POINTS) -> np.ndarray:
-    """Average runs of consecutive numbers so that at most `limit` remain; NaNs are left out.
+    """Average runs of consecutive numbers, ignoring NaNs, so that at most `limit` numbers remain.
 
     The length of the runs is a power of two, so that points stay in place while the array grows.
     """
@@ -82,7 +82,7 @@ def binned(values: np.ndarray, limit: int = POINTS) -> np.ndarray:
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    """Return the exponential moving average of an array; NaNs are left out.
+    """Return the exponential moving average of an array; NaNs are ignored.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
         The numbers.
     weight : float
         Weight of the previous average, from 0 (no smoothing) to below 1. The first averages are
-        corrected for their missing predecessors.
+        corrected for the missing previous numbers.
     """
     averages, total, norm = [], 0.0, 0.0
     for value in values.tolist():

@@ -1,4 +1,4 @@
-"""The figures of the live page."""
+"""Create the figures of the live page with Bokeh."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bokeh.plotting import figure
 from mpidl.report.plots import FAINT, TRAINING, VALIDATION
 
 HEIGHT = 260
-# The curves, the validations and the colour of a run.
+# Data of a run: (curves, validations, colour).
 Sources = tuple[ColumnDataSource, ColumnDataSource, str]
 
 
 def colours(count: int) -> list[str]:
-    """Return a colour for each of `count` runs; a single run has the colour of progress.png."""
+    """Return a colour for each of `count` runs; a single run gets the colour of progress.png."""
     if count == 1:
         return [TRAINING]
     return [Category10_10[i % len(Category10_10)] for i in range(count)]
@@ -39,7 +39,7 @@ def scores(
     name : {"loss", "accuracy"}
         Column of the sources.
     sources : sequence
-        For each run: its curves, its validations and its colour.
+        One `Sources` tuple per run.
     unit : str, optional
         Label of the y axis.
     y_axis_type : {"linear", "log"}
@@ -76,7 +76,7 @@ def speed(sources: Sequence[Sources]) -> Any:
 
 
 def _draw_curves(plot, name, sources):
-    """Draw a column of each run faintly, and its moving average above."""
+    """Draw a column of each run in a faint colour, with its moving average on top."""
     for curves, _, colour in sources:
         faint = {"color": FAINT} if len(sources) == 1 else {"color": colour, "alpha": 0.18}
         plot.line("x", name, source=curves, line_width=1, **faint)
@@ -85,7 +85,7 @@ def _draw_curves(plot, name, sources):
 
 
 def _figure(y_axis_type, name):
-    """Return an empty figure as wide as its place on the page."""
+    """Return an empty figure that fills the width of its section on the page."""
     plot = figure(
         height=HEIGHT,
         sizing_mode="stretch_width",

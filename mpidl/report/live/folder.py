@@ -1,4 +1,4 @@
-"""Access to the files of one folder, and to no file outside of it."""
+"""Access the files in one folder, and no file outside of it."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO  # link, socket
 
 
 class Folder:
-    """A folder that need not exist yet. Symbolic links inside it are not followed.
+    """A folder, which need not exist yet. Symbolic links inside the folder are not followed.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class Folder:
     def read(self, name: str, use: Callable[[int, os.stat_result], T]) -> T | None:
         """Open a file and return `use(descriptor, status)`.
 
-        Return None if there is no such file, or if it is not a regular file, such as a symbolic
+        Return None if the file does not exist, or if it is not a regular file, such as a symbolic
         link. Raise OSError if the file cannot be read now.
         """
         flags = os.O_RDONLY | os.O_CLOEXEC
@@ -50,7 +50,7 @@ class Folder:
                 os.close(descriptor)
 
     def content(self, name: str) -> bytes | None:
-        """Return the first MAX_BYTES of a file; otherwise like `read`."""
+        """Return the first MAX_BYTES of a file; see `read` for errors."""
         return self.read(name, lambda descriptor, status: os.read(descriptor, MAX_BYTES))
 
     def why_no_stop(self) -> str | None:
@@ -62,7 +62,7 @@ class Folder:
         return None
 
     def request_stop(self, moment: str) -> str | None:
-        """Request a stop, `stop_file.NOW` or `EPOCH`; return the reason if that fails."""
+        """Request a stop at `stop_file.NOW` or `EPOCH`. Return the reason if the request fails."""
         try:
             stop_file.request(self.path, moment)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The page of a server session: curves of all runs, a row per run with its buttons."""
+"""The live page of one browser session: curves of all runs, and a row with buttons per run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mpidl.report.progress.rows import clock
 UPDATE_MILLISECONDS = 1000
 AXES = {"iteration": "iteration", "epoch": "epoch", "time (s)": "seconds"}
 SMOOTHED = ("loss", "accuracy", "images_per_second")
-LOG_RATIO = 20  # ratio of the largest to the smallest loss from which the scale is logarithmic
-# Show that the connection is lost, and load the page again once the server answers.
+LOG_RATIO = 20  # above this ratio of the largest to the smallest loss, the scale is logarithmic
+# JavaScript: show that the connection is lost, and reload the page once the server answers.
 LOST = """
 document.getElementById("lost").hidden = false;
 const reload = (answer) => answer.ok ? location.reload() : retry();
@@ -53,7 +53,7 @@ ROW_STYLE = """
 
 
 class Page:
-    """The models of a session and their updates.
+    """The Bokeh models of a session. `update` refreshes them.
 
     Parameters
     ----------
@@ -88,7 +88,8 @@ class Page:
         document.template = _template()
         count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
         document.template_variables.update(count=count, legend=_legend(len(runs)))
-        # Bokeh restores a connection only for minutes, and not the arrays of the figures.
+        # Bokeh can restore a connection only within minutes, and does not restore the figures'
+        # arrays.
         document.config.reconnect_session = False
         document.js_on_event("connection_lost", CustomJS(code=LOST))
         self.update()
@@ -122,7 +123,7 @@ class Page:
         linear.visible, logarithmic.visible = not is_logarithmic, is_logarithmic
 
     def _suggest_scale(self):
-        """Use the log scale once the losses differ much, unless the reader has chosen a scale."""
+        """Use the log scale once the losses differ greatly, unless the user has chosen a scale."""
         if self.is_scale_chosen or self.log_scale.active:
             return
         losses = np.concatenate([source.data["loss_smooth"] for source in self.curves])
@@ -171,7 +172,7 @@ class Page:
         }
 
     def update(self) -> None:
-        """Read the runs and send what has changed."""
+        """Read the runs, and send all changes to the browser."""
         self.document.hold("combine")
         for i, run in enumerate(self.runs):
             run.poll()

@@ -1,4 +1,4 @@
-"""The server of the live page as a process beside rank 0, which ends with the training."""
+"""The server of the live page as a separate process, which ends with the training."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mpidl import side_process
 from mpidl.report.live.address import Address
 from mpidl.report.live.run import runs_of
 
-EXIT_SECONDS = 2.0  # after this long, the server no longer waits for open pages
+EXIT_SECONDS = 2.0  # longest time that the server waits for open pages at the end
 
 
 class PageProcess:
-    """The process of the server. It ends when `close` is called or when this process ends.
+    """The process of the server. It ends when `close` is called or when the calling process ends.
 
     Parameters
     ----------
     folder : str
         The folder of the run.
     address : Address
-        The address of the page. The socket is handed over to the process, and may be connected to
-        before the process serves it.
+        The address of the page. The socket is passed to the process. Browsers may connect before
+        the process serves the page.
     """
 
     def __init__(self, folder: str, address: Address) -> None:
@@ -42,13 +42,13 @@ class PageProcess:
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Let the server show the last state of the run and end."""
+        """Let the server show the last state of the run, and then end."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
 
 def main() -> int:
-    """Serve the page until stdin ends, which rank 0 holds open."""
+    """Serve the page until stdin ends. Rank 0 keeps stdin open."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     runs = runs_of(sys.argv[2:])
     side_process.give_way()
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _watch(servers):
-    """When stdin ends, end the server, or the process if it is still importing."""
+    """When stdin ends, stop the server and end the process."""
     sys.stdin.read()
     if servers:
         servers[0].stop()

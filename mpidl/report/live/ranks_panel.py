@@ -21,7 +21,7 @@ from mpidl.report.live.curves import number
 from mpidl.report.live.run import LiveRun
 from mpidl.text import printable
 
-# {name of the phase in a record: (colour, text)}, in the order of the bars from the left
+# {phase in a record: (colour, text)}, in the order of the bars from left to right
 PHASES = {
     "compute": ("#2c6fbb", "compute"),
     "input": ("#74a85a", "wait for data"),
@@ -48,7 +48,7 @@ class RanksPanel:
     Parameters
     ----------
     runs : sequence of LiveRun
-        The runs. The reader of the page selects one of them.
+        The runs. The user of the page selects one run.
     """
 
     def __init__(self, runs: Sequence[LiveRun]) -> None:
@@ -106,7 +106,7 @@ class RanksPanel:
         self.bars.visible = self.table.visible = is_shown
 
     def update(self) -> None:
-        """Show the last record of the selected run, if it has changed."""
+        """Show the last record of the selected run, if the record has changed."""
         record = self.runs[int(self.select.value)].ranks
         if record is self.record:
             return
@@ -136,8 +136,8 @@ def _table(data):
 def columns_of(record: dict[str, Any]) -> dict[str, Any]:
     """Return the columns of the table and of the bars for a "ranks" record.
 
-    Times become per cent of the time that the record covers, and memory is in MB. The columns are
-    empty if the record has no ranks.
+    Times are converted to percentages of the time that the record covers, and memory to MB. The
+    columns are empty if the record has no ranks.
     """
     count = len(_list(record, "compute"))
     data: dict[str, Any] = {"rank": np.arange(count)}

@@ -1,4 +1,4 @@
-"""The state of a run, as read from the files in its folder."""
+"""Read the state of a run from the files in its folder, while the run writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpidl.report.progress.rows import clock
 from mpidl.text import printable
 
 POLL_SECONDS = 0.5  # shortest time between two checks of a folder
-SILENT_SECONDS = 60.0  # after so long without a record, the page says so
+SILENT_SECONDS = 60.0  # after this time without a record, the page says so
 COLUMNS = (
     *("epoch", "iteration", "loss", "accuracy", "learning_rate", "images_per_second"),
     "seconds",
@@ -29,7 +29,7 @@ RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 
 
 class LiveRun:
-    """A run that is read while it is written.
+    """A run whose files are read while the run writes them.
 
     Parameters
     ----------
@@ -43,13 +43,13 @@ class LiveRun:
     iterations, validations : Columns
         Numbers of each iteration and of each validation, in the columns `COLUMNS`.
     ranks : dict or None
-        The last record of kind "ranks".
+        The last record of the kind "ranks".
     status : Status or None
         The content of status.json.
     summary : dict or None
-        The content of summary.json; None until the run has ended with these results.
+        The content of summary.json; None until the run has ended and written it.
     request : str or None
-        The stop that was requested. The request stays until the end of the run.
+        The requested stop: `stop_file.NOW`, `EPOCH` or None. It stays until the end of the run.
     version : int
         Number that increases when the records change.
     """
@@ -73,7 +73,7 @@ class LiveRun:
         if now - self.poll_time < POLL_SECONDS and not at_once:
             return
         self.poll_time = now
-        with contextlib.suppress(OSError):  # a file system that does not answer may answer later
+        with contextlib.suppress(OSError):  # the file system may answer later
             self._read(now)
 
     def _read(self, now):
@@ -105,7 +105,7 @@ class LiveRun:
             self.ranks = record
 
     def _current_summary(self):
-        """Return the content of summary.json, if it describes this end of the run."""
+        """Return the content of summary.json if it describes the current end of the run."""
         try:
             summary = json.loads(self.folder.content("summary.json") or b"")
         except (ValueError, RecursionError):
@@ -122,12 +122,12 @@ class LiveRun:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the run has written nothing for a while."""
+        """Whether the run has written nothing for `SILENT_SECONDS`."""
         return time.monotonic() - self.news_time > SILENT_SECONDS
 
     @property
     def iterations_per_epoch(self) -> int:
-        """Number of iterations per epoch; without a status, those of the first epoch so far."""
+        """Number of iterations per epoch. Without a status: the iterations of epoch 1 so far."""
         if self.status is not None and self.status.iterations_per_epoch:
             return self.status.iterations_per_epoch
         return max(1, int((self.iterations.column("epoch") == 1).sum()))
@@ -177,19 +177,19 @@ class LiveRun:
         return f"{text}, test accuracy {accuracy:.4f}" if math.isfinite(accuracy) else text
 
     def why_no_stop(self) -> str | None:
-        """Return the reason why the page cannot stop the run, or None if it can."""
+        """Return the reason why the page cannot stop the run, or None if the page can."""
         if self.has_ended:
             return "the run has ended"
         return self.folder.why_no_stop()
 
 
 def runs_of(paths: Sequence[str]) -> list[LiveRun]:
-    """Return the runs in folders; a folder that does not exist yet may appear later.
+    """Return a `LiveRun` for each folder. A folder may appear later.
 
     Raises
     ------
     UserError
-        If a path is a file, or a folder with other files than those of a run.
+        If a path is a file, or if a folder has files but no files of a run.
     """
     for path in paths:
         _check(path)
@@ -199,7 +199,7 @@ def runs_of(paths: Sequence[str]) -> list[LiveRun]:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest ends of absolute paths that differ, such as "digits" or "a/digits"."""
+    """Return the shortest distinct ends of absolute paths, such as "digits" or "a/digits"."""
     parts = [path.strip(os.sep).split(os.sep) for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = [os.sep.join(part[-count:]) or os.sep for part in parts]

@@ -1,4 +1,4 @@
-"""The server of the live page: Bokeh's server, which requires a token."""
+"""The server of the live page: Bokeh's server, restricted to requests with a token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpidl.report.live.run import LiveRun
 LAST_SECONDS = 0.3  # time for the last update of open pages at the end
 REFUSAL = "mpidl: wrong or missing token: open the URL that the command printed\n"
 COMPONENTS = ("bokeh", "bokeh-widgets")
-# Limits for requests without the token. The page sends only messages of its websocket.
+# Limits against requests without the token. The page itself sends only websocket messages.
 LIMITS: dict[str, Any] = {
     "max_body_size": 1 << 16,
     "body_timeout": 10,
@@ -44,22 +44,22 @@ class Refusal(RequestHandler):
         self.finish(REFUSAL)
 
     def check_xsrf_cookie(self) -> None:
-        """Accept requests without a cookie, which `prepare` refuses."""
+        """Do not require a cookie, because `prepare` refuses every request."""
 
 
 class GuardedApplication(BokehTornado):
     """Bokeh's application, which answers only requests with the token.
 
-    The scripts of Bokeh, which are the same for everybody, need no token. No other file can be
-    requested: the page is the only path.
+    Bokeh's scripts contain no data of runs and need no token. No other file can be
+    requested, because the page is the only path.
 
     Parameters
     ----------
     application : Application
         The application that makes the page of a session.
     token : str
-        The token that the URL of the page contains. Pages of other servers do not know it, so the
-        websocket accepts any origin: a browser may reach the page by any name of the host.
+        The token in the URL of the page. Pages of other servers do not know the token, so the
+        websocket accepts any origin, and a browser may use any name of the host.
     """
 
     def __init__(self, application: Application, token: str) -> None:
@@ -73,13 +73,13 @@ class GuardedApplication(BokehTornado):
         )
 
     def resources(self, absolute_url: str | bool | None = None) -> Resources:
-        """Return the scripts of the page: only those that it needs."""
+        """Return only the scripts that the page needs."""
         scripts = super().resources(absolute_url)
         scripts.components = [name for name in scripts.components if name in COMPONENTS]
         return scripts
 
     def find_handler(self, request: HTTPServerRequest, **keywords: Any) -> Any:
-        """Return the handler of a request, which refuses a request without the token."""
+        """Return the handler of a request, which is `Refusal` if the request has no token."""
         if self._is_script(request) or self._has_token(request):
             return super().find_handler(request, **keywords)
         return self.get_handler_delegate(request, Refusal)
@@ -138,7 +138,7 @@ class MonitorServer:
             asyncio.get_running_loop().add_signal_handler(number, self._finish)
 
     def stop(self) -> None:
-        """Update the open pages a last time and end `run`. Any thread may call this method."""
+        """Update the open pages one last time and end `run`. Any thread may call this method."""
         self.loop.add_callback(self._finish)
 
     def _finish(self):

@@ -1,4 +1,4 @@
-"""Read a growing metrics.jsonl piece by piece."""
+"""Read a growing metrics.jsonl in pieces."""
 
 import json
 import os
@@ -7,9 +7,9 @@ from typing import Any
 from mpidl.report.live.folder import Folder
 
 FILE = "metrics.jsonl"
-PIECE = 4 << 20  # bytes per call, so that a long file does not block the server
+PIECE = 4 << 20  # largest number of bytes per call, so that a long file does not block the server
 MAX_LINE = 64 << 20  # longer lines are skipped
-OVERLAP = 256  # bytes before the position that must not change
+OVERLAP = 256  # bytes before the position; if they change, the file has been rewritten
 
 
 class Tail:
@@ -40,11 +40,11 @@ class Tail:
         Returns
         -------
         records : list of dict
-            The new records. Incomplete and damaged lines are left out; an incomplete last line is
-            returned once it is complete.
+            The new records. Incomplete and damaged lines are skipped; an incomplete last line is
+            returned after it has been completed.
         has_restarted : bool
-            Whether the records are the first of the file, because the file is new or because a
-            resumed run has removed the end of the old one.
+            Whether the records start at the beginning of the file, because the file is new or
+            because a resumed run has removed the end of the old file.
 
         Raises
         ------
@@ -62,7 +62,7 @@ class Tail:
         identity = status.st_dev, status.st_ino
         overlap = os.pread(descriptor, len(self.before), self.position - len(self.before))
         has_restarted = self.identity != identity or overlap != self.before
-        # After an error of a read, nothing has changed.
+        # If this read fails, the state has not changed.
         piece = os.pread(descriptor, PIECE, 0 if has_restarted else self.position)
         if has_restarted:
             self._restart()
@@ -81,7 +81,7 @@ class Tail:
 
 
 def _record(line):
-    """Return the record of a line, or None if the line is not a record."""
+    """Parse a line. Return None if it is not a record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Build HTML and SVG from elements; all text is escaped when the page is written."""
+"""Build HTML and SVG from elements. All text is escaped when the page is written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Content: TypeAlias = Element | str | None
 
 
 def element(tag: str, *children: Content, **attributes: str) -> Element:
-    """Return an element with these children; strings become text, and None is left out.
+    """Return an element with these children; strings become text, and None is skipped.
 
     Characters that cannot be printed are escaped, in texts and attributes.
 
-    An underscore at the end of an attribute's name is removed, and others become dashes: `class_`,
-    `text_anchor`.
+    An underscore at the end of an attribute's name is removed, and other underscores become
+    dashes. For example, `class_` is class, and `text_anchor` is text-anchor.
     """
     node = Element(tag)
     for name, value in attributes.items():
@@ -40,7 +40,7 @@ def table(
 ) -> Element:
     """Return a table that scrolls on a narrow screen. The first cell of each row is its heading.
 
-    A cell that is a `td` or `th` element is used as it is.
+    A cell that is a `td` or `th` element is used unchanged.
     """
     body = element("tbody", *(element("tr", *_cells(row)) for row in rows))
     is_empty = all(text == "" for text in head)
@@ -59,7 +59,7 @@ def _cell(tag, content):
 
 
 def page(title: str, style: str, *sections: Content) -> bytes:
-    """Return a complete HTML page, which loads nothing and runs no script."""
+    """Return a complete HTML page that loads no other file and runs no script."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = element(
         "head",

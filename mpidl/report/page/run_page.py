@@ -1,4 +1,4 @@
-"""Write a page about one run, or about several beside each other: curves, options, confusion."""
+"""Write an HTML page about one run, or a comparison of several: curves, options, confusion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpidl.report.run_files import TIMES, ConfusionTable, RunFiles
 
 MAX_CLASSES = 30  # with more classes, a page lists the most frequent confusions only
 MAX_PAIRS = 20
-# Name, whether larger is better (None: neither), and number of decimals.
+# {name: (whether larger is better, number of decimals)}.
 RESULTS: dict[str, tuple[bool | None, int | None]] = {
     "accuracy": (True, 4),
     "loss": (False, 4),
@@ -66,7 +66,7 @@ details summary { cursor: pointer; color: var(--dim); margin: 8px 0; }
 
 
 def render(runs: Sequence[RunFiles]) -> bytes:
-    """Return an HTML page about runs, which needs no other file and no script."""
+    """Return an HTML page about runs. The page needs no other file and no script."""
     names = names_of(runs)
     is_single = len(runs) == 1
     title = f"Run {names[0]}" if is_single else f"{len(runs)} runs"
@@ -86,7 +86,7 @@ def render(runs: Sequence[RunFiles]) -> bytes:
 
 
 def names_of(runs: Sequence[RunFiles]) -> list[str]:
-    """Return a name per run: the last parts of its path by which it differs from the others."""
+    """Return a name per run: the shortest end of its path that no other run has."""
     parts = [run.folder.rstrip("/").split("/") for run in runs]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -200,17 +200,27 @@ def _curves(runs, names):
             for run, name, colour in zip(runs, names, colours, strict=True)
         ]
         charts.append(svg_charts.chart(title, lines))
+    series = [run.history.validation for run in runs]
+    for metric in dict.fromkeys(name for validation in series for name in validation.metrics):
+        lines = [
+            svg_charts.Line(
+                "" if len(runs) == 1 else name, _metric_points(validation, metric), colour
+            )
+            for validation, name, colour in zip(series, names, colours, strict=True)
+            if metric in validation.metrics
+        ]
+        charts.append(svg_charts.chart(f"Validation: {metric}", lines))
     return element("div", *charts, class_="charts")
 
 
 def _lines(run, field, prefix, colour):
-    """Return the lines of a run: its mini-batches if it is alone, its epochs, its validations."""
+    """Return the lines of a run: epochs, validations and, for a single run, mini-batches."""
     history, factor = run.history, 100 if field == "accuracy" else 1
     single = not prefix
     lines = []
     for kind, title, style in (
         ("iteration", "mini-batches", "faint"),
-        ("epoch", "training, mean of epoch", "line"),
+        ("epoch", "training, mean over the epoch", "line"),
         ("validation", "validation", "dashed"),
     ):
         series = getattr(history, kind)
@@ -227,8 +237,14 @@ def _points(series, field, factor=1):
     return list(zip(series.iteration.tolist(), values.tolist(), strict=True))
 
 
+def _metric_points(validation, metric):
+    return list(
+        zip(validation.iteration.tolist(), validation.metrics[metric].tolist(), strict=True)
+    )
+
+
 def _options(runs, names):
-    """Return a table of the options that differ or are not defaults, and a table of the others."""
+    """Return a table of options that differ between runs or from defaults, and one of the rest."""
     if not any(run.options for run in runs):
         return []
     everything = list(dict.fromkeys(name for run in runs for name in run.options))
@@ -248,7 +264,7 @@ def _options(runs, names):
         for row in top.iter("tr") if not is_single else ():
             if row[0].tag == "th" and row[0].text in first:
                 row.set("class", "differs")
-    folded = "Options with their defaults" if is_single else "Options that are the same"
+    folded = "Options at their default values" if is_single else "Options that are the same"
     folded_rows = [element("summary", f"{folded} ({len(rest)})")]
     folded_rows.append(table(head, [_option_row(runs, name) for name in rest], "options"))
     return [top, element("details", *folded_rows) if rest else None]
@@ -286,7 +302,7 @@ def _confusions(runs, names):
 def _confusion(confusion: ConfusionTable) -> list[Content]:
     counts, classes = confusion.counts, confusion.classes
     labels = int(counts.sum())
-    text = f"Accuracy {confusion.accuracy:.4f} of {labels} labels."
+    text = f"Accuracy {confusion.accuracy:.4f} on {labels} labels."
     if len(classes) > MAX_CLASSES:
         errors = counts * (1 - np.eye(len(classes), dtype=np.int64))
         order = np.argsort(-errors, axis=None, kind="stable")[:MAX_PAIRS]
@@ -326,7 +342,7 @@ def _devices(runs, names):
 
 
 def _rank_table(ranks):
-    """Return the table of the ranks: their device, memory, and shares of the time."""
+    """Return a table with the device, the memory and the time shares of each rank."""
     rows = []
     for i, rank in enumerate(ranks):
         duration = max(sum(rank[name] for name in TIMES), 1e-9)

@@ -1,4 +1,4 @@
-"""The line at the bottom of a terminal that shows how far a run is."""
+"""The line at the bottom of a terminal that shows the progress of a run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mpidl.report.progress.terminal import terminal_width
 if TYPE_CHECKING:
     from rich.text import Text
 
-MIN_BAR = 8  # columns; fields are left out if the bar would be shorter
+MIN_BAR = 8  # columns; fields are omitted if the bar would be shorter
 SEPARATOR = "  "
 
 
 class Field(NamedTuple):
-    """A text beside the bar. Fields with the highest `rank` are left out first; 0 stays."""
+    """A text next to the bar. Fields with the highest `rank` are omitted first, rank 0 never."""
 
     text: str
     rank: int = 0
 
 
 class BottomLine:
-    """A line of text that stays below everything else that is printed to a terminal.
+    """A line of text that stays below all other output on a terminal.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class BottomLine:
 
         self.console: Any = rich.console.Console(file=stream, force_terminal=True, width=width)
         # The console decides when to draw, so no thread of rich competes with the computation.
-        # Other output appears above the line, unless stdout leads to a file or a pipe.
+        # Other output appears above the line, unless stdout is a file or a pipe.
         is_shown = stream is sys.stdout or terminal_width(sys.stdout) > 0
         self.live: Any = rich.live.Live(
             console=self.console, auto_refresh=False, transient=True, redirect_stdout=is_shown
@@ -48,7 +48,7 @@ class BottomLine:
         self.console.show_cursor(True)  # a killed job could not show a hidden cursor again
 
     def draw(self, width: int, label: str, fraction: float | None, fields: Sequence[Field]) -> None:
-        """Draw the line in a number of columns; see `compose`."""
+        """Draw the line; see `compose` for the parameters."""
         self.console.width = width
         bar = "━━" if self.console.encoding.startswith("utf") else "#-"
         if bar == "━━" and (self.console.no_color or self.console.color_system is None):
@@ -76,16 +76,16 @@ def compose(
     label : str
         Text on the left; may be empty.
     fraction : float, optional
-        Part of the bar that is filled, from 0 to 1. Without it, the line has no bar.
+        Filled fraction of the bar, from 0 to 1. None draws no bar.
     fields : sequence of Field
         Texts on the right.
     bar : str
-        The two characters of the filled part and of the rest of the bar.
+        Two characters: for the filled part, and for the rest of the bar.
 
     Returns
     -------
     rich.text.Text
-        A text of at most `width` columns, and exactly `width` columns with a bar.
+        A text of at most `width` columns; with a bar, exactly `width` columns.
     """
     from rich.text import Text
 

@@ -15,7 +15,7 @@ from mpidl.report.progress.rows import Scores
 from mpidl.report.progress.stage import Stage, Ticker
 from mpidl.report.progress.terminal import terminal_width
 
-BAR_SECONDS = 0.2  # shortest time between two updates of the bar by iterations
+BAR_SECONDS = 0.2  # shortest time between two updates of the bar after iterations
 TICK_SECONDS = 0.5  # time between two updates while no iteration ends
 LINE_SECONDS = 5.0  # shortest time between two iteration lines in a log
 SILENT_SECONDS = 9.0  # after this time without a line, a log gets a line at the next tick
@@ -25,16 +25,16 @@ class Console:
     """Prints the output of a run to a terminal or a log.
 
     The methods do nothing on ranks other than 0. A console is a context manager that removes the
-    bar on exit. A thread shows how long a stage or an iteration takes, so that the output never
-    rests for more than 10 s.
+    bar on exit. During a long stage or iteration, a thread prints the elapsed time, so that the
+    output is never silent for more than 10 s.
 
     Parameters
     ----------
     rank : int
         Rank of this process.
     verbose_every : int
-        Number of iterations between two lines in a log, which has at most one such line per 5 s.
-        If 0, no iterations are printed in a log.
+        Number of iterations between two lines in a log. A log has at most one such line per 5 s.
+        If 0, a log has no lines for iterations.
     progress : bool
         Whether to print iterations, validations, epochs and stages. Other lines are always printed.
     stream : file, optional
@@ -59,19 +59,19 @@ class Console:
         self.epochs, self.iterations, self.completed, self.has_validation = 0, 0.0, 0, False
         self.depth = 0  # number of nested `with` blocks; the end of the outermost removes the bar
         self.first_epoch = 1
-        self.is_started = False  # whether the run has started, and not yet finished
+        self.is_started = False  # whether the run has started and not finished
         self.stages: list[Stage] = []  # the current stage is last
         self.bar: BottomLine | None = None
         self.table: rows.Table | None = None
         self.last: tuple[int, int, float, float, float | None] | None = None
         self.last_printed = None  # arguments of the last call that printed a line
-        self.pace: tuple[float, int] | None = None  # (time, iteration) after the first
+        self.pace: tuple[float, int] | None = None  # (time, iteration) after the first iteration
         self.iteration_time = self.draw_time = self.line_time = time.monotonic()
         self.lock = threading.RLock()  # the ticker prints as well
         self.ticker: Ticker | None = None
 
     def take_over(self) -> None:
-        """Print from now on, because this rank has become rank 0; do nothing if it already was."""
+        """Start printing after this rank has become rank 0. Do nothing if it already was rank 0."""
         if self.stream is None:
             self.stream = sys.stdout
             self.width = terminal_width(self.stream) if self.follows_terminal else self.width
@@ -95,7 +95,7 @@ class Console:
                 self._draw()
                 self.bar.print(text)
             else:
-                self.stream.write(f"{text}\n")  # in one write: no other output divides it
+                self.stream.write(f"{text}\n")  # one write, which other output cannot split
                 self.stream.flush()
 
     def header(self, **facts: object) -> None:
@@ -111,7 +111,7 @@ class Console:
         epoch: int = 1,
         has_validation: bool = False,
     ) -> None:
-        """Show the bar, if the output is a terminal.
+        """Record the start of the run, and show the bar if the output is a terminal.
 
         Parameters
         ----------
@@ -137,22 +137,22 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, name: str, images: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show a part of the run as long as the `with` block runs.
+        """Show a stage of the run while the `with` block runs.
 
-        A terminal shows the name, the progress and the time beside the bar. A log gets a line if it
-        had none for 9 s.
+        A terminal shows the name, the progress and the time next to the bar. A log gets a line if
+        it had none for 9 s.
 
         Parameters
         ----------
         name : str
             Name of the stage, such as "validation".
         images : int
-            Number of images that the stage processes, 0 if they are not counted.
+            Number of images that the stage processes; 0 if images are not counted.
 
         Yields
         ------
         callable
-            Function to call with the number of images that have been processed.
+            Function to call with the number of processed images.
         """
         stage = Stage(name, images)
         if self.stream is None or not self.progress:
@@ -197,7 +197,7 @@ class Console:
                 self.last_iteration()
 
     def last_iteration(self) -> None:
-        """Print a line for the last iteration unless it has already been printed."""
+        """Print a line for the last iteration unless that line has already been printed."""
         if not self.progress or self.last is None or self.last is self.last_printed:
             return
         self.last_printed = self.last
@@ -226,9 +226,9 @@ class Console:
         loss, accuracy : float
             Mean loss and accuracy over the images of the epoch. The accuracy may be None.
         images_per_second : float
-            Training speed.
+            Training speed in images per second.
         seconds : float
-            Time since the start of the run.
+            Time since the start of the run, in seconds.
         validation : Evaluation, optional
             The validation at the end of the epoch.
         """
@@ -307,7 +307,7 @@ class Console:
             self.ticker.start()
 
     def _tick(self):
-        """Show how long the current stage or iteration takes, if nothing else has been shown."""
+        """Show the time of the current stage or iteration, if nothing was shown recently."""
         with self.lock:
             now = time.monotonic()
             if self.width:
@@ -330,7 +330,7 @@ class Console:
             self.line(f"{text} ({now - self.iteration_time:.0f} s)")
 
     def _stage(self):
-        """Return the current stage, which is the first iteration until that has ended."""
+        """Return the current stage or None. The first iteration counts as a stage until it ends."""
         if self.stages:
             return self.stages[-1]
         if not self.is_started or self.last is not None:
@@ -364,7 +364,7 @@ class Console:
         self.bar.draw(self.width, label, iteration / max(self.iterations, 1), fields)
 
     def _time_left(self, now, iteration):
-        """Return the remaining time of the run at its mean pace; "" if there is no pace yet."""
+        """Return the remaining time of the run at its mean speed, or "" if the speed is unknown."""
         if self.pace is None or iteration <= self.pace[1]:
             return ""
         seconds = (self.iteration_time - self.pace[0]) / (iteration - self.pace[1])

@@ -1,4 +1,4 @@
-"""Show a run in a notebook while it trains: rank 0 records it, the notebook's process draws it.
+"""Show a run in a notebook while it trains: rank 0 writes records, and the notebook draws them.
 
 `dl.launch` calls `record_in` on rank 0. Each training then writes a file of JSON lines to the
 folder of the launch, which the launching process reads.
@@ -17,16 +17,16 @@ from mpidl.report import plots, svg_charts
 from mpidl.report.metrics import number
 from mpidl.report.progress import rows
 
-FLUSH_SECONDS = 0.3  # longest time that rank 0 holds back a record
+FLUSH_SECONDS = 0.3  # longest time that rank 0 buffers a record
 DRAW_SECONDS = 0.5  # shortest time between two drawings
 CHART_SIZE = 430, 230  # pixels
-PREFIX = "live-"  # beginning of the files' names; a number follows
+PREFIX = "live-"  # a file name is this prefix and a number
 
 _folder: str | None = None
 
 
 def record_in(folder: str) -> None:
-    """Have each following training of this process write its progress to a folder."""
+    """Let each following training of this process write its progress to a folder."""
     global _folder
     _folder = folder
 
@@ -46,7 +46,7 @@ class Recorder:
         self.file, self.flush_time = open(path, "w"), 0.0
 
     def write(self, kind: str, **values: float | str | None) -> None:
-        """Append a record. Numbers that are not finite are written as null."""
+        """Append a record. Write numbers that are not finite as null."""
         record: dict[str, float | str | None] = {"kind": kind}
         record |= {k: v if isinstance(v, str) else number(v) for k, v in values.items()}
         self.file.write(json.dumps(record) + "\n")
@@ -90,7 +90,7 @@ class Run:
             elif kind == "validation":
                 self.validation = record
             x = record["iteration"]
-            if kind == "epoch":  # its mean is drawn at the middle of its iterations
+            if kind == "epoch":  # the mean of an epoch is drawn at the middle of its iterations
                 x, self.epoch_start = (self.epoch_start + x) / 2, x
             for name in ("loss", "accuracy"):
                 if record[name] is not None:
@@ -98,7 +98,7 @@ class Run:
                     curve.add(x, record[name])
 
     def end(self) -> None:
-        """Stop the clock, and read no more."""
+        """Stop the clock, and stop reading."""
         if not self.end_time:
             self.end_time = time.monotonic()
             self.file.close()
@@ -129,10 +129,10 @@ class Run:
         return texts
 
     def html(self) -> str:
-        """Return the curves of loss and accuracy, and a line of numbers above them."""
+        """Return HTML with the curves of loss and accuracy, below a line of numbers."""
         x_end = self.last["iteration"] if self.last else 1.0
         if not self.end_time:
-            x_end = min(1.25 * x_end, self.iterations)  # space for the rest
+            x_end = min(1.25 * x_end, self.iterations)  # space for later iterations
         charts = [
             svg_charts.chart(name, self._lines(name), log=log, ends=(x_end, y_end), size=CHART_SIZE)
             for name, log, y_end in (("loss", True, None), ("accuracy", False, 1.0))
@@ -160,7 +160,7 @@ class Run:
 
 
 class LiveDisplay:
-    """Displays of the trainings of a launch in the output of a notebook's cell.
+    """Shows the trainings of a launch in the output of a notebook cell.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ class LiveDisplay:
         self.runs: dict[str, tuple[Run, Any]] = {}  # {file: (run, its IPython display)}
 
     def update(self, is_last: bool = False) -> None:
-        """Draw what is new, at most once per `DRAW_SECONDS` unless it is the last call."""
+        """Draw new records, at most once per `DRAW_SECONDS` unless this is the last call."""
         now = time.monotonic()
         if not is_last and now - self.draw_time < DRAW_SECONDS:
             return
@@ -188,7 +188,7 @@ class LiveDisplay:
         for run, handle in self.runs.values():
             if not run.end_time:
                 run.read()
-                if is_last and not run.end_time:  # the ranks ended without the record of an end
+                if is_last and not run.end_time:  # the ranks ended without recording an end
                     run.state = "ended"
                     run.end()
                 handle.update(run)

@@ -9,7 +9,7 @@ SEPARATOR = "  "
 
 
 class Scores(Protocol):
-    """Protocol of objects with the scores that the console prints, such as an `Evaluation`."""
+    """Protocol of objects with scores that the console prints, such as `Evaluation`."""
 
     @property
     def loss(self) -> float: ...
@@ -34,13 +34,13 @@ def time_left(seconds: float) -> str:
 
 
 def decimal(value: float) -> str:
-    """Format a number with 4 decimals, or in 7 characters if that takes more than 8 characters."""
+    """Format a number with 4 decimals, or with an exponent if it needs more than 8 characters."""
     text = f"{value:.4f}"
     return text if len(text) <= 8 else f"{value:.1e}"
 
 
 def iteration_line(epoch: int, iteration: int, loss: float, images_per_second: float) -> str:
-    """Return the line of a log for an iteration."""
+    """Return the line for an iteration in a log."""
     return (
         f"Iteration: {iteration}, Epoch: {epoch}, Loss: {decimal(loss)}, "
         f"Images/s: {images_per_second:.0f}"
@@ -50,7 +50,7 @@ def iteration_line(epoch: int, iteration: int, loss: float, images_per_second: f
 def epoch_line(
     epoch: int, loss: float, accuracy: float | None, images_per_second: float, seconds: float
 ) -> str:
-    """Return the line of a log for an epoch."""
+    """Return the line for an epoch in a log."""
     parts = [f"Epoch: {epoch}", f"Loss: {decimal(loss)}"]
     parts += [] if accuracy is None else [f"Accuracy: {accuracy:.4f}"]
     parts += [f"Images/s: {images_per_second:.0f}", f"Elapsed: {clock(seconds)}"]
@@ -58,14 +58,14 @@ def epoch_line(
 
 
 def validation_line(iteration: int, validation: Scores) -> str:
-    """Return the line of a log for a validation."""
+    """Return the line for a validation in a log."""
     parts = [f"Iteration: {iteration}", f"Validation loss: {decimal(validation.loss)}"]
     if validation.accuracy is not None:
         parts.append(f"Validation accuracy: {validation.accuracy:.4f}")
     return ", ".join(parts)
 
 
-# {column: (title, width)}; the two titles of validation have a common title above them.
+# {column: (title, width)}. The two columns of validation have a common title above them.
 COLUMNS = {
     "epoch": ("Epoch", 5),
     "iteration": ("Iteration", 9),
@@ -76,7 +76,8 @@ COLUMNS = {
     "images_per_second": ("Images/s", 8),
     "seconds": ("Elapsed", 8),
 }
-OPTIONAL = ("iteration", "images_per_second", "accuracy", "seconds")  # left out in this order
+# Columns that a narrow terminal omits, in this order.
+OPTIONAL = ("iteration", "images_per_second", "accuracy", "seconds")
 GROUPS = {"loss": "Training", "validation_loss": "Validation"}
 
 
@@ -94,12 +95,12 @@ def cells(
 
 
 class Table:
-    """The table that a terminal shows: a row per epoch, and per validation within an epoch.
+    """The table on a terminal, with a row per epoch and per validation within an epoch.
 
     Parameters
     ----------
     width : int
-        Number of columns of the terminal. A narrow terminal gets fewer columns of the table.
+        Number of columns of the terminal. On a narrow terminal, the table has fewer columns.
     has_accuracy, has_validation : bool
         Whether the run has an accuracy, and whether it has validations.
     """
@@ -117,7 +118,7 @@ class Table:
             self.columns.remove(optional.pop(0))
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
-        """Return the line of a row, given as {column: text}, and the header if it is due."""
+        """Return the line of a row, given as {column: text}. The header precedes it if due."""
         header = [] if self.rows % HEADER_ROWS else self._header()
         self.rows += 1
         return [*header, self._line(cells).rstrip()]
@@ -132,7 +133,7 @@ class Table:
         return lines
 
     def _group_line(self):
-        """Return the line above the header, which names the columns of training and validation."""
+        """Return the line above the header, with the titles of `GROUPS`."""
         pieces = []
         for name in self.columns:
             width, partner = COLUMNS[name][1], name.replace("loss", "accuracy")

@@ -1,4 +1,4 @@
-"""Parts of a run that take time, and the thread that shows how long they take."""
+"""Stages of a run, such as the validation, and the thread that shows their elapsed time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stage:
     name : str
         Name of the stage.
     images : int
-        Number of images that the stage processes, 0 if they are not counted.
+        Number of images that the stage processes; 0 if images are not counted.
     """
 
     def __init__(self, name: str, images: int = 0) -> None:
@@ -24,7 +24,7 @@ class Stage:
         self.start_time = time.monotonic()
 
     def advance(self, processed: int) -> None:
-        """Set the number of images that have been processed."""
+        """Set the number of processed images."""
         self.processed = processed
 
     def describe(self) -> str:
@@ -35,20 +35,20 @@ class Stage:
 
 
 class Ticker(threading.Thread):
-    """A thread that calls a function at an interval in seconds until it is stopped."""
+    """A thread that calls a function every `interval` seconds until `stop` is called."""
 
     def __init__(self, function: Callable[[], None], interval: float) -> None:
         super().__init__(name="mpidl-console", daemon=True)
         self.function, self.interval, self.is_stopped = function, interval, threading.Event()
 
     def run(self) -> None:
-        # The stream may be closed, or its reader may be gone: the next line reports that.
+        # If the stream is closed or its reader is gone, the next printed line raises the error.
         with contextlib.suppress(OSError, ValueError):
             while not self.is_stopped.wait(self.interval):
                 self.function()
 
     def stop(self) -> None:
-        """End the thread, after the call that it may be making."""
+        """End the thread, after a running call of the function has returned."""
         self.is_stopped.set()
         if threading.current_thread() is not self:
             self.join()

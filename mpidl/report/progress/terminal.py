@@ -1,4 +1,4 @@
-"""Find the terminal that shows a process's output, also through an MPI launcher."""
+"""Find the terminal that shows a process's output, even behind an MPI launcher."""
 
 import os
 import stat
@@ -9,7 +9,7 @@ LINE_LAUNCHERS = {"prterun", "prted"}  # launchers of Open MPI 5, which forward 
 
 
 def terminal_width(stream: TextIO | None) -> int:
-    """Return the number of columns of the terminal that shows a stream, or 0 if there is none.
+    """Return the number of columns of the terminal that shows a stream; 0 without a terminal.
 
     Under mpirun, stdout leads to the launcher through a pipe (MPICH) or a pseudo-terminal (Open
     MPI). The launcher forwards the output to its own stdout, so the function returns the width of
@@ -20,7 +20,7 @@ def terminal_width(stream: TextIO | None) -> int:
     try:
         handle = stream.fileno()
         terminal = os.isatty(handle)
-        # A script may filter the output of a pipe, so the search then ends at the first script.
+        # A script may filter the output of a pipe. For a pipe, the search ends at the first script.
         launcher = _launcher(os.getppid(), past_scripts=terminal) if handle <= 2 else None
         if launcher is None or stat.S_ISREG(os.fstat(handle).st_mode):
             return os.get_terminal_size(handle).columns or 80 if terminal else 0

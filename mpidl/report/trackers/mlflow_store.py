@@ -45,9 +45,9 @@ class MLflowRun(Tracker):
     experiment, name : str
         Names of the experiment and of the run.
     folder : str or None
-        Folder of mpidl's run. A resumed run continues the same record.
+        Results folder of the run, which identifies the record that a resumed run continues.
     is_resumed : bool
-        Whether the run resumes.
+        Whether the run has been resumed.
 
     Raises
     ------
@@ -78,8 +78,8 @@ class MLflowRun(Tracker):
         remember(folder, "mlflow", {"store": self.store, "run_id": self.run_id})
 
     def _experiment(self, name):
-        """Return the ID of an experiment, which is created if it does not exist."""
-        with _locked(self.store):  # MLflow itself lets two runs create an experiment twice
+        """Return the ID of an experiment. Create the experiment if it does not exist."""
+        with _locked(self.store):  # without a lock, two runs could create the experiment twice
             experiment = self._client.get_experiment_by_name(name)
             if experiment is None:
                 try:
@@ -93,7 +93,7 @@ class MLflowRun(Tracker):
         return experiment.experiment_id
 
     def _resumed(self, folder):
-        """Return the run that the run's folder names, set to running; None if it is not there."""
+        """Return the MLflow run to continue, with its status set to running, or None."""
         facts = identity(folder, "mlflow")
         if facts.get("store") != self.store:
             return None
@@ -110,7 +110,7 @@ class MLflowRun(Tracker):
         return run
 
     def parameters(self, values: Mapping[str, Any]) -> None:
-        """Record the options. MLflow allows no changes, so a resumed run keeps the first ones."""
+        """Record the options. MLflow allows no changes, so a resumed run keeps the first values."""
         if not self.is_new:
             return
         parameters = [
@@ -163,7 +163,7 @@ class MLflowRun(Tracker):
 
 @contextlib.contextmanager
 def _locked(folder):
-    """Let one process at a time run the block, if the file system has locks."""
+    """Let only one process at a time run the block, if the file system supports locks."""
     descriptor = None
     with contextlib.suppress(OSError):
         descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)

@@ -20,7 +20,7 @@ class EventFile(Tracker):
     Parameters
     ----------
     folder : str
-        Folder for event files, which TensorBoard reads together.
+        Folder for event files. TensorBoard reads all files in it together.
     step : int
         Iteration from which the run resumes; 0 for a new run. TensorBoard ignores records of later
         iterations in older files of the folder.

@@ -1,7 +1,7 @@
-"""The base of the trackers, which pass a run's numbers to the files of another library.
+"""The base of the trackers, which write a run's numbers to the files of another library.
 
-`tensorboard_files`, `mlflow_store` and `wandb_run` have a tracker each. Only rank 0 uses them, and
-each imports its library when it is opened.
+`tensorboard_files`, `mlflow_store` and `wandb_run` define one tracker each. Only rank 0 uses
+trackers, and each tracker imports its library when it is created.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpidl.text import pip_install
 GROUPS = {"iteration": "train", "epoch": "epoch", "validation": "validation"}
 NUMBERS = ("loss", "accuracy", "learning_rate", "images_per_second")
 BUCKETS = 64  # buckets of a histogram
-FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # states of a run that ends
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # states at the end of a run
 IDENTITIES = "tracking.json"  # the file that a resumed run reads to continue the same records
 
 
 class Histogram(NamedTuple):
-    """How often the values of an array lie in buckets of equal width.
+    """The number of an array's values in each of 64 buckets of equal width.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Histogram(NamedTuple):
 
 
 def histogram(values: np.ndarray) -> Histogram:
-    """Count the values of an array, of any shape, in 64 buckets. Values not finite are left out."""
+    """Count an array's values in 64 buckets. Values that are not finite are ignored."""
     flat = np.asarray(values, np.float32).ravel()
     low, high = (float(flat.min()), float(flat.max())) if flat.size else (0.0, 0.0)
     if not np.isfinite(high - low):
@@ -63,7 +63,7 @@ def histogram(values: np.ndarray) -> Histogram:
 
 
 class Tracker:
-    """Base of the trackers. A tracker without histograms or pictures ignores them.
+    """Base class of trackers. Its methods ignore the records that a tracker does not support.
 
     All methods may raise UserError if a file cannot be written.
     """
@@ -93,7 +93,8 @@ class Tracker:
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record under their names, such as {"train/loss": 0.5}."""
     group = GROUPS.get(record["kind"])
-    values = {} if group is None else {f"{group}/{name}": record.get(name) for name in NUMBERS}
+    numbers = {name: record.get(name) for name in NUMBERS} | dict(record.get("metrics") or {})
+    values = {} if group is None else {f"{group}/{name}": v for name, v in numbers.items()}
     if group == "validation":
         del values["validation/learning_rate"]
     return {name: float(value) for name, value in values.items() if value is not None}
@@ -103,7 +104,7 @@ def need(package: str, subject: str, extra: str) -> None:
     """Raise UserError if a package is not installed; the message begins with `subject`."""
     try:
         is_installed = importlib.util.find_spec(package) is not None
-    except ValueError:  # a module without a specification, such as one that a test replaces
+    except ValueError:  # a module without a specification, such as a test's replacement
         is_installed = True
     if not is_installed:
         raise UserError(
@@ -113,7 +114,7 @@ def need(package: str, subject: str, extra: str) -> None:
 
 @contextlib.contextmanager
 def writing(place: str, *errors: type[Exception]) -> Iterator[None]:
-    """Convert OSError and the library's `errors` to a UserError that names the place."""
+    """Convert OSError and the library's `errors` to a UserError that names `place`."""
     try:
         yield
     except Exception as error:
@@ -130,7 +131,7 @@ def identity(folder: str | None, tracker: str) -> dict[str, Any]:
 
 
 def remember(folder: str | None, tracker: str, facts: Mapping[str, Any]) -> None:
-    """Store facts by which a resumed run finds its records, if the run has a folder."""
+    """Store facts with which a resumed run finds its records, if the run has a folder."""
     if folder is not None:
         table = _identities(folder) | {tracker: dict(facts)}
         content = f"{json.dumps(table, indent=1)}\n".encode()

@@ -1,4 +1,4 @@
-"""Record a run for Weights & Biases in a folder, without any network: `wandb sync` uploads it."""
+"""Record a run for Weights & Biases offline, in a folder that `wandb sync` uploads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class WandbRun(Tracker):
     project, name : str
         Names of the project and of the run.
     run_folder : str or None
-        Folder of mpidl's run. A resumed run continues the same record.
+        Results folder of the run, which identifies the record that a resumed run continues.
     is_resumed : bool
-        Whether the run resumes.
+        Whether the run has been resumed.
 
     Raises
     ------
@@ -45,7 +45,7 @@ class WandbRun(Tracker):
         self.folder, self.run_folder, self._wandb = folder, run_folder, wandb
         facts = identity(run_folder, "wandb") if is_resumed else {}
         self.run_id: str = facts.get("run_id") or uuid.uuid4().hex[:8]
-        # The last recorded iteration of each name; a resumed run leaves out what it repeats.
+        # The last recorded iteration of each name. A resumed run does not record iterations again.
         self._steps: dict[str, int] = dict(facts.get("steps", {}))
         with self._writing():
             os.makedirs(os.path.join(folder, "wandb"), exist_ok=True)
@@ -94,11 +94,11 @@ class WandbRun(Tracker):
             self._run.save(path, base_path=os.path.dirname(path), policy="now")
 
     def flush(self) -> None:
-        """Note the last iterations, from which a resumed run continues."""
+        """Store the last iterations, from which a resumed run continues."""
         self._remember()
 
     def close(self, state: str = FINISHED) -> None:
-        """End the record; the exit code is 0 if the run is done."""
+        """End the record. Its exit code is 0 if the run has finished."""
         self._remember()
         with self._writing():
             self._run.finish(exit_code=int(state != FINISHED))
@@ -115,5 +115,5 @@ class WandbRun(Tracker):
         remember(self.run_folder, "wandb", facts)
 
     def _writing(self):
-        # Weights & Biases raises its own errors and those of the sockets to its process.
+        # Weights & Biases raises its own errors, and the errors of the sockets to its process.
         return writing(os.path.join(self.folder, "wandb"), self._wandb.Error, RuntimeError)

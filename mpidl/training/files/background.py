@@ -1,8 +1,9 @@
-"""Write checkpoints and plots in a process beside rank 0, while the training goes on.
+"""Write checkpoints and plots in a separate process of rank 0, while training continues.
 
-h5py and matplotlib hold the interpreter's lock for long periods, so a thread would stop the
-training, for up to half a second at a time with a checkpoint of AlexNet. The process receives a
-copy of the arrays through nameless shared memory, which vanishes if both processes die.
+A thread would not be enough: h5py and matplotlib hold the interpreter's lock (GIL) for long
+periods. For example, a checkpoint of AlexNet would block the training for up to half a second at a
+time. The process receives a copy of the arrays through anonymous shared memory, which is freed if
+both processes die.
 """
 
 from __future__ import annotations
@@ -28,37 +29,39 @@ from mpidl.report import plots
 from mpidl.training.files import checkpoint, lock_file
 
 CHECKPOINT, PLOT = "checkpoint", "plot"
-SMALL = 8 << 20  # bytes of a checkpoint that rank 0 writes itself, as it takes less than a start
+# Rank 0 itself writes checkpoints of up to this many bytes. Starting a process would take longer.
+SMALL = 8 << 20
 ALIGNMENT = 64  # alignment of arrays in the shared memory, in bytes
 
 Tables = Mapping[str, Mapping[str, np.ndarray]]
 
 
 class BackgroundWriter:
-    """Writes the large files of a run. The first job that takes long starts the process.
+    """Writes the large files of a run in a separate process.
 
-    At most one checkpoint is being written: `save` waits for the previous one. Only rank 0 calls
+    The process is started for the first job that takes long: a large checkpoint or a plot. At most
+    one checkpoint is written at a time; `save` waits for the previous checkpoint. Only rank 0 calls
     the methods.
 
     Parameters
     ----------
     starts_process : bool
-        Whether a process may be started. Without one, rank 0 writes the files itself.
+        Whether a process may be started. If false, rank 0 writes the files itself.
 
     Attributes
     ----------
     problem : UserError, LostLock or None
-        Why a file could not be written. All later calls raise it.
+        Error of a file that could not be written. All later calls raise this error.
     process : Popen or None
-        The process; None before the first job that takes long.
+        The separate process; None before the first job that takes long.
     """
 
     def __init__(self, *, starts_process: bool = True) -> None:
         self.starts_process = starts_process
         self.problem: UserError | LostLock | None = None
         self.process: subprocess.Popen | None = None
-        self._memory = -1  # file descriptor
-        self._pending: list[str] = []  # kinds of the jobs that the process has not answered
+        self._memory = -1  # file descriptor of the shared memory
+        self._pending: list[str] = []  # kinds of the jobs to which the process has not replied
         self._replies = b""
 
     def save(
@@ -76,10 +79,10 @@ class BackgroundWriter:
         folder, tables, facts
             Arguments of `checkpoint.save`.
         metrics : path
-            File whose records must be on the disk before the checkpoint is.
+            Path of metrics.jsonl, which is flushed to the disk before the checkpoint is written.
         claim : (folder, token), optional
-            The lock that this run must still hold when the new file takes its place. A run may be
-            suspended while it writes, and another job may continue it meanwhile.
+            The lock that this run must still hold when the new file replaces checkpoint.h5. The run
+            may be suspended while it writes, and another job may take over the folder meanwhile.
 
         Raises
         ------
@@ -100,7 +103,7 @@ class BackgroundWriter:
         if nbytes > SMALL and not self.process:
             self._start()
         if self.process:
-            with contextlib.suppress(OSError):  # no room for a copy
+            with contextlib.suppress(OSError):  # not enough memory for a copy
                 layout = _copy(tables, self._memory)
                 self._send({**job, "layout": layout, "attributes": attributes})
                 return
@@ -108,14 +111,14 @@ class BackgroundWriter:
         _save(job, tables, attributes)
 
     def plot(self, metrics: str, path: str, *, wait: bool) -> None:
-        """Draw progress.png; skip it if the previous picture is still being drawn.
+        """Draw progress.png, unless the previous plot is still being drawn.
 
         Parameters
         ----------
         metrics, path : path
             Arguments of `plots.progress`.
         wait : bool
-            Return after the picture is written.
+            Whether to return only after the plot is written.
 
         Raises
         ------
@@ -138,26 +141,26 @@ class BackgroundWriter:
             self.wait()
 
     def check(self) -> None:
-        """Raise the error of a file that could not be written. Does not wait."""
+        """Raise the error of a file that could not be written, without waiting for other files."""
         while self._pending and self._has_reply():
             self._receive()
         if self.problem is not None:
             raise self.problem
 
     def wait(self) -> None:
-        """Return when all files are written; raise the error of a file that could not be."""
+        """Wait until all files are written; raise the error of a file that could not be written."""
         while self._pending:
             self._receive()
         self.check()
 
     def close(self) -> None:
-        """Wait for the files that are being written, and end the process."""
-        with contextlib.suppress(UserError, Fault):  # the run reports the error that ends it
+        """Wait for the files that are being written, and end the separate process."""
+        with contextlib.suppress(UserError, Fault):  # the run reports its own error instead
             self.wait()
         self._end()
 
     def _start(self):
-        """Start the process; if that fails, this process continues to write the files."""
+        """Start the separate process. If that fails, rank 0 itself writes the files."""
         if not self.starts_process:
             return
         self._memory = _nameless_memory()
@@ -182,10 +185,10 @@ class BackgroundWriter:
         self._memory, self._pending, self._replies = -1, [], b""
 
     def _send(self, job):
-        # Paths are relative to the current working folder of this process.
+        # Paths in a job may be relative to the current working folder of rank 0.
         line = json.dumps({**job, "working_folder": os.getcwd()}) + "\n"
         self._pending.append(job["kind"])
-        with contextlib.suppress(BrokenPipeError):  # `_receive` will notice the end of the process
+        with contextlib.suppress(BrokenPipeError):  # `_receive` will notice if the process ended
             self.process.stdin.write(line.encode())
             self.process.stdin.flush()
 
@@ -210,7 +213,7 @@ class BackgroundWriter:
             self.problem = LostLock(text) if kind == LostLock.__name__ else UserError(text)
 
     def _fault(self):
-        """Return the Fault for a process that has ended."""
+        """Return the Fault to raise when the separate process has ended unexpectedly."""
         process, kind = self.process, self._pending[0]
         self._end()
         code = process.returncode
@@ -219,7 +222,7 @@ class BackgroundWriter:
 
 
 def _nameless_memory():
-    """Return the descriptor of memory, or of a file, that no path leads to."""
+    """Return the descriptor of anonymous memory or, if unavailable, of an unlinked file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpidl-checkpoint")
     with tempfile.TemporaryFile() as file:
@@ -227,7 +230,7 @@ def _nameless_memory():
 
 
 def _copy(tables, descriptor):
-    """Write arrays to a file; return {table: {name: [type, shape, offset]}}."""
+    """Write arrays to a file, and return their layout {table: {name: [type, shape, offset]}}."""
     layout: dict[str, dict[str, list]] = {}
     with open(descriptor, "wb", closefd=False) as file:
         file.seek(0)
@@ -263,11 +266,11 @@ def _flush(path):
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-# The functions below run in the process beside rank 0.
+# The functions below run in the separate process.
 
 
 def main() -> None:
-    """Do the jobs that arrive on stdin, one per line, and answer each with its error or null."""
+    """Perform the jobs that arrive on stdin, one per line; reply to each with an error or null."""
     side_process.give_way()
     replies = os.dup(1)
     os.dup2(2, 1)  # keep output of libraries out of the replies
@@ -284,7 +287,10 @@ def main() -> None:
 
 
 def _pass_on(jobs):
-    """End the process when stdin ends: another job may write the same files from then on."""
+    """Pass on the jobs from stdin. When stdin ends, end the process immediately.
+
+    At that point rank 0 has ended, and another job may write to the same files.
+    """
     for line in sys.stdin.buffer:
         jobs.put(line)
     os._exit(0)

@@ -1,9 +1,9 @@
 """Save and load checkpoints: the current checkpoint.h5 and checkpoint-previous.h5.
 
 Each checkpoint is a complete HDF5 file (see `model_file`) with everything that a run needs to
-resume on any number of ranks. At least one of the two files can be loaded at any time. For this,
-`save` writes and flushes the new file under a temporary name, renames checkpoint.h5 to
-checkpoint-previous.h5, and then renames the new file to checkpoint.h5.
+resume on any number of ranks. At any time, at least one of the two files can be loaded, because
+`save` proceeds in three steps. It writes and flushes the new file under a temporary name, renames
+checkpoint.h5 to checkpoint-previous.h5, and then renames the new file to checkpoint.h5.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
 DESCRIPTION = ("network", "classes", "input_shape", "normalization")
-OPTIONAL_DESCRIPTION = ("crop", "preprocess")
+OPTIONAL_DESCRIPTION = ("crop", "preprocess", "loss")
 
 
 def save(
@@ -37,7 +37,7 @@ def save(
     arrays : dict
         {"learnables": {"conv1.weight": array, ...}, "state": {...}, "optimizer": {...}, ...}
     facts : dict
-        Values that are stored as JSON, such as the position in the run and the options. "network"
+        Values to store as JSON, such as the position in the run and the options. The keys "network"
         (the list of layers), "classes", "input_shape" and "normalization" are required. Floats are
         stored exactly.
 
@@ -50,7 +50,7 @@ def save(
 
 
 def attributes_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the root attributes of a checkpoint, which JSON can hold; `facts` as for `save`."""
+    """Return the root attributes of a checkpoint file for the argument `facts` of `save`."""
     optional = {name: facts.get(name) for name in OPTIONAL_DESCRIPTION}
     attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **optional)
     described = (*DESCRIPTION, *OPTIONAL_DESCRIPTION)
@@ -65,9 +65,10 @@ def write(
     attributes: Mapping[str, Any],
     confirm: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write a checkpoint as `save` does, with the attributes that `attributes_of` returned.
+    """Write a checkpoint like `save`, with attributes that `attributes_of` returned.
 
-    `confirm` is called before the new file takes its place; it may raise an exception.
+    `confirm` is called just before the new file replaces checkpoint.h5. If `confirm` raises an
+    exception, the existing checkpoints are unchanged.
     """
     global _written
     current = os.path.join(folder, CURRENT)
@@ -88,8 +89,8 @@ def load(
     folder : path
         The folder of the run.
     warn : callable, optional
-        Function that is called with a one-line warning if the previous checkpoint is loaded because
-        checkpoint.h5 is missing or damaged. By default, the line is printed on stderr.
+        Function to call with a one-line warning if checkpoint.h5 is missing or damaged, and the
+        previous checkpoint is loaded instead. By default, the line is printed to stderr.
 
     Returns
     -------
@@ -122,15 +123,15 @@ def load(
 
 
 def exists(folder: str) -> bool:
-    """Return whether the folder has a checkpoint, complete or damaged."""
+    """Return whether the folder contains a checkpoint, even a damaged one."""
     return any(os.path.lexists(os.path.join(folder, name)) for name in (CURRENT, PREVIOUS))
 
 
-_written: tuple | None = None  # identity of the checkpoint that this process has written last
+_written: tuple | None = None  # identity of the last checkpoint that this process has written
 
 
 def _identity(path):
-    """Return values that identify a file and its current version; None if the file is gone."""
+    """Return values that identify a file and its current version; None if the file is missing."""
     try:
         status = os.stat(path)
     except OSError:
@@ -139,7 +140,7 @@ def _identity(path):
 
 
 def _is_whole(path):
-    # This reads the whole file, which is faster than writing and flushing the new file.
+    # Reading the whole file takes less time than writing and flushing the new checkpoint.
     try:
         model_file.read(path)
     except model_file.Torn:

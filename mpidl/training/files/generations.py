@@ -24,12 +24,12 @@ class Generation(NamedTuple):
     date : str
         Local time of the last write; empty if the file is missing.
     iteration, epoch : int or None
-        Position of a checkpoint: the number of iterations, and the epoch of the last iteration.
-        None for a model, or if the file cannot be loaded.
+        Position of a checkpoint: the number of iterations so far, and the epoch of the last
+        iteration. None for a model, and for a file that cannot be loaded.
     weights_sha256 : str
         Hash of the weights, as returned by `dl.weights_sha256`; empty if the file cannot be loaded.
     problem : str or None
-        Why the file cannot be loaded; None if it is complete.
+        Why the file cannot be loaded; None if the file is complete.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Generation(NamedTuple):
 
 
 def generations(path: str | os.PathLike[str]) -> list[Generation]:
-    """Read and check the files of a run.
+    """Check the checkpoints and the model file of a run.
 
     Parameters
     ----------
@@ -51,9 +51,9 @@ def generations(path: str | os.PathLike[str]) -> list[Generation]:
     Returns
     -------
     list of Generation
-        The newest checkpoint, the previous checkpoint and the model, as far as they exist. If only
-        the previous checkpoint exists, the list still has an entry for the newest checkpoint. If
-        `path` is a file, the list has only this file.
+        One element for each file that exists, in this order: the newest checkpoint, the previous
+        checkpoint, the model. If only the previous checkpoint exists, the list still has an element
+        for the newest checkpoint. If `path` is a file, the list contains only that file.
 
     Raises
     ------

@@ -1,16 +1,16 @@
-"""The lock file that lets only one job at a time write to a folder.
+"""Lock a folder with a lock file, so that only one job at a time writes to the folder.
 
-The file must work on any file system that nodes share. Locks of the operating system (flock) often
-hold on one node only, so the file itself is the lock:
+The lock must work on any file system that nodes share. Locks of the operating system (flock) often
+apply to one node only, so the existence of the file is the lock:
 
-- A process takes the lock by `link`, which fails if the file exists, and which creates the file
-  with its content in one step.
-- The holder renews the modification time. The clocks of two nodes are never compared: a renewal is
-  any change of the time, and the age is the difference from a file that was just written in the
-  same folder.
+- A process takes the lock with `link`, which creates the file with its content in one step and
+  fails if the file exists.
+- The holder of the lock renews it by updating the file's modification time. The clocks of two nodes
+  are never compared: any change of the time counts as a renewal, and the age of the lock is
+  measured relative to a file that was just written in the same folder.
 - To take over the lock of a holder that has ended, a process first creates a claim file, whose name
-  contains the holder's token. Only one process can create it. If that process ends too, others
-  claim its lock in the same way.
+  contains the holder's token. Only one process can create this file. If that process ends too,
+  another process takes over its claim in the same way.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpidl.training.files.lock_holder import Holder
 
 NAME = "run.lock"
 RENEW_SECONDS = 5.0  # time between two renewals
-# A lock held on another machine is free if its file has not changed for this time.
+# A lock held on another machine counts as free if its file has not changed for this time.
 STALE_SECONDS = 60.0
-# Shortest time for which a process watches a lock of another machine, even if the file looks old.
+# Shortest time for which a process watches a lock held on another machine, even if the file is old.
 WATCH_SECONDS = 3 * RENEW_SECONDS
 MAX_BYTES = 4096
 # Errors of file systems without hard links.
@@ -38,11 +38,11 @@ LEFTOVER = re.compile(rf"\.{re.escape(NAME)}\.[0-9a-f]+\.(part|claim)")
 
 
 class Entry(NamedTuple):
-    """Content of a lock file: the holder (None if unreadable), and the file's times."""
+    """Content of a lock file: the holder (None if unreadable), its token, and the file's time."""
 
     holder: Holder | None
     token: str
-    written: float  # seconds
+    written: float  # modification time of the file, in seconds
 
     @property
     def description(self) -> str:
@@ -50,23 +50,23 @@ class Entry(NamedTuple):
 
 
 class LockFile:
-    """The lock of a folder, for a process that wants it or holds it.
+    """The lock of a folder, for a process that wants or holds the lock.
 
     Parameters
     ----------
     folder : path
         An existing folder.
     holder : Holder
-        This process.
+        A description of this process.
     predecessor : str, optional
         Token of a holder that is known to have ended.
 
     Attributes
     ----------
     path : str
-        Path of the lock's file.
+        Path of the lock file.
     is_lost : bool
-        Whether the lock, once taken, has been removed or taken over by another process.
+        Whether this process took the lock, and the lock was then removed or taken over.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class LockFile:
         Returns
         -------
         Entry or None
-            None if this process now holds the lock. Otherwise the lock of a process on another
-            machine, which may have ended. Try again until that process renews the lock, or until
-            the lock is free.
+            None if this process now holds the lock. Otherwise the entry of a process on another
+            machine that may have ended. The caller should try again until the method raises
+            FolderInUse because that process has renewed the lock, or until the lock is free.
 
         Raises
         ------
@@ -109,10 +109,10 @@ class LockFile:
         return None
 
     def _chain(self, part, now):
-        """Return the entries of the holder and its claimants, and whether the last one has ended.
+        """Return the entries of the holder and all claims, and whether the last process has ended.
 
-        If so, this process has claimed the lock. An empty chain means that the lock changed in the
-        meantime.
+        If the process of the last entry has ended, this process has claimed the lock. An empty list
+        means that the lock changed in the meantime.
         """
         chain, path = [], self.path
         while (entry := self._read(path)) is not None:
@@ -125,7 +125,10 @@ class LockFile:
         return [], False
 
     def _is_free(self, entry, now):
-        """Return whether the holder has ended; raise FolderInUse if it has not."""
+        """Return whether the process of an entry has ended, or False if that is not yet known.
+
+        Raises FolderInUse if the process is running.
+        """
         if entry.holder is not None:
             is_alive = entry.token != self._predecessor and entry.holder.is_alive()
             if self.holder.follows(entry.holder) or is_alive is False:
@@ -152,7 +155,7 @@ class LockFile:
         return is_intact
 
     def renew(self) -> None:
-        """Renew the lock, or set `is_lost`. If the file system does not answer, do nothing."""
+        """Renew the lock, or set `is_lost`. If the file cannot be accessed, do nothing."""
         start_time = time.monotonic()
         try:
             with _opened(self.path) as descriptor:
@@ -168,12 +171,12 @@ class LockFile:
         self._confirm_time = start_time
 
     def check(self, seconds: float = 0.0) -> None:
-        """Raise LostLock if this process does not hold the lock any more.
+        """Raise LostLock if this process no longer holds the lock.
 
         Parameters
         ----------
         seconds : float
-            Read the file only if the last read was longer ago.
+            Read the file only if the last read was at least this many seconds ago.
         """
         if not self.is_lost and time.monotonic() - self._confirm_time >= seconds:
             self.renew()
@@ -181,14 +184,14 @@ class LockFile:
             raise _lost(self.path)
 
     def release(self) -> None:
-        """Remove the lock, if this process still holds it. Never raises OSError."""
+        """Remove the lock if this process still holds it. Never raises OSError."""
         remover = self.holder.renamed()  # keep the lock renewed until its file is removed
         claim = self._claim_of(self.holder.token)
         try:
             with self._part(remover) as part:
                 if not self._create(claim, part, remover):
-                    return  # another process will take the lock over
-        except OSError:  # on a full disk, another process cannot take it over either
+                    return  # another process has claimed the lock and will take it over
+        except OSError:  # such as on a full disk, where other processes cannot create claims either
             self._remove_own()
         else:
             self._remove_own()
@@ -220,7 +223,7 @@ class LockFile:
             os.link(part, path)
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError), _opened(path) as descriptor:
-                # A file server that repeats a request may find the link that it has just made.
+                # A file server that repeats a request may find the link that it has just created.
                 return _entry(descriptor).token == holder.token
             return False
         except OSError as error:
@@ -234,7 +237,7 @@ class LockFile:
 
     @staticmethod
     def _read(path):
-        """Return the Entry of a file; None if there is none."""
+        """Return the Entry of a lock or claim file; None if the file does not exist."""
         try:
             with _opened(path) as descriptor:
                 return _entry(descriptor)
@@ -242,7 +245,7 @@ class LockFile:
             return None
 
     def _remove_leftovers(self, now):
-        """Remove files of processes that were killed while they took or removed the lock."""
+        """Remove the files of processes that were killed while taking or removing the lock."""
         for name in os.listdir(self.folder):
             path = os.path.join(self.folder, name)
             if LEFTOVER.fullmatch(name):
@@ -252,9 +255,9 @@ class LockFile:
 
 
 def confirm(folder: str | os.PathLike[str], token: str) -> None:
-    """Raise LostLock unless the holder with this token has the lock of a folder.
+    """Raise LostLock unless the holder with this token has the lock of the folder.
 
-    If the file system does not answer, do nothing.
+    If the lock file cannot be accessed, do nothing.
     """
     path = os.path.join(folder, NAME)
     try:
@@ -266,18 +269,18 @@ def confirm(folder: str | os.PathLike[str], token: str) -> None:
 
 
 def _lost(path):
-    """Return the LostLock for a lock that another process has, or that is gone."""
+    """Return a LostLock error that says who has the lock, or that the lock was removed."""
     entry = LockFile._read(path)
-    cause = f"{entry.description} has it" if entry else "somebody has removed it"
+    cause = f"{entry.description} holds it" if entry else "the file has been removed"
     return LostLock(
-        f"{path}: this run has lost its lock: {cause}; it stops and writes nothing more to the "
-        "folder"
+        f"{path}: this run has lost its lock: {cause}; the run stops and writes nothing more to "
+        "the folder"
     )
 
 
 @contextlib.contextmanager
 def _opened(path):
-    """Open a file, which on NFS also asks the server for its current times."""
+    """Open a file for reading. On NFS, this also fetches the file's current times."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
     try:
@@ -296,8 +299,8 @@ def _entry(descriptor):
 def _write(path, holder):
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        with contextlib.suppress(OSError):  # a file system without modes
-            os.fchmod(descriptor, 0o644)  # despite the umask: other users must be able to read it
+        with contextlib.suppress(OSError):  # some file systems have no modes
+            os.fchmod(descriptor, 0o644)  # whatever the umask, other users must be able to read it
         os.write(descriptor, holder.content())
     except OSError:
         _remove(path)

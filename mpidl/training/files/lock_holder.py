@@ -1,4 +1,4 @@
-"""Describe the process that holds the lock of a run's folder, as its lock file does."""
+"""Describe the process that holds the lock of a run's folder, as stored in the lock file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from mpidl.comm import job_process
 from mpidl.text import printable
 
-MAX_TEXT = 200  # largest number of characters of a text in a lock file
-MAX_NUMBER = 2**40
+MAX_TEXT = 200  # largest number of characters in a string of a lock file
+MAX_NUMBER = 2**40  # largest number in a lock file
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,26 @@ class Holder:
     Attributes
     ----------
     token : str
-        Random hexadecimal digits, which no other holder has.
+        Random hexadecimal digits that identify this holder.
     host : str
         Name of the host.
     machine : str
-        The host's current boot and the namespace of process numbers; "" if the system does not
-        tell. A process can only check processes with the same value.
+        Identifiers of the host's current boot and of the PID namespace; "" if the system does not
+        provide them. A process can only check processes with the same value.
     pid : int
-        Process number.
+        Process ID.
     process_start : int
-        When the process started, in clock ticks since the boot; -1 if the system does not tell.
-        It distinguishes the process from a later one with the same number.
+        When the process started, in clock ticks since boot; -1 if the system does not provide it.
+        The value distinguishes the process from a later process with the same ID.
     since : float
         When the process began to take the lock, in seconds since 1970 by the host's clock.
     job : str
-        Slurm's job number with the name of the cluster; "" outside of Slurm.
+        Slurm's job number with the name of the cluster; "" outside Slurm.
     restart : int
         How many times Slurm has requeued the job.
     launch : str
-        Token of the `mpidl.launch` that started the process; "" if none did.
+        Token of the `mpidl.launch` command that started the process; "" if the process was started
+        in another way.
     start : int
         How many times `mpidl.launch` has started the training, including this time.
     """
@@ -87,7 +88,7 @@ class Holder:
 
     @staticmethod
     def parse(content: bytes) -> Holder | None:
-        """Return the holder in the content of a file; None if it describes none."""
+        """Return the holder that a file's content describes; None if the content is invalid."""
         try:
             values = json.loads(content)
             holder = Holder(**values)
@@ -100,7 +101,7 @@ class Holder:
         return holder if is_valid and re.fullmatch("[0-9a-f]{16}", holder.token) else None
 
     def describe(self) -> str:
-        """Describe the process in words: number, host, job, and since when it holds the lock."""
+        """Return a description of the process: ID, host, job, and when it took the lock."""
         jobs = []
         if self.job:
             jobs.append(f"Slurm job {self.job}, restart {self.restart}")
@@ -113,21 +114,22 @@ class Holder:
     def follows(self, earlier: Holder) -> bool:
         """Return whether this process is a later start of the same job.
 
-        Slurm and `mpidl.launch` end a job before they start it again.
+        If it is, the earlier process has ended: Slurm and `mpidl.launch` end a job before they
+        start it again.
         """
         is_requeued = self.job == earlier.job != "" and self.restart > earlier.restart
         is_restarted = self.launch == earlier.launch != "" and self.start > earlier.start
         return is_requeued or is_restarted
 
     def is_alive(self) -> bool | None:
-        """Return whether the process exists; None if this process cannot know that."""
+        """Return whether the holder's process exists; None if this process cannot tell."""
         if not self.machine or self.machine != _machine():
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except OSError:  # a process of another user
+        except OSError:  # the process belongs to another user
             pass
         start = _process_start(self.pid)
         if -1 in (start, self.process_start):
@@ -158,7 +160,7 @@ def _machine():
 
 
 def _process_start(pid):
-    """Return when a process started, in ticks; -1 if unknown, 0 if the process has ended."""
+    """Return when a process started, in clock ticks; 0 if it has ended, -1 if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *values = file.read().rpartition(")")[2].split()

@@ -1,12 +1,13 @@
 """Read and write model files in the HDF5 format that checkpoints also use.
 
-A file holds root attributes and tables of arrays, `<table>/<layer>/<name>`, in a fixed order. The
-attribute `sha256` is a checksum of the arrays and the other attributes. `pack` builds the bytes of
-a file in memory, and `write_whole` writes them. A file therefore exists completely or not at all,
-and a full disk raises an ordinary error. Files are read through a Python file object, because some
-clusters' file systems reject HDF5's file locks. `hdf5_probe` reads them first, because HDF5 may
-crash or hang on a damaged file before the checksum can be compared.
-Nothing is ever unpickled.
+A file contains root attributes and tables of arrays, `<table>/<layer>/<name>`, in a fixed order.
+The attribute `sha256` is a checksum of the arrays and the other attributes. `pack` builds the bytes
+of a file in memory, and `write_whole` writes the bytes. A file is therefore either complete or
+absent, and a full disk raises an ordinary error.
+
+Files are read through a Python file object, because some cluster file systems reject HDF5's file
+locks. `hdf5_probe` first tests whether a file can be read, because HDF5 may crash or hang on a
+damaged file before the checksum can be compared. No content is ever unpickled.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from mpidl import losses
+from mpidl.comm.failure import launched_ranks
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
@@ -40,20 +43,21 @@ class _Description(TypedDict):
 
 
 class Description(_Description, total=False):
-    """The root attributes of a model file: the network and the preprocessing of input images."""
+    """The decoded root attributes of a model file: the network and the image preprocessing."""
 
     crop: tuple[int, ...]
     preprocess: Preprocess
+    loss: dict[str, str | int]
 
 
 class Torn(Exception):
-    """Raised for a file that is missing, damaged or incomplete; the message says which."""
+    """Raised if a file is missing, damaged or incomplete. The message describes the problem."""
 
 
 def pack(
     tables: Mapping[str, Mapping[str, np.ndarray]], attributes: Mapping[str, Any]
 ) -> memoryview:
-    """Return the bytes of an HDF5 file. Equal content gives equal bytes.
+    """Return the bytes of an HDF5 file. Equal contents give equal bytes.
 
     Parameters
     ----------
@@ -98,7 +102,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
     """
     try:
         status = os.stat(path)
-        problem = hdf5_probe.problem_of(path, (status.st_ino, stamp(status)))
+        several = launched_ranks() is not None
+        version = status.st_ino, *stamp(status)
+        problem = hdf5_probe.problem_of(path, version, is_shared=several)
         if problem is not None:
             raise Torn(f"it cannot be read: {problem}")
         import h5py
@@ -150,7 +156,8 @@ def _plain(value):
 def _digest(tables, attributes):
     """Return the SHA-256 of all attributes and of all arrays with their names, types and shapes.
 
-    `tables` is an iterable of (table, pairs of name and array), which needs one array at a time.
+    `tables` is an iterable of (table name, iterable of (array name, array)). It is consumed lazily,
+    so only one array at a time is in memory.
     """
     digest = hashlib.sha256()
     for table, arrays in tables:
@@ -169,8 +176,9 @@ def describe(
     normalization: str,
     crop: Sequence[int] | None = None,
     preprocess: Preprocess | None = None,
+    loss: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the root attributes that describe a network: its layers' specs and its input."""
+    """Return the root attributes of a file that describe a network, its input and its loss."""
     attributes: dict[str, Any] = {
         "network": json.dumps(layers),
         "classes": json.dumps(None if classes is None else list(classes)),
@@ -181,11 +189,13 @@ def describe(
         attributes["crop"] = [int(n) for n in crop]
     if preprocess:
         attributes["preprocess"] = json.dumps(asdict(preprocess))
+    if loss is not None:
+        attributes["loss"] = json.dumps(loss)
     return attributes
 
 
 def described(attributes: Mapping[str, Any]) -> Description:
-    """Decode root attributes that `describe` returned into the arguments of `describe`."""
+    """Decode the root attributes of a file; this is the inverse of `describe`."""
     description: Description = {
         "network": json.loads(attributes["network"]),
         "classes": json.loads(attributes["classes"]),
@@ -196,6 +206,8 @@ def described(attributes: Mapping[str, Any]) -> Description:
         description["crop"] = tuple(attributes["crop"])
     if "preprocess" in attributes:
         description["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
+    if "loss" in attributes:
+        description["loss"] = json.loads(attributes["loss"])
     return description
 
 
@@ -227,6 +239,7 @@ def network_of(
     net.normalization = normalize.read(description["normalization"], normalization, channels)
     net.normalization.check(net.input_shape)
     net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
+    net.loss = losses.check_trained_loss(description.get("loss"))
     classes = description["classes"]
     if classes is not None and not (
         isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -239,9 +252,10 @@ def network_of(
 
 
 def description_of(net: Network) -> dict[str, Any]:
-    """Return the root attributes that describe a network with its own class names."""
+    """Return the root attributes of a file that describe `net` with its class names."""
     name = normalize.USUAL if net.normalization is None else net.normalization.name
-    return describe(net.spec(), net.classes, net.input_shape, name, net.crop, net.preprocess)
+    optional = net.crop, net.preprocess, net.loss
+    return describe(net.spec(), net.classes, net.input_shape, name, *optional)
 
 
 def save_model(
@@ -259,8 +273,8 @@ def save_model(
     net : Network
         The network.
     classes : iterable of str, optional
-        One class name for each output of the network, or [] if it predicts numbers. By default
-        `net.classes`, which `dl.train` sets.
+        One class name for each output of the network, or [] if the network predicts numbers. By
+        default `net.classes`, which `dl.train` sets.
     normalization : str, optional
         Name of the normalization to record if `net.normalization` is None. By default
         "rescale-zero-one".
@@ -282,7 +296,8 @@ def save_model(
         normalization = net.normalization.name
         tables["normalization"] = net.normalization.arrays()
     attributes = describe(
-        net.spec(), classes, net.input_shape, normalization, net.crop, net.preprocess
+        *(net.spec(), classes, net.input_shape, normalization),
+        *(net.crop, net.preprocess, net.loss),
     )
     tables = {name: arrays for name, arrays in tables.items() if arrays}
     tables = {"learnables": net.parameters, "state": net.state, **tables}
@@ -304,15 +319,15 @@ def load_model(
     Returns
     -------
     net : Network
-        The network, with its class names and the preprocessing of images used in training.
+        The network, with its class names and the image preprocessing that was used in training.
     description : dict
-        The keys are "network" (the list of layers), "classes", "input_shape" and "normalization",
-        and "crop" and "preprocess" if the file has these attributes.
+        A dict with the keys "network" (the list of layers), "classes", "input_shape" and
+        "normalization", and with "crop", "preprocess" and "loss" if the file has these attributes.
 
     Raises
     ------
     UserError
-        If the file is damaged or not a model, or if a layer's class is unknown.
+        If the file is damaged or not a model, or if the class of a layer is unknown.
     """
     if not isinstance(layers, Iterable) or isinstance(layers, str):
         raise UserError(f"layers: expected a list of layer classes, found {layers!r}")
@@ -340,16 +355,16 @@ def matching(
     arrays: Mapping[str, np.ndarray],
     path: str | os.PathLike[str],
 ) -> dict[str, np.ndarray]:
-    """Return a file's arrays in the order of `expected`, the network's arrays.
+    """Return the arrays of a file in the order of `expected`, the arrays of the network.
 
     Raises
     ------
     UserError
-        If a name or a shape differs.
+        If the names or the shapes of the arrays differ.
     """
     for name in [*expected, *arrays]:
-        network_shape = expected[name].shape if name in expected else "nothing"
-        file_shape = arrays[name].shape if name in arrays else "nothing"
+        network_shape = expected[name].shape if name in expected else "no such array"
+        file_shape = arrays[name].shape if name in arrays else "no such array"
         if network_shape != file_shape:
             raise UserError(
                 f"{path}: {name}: the network has {network_shape}, the file {file_shape}"
@@ -358,7 +373,7 @@ def matching(
 
 
 def weights_sha256(net: Network) -> str:
-    """Return the SHA-256 of all learnables, then all state, as little-endian float32.
+    """Return the SHA-256 digest of all learnables and all state as little-endian float32.
 
     Parameters
     ----------
@@ -368,13 +383,14 @@ def weights_sha256(net: Network) -> str:
     Returns
     -------
     str
-        64 hexadecimal digits. Networks whose weights are the same bytes have the same digest.
+        The digest, 64 hexadecimal digits. Two networks have the same digest if and only if their
+        weights have the same bytes.
     """
     return sha256_of(net.parameters, net.state)
 
 
 def sha256_of(learnables: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> str:
-    """Return the hash of `weights_sha256` for the arrays of a network."""
+    """Return the digest of `weights_sha256` for the given arrays of a network."""
     sha256 = hashlib.sha256()
     for array in (*learnables.values(), *state.values()):
         sha256.update(np.ascontiguousarray(array, "<f4"))

@@ -32,8 +32,8 @@ CLASS_METRICS = "class-metrics.csv"
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
-# Files of an earlier run that a new run in its folder removes, besides the event files. The lock is
-# not among them, because the new run holds it.
+# Files of an earlier run that a new run in the same folder removes, in addition to event files.
+# The list does not include the lock, because the new run holds it.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -50,12 +50,14 @@ RESULTS = (
     timeline.FILE,
     tracking.IDENTITIES,
 )
-COPIED = (history.FILE, TENSORBOARD)  # if a run resumes one of another folder
+COPIED = (history.FILE, TENSORBOARD)  # copied if a run is resumed in a different folder
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
-RECORD_LOOK_SECONDS = 2 * lock_file.RENEW_SECONDS  # a run that was suspended checks its lock
-PLOT_SECONDS = 10.0  # minimum time between two plots, and from the start of a run to the first
-# Arguments that set the folder, resume a run and replace a run, as error messages write them.
+# Before it writes a record, a run checks its lock if the last check is older than this. Only a run
+# that was suspended has not checked for so long.
+RECORD_LOOK_SECONDS = 2 * lock_file.RENEW_SECONDS
+PLOT_SECONDS = 10.0  # shortest time between two plots, and from the start to the first plot
+# The arguments that set the folder, resume a run and replace a run, as shown in error messages.
 COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
 PYTHON_WORDS = ("out={}", "resume={}", "overwrite=True")
 
@@ -72,8 +74,8 @@ def refuse_a_run(
     resumed : path, optional
         The folder of the resumed run.
     words : tuple of str
-        Templates of the arguments that set the folder, resume a run and replace a run, for the
-        error message.
+        Templates of the arguments that set the folder, resume a run and replace a run, for use in
+        the error message.
     """
     if not checkpoint.exists(out) or _is_same_folder(out, resumed):
         return
@@ -90,8 +92,13 @@ def make_folder(out: str, resumed: str | None = None) -> None:
     """Create the folder for a run's files, and remove the files of an earlier run.
 
     If `out` is the folder of the resumed run, nothing is removed. If a run is resumed in another
-    folder, its metrics.jsonl and its event files for TensorBoard are copied there. Files that no
-    run has written are kept. Raises OSError.
+    folder, its metrics.jsonl and its event files for TensorBoard are copied to `out`. Files that
+    were not written by a run are kept.
+
+    Raises
+    ------
+    OSError
+        If a file or folder cannot be created, copied or removed.
     """
     os.makedirs(out, exist_ok=True)
     if _is_same_folder(out, resumed):
@@ -111,14 +118,14 @@ def make_folder(out: str, resumed: str | None = None) -> None:
 
 
 def _wandb_parts(out):
-    """Return the folders that the run recorded for Weights & Biases; others stay."""
+    """Return the folders that the run wrote for Weights & Biases, without those of other runs."""
     run_id = str(tracking.identity(out, "wandb").get("run_id", ""))
     pattern = os.path.join(glob.escape(os.fspath(out)), "wandb", f"offline-run-*-{run_id}")
     return glob.glob(pattern) if run_id.isalnum() else []
 
 
 def _remove_run(out, paths):
-    """Remove files of a run, and those for TensorBoard. A folder with other files is kept."""
+    """Remove the files of a run, including files for trackers; keep folders with other files."""
     events = os.path.join(out, TENSORBOARD)
     if not os.path.islink(events):
         paths = [*paths, *glob.glob(os.path.join(glob.escape(events), EVENT_FILES))]
@@ -127,7 +134,7 @@ def _remove_run(out, paths):
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    with contextlib.suppress(OSError):  # there is no such folder, or it holds other files
+    with contextlib.suppress(OSError):  # the folder does not exist, or contains other files
         os.rmdir(events)
 
 
@@ -147,21 +154,22 @@ class RunFolder:
     world : World
         The ranks.
     lock : RunLock
-        The constructor takes the lock of an existing folder; `make` takes the lock of a new one.
+        The lock of the folder. The constructor locks an existing folder, and `make` locks a new
+        folder.
 
     Attributes
     ----------
     out : path or None
-        The folder to write to.
+        The folder to write to; None if the run has no folder.
     resume : (arrays, facts) or None
-        The loaded checkpoint.
+        The loaded checkpoint; None if the run is not resumed.
 
     Raises
     ------
     UserError
         On all ranks, if `resume` is neither a folder nor a loaded checkpoint, if the checkpoint
-        cannot be loaded, if `out` holds another run and `overwrite` is false, or if another process
-        uses the folder. The constructor changes no files of the run.
+        cannot be loaded, if `out` contains another run and `overwrite` is false, or if another
+        process uses the folder. The constructor changes no files of a run.
     """
 
     def __init__(self, out: Any, resume: Any, overwrite: bool, world: World, lock: RunLock) -> None:
@@ -172,7 +180,7 @@ class RunFolder:
         self.resumed = resume if is_folder else None
         self.out, self.resume = self.resumed if out is None else out, resume
         self.lock, self._spelled = lock, PYTHON_WORDS[1 if out is None else 0]
-        # A caller that loaded the checkpoint itself has already prepared the folder.
+        # A caller that passes a loaded checkpoint has already prepared the folder.
         self.is_to_be_cleared = is_folder and (overwrite or resume is not None)
         if self.out is not None:
             lock.take(self.out, self._spelled, create=False)
@@ -182,12 +190,15 @@ class RunFolder:
             self.resume = on_rank_0(world, lambda: checkpoint.load(resume))
 
     def make(self) -> None:
-        """Create and lock the folder, and remove an earlier run's files. Collective.
+        """Create and lock the folder, and remove the files of an earlier run. Collective.
 
-        Raises UserError.
+        Raises
+        ------
+        UserError
+            If the folder is in use, contains another run, or cannot be written to.
         """
         self.lock.take(self.out, self._spelled)
-        self._refuse_a_run()  # another job may have used the new folder before this job locked it
+        self._refuse_a_run()  # another job may have started a run just before the lock was taken
         if self.is_to_be_cleared:
             on_rank_0(self.lock.world, self._clear)
 
@@ -202,7 +213,7 @@ class RunFolder:
             raise UserError(f"{self.out}: cannot be created: {reason(error)}") from error
 
     def advice(self, learning_rate: float) -> str:
-        """Return advice to the user, for an error message about NaN or infinite values."""
+        """Return advice for an error message about NaN or infinite values."""
         has_checkpoint = self.out and checkpoint.exists(self.out)
         return f"lower --learning-rate (now {learning_rate:g}) or check the images" + (
             f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
@@ -218,24 +229,24 @@ class RunWriter:
 
     `save`, `write`, `plot`, `wait` and the constructor are collective. If rank 0 cannot write, all
     ranks raise UserError, or LostLock if another process has taken over the folder. If `record`
-    cannot write, all ranks raise at the next checkpoint. Checkpoints and plots may be written while
-    the training goes on; `check` reports their errors.
+    cannot write, all ranks raise the error at the next checkpoint. Checkpoints and plots may be
+    written while training continues; `check` then reports their errors.
 
     Parameters
     ----------
     folder : RunFolder
-        The folder. The constructor creates it.
+        The folder of the run. The constructor creates the folder on disk.
     world : World
         The ranks.
     last_iteration : int, optional
-        Iteration of the resumed checkpoint. Records of later iterations are removed from
-        metrics.jsonl.
+        Iteration of the checkpoint from which the run resumes. Records of later iterations are
+        removed from metrics.jsonl. By default the run is new.
 
     Attributes
     ----------
     recorder : HistoryRecorder
-        The history of the run, on every rank. A resumed run with a folder starts with the records
-        before the checkpoint.
+        The history of the run, on every rank. In a resumed run with a folder, the history includes
+        the records before the checkpoint.
     listeners : list of functions
         Functions that receive each new record, as a dict with the keys of metrics.jsonl.
     before_checkpoint : list of functions
@@ -246,7 +257,8 @@ class RunWriter:
         self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
         self.record_error: UserError | LostLock | None = None
-        # No process beside rank 0: after a loss, it could write at the same time as the new rank 0.
+        # If ranks may be lost, start no process for writing: the process of a lost rank 0 could
+        # still be writing when the new rank 0 writes.
         self.background = BackgroundWriter(starts_process=not world.outlives_ranks)
         self.plot_time = time.monotonic()
         self.recorder = history.HistoryRecorder()
@@ -261,7 +273,7 @@ class RunWriter:
                 self.recorder = on_rank_0(world, lambda: _recorded(path))
 
     def write(self, function: Callable[[], object]) -> None:
-        """Call a function that writes files on rank 0, and raise its errors on all. Collective."""
+        """Call a function that writes files on rank 0; raise its error on all ranks. Collective."""
 
         def write():
             self.folder.lock.check()
@@ -269,25 +281,27 @@ class RunWriter:
 
         call_together(self.world, write if self.world.rank == 0 else lambda: None)
 
-    def record(self, *numbers: Any) -> None:
+    def record(self, *numbers: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Add a record to the history, call the listeners, and write a line to metrics.jsonl.
 
-        The arguments are those of `Metrics.record`.
+        The arguments are the same as for `Metrics.record`.
         """
         record = dict(zip(RECORD, numbers, strict=False))
+        if metrics is not None:
+            record["metrics"] = metrics
         self.recorder.add(record)
         for listener in self.listeners:
             listener(record)
         if self.metrics is not None:
-            self._try(self.metrics.record, *numbers)
+            self._try(functools.partial(self.metrics.record, metrics=metrics), *numbers)
 
     def record_ranks(self, *arguments: Any) -> None:
-        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record_ranks`."""
+        """Call `Metrics.record_ranks`, which writes a line to metrics.jsonl."""
         if self.metrics is not None:
             self._try(self.metrics.record_ranks, *arguments)
 
     def _try(self, write, *arguments):
-        """Call a function, unless an earlier call failed; keep its error for the checkpoint."""
+        """Call a function unless an earlier call failed; keep its error until the checkpoint."""
         if self.record_error is None:
             try:
                 self.folder.lock.check(RECORD_LOOK_SECONDS)
@@ -302,9 +316,9 @@ class RunWriter:
         facts: Mapping[str, Any],
         learning_rate: float,
     ) -> None:
-        """Start to write a checkpoint, after the previous one is written.
+        """Wait until the previous checkpoint is written, and start to write a new checkpoint.
 
-        The arrays may change once the method returns.
+        The caller may change the arrays once the method returns.
 
         Parameters
         ----------
@@ -320,7 +334,7 @@ class RunWriter:
         Raises
         ------
         Fault
-            If the ranks' arrays differ or are not finite. A run could not continue from such
+            If the arrays differ between ranks or are not finite. A run could not continue from such
             arrays, so the previous checkpoint is kept.
         UserError
             If this checkpoint, or an earlier checkpoint, plot or record, could not be written.
@@ -343,30 +357,33 @@ class RunWriter:
         self.write(write)
 
     def check(self) -> None:
-        """Raise UserError or LostLock on rank 0 if a checkpoint or a plot could not be written."""
+        """On rank 0, raise UserError or LostLock if a checkpoint or plot could not be written."""
         self.background.check()
 
     def wait(self) -> None:
-        """Return when all checkpoints and plots are written."""
+        """Wait until all checkpoints and plots are written."""
         if self.out is not None:
             call_together(self.world, self.background.wait)
 
     def record_lost(self, *arguments: Any) -> None:
-        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record_lost`."""
+        """Call `Metrics.record_lost`, which writes a line to metrics.jsonl."""
         if self.metrics is not None:
             self._try(self.metrics.record_lost, *arguments)
 
     def rewind(self, iteration: int) -> None:
-        """Remove the records of later iterations, which the run computes again.
+        """Remove the records after an iteration, because the run will repeat the later iterations.
 
-        The current rank 0 may not be the one that wrote the records.
+        The current rank 0 may not be the rank that wrote the records.
         """
         self.recorder.cut(iteration)
         if self.metrics is not None and self.world.rank == 0:
             self._try(self.metrics.rewind, iteration, self.recorder.records())
 
     def plot(self, end: bool = False) -> None:
-        """Start to draw progress.png, at most once per PLOT_SECONDS; at the end, wait for it."""
+        """Start to draw progress.png, at most once per `PLOT_SECONDS`.
+
+        If `end` is true, always draw the plot, and wait until the file is written.
+        """
 
         def draw():
             if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:
@@ -381,7 +398,7 @@ class RunWriter:
     def close(self) -> None:
         """Wait for the files that are being written, and close metrics.jsonl.
 
-        After the loss of the lock, discard records not yet written.
+        If the lock is lost, discard the records that are not yet written.
         """
         self.background.close()
         if self.metrics is not None:
@@ -393,7 +410,7 @@ class RunWriter:
         iteration: int,
         learning_rate: float,
     ) -> None:
-        """Raise NotFinite if an array of the tables is not finite."""
+        """Raise NotFinite if an array in the tables contains NaN or infinite values."""
         for arrays in tables.values():
             for name, array in arrays.items():
                 if not np.isfinite(array).all():

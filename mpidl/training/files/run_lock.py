@@ -1,4 +1,4 @@
-"""The lock of a run's folder on the ranks of a run: only rank 0 touches the file."""
+"""Lock the folder of a run for all ranks of the run; only rank 0 accesses the lock file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpidl.training.files import lock_file
 from mpidl.training.files.lock_file import LockFile
 from mpidl.training.files.lock_holder import Holder
 
-POLL_SECONDS = 0.5  # time between two attempts
+POLL_SECONDS = 0.5  # time between two attempts to take the lock
 
 
 class RunLock:
     """Context manager that holds the lock of a run's folder from `take` to the end of the block.
 
-    A thread of rank 0 renews the lock. The end of the block is not collective.
+    A thread on rank 0 renews the lock. Leaving the block is not a collective operation.
 
     Parameters
     ----------
@@ -56,19 +56,19 @@ class RunLock:
     def take(
         self, folder: str | os.PathLike[str], spelled: str = "out={}", create: bool = True
     ) -> None:
-        """Take the lock of a folder, unless this object holds a lock already. Collective.
+        """Take the lock of a folder, unless this object already holds a lock. Collective.
 
-        If a process on another machine holds the lock and may have ended, wait until the lock is
-        renewed or free.
+        If the lock belongs to a process on another machine that may have ended, wait until the lock
+        is renewed or free.
 
         Parameters
         ----------
         folder : path
             The folder.
         spelled : str
-            Template of the argument that sets the folder, for the error messages.
+            Template of the argument that sets the folder, for error messages.
         create : bool
-            Whether to create the folder. Otherwise a missing folder is not locked.
+            Whether to create a missing folder. If false, a missing folder is not locked.
 
         Raises
         ------
@@ -84,7 +84,7 @@ class RunLock:
             if self.world.rank == 0 and not is_announced:
                 print(
                     f"mpidl: {file.folder} is locked by {holder}, which may have ended: waiting "
-                    f"up to {lock_file.STALE_SECONDS:g} s for a sign of life",
+                    f"up to {lock_file.STALE_SECONDS:g} s to see whether it still runs",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -93,13 +93,13 @@ class RunLock:
         self._token = self.world.broadcast(file.holder.token)
 
     def take_over(self) -> None:
-        """Let the current rank 0 hold the lock if the rank that held it was lost. Collective."""
+        """Let rank 0 take the lock if the rank that held the lock was lost. Collective."""
         if self._is_taken and not self.world.broadcast(self._file is not None):
             self._is_taken = False
             self.take(self._folder)
 
     def _attempt(self, file, spelled):
-        """Return None if the lock is taken now, otherwise a description of its possible holder."""
+        """Try to take the lock. Return None, or a description of a holder that may have ended."""
         option = spelled.format(file.folder)
         try:
             os.makedirs(file.folder, exist_ok=True)
@@ -125,7 +125,7 @@ class RunLock:
         Parameters
         ----------
         seconds : float
-            Read the lock file only if the last read was longer ago.
+            Read the lock file only if the last read was at least this many seconds ago.
         """
         if self._file is not None:
             self._file.check(seconds)
@@ -141,7 +141,10 @@ class RunLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has taken over the folder, as far as rank 0 has noticed."""
+        """Whether rank 0 has noticed that another process took over the folder.
+
+        Always False on other ranks.
+        """
         return self._file is not None and self._file.is_lost
 
     def _renew(self):

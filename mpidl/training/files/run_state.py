@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def progress(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (tables, facts) of the state that training changes, except the position."""
+    """Return (tables, facts) of everything that training changes, except the position."""
     net, validation = trainer.net, trainer.validation
     tables = {
         "learnables": {name: np.asarray(a) for name, a in net.parameters.items()},
@@ -32,9 +32,9 @@ def progress(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (tables, facts) of a checkpoint: arrays by table, and JSON values.
+    """Return the contents of a checkpoint: arrays by table, and facts for JSON.
 
-    `RunWriter.save` adds the position.
+    The facts do not include the position, which `RunWriter.save` adds.
     """
     net, options = trainer.net, trainer.options
     tables, state = progress(trainer)
@@ -49,6 +49,7 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         "normalization": net.normalization.name,
         "crop": net.crop,
         "preprocess": net.preprocess,
+        "loss": net.loss,
         "options": options.as_dict(),
         "optimizer": trainer.optimizer_spec,
         **state,
@@ -68,8 +69,8 @@ def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> 
     Raises
     ------
     UserError
-        If the options, the network, the optimizer or the images changed in a way that is not
-        allowed.
+        If the options, the network, the optimizer or the images have changed in a way that
+        prevents resuming.
     """
     net, options = trainer.net, trainer.options
     now = resumable(options, net, trainer.datastore, trainer.world.size)
@@ -86,7 +87,7 @@ def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> 
 
 
 def copied(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
-    """Copy all tables of arrays, because optimizers overwrite arrays in place."""
+    """Return copies of all arrays, because optimizers overwrite arrays in place."""
     return {
         table: {name: np.array(array) for name, array in arrays.items()}
         for table, arrays in tables.items()
@@ -94,7 +95,7 @@ def copied(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.nd
 
 
 def set_progress(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Set the network, the optimizer, the validation and the position of a training run."""
+    """Set the trainer's network, optimizer, validation and position without any checks."""
     net = trainer.net
     learnables, state = arrays["learnables"], arrays["state"]
     net.parameters = model_file.matching(net.parameters, learnables, checkpoint.CURRENT)

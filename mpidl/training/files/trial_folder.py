@@ -1,4 +1,7 @@
-"""The folders of a sweep's trials: each is the folder of a run, with trial.json and console.log."""
+"""Read and write the folders of a sweep's trials.
+
+Each trial has the folder of a run, which also contains trial.json and console.log.
+"""
 
 import contextlib
 import json
@@ -38,7 +41,7 @@ class TrialFolder(NamedTuple):
     number : int
         Number of the trial, from 1.
     options : dict
-        All options of the trial in the sweep's file.
+        All options that the sweep file sets for the trial.
     """
 
     path: str
@@ -50,11 +53,11 @@ class TrialFolder(NamedTuple):
         return os.path.basename(self.path)
 
     def state(self) -> str:
-        """Return one of `STATES`; a trial that was killed is still "running"."""
+        """Return one of `STATES`. The state of a killed trial stays "running"."""
         return self._record().get("state", WAITING)
 
     def row(self) -> dict[str, Any]:
-        """Return the trial's row of the sweep's table, without the options."""
+        """Return the row of the trial in the table of the sweep, without the options."""
         record, state = self._record(), self.state()
         summary = _read_json(os.path.join(self.path, SUMMARY)) if state == COMPLETE else {}
         figures = {column: summary.get(name) for column, name in FIGURES.items()}
@@ -62,7 +65,7 @@ class TrialFolder(NamedTuple):
         return {"trial": self.number, "state": state, **figures, "error": error}
 
     def write(self, state: str, error: str | None = None) -> None:
-        """Record the state of the trial, and the error of a failed trial, in one line."""
+        """Write the state of the trial to trial.json, with the error message of a failed trial."""
         record = {"trial": self.number, "options": self.options, "state": state, "error": error}
         try:
             os.makedirs(self.path, exist_ok=True)
@@ -72,11 +75,11 @@ class TrialFolder(NamedTuple):
         write_whole(os.path.join(self.path, RECORD), content)
 
     def can_resume(self) -> bool:
-        """Return whether the trial has a checkpoint with the same options."""
+        """Return whether the trial has a checkpoint and its options are unchanged."""
         return checkpoint.exists(self.path) and not self.changes()
 
     def changes(self) -> list[str]:
-        """Return "NAME was OLD, is NEW" for each option that the sweep's file has changed."""
+        """Return "NAME was OLD, is NEW" for each option that has changed in the sweep file."""
         record = self._record()
         old = record.get("options", self.options)
         names = changed_options(old, self.options)
@@ -87,7 +90,10 @@ class TrialFolder(NamedTuple):
 
     @contextlib.contextmanager
     def log(self) -> Iterator[None]:
-        """Append the output of this process to console.log; all ranks of a trial may do so."""
+        """Within the block, append the output of this process to console.log.
+
+        All ranks of a trial may append to the file.
+        """
         try:
             file = open(os.path.join(self.path, LOG), "a", buffering=1, errors="backslashreplace")
         except OSError:  # another host may not see the folder yet
@@ -97,7 +103,7 @@ class TrialFolder(NamedTuple):
             sys.stdout.flush()
 
     def _record(self):
-        """Return the content of the record; {} if there is none, or if it is damaged."""
+        """Return the content of trial.json; {} if the file is missing or damaged."""
         record = _read_json(os.path.join(self.path, RECORD))
         is_valid = isinstance(record.get("options", {}), dict) and record.get("state") in STATES
         return record if is_valid else {}
@@ -105,7 +111,7 @@ class TrialFolder(NamedTuple):
 
 def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
     """Return the folders of all trials of a sweep in the folder `out`."""
-    return [  # the number of trials may grow, so the names do not depend on it
+    return [  # the names do not depend on the number of trials, because it may grow
         TrialFolder(os.path.join(out, f"trial-{i + 1:03}"), i + 1, sweep.options(i))
         for i in range(len(sweep.trials))
     ]

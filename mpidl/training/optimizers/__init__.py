@@ -1,8 +1,8 @@
 """Optimizers, which are chains of gradient transforms that can also be used individually.
 
-`SOLVERS` is the only list of the optimizers that the option `solver` can select. The choices
-and the help text of `--solver`, the solver-dependent defaults and the options page of the
-documentation are derived from this list.
+`SOLVERS` lists the optimizers that the option `solver` can select. The choices and the help text of
+`--solver`, the solver-dependent defaults and the options page of the documentation are derived from
+this list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOLVERS: dict[str, type[Solver]] = {
 
 
 def of_options(options: TrainingOptions, **factors: Factors) -> Solver:
-    """Create the solver that the options select; see `Solver.of_options`.
+    """Create the optimizer that the options select; see `Solver.of_options`.
 
     Parameters
     ----------

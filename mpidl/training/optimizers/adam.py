@@ -1,4 +1,4 @@
-"""Adam and AdamW: transforms, fused steps and solvers."""
+"""Define the transforms, the fused steps and the solvers of Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpidl.training.optimizers.transforms import (
 
 
 class AdamMoments(Transform):
-    """Divide the gradient's moving mean by the root of the squared gradient's moving mean.
+    """Compute Adam's direction: the mean gradient divided by the root mean square gradient.
 
         m <- gradient_decay * m + (1 - gradient_decay) * g
         v <- square_decay * v + (1 - square_decay) * g^2
@@ -37,9 +37,9 @@ class AdamMoments(Transform):
     Parameters
     ----------
     gradient_decay, square_decay : float
-        Factors from 0 to 1 by which m and v decay per step.
+        Factors, at least 0 and below 1, by which m and v decay in each step.
     epsilon : float
-        A small number that is added to the root.
+        A small number added to the square root in the denominator.
     """
 
     tables = ("mean", "square")
@@ -52,7 +52,7 @@ class AdamMoments(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def correction(self, rate: float, step: int) -> float:
-        """Return rate * correction for a training step, counted from 1.
+        """Return rate * correction for a training step.
 
         Parameters
         ----------
@@ -74,12 +74,12 @@ class AdamMoments(Transform):
         return {"correction": self.correction(-1.0, step)}
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the backends' formula "adam" for a learning rate.
+        """Return the arguments of the backends' formula "adam".
 
         Parameters
         ----------
         rate : float
-            Learning rate, times the correction.
+            Learning rate, multiplied by the correction.
 
         Returns
         -------
@@ -97,27 +97,27 @@ class AdamMoments(Transform):
 
 
 class CorrectedAdamMoments(AdamMoments):
-    """Compute Adam's direction with epsilon added to the corrected root, as PyTorch does.
+    """Compute Adam's direction with epsilon added to the corrected square root, like PyTorch.
 
         direction = m_hat / (sqrt(v_hat) + epsilon)
 
     where m_hat = m / (1 - gradient_decay^t) and v_hat = v / (1 - square_decay^t) in training step
-    t. This formula is algorithm 1 of Kingma and Ba. `AdamMoments` computes the same
-    direction if its epsilon is replaced by epsilon * sqrt(1 - square_decay^t).
+    t. This formula is algorithm 1 of Kingma and Ba. `AdamMoments` computes the same direction if
+    its epsilon is replaced by epsilon * sqrt(1 - square_decay^t).
 
     Parameters
     ----------
     gradient_decay, square_decay : float
-        Factors from 0 to 1 by which m and v decay per step.
+        Factors, at least 0 and below 1, by which m and v decay in each step.
     epsilon : float
-        A small number that is added to the root.
+        A small number added to the square root in the denominator.
     """
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"correction": self.correction(-1.0, step), "epsilon": self.step_epsilon(step)}
 
     def step_epsilon(self, step: int) -> float:
-        """Return the epsilon that a training step adds to the uncorrected root, sqrt(v).
+        """Return the epsilon that a training step adds to the uncorrected root sqrt(v).
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class CorrectedAdamMoments(AdamMoments):
 
 @fuses(AdamMoments, Rate)
 class _AdamRate(FusedTail):
-    """Update the weights by Adam with one kernel."""
+    """A step of Adam, computed by one kernel."""
 
     formula = "adam"
     tables = AdamMoments.tables
@@ -157,7 +157,7 @@ class _AdamRate(FusedTail):
 
 @fuses(CorrectedAdamMoments, WeightDecay, Rate)
 class _AdamWRate(FusedTail):
-    """Update the weights by AdamW with one kernel."""
+    """A step of AdamW, computed by one kernel."""
 
     formula = "adamw"
     tables = CorrectedAdamMoments.tables
@@ -175,7 +175,7 @@ class _AdamWRate(FusedTail):
         return [*numbers, values["epsilon"], values["correction"]]
 
     def step(self, updates, state_arrays, values):
-        # add earlier decays to the gradients, then set the decay for the kernel
+        # Add the pending decays to the gradients, then set the decay that the kernel adds.
         self.decay.apply(updates, [], {})
         return super().step(updates, state_arrays, values)
 
@@ -188,21 +188,22 @@ class Adam(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate; by default 0.001.
+        Learning rate. By default 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors from 0 to 1 by which m and v decay per step; by default 0.9 and 0.999.
+        Factors, at least 0 and below 1, by which m and v decay in each step. By default 0.9 and
+        0.999.
     epsilon : float
-        A small number that is added to the root.
+        A small number added to the square root in the denominator.
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor}; see `WeightDecay`.
+        {name: factor} of the weight decay; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor}; see `Optimizer`.
+        {name: factor} of the learning rate; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`. The gradient that is clipped includes the L2 term.
+        Arguments of `Clip`. The L2 term is added before the gradient is clipped.
     decay_exclude : str
-        Learnables that do not decay; see `WeightDecay`.
+        Learnables without weight decay; see `WeightDecay`.
     """
 
     solver = "adam"
@@ -242,23 +243,23 @@ class AdamW(Solver):
     Parameters
     ----------
     l2 : float, optional
-        The weight decay, called `weight_decay` in PyTorch. By default 0.01. The decay does not
-        enter the moments and is not clipped.
+        The weight decay, called `weight_decay` in PyTorch. By default 0.01. The moments do not
+        include the decay, and the decay is not clipped.
     l2_factors : dict, optional
-        {name: factor}: the factor of the decay for each parameter. By default the factor is 1 for
-        names that end in ".weight" and 0 for other names.
+        {name: factor} of the weight decay; see `WeightDecay`.
     learning_rate : float, optional
-        Learning rate; by default 0.001.
+        Learning rate. By default 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors from 0 to 1 by which the moments decay per step; by default 0.9 and 0.999.
+        Factors, at least 0 and below 1, by which the moments decay in each step. By default 0.9 and
+        0.999.
     epsilon : float
-        A small number that is added to the root.
+        A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional
-        {name: factor}; see `Optimizer`.
+        {name: factor} of the learning rate; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`. The decay is not part of the gradient that is clipped.
+        Arguments of `Clip`. The clipped gradient does not include the decay.
     decay_exclude : str
-        Learnables that do not decay; see `WeightDecay`.
+        Learnables without weight decay; see `WeightDecay`.
 
     Notes
     -----
@@ -293,15 +294,20 @@ class AdamW(Solver):
             Clip(gradient_threshold, gradient_threshold_method),
             CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
             WeightDecay(self.value("l2", l2), l2_factors, decay_exclude),
+            *self._scalings(l2_factors, decay_exclude),
             Rate(),
             learning_rate_factors=learning_rate_factors,
         )
 
+    def _scalings(self, l2_factors, decay_exclude):
+        """Return transforms that scale the update with its decay."""
+        return ()
+
 
 def power(base: float, exponent: int) -> float:
-    """Return base ** exponent, computed by multiplications only.
+    """Return base ** exponent, computed with multiplications only.
 
-    C libraries round pow() differently, so the result of pow() would depend on the machine.
+    The result of pow() would depend on the machine, because C libraries round it differently.
     """
     result = 1.0
     while exponent:

@@ -1,6 +1,7 @@
-"""Optimizers as chains of transforms that compute new parameters from parameters and gradients.
+"""Build optimizers, which compute new parameters from gradients, as chains of transforms.
 
-All ranks hold the same parameters and gradients and compute the same step. They exchange nothing.
+All ranks hold the same parameters and gradients and compute the same step, so an optimizer does not
+communicate.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from mpidl.training.optimizers.transforms import (
     check,
 )
 
-AVERAGE = "average"  # the table of the averages of the parameters
+AVERAGE = "average"  # name of the table of averaged parameters
 
 
 class Optimizer:
-    """A chain of transforms. The output of the last one is added to the parameters.
+    """An optimizer that is a chain of transforms.
 
-    `Optimizer(0.1, Clip(1.0), WeightDecay(1e-4), Momentum(0.9), Rate())` is gradient descent with
-    momentum in PyTorch's form. The solvers are such chains. Some transforms at the end of a chain
-    run as one kernel, such as (Rate, Momentum) or (AdamMoments, Rate); see `fuses`.
+    The chain transforms gradients into weight changes, which are added to the parameters. For
+    example, `Optimizer(0.1, Clip(1.0), WeightDecay(1e-4), Momentum(0.9), Rate())` is gradient
+    descent with momentum in PyTorch's form. The built-in solvers are also chains. Some sequences of
+    transforms at the end of a chain run as one kernel, such as (Rate, Momentum) or
+    (AdamMoments, Rate); see `fuses`.
 
     Parameters
     ----------
@@ -39,15 +42,16 @@ class Optimizer:
     *transforms : Transform
         The transforms, in the order in which they change the gradients.
     learning_rate_factors : dict, optional
-        {name: factor} by which a parameter's learning rate is multiplied, 1 by default. A parameter
-        with the factor 0 does not change and needs no gradient. `net.factors` contains the factors
-        of a network's layers: SGDM(0.01, **net.factors).
+        {name: factor} by which the learning rate of a parameter is multiplied, 1 by default. A
+        parameter with the factor 0 does not change and needs no gradient. `net.factors` contains
+        the factors of a network's layers, for use as in `SGDM(0.01, **net.factors)`.
 
     Attributes
     ----------
     average_share : float or None
-        Share of the new parameters in their average, which each step updates to
-        average + average_share * (parameter - average); None keeps no average. See `keep_average`.
+        If the optimizer keeps an average of the parameters, each step updates the average to
+        average + average_share * (parameter - average). None if the optimizer keeps no average; see
+        `keep_average`.
     """
 
     def __init__(
@@ -73,31 +77,31 @@ class Optimizer:
         parts, self._fused = _fused_tail(transforms)
         if self._fused is not None:
             parts = (*parts, self._fused)
-        # a prefix for the numbers of each part, because two parts may use the same name
+        # Prefix the number names of each part, because two parts may use the same name.
         self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(
         self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the parameters after a step. The arguments are not changed.
+        """Return the parameters after a training step. The arguments are not changed.
 
         Parameters
         ----------
         parameters, gradients : dict
-            {name: array}. The step is computed in the parameters' precision, float32.
+            {name: array}. The step is computed in the precision of the parameters, usually float32.
 
         Raises
         ------
         ValueError
-            If names or shapes do not match.
+            If the names or shapes of parameters and gradients do not match.
         """
         return self.apply(parameters, gradients, self.advance())
 
     def keep_average(self, is_kept: bool = True) -> None:
-        """Keep an average of the parameters, or drop it.
+        """Start a new average of the parameters, or discard the average.
 
-        The average starts as zeros, so the share of the first step that counts is 1. Until then
-        `average_share` is 0.
+        An earlier average is discarded. The new average starts as zeros, and `average_share` starts
+        as 0. The caller must set `average_share` to 1 in the first step that the average includes.
 
         Parameters
         ----------
@@ -105,25 +109,23 @@ class Optimizer:
             Whether to keep an average from now on.
         """
         if is_kept:
-            self.state_arrays.setdefault(AVERAGE, {})
+            self.state_arrays[AVERAGE] = {}
         else:
             self.state_arrays.pop(AVERAGE, None)
         self.average_share = 0.0 if is_kept else None
 
     @property
     def averages(self) -> dict[str, np.ndarray]:
-        """The averages of the parameters that steps change, by name; see `keep_average`."""
+        """The averages of all parameters that are not frozen, by name; see `keep_average`."""
         return dict(self.state_arrays.get(AVERAGE, {}))
 
     def numbers(self) -> dict[str, float]:
-        """Return, by name, the scalars of the next step that can differ between steps.
-
-        An example is the learning rate.
+        """Return the scalars of the next step that can differ between steps.
 
         Returns
         -------
         dict
-            {name: number}
+            {name: number}, including for example the learning rate.
         """
         numbers = {
             prefix + name: value
@@ -133,12 +135,12 @@ class Optimizer:
         return numbers if self.average_share is None else numbers | {AVERAGE: self.average_share}
 
     def advance(self) -> dict[str, float]:
-        """Return the `numbers` of the next step and increment the step count.
+        """Return the scalars of the next step, and increment the step count.
 
         Returns
         -------
         dict
-            {name: number}
+            {name: number}, as for `numbers`.
         """
         numbers = self.numbers()
         self.steps += 1
@@ -150,7 +152,7 @@ class Optimizer:
         gradients: Mapping[str, np.ndarray],
         numbers: Mapping[str, float],
     ) -> dict[str, np.ndarray]:
-        """Return the parameters after a step with these numbers.
+        """Return the parameters after a training step with the given scalars.
 
         While a GPU program is being recorded, the step is recorded and does not run.
 
@@ -159,7 +161,7 @@ class Optimizer:
         parameters, gradients : dict
             {name: array}
         numbers : dict
-            The numbers that `advance` returned.
+            The scalars of the step, as returned by `advance`.
 
         Returns
         -------
@@ -169,7 +171,7 @@ class Optimizer:
         Raises
         ------
         ValueError
-            If names or shapes do not match.
+            If the names or shapes of parameters and gradients do not match.
         """
         self._check_names(parameters)
         moving = self._moving(parameters)
@@ -237,17 +239,17 @@ class Optimizer:
                     raise ValueError(f"{table}: unknown parameter {name}{hint}")
 
     def _moving(self, parameters):
-        """Return the parameters that steps change: those whose factor is not 0."""
+        """Return the parameters that are not frozen: their learning-rate factor is not 0."""
         factors = self.learning_rate_factors
         return {name: w for name, w in parameters.items() if factors.get(name, 1.0) != 0}
 
     def prepare(self, parameters: Mapping[str, Any]) -> None:
-        """Create missing state arrays as zeros, and move the state to the parameters' device.
+        """Create missing state arrays as zeros, and move the state to the device of the parameters.
 
         Parameters
         ----------
         parameters : dict
-            {name: array}, the parameters that the next step updates.
+            {name: array} of the parameters that the next step updates.
         """
         for arrays in self.state_arrays.values():
             for name, w in self._moving(parameters).items():
@@ -257,12 +259,12 @@ class Optimizer:
                     arrays[name] = backends.of_array(w).from_numpy(arrays[name], w)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the optimizer that checkpoints store, by name.
+        """Return copies of the optimizer's arrays, for a checkpoint.
 
         Returns
         -------
         dict
-            {name: array}
+            {name: array}, with the step count as "steps" if the optimizer depends on it.
         """
         arrays = {
             f"{table}.{name}": np.array(array)
@@ -274,12 +276,17 @@ class Optimizer:
         return arrays
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restore what `state` returned; raise ValueError if an array has an unknown name.
+        """Restore the arrays that the method `state` returned.
 
         Parameters
         ----------
         state : dict
-            {name: array}, as `state` returned it.
+            {name: array}
+
+        Raises
+        ------
+        ValueError
+            If an array has an unknown name.
         """
         state = dict(state)
         state_arrays: Tables = {table: {} for table in self.state_arrays}
@@ -299,9 +306,9 @@ class Optimizer:
 
 
 class FusedTail:
-    """The last transforms of a chain, computed by one kernel of a backend.
+    """The last transforms of a chain, computed together by one kernel of a backend.
 
-    The constructor of a subclass accepts these transforms.
+    The constructor of a subclass accepts the transforms.
 
     Parameters
     ----------
@@ -325,8 +332,6 @@ class FusedTail:
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         """Return the scalars of a step that can differ between steps.
 
-        Steps are counted from 1.
-
         Parameters
         ----------
         learning_rate : float
@@ -347,7 +352,7 @@ class FusedTail:
         Parameters
         ----------
         values : dict
-            The `numbers` of the step, converted by `step_number` of the backend.
+            The scalars that `numbers` returned, converted by `step_number` of the backend.
 
         Returns
         -------
@@ -357,16 +362,16 @@ class FusedTail:
         return [values["learning_rate"]]
 
     def step(self, updates: Updates, state_arrays: list[list], values: Mapping[str, Any]) -> list:
-        """Return the weights after the step, and update the state arrays.
+        """Return the weights after the step, and update the state arrays in place.
 
         Parameters
         ----------
         updates : Updates
-            The weights, their gradients and their factors.
+            The weights, the gradients and the learning-rate factors.
         state_arrays : list of list
-            The state arrays of each table in `tables`, one per weight.
+            For each table in `tables`, a list of one state array per weight.
         values : dict
-            The `numbers` of the step, converted by `step_number` of the backend.
+            The scalars that `numbers` returned, converted by `step_number` of the backend.
 
         Returns
         -------
@@ -388,7 +393,7 @@ FUSED: dict[tuple[type[Transform], ...], type[FusedTail]] = {}  # filled by `fus
 
 
 def fuses(*transforms: type[Transform]) -> Callable[[type[FusedTail]], type[FusedTail]]:
-    """Return a class decorator that declares which transforms a FusedTail computes.
+    """Return a class decorator that declares which transforms a `FusedTail` computes.
 
     Parameters
     ----------
@@ -398,7 +403,7 @@ def fuses(*transforms: type[Transform]) -> Callable[[type[FusedTail]], type[Fuse
     Returns
     -------
     callable
-        The decorator of a FusedTail.
+        A decorator for subclasses of `FusedTail`.
     """
 
     def declare(tail: type[FusedTail]) -> type[FusedTail]:
@@ -411,7 +416,7 @@ def fuses(*transforms: type[Transform]) -> Callable[[type[FusedTail]], type[Fuse
 def _fused_tail(transforms):
     """Split a chain into (first transforms, FusedTail), or return (transforms, None).
 
-    The last transforms are fused if the transforms before them keep no arrays.
+    The last transforms are fused only if the transforms before them keep no arrays.
     """
     for types, tail in FUSED.items():
         before, last = transforms[: -len(types)], transforms[-len(types) :]
@@ -421,7 +426,7 @@ def _fused_tail(transforms):
 
 
 def _arguments(attributes):
-    """Return the attributes for JSON; values that JSON cannot represent become their repr."""
+    """Return the attributes for JSON; values that JSON cannot represent are replaced by repr()."""
     return {
         name: value if isinstance(value, str | int | float | bool | dict | None) else repr(value)
         for name, value in attributes.items()
@@ -450,11 +455,11 @@ def match(
     label : str
         Describes the arrays in the error message.
     arrays : dict
-        {name: array}. Each moving parameter needs an array of its shape.
+        {name: array}. There must be an array of the same shape for each parameter in `moving`.
     moving : dict
         The parameters that the step changes.
     parameters : dict
-        All parameters. An array whose name is not among them is an error.
+        All parameters. An array with a name that is not in `parameters` is an error.
     """
     missing = [name for name in moving if name not in arrays]
     unknown = [name for name in arrays if name not in parameters]

@@ -1,4 +1,4 @@
-"""Check the optimizer that a user passes to `dl.train`, and describe it for a resumed run."""
+"""Check the optimizer that a user passes to `dl.train`, and describe it for checkpoints."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def check_optimizer(optimizer: Any, net: Network) -> None:
 
 
 def optimizer_spec(optimizer: Any) -> list[Any]:
-    """Return [class name, spec] of an optimizer; the spec is [] if the optimizer has none.
+    """Return [class name, spec] of an optimizer; the spec is [] if there is no method `spec`.
 
-    A resumed run compares this list with the list in the checkpoint.
+    When a run is resumed, this list must equal the list in the checkpoint.
     """
     spec = optimizer.spec() if hasattr(optimizer, "spec") else []
     return [type(optimizer).__qualname__, spec]
 
 
 def describe_spec(spec: list[Any] | None) -> str:
-    """Format an optimizer's spec for an error message."""
+    """Format the result of `optimizer_spec` for an error message."""
     if spec is None:
         return "the options' solver"
     return f"{spec[0]} {json.dumps(spec[1])}" if spec[1] else spec[0]

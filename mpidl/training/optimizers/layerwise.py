@@ -1,4 +1,4 @@
-"""LARS and LAMB, whose steps are proportional to the norms of the weights of each layer."""
+"""Define LARS and LAMB, which scale the steps of each layer by the norm of its weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpidl.training.optimizers.adam import Adam, CorrectedAdamMoments
+from mpidl.training.optimizers.adam import AdamW, CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, fuses
-from mpidl.training.optimizers.sgdm import NESTEROV, Momentum, NesterovMomentum
+from mpidl.training.optimizers.sgdm import momentum_of
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
     BIASES_AND_NORMS,
@@ -22,30 +22,30 @@ from mpidl.training.optimizers.transforms import (
     check,
     decay_factor,
 )
-from mpidl.training.options.option_types import check_value
 
 
 class LarsTrustRatio(Transform):
     """Multiply each update by coefficient * |w| / (|update| + decay * |w|).
 
-    The update includes the weight decay that precedes this transform: with `WeightDecay(l2)` before
-    it, the result is ratio * (update + l2 * w). This is equation 6 of You, Gitman and Ginsburg,
-    "Large batch training of convolutional networks", 2017.
+    The scaled update includes the weight decay of a preceding transform: after `WeightDecay(l2)`,
+    the result is ratio * (update + l2 * w). This is equation 6 of You, Gitman and Ginsburg, "Large
+    batch training of convolutional networks", 2017.
 
     Parameters
     ----------
     coefficient : float
         The trust coefficient.
     factors : dict, optional
-        {name: factor}, as for `WeightDecay`. The ratio is 1 for a parameter with the factor 0, and
-        for one without an entry whose name does not end in ".weight".
+        {name: factor} of the weight decay, as for `WeightDecay`. Updates of a parameter with the
+        factor 0 are not scaled. Without an entry, the factor is 1 for names that end in ".weight"
+        and 0 for other names.
     exclude : str
-        As for `WeightDecay`: parameters that do not decay are not scaled either.
+        Parameters without weight decay, as for `WeightDecay`. Their updates are not scaled.
 
     Notes
     -----
     The ratio is 1 if the weights or the update are zero. Norms are computed in float64 in a fixed
-    order, so that the ranks compute the same bytes.
+    order, so that all ranks compute the same bytes.
     """
 
     counts_steps = False
@@ -81,9 +81,9 @@ class LambTrustRatio(LarsTrustRatio):
     Parameters
     ----------
     factors : dict, optional
-        As for `LarsTrustRatio`.
+        {name: factor} of the weight decay, as for `LarsTrustRatio`.
     exclude : str
-        As for `LarsTrustRatio`.
+        Parameters without weight decay, as for `LarsTrustRatio`.
     """
 
     method = "lamb"
@@ -98,7 +98,7 @@ class LambTrustRatio(LarsTrustRatio):
 
 @fuses(CorrectedAdamMoments, WeightDecay, LambTrustRatio, Rate)
 class _LambRate(FusedTail):
-    """Compute LAMB's directions, scale them and step the weights, without adding zeros."""
+    """A step of LAMB, which updates the weights directly instead of updating zeros first."""
 
     tables = CorrectedAdamMoments.tables
 
@@ -130,39 +130,41 @@ class _LambRate(FusedTail):
 
 
 class LARS(Solver):
-    """Layerwise adaptive rate scaling: SGD with momentum whose steps follow the weights' norms.
+    """Layerwise adaptive rate scaling: SGD with momentum, scaled by the norms of the weights.
 
         v <- momentum * v - learning_rate * ratio * (g + l2 * w),    w <- w + v
 
-    where ratio = trust_coefficient * |w| / (|g| + l2 * |w|) for each learnable that decays, and 1
-    for the others; see `LarsTrustRatio`. The method suits mini-batches of thousands of images.
+    where ratio = trust_coefficient * |w| / (|g| + l2 * |w|) for each learnable with weight decay,
+    and 1 for other learnables; see `LarsTrustRatio`. The method is intended for mini-batches of
+    thousands of images.
 
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate; by default 1, because the ratio is a few thousandths.
+        Learning rate. By default 1, because the ratio is a few thousandths.
     momentum : float
-        Fraction of the previous step that is added to the current one.
+        Fraction of the previous step that is added to the current step.
     trust_coefficient : float
-        Factor of the ratio.
+        Factor in the ratio.
     l2 : float
         The weight decay. It is added after the gradient is clipped.
     l2_factors : dict, optional
-        {name: factor}; see `WeightDecay`. A learnable whose factor is 0 is not scaled.
+        {name: factor} of the weight decay; see `WeightDecay`. Updates of a learnable with the
+        factor 0 are not scaled.
     learning_rate_factors : dict, optional
-        {name: factor}; see `Optimizer`.
+        {name: factor} of the learning rate; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`.
+        Arguments of `Clip`.
     nesterov : bool
         Whether to use Nesterov's momentum; see `NesterovMomentum`.
     decay_exclude : str
-        Learnables that do not decay and are not scaled; see `WeightDecay`.
+        Learnables without weight decay; see `WeightDecay`. Their updates are not scaled.
 
     Notes
     -----
     The method is algorithm 1 of You, Gitman and Ginsburg, "Large batch training of convolutional
-    networks", 2017. Its learning rate falls by a polynomial of power 2: the options
-    `learn_rate_schedule="polynomial"` and `learn_rate_power=2`.
+    networks", 2017. In the paper, the learning rate decreases as a polynomial of power 2, which the
+    options `learn_rate_schedule="polynomial"` and `learn_rate_power=2` select.
     """
 
     solver = "lars"
@@ -183,45 +185,47 @@ class LARS(Solver):
         nesterov: bool | Literal["on", "off"] = False,
         decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
-        is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
         super().__init__(
             learning_rate,
             Clip(gradient_threshold, gradient_threshold_method),
             WeightDecay(l2, l2_factors, decay_exclude),
             LarsTrustRatio(trust_coefficient, l2_factors, decay_exclude),
             Rate(),
-            (NesterovMomentum if is_nesterov else Momentum)(momentum),
+            momentum_of(momentum, nesterov),
             learning_rate_factors=learning_rate_factors,
         )
 
 
-class LAMB(Solver):
-    """Layerwise adaptive moments: AdamW whose steps follow the norms of the weights.
+class LAMB(AdamW):
+    """Layerwise adaptive moments: AdamW with steps scaled by the norms of the weights.
 
         u = m_hat / (sqrt(v_hat) + epsilon) + l2 * w
         w <- w - learning_rate * |w| / |u| * u
 
-    The ratio |w| / |u| is 1 for learnables that do not decay; see `LambTrustRatio` and, for m_hat
-    and v_hat, `CorrectedAdamMoments`. The method suits mini-batches of thousands of images.
+    The ratio |w| / |u| is replaced by 1 for learnables without weight decay; see `LambTrustRatio`.
+    `CorrectedAdamMoments` defines m_hat and v_hat. The method is intended for mini-batches of
+    thousands of images.
 
     Parameters
     ----------
     l2 : float, optional
-        The decoupled weight decay; by default 0.01.
+        The decoupled weight decay. By default 0.01.
     l2_factors : dict, optional
-        {name: factor}; see `WeightDecay`. A learnable whose factor is 0 is not scaled.
+        {name: factor} of the weight decay; see `WeightDecay`. Updates of a learnable with the
+        factor 0 are not scaled.
     learning_rate : float, optional
-        Learning rate; by default 0.001.
+        Learning rate. By default 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors from 0 to 1 by which the moments decay per step; by default 0.9 and 0.999.
+        Factors, at least 0 and below 1, by which the moments decay in each step. By default 0.9 and
+        0.999.
     epsilon : float
-        A small number that is added to the root.
+        A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional
-        {name: factor}; see `Optimizer`.
+        {name: factor} of the learning rate; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`. The weight decay is added after the gradient is clipped.
+        Arguments of `Clip`. The weight decay is added after the gradient is clipped.
     decay_exclude : str
-        Learnables that do not decay and are not scaled; see `WeightDecay`.
+        Learnables without weight decay; see `WeightDecay`. Their updates are not scaled.
 
     Notes
     -----
@@ -231,30 +235,6 @@ class LAMB(Solver):
 
     solver = "lamb"
     title = "LAMB"
-    defaults = Adam.defaults | {"l2": 0.01}
-    decouples_decay = True
 
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        gradient_decay_factor: float = 0.9,
-        squared_gradient_decay_factor: float | None = None,
-        epsilon: float = 1e-8,
-        l2: float | None = None,
-        l2_factors: Factors = None,
-        learning_rate_factors: Factors = None,
-        *,
-        gradient_threshold: float = math.inf,
-        gradient_threshold_method: str = "l2norm",
-        decay_exclude: str = BIASES_AND_NORMS,
-    ) -> None:
-        square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
-        super().__init__(
-            learning_rate,
-            Clip(gradient_threshold, gradient_threshold_method),
-            CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
-            WeightDecay(self.value("l2", l2), l2_factors, decay_exclude),
-            LambTrustRatio(l2_factors, decay_exclude),
-            Rate(),
-            learning_rate_factors=learning_rate_factors,
-        )
+    def _scalings(self, l2_factors, decay_exclude):
+        return (LambTrustRatio(l2_factors, decay_exclude),)

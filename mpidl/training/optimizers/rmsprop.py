@@ -1,4 +1,4 @@
-"""Define the transform, the fused kernel and the solver of RMSProp."""
+"""Define the transform, the fused step and the solver of RMSProp."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class RMSPropMoment(Transform):
         v <- square_decay * v + (1 - square_decay) * g^2
         direction = g / (sqrt(v) + epsilon)
 
-    Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012.
+    See Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012.
 
     Parameters
     ----------
     square_decay : float
-        Factor from 0 to 1 by which v decays per step.
+        Factor, at least 0 and below 1, by which v decays in each step.
     epsilon : float
-        A small number that is added to sqrt(v).
+        A small number added to sqrt(v).
     """
 
     counts_steps = False
@@ -45,7 +45,7 @@ class RMSPropMoment(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the backends' formula "rmsprop", given a learning rate.
+        """Return the arguments of the backends' formula "rmsprop".
 
         Parameters
         ----------
@@ -67,7 +67,7 @@ class RMSPropMoment(Transform):
 
 @fuses(RMSPropMoment, Rate)
 class _RMSPropRate(FusedTail):
-    """Compute the RMSProp update of the weights with one kernel."""
+    """A step of RMSProp, computed by one kernel."""
 
     formula = "rmsprop"
     tables = RMSPropMoment.tables
@@ -92,21 +92,21 @@ class RMSProp(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate; by default 0.001.
+        Learning rate. By default 0.001.
     squared_gradient_decay_factor : float, optional
-        Factor from 0 to 1 by which v decays per step; by default 0.9.
+        Factor, at least 0 and below 1, by which v decays in each step. By default 0.9.
     epsilon : float
-        A small number that is added to sqrt(v).
+        A small number added to sqrt(v).
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor}; see `WeightDecay`.
+        {name: factor} of the weight decay; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor}; see `Optimizer`.
+        {name: factor} of the learning rate; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`. The gradient that is clipped includes the L2 term.
+        Arguments of `Clip`. The L2 term is added before the gradient is clipped.
     decay_exclude : str
-        Learnables that do not decay; see `WeightDecay`.
+        Learnables without weight decay; see `WeightDecay`.
     """
 
     solver = "rmsprop"

@@ -1,4 +1,4 @@
-"""SGD with momentum: transforms, fused step and solver."""
+"""Define the transforms, the fused step and the solver of SGD with momentum."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NESTEROV = one_of(*ON_OFF)  # the valid values of `nesterov`
 
 
 class Momentum(Transform):
-    """Accumulate updates, v <- momentum * v + update, and return v as the new update.
+    """Replace each update by the velocity v, where v <- momentum * v + update.
 
     Parameters
     ----------
     momentum : float
-        Fraction of v that is kept per step, from 0 to 1.
+        Fraction of v that is kept in each step; at least 0 and below 1.
     """
 
     counts_steps = False
@@ -52,28 +52,34 @@ class Momentum(Transform):
 
 
 class NesterovMomentum(Momentum):
-    """Accumulate v as `Momentum` does, and return momentum * v + update as the new update.
+    """Replace each update by momentum * v + update, with the velocity v of `Momentum`.
 
-    This is Nesterov's accelerated gradient in the form of torch.optim.SGD(nesterov=True): the
-    stored parameters are the point at which the gradient is computed. See Sutskever et al., "On the
-    importance of initialization and momentum in deep learning", 2013.
+    This is Nesterov's accelerated gradient in the form of torch.optim.SGD(nesterov=True): gradients
+    are computed at the stored parameters. See Sutskever et al., "On the importance of
+    initialization and momentum in deep learning", 2013.
 
     Parameters
     ----------
     momentum : float
-        Fraction of v that is kept per step, from 0 to 1.
+        Fraction of v that is kept in each step; at least 0 and below 1.
     """
 
     formula = "nesterov"
 
 
+def momentum_of(momentum: float, nesterov: bool | Literal["on", "off"]) -> Momentum:
+    """Return the transform of one of the two kinds of momentum."""
+    is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
+    return NesterovMomentum(momentum) if is_nesterov else Momentum(momentum)
+
+
 @fuses(Rate, Momentum)
 @fuses(Rate, NesterovMomentum)
 class _RateMomentum(FusedTail):
-    """Compute an SGD step, with momentum or Nesterov's momentum, in one kernel.
+    """A step of SGD with momentum or with Nesterov's momentum, computed by one kernel.
 
-    The step is v <- momentum * v - rate * g, then w <- w + v or, for Nesterov's momentum,
-    w <- w + momentum * v - rate * g.
+    The step computes v <- momentum * v - rate * g and w <- w + v. With Nesterov's momentum, the
+    second formula is w <- w + momentum * v - rate * g.
     """
 
     tables = Momentum.tables
@@ -96,28 +102,28 @@ class SGDM(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate; by default 0.01.
+        Learning rate. By default 0.01.
     momentum : float
-        Fraction of the previous step that is added to the current one.
+        Fraction of the previous step that is added to the current step.
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor}; see `WeightDecay`.
+        {name: factor} of the weight decay; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor}; see `Optimizer`.
+        {name: factor} of the learning rate; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`. The gradient that is clipped includes the L2 term.
+        Arguments of `Clip`. The L2 term is added before the gradient is clipped.
     nesterov : bool
-        Whether to use Nesterov's momentum: w <- w + momentum * v - learning_rate * g, with the new
-        v. See `NesterovMomentum`.
+        Whether to use Nesterov's momentum: w <- w + momentum * v - learning_rate * g, with the
+        updated v. See `NesterovMomentum`.
     decay_exclude : str
-        Learnables that do not decay; see `WeightDecay`.
+        Learnables without weight decay; see `WeightDecay`.
 
     Notes
     -----
-    PyTorch computes v <- momentum * v + g, w <- w - learning_rate * v. At a constant learning rate,
-    both forms give the same steps. If the rate changes, the earlier steps in v keep the old rate in
-    this solver, whereas PyTorch immediately scales them by the new rate.
+    PyTorch computes v <- momentum * v + g, w <- w - learning_rate * v. With a constant learning
+    rate, both forms give the same steps. If the rate changes, PyTorch applies the new rate to all
+    gradients accumulated in v. In this solver, each gradient in v keeps the rate of its own step.
     """
 
     solver = "sgdm"
@@ -137,13 +143,12 @@ class SGDM(Solver):
         nesterov: bool | Literal["on", "off"] = False,
         decay_exclude: str = BIASES_AND_NORMS,
     ) -> None:
-        is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
         super().__init__(
             learning_rate,
             WeightDecay(l2, l2_factors, decay_exclude),
             Clip(gradient_threshold, gradient_threshold_method),
             Rate(),
-            (NesterovMomentum if is_nesterov else Momentum)(momentum),
+            momentum_of(momentum, nesterov),
             learning_rate_factors=learning_rate_factors,
         )
 

@@ -1,4 +1,4 @@
-"""The base class of solvers, the optimizers that the option `solver` selects."""
+"""Define the base class of solvers, which are the optimizers that the option `solver` selects."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Factors = Mapping[str, float] | None
 class Solver(Optimizer):
     """Base class of optimizers that the option `solver` selects.
 
-    The parameters of a solver's constructor have the names of the options that it uses, except for
-    `l2_factors` and `learning_rate_factors`.
+    Each parameter of a solver's constructor has the name of an option that the solver uses, except
+    for `l2_factors` and `learning_rate_factors`.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Solver(Optimizer):
     defaults : dict
         {option: value} for options whose default depends on the solver.
     decouples_decay : bool
-        Whether weight decay (`l2`) is decoupled: applied to the update, as in AdamW, instead of
+        Whether weight decay (`l2`) is decoupled: applied to the update, as in AdamW, rather than
         added to the gradient.
     """
 
@@ -78,7 +78,7 @@ class Solver(Optimizer):
         Parameters
         ----------
         options : TrainingOptions
-            Only the options that the solver uses are read.
+            The options. Options that the solver does not use are ignored.
         **factors
             Per-parameter multipliers `l2_factors` and `learning_rate_factors`, usually
             `**net.factors`.
@@ -94,18 +94,18 @@ class Solver(Optimizer):
 
     @classmethod
     def value(cls, name: str, value: float | None) -> float:
-        """Check and return an argument, or return the solver's default if it is None.
+        """Check an argument of the constructor, and return it or the solver's default.
 
         Parameters
         ----------
         name : str
             Name of the argument.
         value : float or None
-            Its value, or None for the default.
+            Value of the argument; None for the solver's default.
 
         Returns
         -------
         float
-            The value in use.
+            The value that the solver uses.
         """
         return cls.defaults[name] if value is None else check(name, value)

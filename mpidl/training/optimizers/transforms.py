@@ -1,10 +1,10 @@
-"""Transforms of gradients, from which optimizers are built.
+"""Define transforms of gradients, from which optimizers are built.
 
 A transform changes the updates of one training step in place. `WeightDecay` and `Clip` change
-gradients, and `Rate` turns directions into weight changes. The transforms that turn gradients into
-directions are defined with the solvers: `Momentum` (sgdm), `AdamMoments` (adam) and `RMSPropMoment`
-(rmsprop). Each transform also works alone: `Clip(1.0)(parameters, gradients)` returns the clipped
-gradients.
+gradients, and `Rate` turns directions into weight changes. Other transforms turn gradients into
+directions and are defined in the modules of the solvers: `Momentum` (sgdm), `AdamMoments` (adam)
+and `RMSPropMoment` (rmsprop). Each transform can also be called separately:
+`Clip(1.0)(parameters, gradients)` returns the clipped gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 BIASES_AND_NORMS = "biases-and-norms"
 EXCLUSIONS = one_of(BIASES_AND_NORMS, "biases", "none")  # the values of `decay_exclude`
 
-# Rules for the arguments of transforms and solvers, and for training options of the same names.
+# Rules for the arguments of transforms and solvers, and for the training options of the same names.
 RULES: dict[str, Rule] = {
     "learning_rate": positive(),
     "momentum": fraction(),
@@ -46,7 +46,10 @@ RULES: dict[str, Rule] = {
 
 
 def check(name: str, value: object) -> Any:
-    """Check an argument by its rule in `RULES` and convert it; raise UserError if it is invalid."""
+    """Check an argument against its rule in `RULES`, and return the converted value.
+
+    Raises UserError if the value is invalid.
+    """
     return check_value(RULES[name], value, name)
 
 
@@ -60,7 +63,7 @@ class Updates:
     names, weights : list
         The names and values of the parameters that the training step changes.
     arrays : list
-        The updates: gradients before the first transform, weight changes after the last one.
+        The updates: gradients before the first transform, weight changes after the last transform.
     decays : list of float
         For each array, a pending weight decay d. The next kernel adds d * weight to the array.
     rate_factors : list of float
@@ -80,7 +83,7 @@ class Updates:
         self.decays = [0.0] * len(names)
 
     def take_decays(self) -> list[float]:
-        """Return the pending decays for a kernel that adds them, and reset them to 0."""
+        """Return the pending decays, which the calling kernel will add, and reset them to 0."""
         decays, self.decays = self.decays, [0.0] * len(self.names)
         return decays
 
@@ -95,14 +98,14 @@ class Updates:
     def stepped_zeros(
         self, formula: str, state_arrays: list[list], numbers: Sequence[Any], factors=None
     ) -> list:
-        """Return the weight changes that a formula computes, by applying it to zero weights.
+        """Return the weight changes of a formula, computed by applying it to zero weights.
 
         Parameters
         ----------
         formula : str
-            Name of a formula of the backends.
+            Name of a formula that `optimizer_step` of the backends computes.
         state_arrays : list of list
-            The arrays of each table, which the formula updates.
+            The arrays of each table. The formula updates them in place.
         numbers : sequence
             Scalar arguments of the formula.
         factors : list of float, optional
@@ -127,13 +130,13 @@ class Updates:
 class Transform:
     """Base class of transforms.
 
-    A transform that keeps arrays between training steps lists the names of the tables of these
-    arrays in `tables`. If scalars of a transform change from step to step, its method `numbers`
-    returns them, so that a recorded training step can be replayed with new scalars.
+    A transform that keeps arrays between training steps lists the tables of these arrays in
+    `tables`. If a transform uses scalars that change from step to step, its method `numbers`
+    returns the scalars, so that a recorded training step can be replayed with new values.
     """
 
     tables: tuple[str, ...] = ()
-    counts_steps = True  # whether `numbers` depends on the step count, which checkpoints then store
+    counts_steps = True  # whether `numbers` depends on the step count; if so, checkpoints store it
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         """Return the scalars of training step `step`, counted from 1.
@@ -162,16 +165,17 @@ class Transform:
         updates : Updates
             The updates of the training step.
         state_arrays : list of list
-            For each table, a list of one array per parameter. The arrays are changed in place.
+            For each table in `tables`, a list of one array per parameter. The method changes the
+            arrays in place.
         numbers : dict
-            The result of the method `numbers` for the training step.
+            The result of the method `numbers` for this training step.
         """
         raise TypeError(f"{type(self).__name__} does not define apply")
 
     def __call__(
         self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the changed gradients. State arrays start at zero, as in a first training step."""
+        """Return the transformed gradients, with state arrays of zeros as in the first step."""
         names = list(gradients)
         weights = [parameters[name] for name in names]
         arrays = [gradients[name] for name in names]
@@ -190,7 +194,7 @@ def backend_of(arrays: list[np.ndarray]) -> Backend:
 
 
 def decay_factor(name: str, factors: Mapping[str, float], exclude: str) -> float:
-    """Return the factor of the weight decay of a parameter; see `WeightDecay`."""
+    """Return the weight-decay factor of a parameter; see `WeightDecay`."""
     kind = name.rpartition(".")[2]
     factor = factors.get(name, 1.0 if kind == "weight" else 0.0)
     if factor or kind == "weight" or exclude == BIASES_AND_NORMS:
@@ -206,12 +210,13 @@ class WeightDecay(Transform):
     l2 : float
         The regularization factor of all parameters.
     factors : dict, optional
-        {name: factor}. By default the factor is 1 for names that end in ".weight" and 0 for others
-        (biases, gamma, beta).
+        {name: factor} by which `l2` is multiplied for a parameter. By default 1 for names that end
+        in ".weight", and as `exclude` determines for other names (biases, gamma, beta).
     exclude : {"biases-and-norms", "biases", "none"}
-        Parameters other than weights whose factor stays 0. With "biases", the parameters of
-        normalization layers have the factor 1, and with "none" all parameters, unless `factors`
-        has another number than 0.
+        Parameters other than weights with the factor 0. "biases-and-norms" excludes biases and the
+        parameters of normalization layers, "biases" excludes only biases, and "none" excludes no
+        parameters. Parameters that are not excluded have the factor 1. A factor in `factors` other
+        than 0 takes precedence.
     """
 
     counts_steps = False
@@ -225,11 +230,12 @@ class WeightDecay(Transform):
     ) -> None:
         self.l2: float = check("l2", l2)
         self.factors = dict(factors or {})
-        if check("decay_exclude", exclude) != BIASES_AND_NORMS:  # else as in older checkpoints
+        # Older checkpoints have no attribute `exclude`, so set it only if it is not the default.
+        if check("decay_exclude", exclude) != BIASES_AND_NORMS:
             self.exclude = exclude
 
     def factor(self, name: str) -> float:
-        """Return the factor of the decay for a parameter.
+        """Return the weight-decay factor of a parameter.
 
         Parameters
         ----------
@@ -239,7 +245,7 @@ class WeightDecay(Transform):
         Returns
         -------
         float
-            The factor; 0 for a parameter that does not decay.
+            The factor; 0 for a parameter without weight decay.
         """
         return decay_factor(name, self.factors, self.exclude)
 
@@ -251,16 +257,16 @@ class WeightDecay(Transform):
 
 
 class Clip(Transform):
-    """Limit gradients to a threshold, as MATLAB's GradientThreshold does.
+    """Limit gradients to a threshold, like MATLAB's GradientThreshold.
 
     Parameters
     ----------
     threshold : float
-        The largest norm or absolute value. inf disables clipping.
+        The largest allowed norm or absolute value. inf disables clipping.
     method : str
-        "l2norm" limits the norm of each parameter's gradient, "global-l2norm" the norm of all
-        gradients together, and "absolute-value" each element. Norms are summed in float64 in a
-        fixed order.
+        "l2norm" limits the norm of each parameter's gradient, "global-l2norm" limits the norm of
+        all gradients together, and "absolute-value" limits each element. Norms are summed in
+        float64 in a fixed order.
     """
 
     counts_steps = False
@@ -280,7 +286,7 @@ class Clip(Transform):
 
 
 class Rate(Transform):
-    """Turn directions into weight changes, -learning_rate * factor * direction."""
+    """Turn each direction into the weight change -learning_rate * factor * direction."""
 
     counts_steps = False
 

@@ -36,8 +36,8 @@ from mpidl.training.options.training_options import (
 )
 from mpidl.training.schedules import ENDING
 
-WEIGHTS = "weights"  # the source of a normalization that belongs to the weight file
-RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that hold no options
+WEIGHTS = "weights"  # source of a normalization that is stored in the weight file
+RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml without options
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES: dict[str, Rule] = {
     **{name: rule_of(declared) for name, declared in OPTIONS.items()},
@@ -84,13 +84,14 @@ def resolve(
         {name: value} from the command line. Names that are neither options nor in `RUN` are
         ignored.
     config : path, optional
-        A TOML file.
+        A TOML file with options, as given by --config.
     resumed : mapping, optional
         {"options": {...}, "run": {...}} from the checkpoint of the resumed run.
 
     Returns
     -------
     Resolved
+        The merged options and inputs, with the source of each value.
 
     Raises
     ------
@@ -117,7 +118,7 @@ def resolve(
         if source.startswith("config "):
             spelled = f"{config}: {name}"
         values[name], sources[name] = table[name], source
-        if source != "default":  # a default may be None: the solver then sets the value
+        if source != "default":  # a default may be None, which the solver later replaces
             values[name] = check_value(RULES[name], table[name], spelled)
     _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in RUN}
@@ -127,8 +128,9 @@ def resolve(
 def _refuse_two_batch_sizes(values, sources, order):
     """Raise UserError if a batch size per rank would silently override the user's batch size.
 
-    This is the case if the batch size comes from the command line or a config file, and the batch
-    size per rank from a source of the same or lower precedence.
+    The batch size per rank does so if two conditions hold: the user set the batch size on the
+    command line or in a config file, and the batch size per rank comes from a source of the same or
+    lower precedence.
     """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")
@@ -146,9 +148,9 @@ def _refuse_two_batch_sizes(values, sources, order):
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read options and inputs of a run from a TOML file.
 
-    Options are at the top level or in the table [options]; inputs are in the table [run]. The
-    options.toml file of an earlier run is valid, and its tables [sources], [versions] and
-    [weights_file] are ignored.
+    Options are at the top level or in the table [options]; inputs are in the table [run]. The file
+    may be the options.toml of an earlier run. The tables [sources], [versions] and [weights_file]
+    are ignored.
 
     Parameters
     ----------
@@ -191,8 +193,8 @@ def write_options(
 ) -> None:
     """Write the options and inputs of a run, their sources and software versions to a TOML file.
 
-    None is written as "none". Options that follow from others, or from the weight file, are left
-    out.
+    None is written as "none". The file omits options whose values follow from other options or from
+    the weight file.
 
     Parameters
     ----------
@@ -201,9 +203,9 @@ def write_options(
     resolved : Resolved
         The options and inputs.
     versions : mapping
-        {"python": "3.11.7", ...}; see `versions_of`.
+        Software versions, {"python": "3.11.7", ...}, as returned by `versions_of`.
     weights_file : mapping, optional
-        Path and SHA-256 of the weight file.
+        Path and SHA-256 of the weight file. By default no weight file is recorded.
     """
     import tomli_w
 
@@ -266,7 +268,7 @@ def resumable(
 
 
 def shares(options: TrainingOptions, ranks: int) -> dict[str, Any]:
-    """Return {"ranks": ..., "load": ...}, the facts that determine each rank's part of the data."""
+    """Return {"ranks": ..., "load": ...}, which determine the share of the data for each rank."""
     load = options.load(ranks)
     return {"ranks": ranks, "load": None if load is None else list(load)}
 
@@ -274,26 +276,26 @@ def shares(options: TrainingOptions, ranks: int) -> dict[str, Any]:
 def changed_on_resume(
     saved: Mapping[str, Any], now: Mapping[str, Any], run_name: str = "the resumed run"
 ) -> None:
-    """Raise UserError if a resumed run differs from its checkpoint in a way that is not allowed.
+    """Raise UserError if a run has changed since its checkpoint in a way that prevents resuming.
 
     The number of ranks may change, except in the middle of an epoch with --sampling partition.
 
     Parameters
     ----------
     saved : mapping
-        The facts that the checkpoint stores.
+        The facts in the checkpoint.
     now : mapping
-        The facts of the resumed run, from `resumable`.
+        The facts of the resumed run, as returned by `resumable`.
     run_name : str
         Name of the run in the error message.
 
     Raises
     ------
     UserError
-        If a change is not allowed. The message lists all of them.
+        If a change is not allowed. The message lists all such changes.
     """
     refused = []
-    # Options that are newer than the checkpoint have their default values in `saved`.
+    # Options that did not exist when the checkpoint was written had their default values.
     defaults = TrainingOptions(solver=saved["options"].get("solver", "sgdm")).as_dict()
     saved_options = defaults | saved["options"]
     for name, declared in OPTIONS.items():
@@ -320,7 +322,7 @@ def changed_on_resume(
     if is_swa and now["options"]["average_start"] is None and new > old:
         refused.append(
             f"--epochs was {old}, is {new}; it cannot increase with --average swa without "
-            "--average-start, which starts after three quarters of the epochs"
+            "--average-start: the average starts after three quarters of the epochs"
         )
     network = json.loads(json.dumps(now["network"]))  # tuples become lists, as in the checkpoint
     if saved["network"] != network:
@@ -341,8 +343,8 @@ def changed_on_resume(
     in_partitions = now["options"].get("sampling") == "partition" and saved["position"]["batch"]
     if in_partitions and old is not None and old != new:
         refused.append(
-            f"--sampling partition in the middle of an epoch: it was partitioned among "
-            f"{_describe_ranks(old)}, is among {_describe_ranks(new)}"
+            f"--sampling partition in the middle of an epoch: the images were partitioned among "
+            f"{_describe_ranks(old)}, now among {_describe_ranks(new)}"
         )
     if refused:
         raise UserError(f"--resume: {run_name} cannot continue: {'; '.join(refused)}")

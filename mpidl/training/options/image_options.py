@@ -1,6 +1,6 @@
 """Options for training images: order, normalization, augmentation and reading.
 
-This module does not import annotations from `__future__`, so help() shows the annotations as types.
+This module does not import `annotations` from `__future__`, so that help() shows the types.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from mpidl.training.options.option_types import (
 
 
 def _number_range(example: str, *, noun: str = "numbers", optional: bool = False) -> Rule:
-    """Return the rule for two numbers, such as 0.9,1.1."""
+    """Return the rule for a range, written as two numbers such as 0.9,1.1."""
     return Rule(
         str,
         f"a range of {noun} such as {example}",
@@ -46,16 +46,16 @@ class ImageOptions:
         matlab="Shuffle",
     )
     sampling: Literal["global", "balanced", "partition"] = choice(
-        "How ranks draw images: from the whole training set; from each class equally often, which "
-        "repeats images of small classes; or each rank from its own partition (the weights then "
-        "depend on the number of ranks)",
+        "How ranks draw images: from the whole training set (global); from each class equally "
+        "often, which repeats images of small classes (balanced); or each rank from its own "
+        "partition, so that the weights depend on the number of ranks (partition)",
         default="global",
         resume="fixed",
         matlab="partition",
     )
     partial_minibatch: Literal["return", "discard"] = choice(
-        "Use the smaller last mini-batch of an epoch, or discard it: an epoch then has (number of "
-        "training images) // (batch size) iterations",
+        "Use the last mini-batch of an epoch if it is smaller than the others, or discard it, so "
+        "that an epoch has (number of training images) // (batch size) iterations",
         default="return",
         resume="fixed",
         matlab="PartialMiniBatch",
@@ -63,21 +63,21 @@ class ImageOptions:
     normalization: Name = choice(
         "Normalization of pixels: unchanged; divided by 255; scaled to [-1, 1]; minus the mean of "
         "each channel; minus the mean image; or minus the mean and divided by the standard "
-        "deviation of each channel. Statistics are those of the training set",
+        "deviation of each channel. Means and deviations are computed over the training set",
         default="rescale-zero-one",
         resume="fixed",
         matlab="imageInputLayer(Normalization)",
     )
     flip: Literal["none", "x", "y", "xy"] = choice(
-        "Mirror a random half of the training images: x left to right, y top to bottom, xy both "
-        "independently",
+        "Mirror a random half of the training images: x left to right, y top to bottom, xy in "
+        "both directions independently",
         default="none",
         resume="fixed",
         matlab="RandXReflection, RandYReflection",
     )
     flip_mode: Literal["random", "alternate"] = choice(
-        "Mirror images at random in each epoch, or alternately: every other epoch, with a random "
-        "first orientation",
+        "Mirror images at random in each epoch (random), or every image in every other epoch, "
+        "with a random start (alternate)",
         default="random",
         resume="fixed",
     )
@@ -134,42 +134,43 @@ class ImageOptions:
     )
     crop_area: str | Sequence[float] = option(
         _number_range("0.08,1"),
-        "Range of the area of the window of --resized-crop, as a fraction of the image",
+        "Range of the window area for --resized-crop, as a fraction of the image area",
         default="0.08,1",
         resume="fixed",
     )
     crop_aspect: str | Sequence[float] = option(
         _number_range("0.75,1.333333"),
-        "Range of the width of the window of --resized-crop, divided by its height",
+        "Range of the window's width divided by its height, for --resized-crop",
         default="0.75,1.333333",
         resume="fixed",
     )
     brightness: float = option(
         AMOUNT,
-        "Multiply the pixels of training images by a random factor; x means from max(0, 1 - x) to "
-        "1 + x",
+        "Multiply the pixels of training images by a random factor; a value x means a factor from "
+        "max(0, 1 - x) to 1 + x",
         default=0.0,
         resume="fixed",
         matlab="jitterColorHSV(Brightness)",
     )
     contrast: float = option(
         AMOUNT,
-        "Multiply the difference of pixels from the image's mean gray value by a random factor; "
-        "for x, see --brightness",
+        "Multiply the difference between each pixel and the image's mean gray value by a random "
+        "factor, with the same range as for --brightness",
         default=0.0,
         resume="fixed",
         matlab="jitterColorHSV(Contrast)",
     )
     saturation: float = option(
         AMOUNT,
-        "Multiply the difference of colours from gray by a random factor; for x, see --brightness",
+        "Multiply the difference between each colour and gray by a random factor, with the same "
+        "range as for --brightness",
         default=0.0,
         resume="fixed",
         matlab="jitterColorHSV(Saturation)",
     )
     hue: float = option(
         Rule(float, "between 0 and 0.5", 0, 0.5),
-        "Turn the hues of training images by up to this fraction of a full turn",
+        "Rotate the hues of training images by up to this fraction of the colour circle",
         default=0.0,
         resume="fixed",
         matlab="jitterColorHSV(Hue)",
@@ -182,13 +183,13 @@ class ImageOptions:
     )
     erase_area: str | Sequence[float] = option(
         _number_range("0.02,0.4"),
-        "Range of the area of the rectangle of --erase, as a fraction of the image",
+        "Range of the area of the erased rectangle, as a fraction of the image area",
         default="0.02,0.4",
         resume="fixed",
     )
     erase_aspect: str | Sequence[float] = option(
         _number_range("0.3,3.333333"),
-        "Range of the width of the rectangle of --erase, divided by its height",
+        "Range of the width of the erased rectangle divided by its height",
         default="0.3,3.333333",
         resume="fixed",
     )
@@ -201,38 +202,39 @@ class ImageOptions:
             metavar="V",
             separator=",",
         ),
-        "Pixel value of the rectangle of --erase: uniform noise, or a number",
+        "Pixel value of the erased rectangle: uniform noise, or a number",
         default="noise",
         resume="fixed",
     )
     mixup: float = option(
         MIX,
-        "Alpha of mixup: average each training image and its label with another one, with a "
-        "weight from the distribution Beta(alpha, alpha); 0: off",
+        "Alpha of mixup: average each training image and its label with another image and its "
+        "label, with a weight from the distribution Beta(alpha, alpha); 0 disables mixup",
         default=0.0,
         resume="fixed",
     )
     cutmix: float = option(
         MIX,
-        "Alpha of CutMix: replace a rectangle of each training image by that of another one, and "
-        "its part of the label; 0: off. With --mixup, each image draws one of them",
+        "Alpha of CutMix: replace a random rectangle of each training image by the same rectangle "
+        "of another image, and mix the labels by area; 0 disables CutMix. With --mixup, one of "
+        "the two methods is drawn at random for each image",
         default=0.0,
         resume="fixed",
     )
     mix_probability: float = option(
         Rule(float, "above 0 and at most 1", 0, 1, exclude_low=True),
-        "Probability that an image is combined by --mixup or --cutmix",
+        "Probability that --mixup or --cutmix combines an image with another image",
         default=1.0,
         resume="fixed",
     )
     test_flips: Literal["none", "x", "y", "xy"] = choice(
-        "Average the scores of the final test over mirror images: x left to right, y top to "
-        "bottom, xy both ways",
+        "Average the scores of the final test over each image and its mirror images: x left to "
+        "right, y top to bottom, xy in both directions",
         default="none",
     )
     on_bad_image: Literal["stop", "skip"] = choice(
-        "If an image cannot be read: stop, or skip it: leave it out of its mini-batch, count it, "
-        "and list it in bad-images.csv",
+        "If an image cannot be read: stop, or skip the image, count it and list it in "
+        "bad-images.csv",
         default="stop",
     )
     workers: int = option(
@@ -244,14 +246,14 @@ class ImageOptions:
     )
     prefetch: int = option(
         at_least(0),
-        "Mini-batches to prepare ahead of their use; 0 prepares each when it is needed",
+        "Mini-batches to prepare in advance; 0 prepares each mini-batch when it is needed",
         default=2,
         matlab="DispatchInBackground",
     )
     cache_mb: int = option(
         at_least(0),
-        "Memory per host for data in MB (10**6 bytes), beyond the mini-batch in use. Prefetched "
-        "mini-batches use it first. The rest caches decoded images for all ranks of the host; "
-        "images that do not fit are read again in each epoch",
+        "Memory per host for data in MB (10**6 bytes), in addition to the current mini-batch. "
+        "Memory for prefetched mini-batches is reserved first. The rest caches decoded images for "
+        "all ranks of the host; images that do not fit are read again in each epoch",
         default=1024,
     )

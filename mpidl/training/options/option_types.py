@@ -1,4 +1,4 @@
-"""Declare options, check their values and convert text to their types."""
+"""Declare options, check the values of options, and convert text to the type of an option."""
 
 import math
 import numbers
@@ -21,7 +21,7 @@ else:
 
 Options = TypeVar("Options")
 
-ON_OFF = ("on", "off")  # such options also accept True and False in Python and TOML
+ON_OFF = ("on", "off")  # options with these choices also accept True and False in Python and TOML
 Size: TypeAlias = str | int | Sequence[int] | None  # "224x192", 224 or (224, 192)
 
 
@@ -39,14 +39,14 @@ class Rule(NamedTuple):
     exclude_low, exclude_high : bool
         Whether `low` or `high` itself is invalid.
     choices : tuple of str
-        The valid names.
+        The valid names, if the option accepts names.
     pattern : str
-        Regular expression for valid strings that are not among `choices`, or "".
+        Regular expression for valid strings that are not among `choices`; "" if there are none.
     metavar : str
         Placeholder in --help for a string that matches the pattern.
     separator : str
         The separator between the numbers of a list such as "2,4"; "" if the value is not a list. In
-        Python and TOML, a list may also be a sequence of numbers.
+        Python and TOML, such an option also accepts a sequence of numbers.
     optional : bool
         Whether None is valid. TOML files and the command line write None as "none".
     allow_inf : bool
@@ -54,7 +54,8 @@ class Rule(NamedTuple):
     allow_function : bool
         Whether a Python function is valid.
     bare : int, str or None
-        The value of a flag without a value on the command line; None if a value is required.
+        The option's value if the flag has no value on the command line. None if a value is
+        required.
     """
 
     kind: type
@@ -80,7 +81,7 @@ def at_least(low: int, *, optional: bool = False, allow_inf: bool = False) -> Ru
 
 
 def number_list(requirement: str) -> Rule:
-    """Return the rule for lists of non-negative integers. None is also valid."""
+    """Return the rule for lists of non-negative integers, or None."""
     return Rule(str, requirement, pattern=r"[0-9]+(,[0-9]+)*", separator=",", optional=True)
 
 
@@ -123,7 +124,7 @@ SIZE = Rule(
 
 
 def size_of(text: str | None) -> tuple[int, int] | None:
-    """Return (height, width) for a string that matches `SIZE`, or None for None."""
+    """Convert a string that matches `SIZE` to (height, width). None stays None."""
     if text is None:
         return None
     sides = [int(side) for side in text.split("x")]
@@ -143,12 +144,12 @@ def option(
     Parameters
     ----------
     rule : Rule or None
-        The valid values. None accepts the names in the annotation, a `Literal`.
+        The valid values. If None, the annotation must be a `Literal`, and its names are valid.
     text : str
         Help text.
     default : object
-        The value if no source, such as the command line, sets the option. Type checkers and
-        editors look for the keyword `default`, so it must be passed as a keyword.
+        The value if no source, such as the command line, sets the option. It must be passed by
+        keyword, because type checkers and editors look for the keyword `default`.
     resume : {"free", "fixed", "up"}
         Whether a resumed run may change the option, must keep it, or may only increase it.
     matlab : str
@@ -189,7 +190,8 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
     spelled : str
         The option as the user wrote it, for the error message.
     text : bool
-        Whether the value comes from text, such as a command line. If so, "12" is a number.
+        Whether the value comes from text, such as a command line. If true, strings such as "12" are
+        converted to numbers.
 
     Raises
     ------
@@ -212,7 +214,7 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
         kind = kind if converted is None else ""
         try:
             shown_value = repr(value) if isinstance(value, str) and not text else str(value)
-        except RecursionError:  # a list in a list in a list ...
+        except RecursionError:  # deeply nested lists
             shown_value = f"a {type(value).__name__} that is nested too deeply"
         raise UserError(f"{spelled} must be {kind}{rule.requirement}, found {shown_value}")
     return converted
@@ -223,7 +225,7 @@ def _is_number(value):
 
 
 def _convert(rule, value, text):
-    """Convert the value to the rule's type (int, float or str); return None if that fails."""
+    """Return the value converted to the rule's type (int, float or str), or None if that fails."""
     if rule.kind is str:
         return value if isinstance(value, str) else None
     if isinstance(value, bool) or (isinstance(value, str) and not text):
@@ -237,7 +239,7 @@ def _convert(rule, value, text):
 
 
 def _fits(rule, converted):
-    """Return whether a number is within the bounds or a string matches the pattern."""
+    """Return whether a converted value is within the rule's bounds or matches its pattern."""
     if rule.kind is str:
         return bool(rule.pattern) and re.fullmatch(rule.pattern, converted) is not None
     low = converted > rule.low if rule.exclude_low else converted >= rule.low
@@ -249,7 +251,8 @@ def _fits(rule, converted):
     return finite and low and high
 
 
-# {option name in MATLAB or another library, lower case, no dashes or underscores: name in mpidl}
+# {option name in MATLAB or another library, in lower case without dashes and underscores:
+#  option name in mpidl}
 SYNONYMS = {
     "accumulategradbatches": "accumulate",
     "checkpointfrequency": "checkpoint_every",
@@ -277,3 +280,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     The search includes option names of MATLAB and other libraries.
     """
     return did_you_mean(name, candidates, SYNONYMS)
+
+
+def flag(name: str) -> str:
+    """Return the command-line flag of an option: "--batch-size" for "batch_size"."""
+    return "--" + name.replace("_", "-")

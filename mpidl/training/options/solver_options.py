@@ -40,7 +40,7 @@ def _takers(option: str) -> str:
 
 
 def _decoupled() -> str:
-    """Return a remark for help texts that names the solvers with decoupled weight decay, or ""."""
+    """Return a remark for help texts that lists the solvers with decoupled weight decay."""
     names = ", ".join(name for name, cls in SOLVERS.items() if cls.decouples_decay)
     return f" ({names}: decoupled weight decay, which is not clipped)" if names else ""
 
@@ -69,23 +69,23 @@ class SolverOptions:
     )
     batch_size: int = option(
         at_least(1),
-        "Images per mini-batch, over all ranks",
+        "Images per mini-batch, summed over all ranks",
         default=128,
         resume="fixed",
         matlab="MiniBatchSize",
     )
     batch_per_rank: int | None = option(
         at_least(1, optional=True),
-        "Images per mini-batch on each rank: the batch size is this times the number of ranks "
-        "(the weights then depend on the number of ranks)",
+        "Images per mini-batch on each rank; sets the batch size to this number times the number "
+        "of ranks (the weights then depend on the number of ranks)",
         default=None,
         matlab="miniBatchSize*N",
     )
     accumulate: int = option(
         at_least(1),
         "Compute each mini-batch in up to this many parts, one after the other, to save memory; "
-        "--batch-size counts the images of all parts, and batch-norm statistics are those of a "
-        "part",
+        "--batch-size counts the images of all parts, and batch-norm statistics are computed "
+        "separately for each part",
         default=1,
         resume="fixed",
     )
@@ -127,7 +127,7 @@ class SolverOptions:
             optional=True,
         ),
         "Factor of the positive targets of each label in the binary cross-entropy, or balanced for "
-        "negative targets divided by positive ones in the training set",
+        "the ratio of negative to positive targets in the training set",
         default=None,
         resume="fixed",
     )
@@ -139,15 +139,14 @@ class SolverOptions:
     )
     ignore_label: int | None = option(
         Rule(int, "a whole number", optional=True),
-        "Label that counts neither in the cross-entropy nor in the accuracy, such as 255 for "
-        "unlabelled pixels",
+        "Label that the cross-entropy and the accuracy ignore, such as 255 for unlabelled pixels",
         default=None,
         resume="fixed",
     )
     focal_gamma: float = option(
         Rule(float, "at least 0", 0),
-        "Exponent of the focal loss, which lowers the weight of labels that are already likely; 0 "
-        "is the cross-entropy",
+        "Exponent of the focal loss, which reduces the weight of labels that are already likely; "
+        "with 0, the loss is the cross-entropy",
         default=0.0,
         resume="fixed",
         matlab="Gamma of focalCrossEntropy",
@@ -168,7 +167,7 @@ class SolverOptions:
     )
     momentum: float = option(
         RULES["momentum"],
-        f"Fraction of the previous step that is added to the current one ({_takers('momentum')})",
+        f"Fraction of the previous step that is added to the current step ({_takers('momentum')})",
         default=0.9,
         resume="fixed",
         matlab="Momentum",
@@ -203,15 +202,15 @@ class SolverOptions:
     )
     trust_coefficient: float = option(
         RULES["trust_coefficient"],
-        "Factor of the ratio of the norms of weights and gradient, which scales the learning rate "
-        f"of each layer ({_takers('trust_coefficient')})",
+        "Factor by which the ratio of weight norm to gradient norm is multiplied to scale the "
+        f"learning rate of each layer ({_takers('trust_coefficient')})",
         default=0.001,
         resume="fixed",
     )
     scale_rate: int | None = option(
         at_least(1, optional=True),
-        "Batch size for which the learning rate is given; the rate is multiplied by batch size "
-        "/ this number",
+        "Batch size for which the learning rate is intended; the rate is multiplied by the batch "
+        "size divided by this number",
         default=None,
         resume="fixed",
         matlab="0.1*miniBatchSize/256",
@@ -219,7 +218,7 @@ class SolverOptions:
     linear_scaling: int | None = option(
         at_least(1, optional=True),
         "Like --scale-rate, with a warm-up for large batches: the rate rises from its unscaled "
-        "value during 5 epochs, or those of --warmup-epochs",
+        "value during 5 epochs, or during --warmup-epochs if set",
         default=None,
         resume="fixed",
     )
@@ -227,15 +226,16 @@ class SolverOptions:
         Literal["none", "piecewise", "cosine", "polynomial"] | Callable[[int, int], float]
     ) = option(
         one_of("none", "piecewise", "cosine", "polynomial", allow_function=True),
-        "How the learning rate falls: not at all, in drops, or with every iteration until the end "
-        "of the last epoch; in Python also a function of epoch and iteration, both counted from 1",
+        "How the learning rate decreases: not at all (none), in drops (piecewise), or with every "
+        "iteration until the end of the last epoch (cosine, polynomial); in Python also a function "
+        "of epoch and iteration, both counted from 1",
         default="none",
         resume="fixed",
         matlab="LearnRateSchedule",
     )
     learn_rate_drop_factor: float = option(
         factor(),
-        "Factor that each drop multiplies the learning rate by (piecewise)",
+        "Factor by which each drop multiplies the learning rate (piecewise)",
         default=0.1,
         resume="fixed",
         matlab="LearnRateDropFactor",
@@ -249,7 +249,7 @@ class SolverOptions:
     )
     learn_rate_power: float = option(
         positive(),
-        "Exponent of the fraction of iterations that remain (polynomial)",
+        "Exponent applied to the fraction of iterations that remain (polynomial)",
         default=1.0,
         resume="fixed",
         matlab="polynomialLearnRate(Power)",
@@ -277,14 +277,14 @@ class SolverOptions:
     )
     warmup_factor: float = option(
         factor(),
-        "Fraction of the learning rate that a warm-up starts from",
+        "Fraction of the learning rate at which a warm-up starts",
         default=0.1,
         resume="fixed",
         matlab="warmupLearnRate(InitialFactor)",
     )
     l2: float | None = option(
         RULES["l2"],
-        f"L2 regularization factor{_decoupled()}; --decay-exclude says to what it applies",
+        f"L2 regularization factor{_decoupled()}; --decay-exclude selects where it applies",
         default=None,
         resume="fixed",
         matlab="L2Regularization",
@@ -312,7 +312,7 @@ class SolverOptions:
     )
     average_start: int | None = option(
         at_least(1, optional=True),
-        "Epoch with which the average starts; by default the first one (ema), or the one after "
+        "Epoch with which the average starts; by default the first epoch (ema), or the epoch after "
         "three quarters of --epochs (swa)",
         default=None,
         resume="fixed",
@@ -326,38 +326,42 @@ class SolverOptions:
     )
     average_use: Literal["average", "raw"] = option(
         one_of("average", "raw"),
-        "Weights of validations, of the test and of the trained network, if there is an average",
+        "If there is an average: weights to use for validation, for the test and in the trained "
+        "network",
         default="average",
         resume="fixed",
     )
     gradient_threshold: float = option(
         RULES["gradient_threshold"],
-        "Clip gradients, with their L2 regularization term, to this value; inf disables clipping",
+        "Clip gradients, including their L2 regularization term, to this value; inf disables "
+        "clipping",
         default=math.inf,
         resume="fixed",
         matlab="GradientThreshold",
     )
     gradient_threshold_method: Literal["l2norm", "global-l2norm", "absolute-value"] = option(
         RULES["gradient_threshold_method"],
-        "What to clip: the norm of each learnable's gradient, the norm of all gradients together, "
-        "or each element",
+        "What to clip: the norm of each learnable's gradient (l2norm), the norm of all gradients "
+        "together (global-l2norm), or each element (absolute-value)",
         default="l2norm",
         resume="fixed",
         matlab="GradientThresholdMethod",
     )
 
     def loss_with_options(self) -> str | Callable[..., Any]:
-        """Return the loss with the options that change it; "balanced" weights have no numbers yet.
+        """Return the loss with its options, such as label smoothing, applied.
+
+        Weights given as "balanced" are not resolved; see `loss_for`.
 
         Returns
         -------
         str or callable
-            `loss`, or a loss such as a `CrossEntropy`.
+            The option `loss` itself, or a loss object such as a `CrossEntropy`.
 
         Raises
         ------
         UserError
-            If the loss does not take one of the options.
+            If an option is set that the loss does not support.
         """
         options: dict[str, Any] = {name: getattr(self, name) for name in TAKERS}
         options = {n: value for n, value in options.items() if value != getattr(type(self), n)}
@@ -369,21 +373,21 @@ class SolverOptions:
     def loss_for(
         self, net: Network, datastore: Datastore, world: Any = None
     ) -> str | Callable[..., Any]:
-        """Return the loss with the options that change it, for a training set. Collective.
+        """Return the loss with its options applied, for a training set. Collective.
 
         Parameters
         ----------
         net : Network
             The network.
         datastore : Datastore
-            The training set, for weights that follow from it.
+            The training set, from which "balanced" weights are computed.
         world : World, optional
-            The ranks that share the reading of targets; by default this rank reads all of them.
+            The ranks that share the reading of targets. By default this rank reads all targets.
 
         Returns
         -------
         str or callable
-            `loss`, or a loss such as a `CrossEntropy`.
+            The option `loss` itself, or a loss object such as a `CrossEntropy`.
         """
         loss = self.loss_with_options()
         if isinstance(loss, LabelLoss):
@@ -391,7 +395,7 @@ class SolverOptions:
         return loss
 
 
-# Options that depend on the solver: the learning rate, and options that only some solvers use.
+# Options that depend on the solver: the learning rate, and the options that only some solvers use.
 SOLVER_NAMES = (
     "learning_rate",
     *(

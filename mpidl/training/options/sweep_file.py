@@ -1,4 +1,4 @@
-"""Read the TOML file of a sweep: its common options, and the options that vary."""
+"""Read the TOML file of a sweep: the common options, and the options that vary between trials."""
 
 import itertools
 import math
@@ -19,10 +19,10 @@ from mpidl.training.options.option_types import at_least, check_value, nearest
 
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
-FOLDS = "folds"  # key of the file, besides its tables
-DIGITS = 6  # significant digits of random numbers; C libraries differ in the digits after them
+FOLDS = "folds"  # key at the top level of the file
+DIGITS = 6  # significant digits of random numbers; later digits depend on the C library
 
-# Options that do not change the weights; their values may change when a sweep continues.
+# Options that do not affect the weights. Their values may change when a sweep is continued.
 SPEED = (
     *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
     *("checkpoint_every", "verbose", "verbose_every", "plots"),
@@ -42,12 +42,12 @@ class Sweep(NamedTuple):
     train : dict
         Options of every trial: {name: value}, with underscores in the names.
     trials : list of dict
-        Options of each trial that vary. They override those of `train`.
+        For each trial, the options that vary. They override the options in `train`.
     varied : list of str
         Names of all options that vary, in the order of the file.
     folds : int or None
-        Number of folds of a cross-validation. Each setting of the other options then has as many
-        trials in succession, one per fold.
+        Number of folds of a cross-validation. Each combination of the other options then has one
+        trial per fold, in succession. None without cross-validation.
     """
 
     path: str
@@ -64,10 +64,11 @@ class Sweep(NamedTuple):
 def read(path: str | os.PathLike[str]) -> Sweep:
     """Read the file of a sweep.
 
-    The table [train] has options of every trial. The trials are the combinations of the lists in
-    [grid], or one per table [[trial]], or drawn at random as [random] describes. With the key
-    `folds` = K before the tables, each of them is trained K times, with the option fold from 1/K to
-    K/K; the file then needs no other table.
+    The table [train] sets options of every trial. One of three other tables defines the trials: all
+    combinations of the lists in [grid], one trial per table [[trial]], or random trials as
+    described in [random]. If the key `folds` = K precedes the tables, each trial becomes K trials,
+    with the option `fold` from 1/K to K/K. A file with `folds` may have no table that defines
+    trials.
 
     Parameters
     ----------
@@ -77,6 +78,7 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     Returns
     -------
     Sweep
+        The trials.
 
     Raises
     ------
@@ -110,9 +112,9 @@ def read(path: str | os.PathLike[str]) -> Sweep:
         trials = make(path, tables[kinds[0]])
     if folds:
         if any("fold" in options for options in (train, *trials)):
-            raise UserError(f"{path}: {FOLDS} = {folds} sets the option fold: expected no other")
+            raise UserError(f"{path}: {FOLDS} = {folds} sets the option fold, found another value")
         trials = [t | {"fold": f"{i + 1}/{folds}"} for t in trials for i in range(folds)]
-    for options in (train, *trials):  # before any file of a trial contains them
+    for options in (train, *trials):  # check URLs before they are written to files of a trial
         for name, value in options.items():
             if isinstance(value, str):
                 check_url(value, f"{path}: {name}")
@@ -121,7 +123,7 @@ def read(path: str | os.PathLike[str]) -> Sweep:
 
 
 def _folds(path, tables):
-    """Remove the key `folds` from the content of a file; return its value, or None."""
+    """Remove the key `folds` from the content of a file, and return its value or None."""
     if FOLDS not in tables:
         return None
     return check_value(at_least(2), tables.pop(FOLDS), f"{path}: {FOLDS}")
@@ -134,7 +136,7 @@ def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 
 def _checked(table, spelled):
-    """Return {name: value} of a table of options, checked and with underscores in the names."""
+    """Check a table of options, and return {name: value} with underscores in the names."""
     options = {}
     for name, value in table.items():
         option = _option(name, spelled, options)
@@ -145,7 +147,7 @@ def _checked(table, spelled):
 def _option(name, spelled, earlier):
     """Return the name of an option with underscores.
 
-    Raise UserError if there is no such option, or if it is one of the `earlier` ones.
+    Raise UserError if there is no such option, or if the name is in `earlier`.
     """
     option = name.replace("-", "_")
     if option not in RULES:
@@ -162,7 +164,7 @@ def _listed(path, tables):
 
 
 def _grid(path, table):
-    """Return all combinations of the lists of values; the last option changes first."""
+    """Return all combinations of the lists of values; the last option varies fastest."""
     choices = {}
     for name, values in table.items():
         spelled = f"{path}: [grid]"
@@ -178,7 +180,7 @@ def _grid(path, table):
 
 
 def _random(path, table):
-    """Draw trials at random. Each number depends only on the seed, the option and the trial."""
+    """Return random trials. Each number depends only on the seed, the option and the trial."""
     spelled, table = f"{path}: [random]", dict(table)
     if (other := SEED.replace("_", "-")) in table:
         table[SEED] = table.pop(other)
@@ -200,7 +202,7 @@ def _random(path, table):
 
 
 def _distribution(value: Any, spelled: str) -> Callable[[np.float64], Any]:
-    """Return the function from a number in [0, 1) to a value, as the file describes it."""
+    """Return a function that maps a number in [0, 1) to a value of the described distribution."""
     kinds = ("uniform", "log_uniform", "integers", "choices")
     if isinstance(value, list):
         value = {"choices": value}

@@ -1,9 +1,9 @@
 """The options of a training run, defined once for Python, the command line and TOML files.
 
-Each field of `TrainingOptions` carries a help text and a `Rule` (see `option_types`) that says
-which values are valid. `configuration` merges the values from the command line, files and other
-sources. Defaults follow MATLAB's trainingOptions. This module does not import annotations from
-`__future__`, so help() shows the annotations as types.
+Each field of `TrainingOptions` has a help text and a `Rule` (see `option_types`) that defines the
+valid values. `configuration` merges the values from the command line, files and other sources.
+Defaults follow MATLAB's trainingOptions. This module does not import `annotations` from
+`__future__`, so that help() shows the types of the options.
 """
 
 import functools
@@ -21,21 +21,20 @@ from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.options.image_options import ImageOptions
+from mpidl.training.options.option_conflicts import check_conflicts
 from mpidl.training.options.option_types import (
-    ON_OFF,
     Rule,
     at_least,
     check_value,
     choice,
     fraction,
     nearest,
-    number_list,
-    one_of,
     option,
     options_class,
-    positive,
     rule_of,
 )
+from mpidl.training.options.option_types import flag as flag
+from mpidl.training.options.run_options import RunOptions
 from mpidl.training.options.solver_options import BY_SOLVER, SOLVER_NAMES, SolverOptions
 from mpidl.training.progress import Progress
 
@@ -44,7 +43,7 @@ OutputFunction: TypeAlias = Callable[[Progress], object]
 
 
 def _refuse_unknown(cls: type[Options]) -> type[Options]:
-    """Make the constructor raise UserError, with a hint, for a keyword that is not an option."""
+    """Make the constructor of a class raise UserError for a keyword that is not an option."""
     init, names = cls.__init__, vars(cls)["__dataclass_fields__"]
 
     @functools.wraps(init)
@@ -61,23 +60,23 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 
 @_refuse_unknown
 @options_class
-class TrainingOptions(ImageOptions, SolverOptions):
+class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
     """The options of a training run.
 
-    Options have the same names in TOML files and, as flags, on the command line. Lists of numbers
-    are stored as strings in the form of the command line: ``scale=(0.9, 1.1)`` becomes
-    ``"0.9,1.1"``.
+    Options have the same names in Python, in TOML files and, as flags, on the command line. Lists
+    of numbers are stored as strings in the form used on the command line: ``scale=(0.9, 1.1)``
+    becomes ``"0.9,1.1"``.
 
     Parameters
     ----------
     augmenter : Augmenter, optional
-        Random transformations of training images. It replaces the options of augmentation, from
-        flip to erase_value.
+        Random transformations of training images. This option replaces the options from flip to
+        erase_value.
     validation : Datastore, optional
-        Validation images. The command's flag --validation-data sets it.
+        Validation images. On the command line, the flag --validation-data sets this option.
     output_functions : function or sequence of functions
         Functions that all ranks call with a `Progress` at the start, after each iteration and
-        epoch, and at the end. Training stops if one returns True.
+        epoch, and at the end. Training stops if any of the functions returns True.
 
     Raises
     ------
@@ -128,8 +127,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="ValidationPatience",
     )
     output_network: Literal["last-iteration", "best-validation"] = choice(
-        "Network that training returns: that of the last iteration, or the one with the lowest "
-        "validation loss",
+        "Network that training returns: the network of the last iteration, or the network with the "
+        "lowest validation loss",
         default="last-iteration",
         resume="fixed",
         matlab="OutputNetwork",
@@ -143,132 +142,21 @@ class TrainingOptions(ImageOptions, SolverOptions):
             metavar="NAME,NAME,...",
             optional=True,
         ),
-        "Metrics of the classes or labels to print and write at the end, or all that fit the loss",
+        "Per-class or per-label metrics to record at each validation, and to print and write at "
+        "the end, or all for every metric that applies to the loss",
         default=None,
     )
     batchnorm: Literal["global", "local"] = choice(
-        "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "
-        "(the weights then depend on the number of ranks)",
+        "Compute batch-norm statistics over the whole mini-batch, or separately over each rank's "
+        "share (the weights then depend on the number of ranks)",
         default="global",
         resume="fixed",
     )
     batchnorm_statistics: Literal["population", "moving"] = choice(
-        "Batch-norm statistics of the trained network: those of the training set, computed in a "
-        "final pass over it, or the moving averages of training",
+        "Batch-norm statistics of the trained network: computed in a final pass over the training "
+        "set, or the moving averages from training",
         default="population",
         matlab="BatchNormalizationStatistics",
-    )
-    device: Literal["auto", "cpu", "gpu"] = choice(
-        "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
-        default="auto",
-        matlab="ExecutionEnvironment",
-    )
-    gpus: str | int | Sequence[int] | None = option(
-        number_list("GPU indices such as 0,2"),
-        "Indices of the visible GPUs to use on each host, assigned to its ranks in this order; "
-        "none uses all",
-        default=None,
-        matlab="gpuDevice",
-    )
-    graphs: Literal["auto", "off"] = choice(
-        "Whether a training step is recorded once and replayed, on GPUs as CUDA graphs (auto), or "
-        "launches each kernel separately (off)",
-        default="auto",
-    )
-    precision: Literal["fp32", "tf32"] = choice(
-        "Precision of matrix products on a GPU's tensor cores: fp32 has the accuracy of float32 "
-        "arithmetic; tf32 is faster but rounds inputs to 10-bit mantissas",
-        default="fp32",
-        resume="fixed",
-    )
-    threads: int = option(
-        at_least(0),
-        "Threads per rank; affects speed only; 0 divides the available cores among the ranks that "
-        "share them",
-        default=0,
-    )
-    worker_load: str | Sequence[float] | None = option(
-        Rule(
-            str,
-            "measured, or a number per rank such as 1,1,0,1",
-            choices=("measured",),
-            pattern=r"[0-9]+(\.[0-9]{1,3})?(,[0-9]+(\.[0-9]{1,3})?)*",
-            separator=",",
-            optional=True,
-        ),
-        "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured "
-        "to use each rank's speed in the previous epoch; affects speed only; none shares equally",
-        default=None,
-        matlab="WorkerLoad",
-    )
-    winograd: Literal["auto", "off", "fast"] = choice(
-        "Winograd's algorithm for 3x3, 5x5 and large strided convolutions on CPUs: auto uses it "
-        "where its rounding error is harmless, off never, fast wherever it is faster",
-        default="auto",
-        resume="fixed",
-    )
-    checkpoint_every: int = option(
-        at_least(0),
-        "Iterations between checkpoints, in addition to one at the end of each epoch; 0 writes "
-        "only the latter",
-        default=0,
-        matlab="CheckpointFrequency",
-    )
-    audit_every: int = option(
-        at_least(0),
-        "Iterations between comparisons of the weights of all ranks, which name a rank with wrong "
-        "bytes; checkpoints always compare them; 0 adds no further comparisons",
-        default=0,
-    )
-    on_nan: Literal["stop", "rollback"] = choice(
-        "If the loss or a weight is NaN or infinite: stop, or return to the last epoch or periodic "
-        "checkpoint and continue with half the learning rate, at most 5 times",
-        default="stop",
-    )
-    on_lost_rank: Literal["stop", "shrink"] = choice(
-        "If the process of a rank dies: stop, or continue on the ranks that are left, to the same "
-        "weights; the latter needs Open MPI 5 and mpirun --with-ft ulfm, and CPUs",
-        default="stop",
-    )
-    timeout: float = option(
-        positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
-    )
-    verbose: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
-        "Show training progress: a bar and a table on a terminal, lines elsewhere",
-        default="on",
-        matlab="Verbose",
-    )
-    verbose_every: int = option(
-        at_least(0),
-        "Iterations between log lines, with at most one line every 5 s; 0 logs no iterations, "
-        "except a final one that does not end an epoch",
-        default=50,
-        matlab="VerboseFrequency",
-    )
-    plots: Literal["training-progress", "none"] = choice(
-        "Draw progress.png in the results folder if matplotlib is installed: at the end of "
-        "epochs, at most every 10 s, beside the training; and at the end of the run",
-        default="training-progress",
-        matlab="Plots",
-    )
-    timeline: int | float = option(
-        at_least(0, allow_inf=True)._replace(bare=100),
-        "Iterations to record in timeline.json.gz in the results folder, which Perfetto shows: "
-        "what each rank computes and waits for; the flag alone records 100, inf the whole run",
-        default=0,
-    )
-    timeline_mb: int = option(
-        at_least(1),
-        "Memory in MB for the spans of --timeline, on all ranks together; the timeline is cut "
-        "when a rank's part is full",
-        default=32,
-    )
-    tensorboard: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
-        "Write event files for TensorBoard to the results folder, with curves, augmented images, "
-        "the confusion matrix, and histograms of weights and gradients",
-        default="off",
     )
     # These options exist in Python only and have no rule.
     augmenter: Augmenter | None = None
@@ -285,67 +173,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         if not all(map(callable, functions)):
             raise UserError(f"output_functions must be functions, found {functions}")
         object.__setattr__(self, "output_functions", functions)
-        self.loss_with_options()
-        if self.warmup_iterations and self.warmup_epochs:
-            raise UserError(
-                f"--warmup-iterations {self.warmup_iterations} and --warmup-epochs "
-                f"{self.warmup_epochs}: expected at most one of them"
-            )
-        if self.linear_scaling and self.scale_rate:
-            raise UserError(
-                f"--linear-scaling {self.linear_scaling} and --scale-rate {self.scale_rate}: "
-                "expected at most one of them"
-            )
-        scaling = self.linear_scaling or self.scale_rate
-        if callable(self.learn_rate_schedule) and (
-            self.warmup_iterations or self.warmup_epochs or scaling
-        ):
-            raise UserError(
-                "learn_rate_schedule is a function, which sets the rate of every iteration; it "
-                "cannot be combined with warm-up or scaling"
-            )
-        if self.average_start is not None and self.average_start > self.epochs:
-            raise UserError(
-                f"--average-start {self.average_start}: expected at most --epochs {self.epochs}, "
-                "or the average would never begin"
-            )
-        if self.sampling == "partition" and self.worker_load == "measured":
-            raise UserError(
-                "--sampling partition and --worker-load measured: each rank's images would depend "
-                "on timing; give numbers instead"
-            )
-
-        if self.sampling == "balanced" and self.shuffle == "never":
-            raise UserError("--sampling balanced and --shuffle never: expected a random order")
-        if self.on_lost_rank == "shrink":
-            self._check_shrink()
-        self._check_fold()
-
-    def _check_fold(self):
-        """Raise UserError if the option fold has no meaning, or another option holds out images."""
-        if self.fold is None:
-            return
-        number, count = map(int, self.fold.split("/"))
-        if not (number <= count and count >= 2):
-            raise UserError(
-                f"--fold {self.fold}: expected I/K with 1 <= I <= K and at least 2 folds"
-            )
-        if self.validation_fraction:
-            raise UserError(
-                f"--fold {self.fold} and --validation-fraction {self.validation_fraction}: "
-                "expected at most one of them"
-            )
-
-    def _check_shrink(self):
-        """Raise UserError if another option makes the weights depend on the number of ranks."""
-        numbers = self.worker_load not in (None, "measured")
-        text = f"--worker-load {self.worker_load}" if numbers else ""
-        for name, value in (("sampling", "partition"), ("batchnorm", "local")):
-            text = f"{flag(name)} {value}" if getattr(self, name) == value else text
-        if text:
-            raise UserError(
-                f"--on-lost-rank shrink and {text}: expected options that suit any number of ranks"
-            )
+        check_conflicts(self)
 
     def __repr__(self) -> str:
         """Show the options that differ from their defaults."""
@@ -357,14 +185,14 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> "TrainingOptions":
-        """Return the options with which a network of the zoo is trained.
+        """Return the options for training one of the built-in networks.
 
         Parameters
         ----------
         name : str
             Name of the recipe, such as "digits".
         **overrides
-            Options that replace those of the recipe.
+            Options that replace options of the recipe.
 
         Returns
         -------
@@ -381,7 +209,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         return cls(**{**recipe_options(name, overrides), **overrides})
 
     def for_ranks(self, ranks: int) -> "TrainingOptions":
-        """Return a copy whose `batch_size` is `batch_per_rank` times the ranks, if that is set.
+        """Return options in which `batch_per_rank`, if set, determines `batch_size`.
 
         Parameters
         ----------
@@ -391,7 +219,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         Returns
         -------
         TrainingOptions
-            The copy.
+            If `batch_per_rank` is set, a copy whose `batch_size` is `batch_per_rank` times the
+            number of ranks. Otherwise these options.
         """
         if self.batch_per_rank is None:
             return self
@@ -408,13 +237,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
         Returns
         -------
         tuple of int or None
-            The entries of worker_load times 1000, one per rank. None for equal shares, and for
-            "measured", which starts with equal shares.
+            The entries of `worker_load` times 1000, one per rank. None for equal shares. This
+            includes "measured", which starts with equal shares.
 
         Raises
         ------
         UserError
-            If worker_load does not have one entry per rank, or if all entries are 0.
+            If `worker_load` does not have one entry per rank, or if all entries are 0.
         """
         if self.worker_load in (None, "measured"):
             return None
@@ -430,14 +259,12 @@ class TrainingOptions(ImageOptions, SolverOptions):
         return load
 
     def as_dict(self) -> dict[str, Any]:
-        """Return {name: value} for all options with a rule.
-
-        A function is replaced with a string that contains its name.
+        """Return the options as a dict, without the options that exist in Python only.
 
         Returns
         -------
         dict
-            {name: value}
+            {name: value}. A function is replaced with a string that contains its name.
         """
         values = {name: getattr(self, name) for name in NAMES}
         return {
@@ -448,7 +275,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
 # Defaults of a run's inputs, set on the command line or in the [run] table of a TOML file.
 RUN: dict[str, Any] = {
-    "network": "digits",  # None with weights: the network that the weight file describes
+    "network": "digits",  # None if weights are given: the weight file describes the network
     "weights": None,
     "new_layer_factor": 1.0,
     "freeze_up_to": None,
@@ -480,17 +307,17 @@ NAMES = tuple(OPTIONS)
 
 
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe that stay valid when other options override some of them.
+    """Return the options of a recipe that remain valid when other options override the recipe.
 
-    If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
-    those in `SOLVER_NAMES`, and those whose default differs between the two solvers. If the
-    learning rate is overridden or dropped, or if linear_scaling is set, the recipe's scale_rate is
-    dropped too.
+    If `overrides` change the solver, the recipe's options that depend on the solver are dropped.
+    These are the options in `SOLVER_NAMES`, and options whose default differs between the two
+    solvers. The recipe's `scale_rate` is dropped if the learning rate is overridden or dropped, or
+    if `linear_scaling` is set.
 
     Parameters
     ----------
     name : str
-        Name of the network. If it has no recipe, the result is empty.
+        Name of the network. If the network has no recipe, the result is empty.
     overrides : mapping
         Options from sources that take precedence over the recipe.
     """
@@ -506,11 +333,6 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if "learning_rate" not in options or rate is not None or scaling is not None:
         options.pop("scale_rate", None)
     return options
-
-
-def flag(name: str) -> str:
-    """Return the command-line flag of an option: "--batch-size" for "batch_size"."""
-    return "--" + name.replace("_", "-")
 
 
 def default_text(name: str) -> str:
@@ -536,10 +358,10 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     value : object
         The value to check.
     spelled : str, optional
-        The option as the user wrote it, for the error message. By default the name.
+        The option as the user wrote it, for the error message. By default `name`.
     text : bool
-        Whether the value comes from text, such as a command line. If True, "12" is converted to a
-        number.
+        Whether the value comes from text, such as a command line. If true, strings such as "12" are
+        converted to numbers.
 
     Raises
     ------
@@ -550,7 +372,7 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
 
 
 def _parameters():
-    """Yield the lines that document the options in the docstring of `TrainingOptions`."""
+    """Yield text for the docstring of `TrainingOptions` that documents each option."""
     indent = " " * 8
     for name, declared in OPTIONS.items():
         rule, text = rule_of(declared), declared.metadata["help"]

@@ -1,9 +1,10 @@
 """Hooks that record a run for TensorBoard, MLflow, and Weights & Biases.
 
-They pass on each record of metrics.jsonl, the options, a gallery of the augmented images,
-histograms of the learnables and their gradients after each epoch, and the confusion matrix at the
-end. All ranks call the hooks, and only rank 0 imports the libraries and writes. An error of rank 0
-ends the run on all ranks at the end of the epoch, after a checkpoint.
+The hooks pass the following data to a tracker: each record of metrics.jsonl, the options, a gallery
+of augmented images, histograms of the learnables and their gradients after each epoch, and the
+confusion matrix at the end. All ranks call the hooks, but only rank 0 imports the tracker's library
+and writes. If rank 0 fails to write, the run writes a checkpoint at the end of the epoch and ends
+on all ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ __all__ = [
 
 
 def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
-    """Return the hooks that the options of a command describe; the caller calls `conclude`.
+    """Return the hooks that the options of a command request.
+
+    The caller must call `conclude` of each hook.
 
     Parameters
     ----------
     options : TrainingOptions
         The options of the run.
     run : mapping
-        The inputs of the run, with mlflow and wandb.
+        The inputs of the run, including the keys "mlflow" and "wandb".
     """
     hooks: list[TrackingHook] = []
     if options.tensorboard == "on":
@@ -57,9 +60,9 @@ def concluded(
     test: Evaluation | None = None,
     state: str = tracking.FINISHED,
 ) -> UserError | None:
-    """Conclude the records of all hooks, and return the first error. Collective.
+    """Conclude the records of all hooks, and return the first error, if any. Collective.
 
-    The arguments are those of `TrackingHook.conclude`.
+    The other arguments are the same as for `TrackingHook.conclude`.
     """
     first_error = None
     for hook in hooks:
@@ -71,12 +74,12 @@ def concluded(
 
 
 def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object) -> list[Any]:
-    """Return the hooks, with a `TensorBoardHook` if the option requires one.
+    """Return the hooks, and add a `TensorBoardHook` if the option `tensorboard` is on.
 
     Raises
     ------
     UserError
-        If the option is on, and the run has no folder.
+        If a hook is to be added and the run has no folder.
     """
     hooks = list(hooks)
     if options.tensorboard != "on" or any(isinstance(hook, TensorBoardHook) for hook in hooks):
@@ -88,7 +91,7 @@ def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object
 
 @contextlib.contextmanager
 def abandoned_on_error(hooks: Iterable[Any]) -> Iterator[None]:
-    """End the records of a run as failed if the block raises an exception."""
+    """Mark the trackers' records of a run as failed if the block raises an exception."""
     try:
         yield
     except BaseException:

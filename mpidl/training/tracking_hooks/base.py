@@ -1,4 +1,4 @@
-"""The base of the hooks that record a run for a tracker."""
+"""Define the base class of the hooks that record a run for an experiment tracker."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from mpidl.training.progress import EpochSummary
 if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
-# Files of a run that trackers copy at its end.
+# Files of a run that trackers copy at the end of the run.
 FILES = ("options.toml", "summary.json", CONFUSION, "progress.png", "model.h5")
 
 
 class TrackingHook:
-    """Base of the hooks that pass a run to a tracker.
+    """Base class of the hooks that record a run for a tracker.
 
     Attributes
     ----------
     ends_with_training : bool
-        Whether the record ends with the training. If false, the caller calls `conclude`, as the
-        command does after the test.
+        Whether the tracker's record ends with the training. If false, the caller must call
+        `conclude`, as the command `train` does after the test.
     """
 
     def __init__(self) -> None:
         self.ends_with_training = True
         self._tracker: Tracker | None = None  # on rank 0, while the run is in progress
-        self._error: UserError | None = None  # of rank 0, until all ranks raise it
+        self._error: UserError | None = None  # error of rank 0 that all ranks will raise
         self._trainer: Trainer | None = None
         self._step = 0
 
     def open(self, trainer: Trainer) -> Tracker:
-        """Open the tracker, on rank 0.
+        """Open the tracker, and return it. Only rank 0 calls this method.
 
         Parameters
         ----------
@@ -71,7 +71,8 @@ class TrackingHook:
             The run to record.
         """
         self._error = None
-        with trainer.console.stage(f"start of {type(self).__name__}"):  # which imports a library
+        # A stage of the console, because importing the tracker's library takes time.
+        with trainer.console.stage(f"start of {type(self).__name__}"):
             call_together(
                 trainer.world, lambda: self._start(trainer) if not trainer.world.rank else None
             )
@@ -79,7 +80,7 @@ class TrackingHook:
     def _start(self, trainer):
         position = trainer.position.iteration
         self._trainer, self._step, self._tracker = trainer, position, self.open(trainer)
-        if self._record not in trainer.writer.listeners:  # as after the loss of a rank
+        if self._record not in trainer.writer.listeners:  # registered already if a rank was lost
             trainer.writer.listeners.append(self._record)
             trainer.writer.before_checkpoint.append(self._flush)
             trainer.step.observe_gradients(self._gradients)
@@ -89,7 +90,7 @@ class TrackingHook:
 
     def _draw_gallery(self, trainer):
         store = trainer.datastore.parent
-        if store.image_shape[0] in (1, 3):  # images of other channel counts have no colours
+        if store.image_shape[0] in (1, 3):  # other numbers of channels cannot be shown as colours
             augmenter = input_pipeline.augmenter_of(trainer.options)
             png = gallery.gallery(store, augmenter, trainer.options.seed)
             self._tracker.picture("gallery", 0, png)
@@ -102,7 +103,7 @@ class TrackingHook:
         trainer : Trainer
             The run.
         summary : EpochSummary
-            The epoch.
+            Summary of the epoch.
 
         Raises
         ------
@@ -122,7 +123,7 @@ class TrackingHook:
             raise trainer.after_checkpoint(error) from None
 
     def lost(self, trainer: Trainer) -> None:
-        """Continue the record on the new rank 0, as a resumed run does. Collective.
+        """After a loss of ranks, continue the record on the new rank 0. Collective.
 
         Parameters
         ----------
@@ -133,7 +134,7 @@ class TrackingHook:
             self.start(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        """Record the end of the training. Collective.
+        """Record the final results of the training. Collective.
 
         Parameters
         ----------
@@ -159,25 +160,25 @@ class TrackingHook:
         test: Evaluation | None = None,
         state: str = tracking.FINISHED,
     ) -> None:
-        """Record the results of the test and the files in the run's folder, and end the record.
+        """Record the test results and the files of the run, and end the record. Collective.
 
-        Collective. Only a hook whose `ends_with_training` is false needs this call.
+        The call is needed only if `ends_with_training` is false.
 
         Parameters
         ----------
         world : World
             The ranks of the run.
         folder : path or None
-            The folder of the run.
+            The folder of the run; None if the run has no folder.
         test : Evaluation, optional
-            The evaluation on the test set.
+            The evaluation on the test set. By default there was no test.
         state : {"finished", "stopped"}
             Whether the run ended as planned or was stopped.
 
         Raises
         ------
         UserError
-            On all ranks, if rank 0 could not write a record since the last epoch.
+            On all ranks, if rank 0 failed to write a record after the last epoch.
         """
 
         def write():
@@ -192,19 +193,19 @@ class TrackingHook:
         call_together(world, write)
 
     def abandon(self) -> None:
-        """End the record of a run that failed, on rank 0, without raising an error."""
-        with contextlib.suppress(Exception):  # the error of the run is the one to show
+        """End the record of a failed run on rank 0, without raising an error."""
+        with contextlib.suppress(Exception):  # show the error of the run instead
             self._close(None, tracking.FAILED)
 
     def _record(self, record):
-        """Pass on a record; `epoch` and `end` raise the error."""
+        """Pass a record to the tracker. If that fails, `epoch` or `end` raises the error."""
         if self._tracker is not None:
             self._step = record["iteration"]
             with self._deferred():
                 self._tracker.scalars(self._step, tracking.scalars(record))
 
     def _flush(self):
-        """Write the records before a checkpoint, because a resumed run continues after them."""
+        """Write all records before a checkpoint, because a resumed run will not repeat them."""
         if self._tracker is not None:
             with self._deferred():
                 self._tracker.flush()
@@ -222,7 +223,8 @@ class TrackingHook:
     def _validation(self, trainer):
         """Return the evaluation to draw as a confusion matrix, or None. Collective.
 
-        All trackers of a run share the evaluation. If a signal interrupts it, the result is None.
+        All trackers of a run share one evaluation. If a signal interrupts the evaluation, the
+        result is None.
         """
         validation, signals, loss = trainer.validation, trainer.signals, trainer.loss
         if validation.store is None or not has_class_scores(loss) or signals.agreed:
@@ -249,12 +251,12 @@ class TrackingHook:
     def _draw_confusion(self, name, evaluation):
         table = evaluation.confusion
         if table is not None and _can_draw(len(table.classes)):
-            with contextlib.suppress(ImportError):  # treat a broken matplotlib like a missing one
+            with contextlib.suppress(ImportError):  # treat a broken matplotlib as if not installed
                 png = confusion.draw(table.counts, table.classes, table.accuracy)
                 self._tracker.picture(f"confusion/{name}", self._step, png)
 
     def _finish(self, folder, state):
-        """End the record, and raise the first error of all records."""
+        """End the tracker's record, and raise the first error that occurred."""
         with self._deferred():
             self._close(folder, state)
         self._raise()
@@ -272,7 +274,7 @@ class TrackingHook:
 
     @contextlib.contextmanager
     def _deferred(self):
-        """Keep the first error for `_raise`."""
+        """Suppress a UserError in the block, and keep the first error for `_raise`."""
         try:
             yield
         except UserError as error:
@@ -291,7 +293,7 @@ def folder_of_run(trainer: Trainer, subject: str) -> str:
 
 
 def name_of_run(out: str | os.PathLike[str] | None) -> str:
-    """Return the name of a run for a tracker: the name of its folder, or "run"."""
+    """Return the name of a run for a tracker: the name of its folder, or "run" without a folder."""
     return "run" if out is None else os.path.basename(os.path.abspath(out))
 
 

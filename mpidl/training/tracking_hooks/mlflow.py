@@ -1,4 +1,4 @@
-"""The hook that records a run in a file store of MLflow."""
+"""Define the hook that records a run in a file store of MLflow."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class MLflowHook(TrackingHook):
     store : path
         Folder of the store.
     experiment : str
-        Name of the experiment, which is created if it does not exist.
+        Name of the experiment. A missing experiment is created.
     name : str, optional
-        Name of the run; by default the name of the run's folder.
+        Name of the run. By default the name of the run's folder.
 
     Raises
     ------
@@ -46,7 +46,7 @@ class MLflowHook(TrackingHook):
         tracking.need("mlflow", "--mlflow", "mlflow")
 
     def open(self, trainer: Trainer) -> Tracker:
-        """Create a run in the store on rank 0; continue the stored run if the training resumes."""
+        """Create a run in the store, or continue the stored run if the training is resumed."""
         from mpidl.report.trackers.mlflow_store import MLflowRun
 
         out, is_resumed = trainer.writer.out, trainer.position.iteration > 0

@@ -1,4 +1,4 @@
-"""The hook that writes event files for TensorBoard."""
+"""Define the hook that writes event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class TensorBoardHook(TrackingHook):
-    """Writes event files for TensorBoard; the option `tensorboard` adds this hook.
+    """Writes event files for TensorBoard. The option `tensorboard` adds this hook.
 
     Parameters
     ----------
     folder : path, optional
-        Folder for the event files. By default tensorboard in the folder of the run.
+        Folder for the event files. By default the subfolder "tensorboard" of the run's folder.
 
     Raises
     ------
@@ -34,7 +34,7 @@ class TensorBoardHook(TrackingHook):
         self.folder = folder
 
     def open(self, trainer: Trainer) -> Tracker:
-        """Open a new event file, on rank 0."""
+        """Create a new event file, and return it."""
         from mpidl.report.trackers.tensorboard_files import EventFile
 
         folder = self.folder

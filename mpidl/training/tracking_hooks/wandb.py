@@ -1,4 +1,4 @@
-"""The hook that records a run for Weights & Biases."""
+"""Define the hook that records a run for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class WandbHook(TrackingHook):
-    """Records a run for Weights & Biases without network; ``wandb sync`` uploads it later.
+    """Records a run for Weights & Biases offline; ``wandb sync`` can upload the record later.
 
     Parameters
     ----------
     project : str
         Name of the project.
     name : str, optional
-        Name of the run; by default the name of its folder.
+        Name of the run. By default the name of the run's folder.
     folder : path, optional
-        Folder for the subfolder wandb. By default the folder of the run.
+        Folder in which the subfolder "wandb" is created. By default the folder of the run.
 
     Raises
     ------
@@ -45,7 +45,7 @@ class WandbHook(TrackingHook):
         self.project, self.name, self.folder = project, name, folder
 
     def open(self, trainer: Trainer) -> Tracker:
-        """Create an offline run, or continue that of the resumed run, on rank 0."""
+        """Create an offline run, or continue the stored run if the training is resumed."""
         from mpidl.report.trackers.wandb_run import WandbRun
 
         out, is_resumed = trainer.writer.out, trainer.position.iteration > 0

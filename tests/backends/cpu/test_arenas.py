@@ -1,4 +1,4 @@
-"""The arena reuses memory once its array is gone, and never before."""
+"""Check that an arena reuses the memory of an array after the array is deleted, and not before."""
 
 import gc
 import subprocess
@@ -84,7 +84,7 @@ def test_free_neighbours_join():
 
 
 def test_arrays_never_overlap():
-    """Arrays of random sizes and lifetimes, each filled with another number, on two threads."""
+    """On two threads, allocate arrays of random sizes and lifetimes with different contents."""
     damaged = []
 
     def run(seed):
@@ -112,7 +112,7 @@ FORK = """
 import os
 from mpidl.backends.cpu import arenas
 
-with arenas._reading.lock, arenas._activations.lock:  # as if other threads held them
+with arenas._reading.lock, arenas._activations.lock:  # as if other threads held these locks
     child = os.fork()
     if not child:
         arenas.to_read((1 << 20,), "u1")

@@ -1,4 +1,4 @@
-"""The choice of a build of the kernels, and messages if it is missing or unusable."""
+"""Test the choice of a build of the CPU kernels, and the errors if a build is unusable."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ CPUS = {"generic": OLD, "x86-64-v3": OLD | builds.AVX2, "x86-64-v4": OLD | build
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A function machine(cpu, builds) that simulates a CPU and creates empty libraries."""
+    """Return a function machine(cpu, builds) that simulates a CPU and creates empty libraries."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setenv("MPIDL_KERNELS", str(tmp_path))
 
@@ -66,7 +66,7 @@ def test_mpidl_cpu_chooses_the_build(monkeypatch, machine):
     ):
         monkeypatch.setenv("MPIDL_CPU", build)
         assert builds.offered() == expected
-    assert builds.why_numpy() is None  # MPIDL_CPU requires it
+    assert builds.why_numpy() is None  # MPIDL_CPU requests numpy
     for build, text in (
         ("avx2", "expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'avx2'"),
         ("x86-64-v4", "this CPU cannot run it; it lacks avx512bw avx512cd avx512dq avx512f"),
@@ -111,7 +111,7 @@ def test_ranks_take_the_best_build_that_all_have(offers, expected):
 
 
 class FakeWorld:
-    """A world whose other ranks offer these builds."""
+    """A world whose other ranks offer the given builds."""
 
     def __init__(self, *offers):
         self.offers = offers
@@ -125,7 +125,7 @@ class FakeWorld:
 
 @pytest.fixture
 def unsettled(monkeypatch):
-    """Forget the choice of this process until the end of the test."""
+    """Reset the build that this process has chosen, until the end of the test."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setattr(builds, "_running", None)
     monkeypatch.setattr(builds, "_library", None)
@@ -136,7 +136,7 @@ def test_ranks_settle_on_the_lowest(unsettled):
     assert builds.running() == ("generic" if "generic" in builds.built() else "numpy")
     builds.settle(FakeWorld((None, ["numpy"])))
     assert builds.running() == "numpy" and builds.kernels() is None
-    builds.settle(FakeWorld((None, builds.ORDER)))  # a smaller world changes nothing
+    builds.settle(FakeWorld((None, builds.ORDER)))  # another world does not change the build
     assert builds.running() == "numpy"
 
 
@@ -183,7 +183,7 @@ def test_declarations_of_a_header_are_parsed():
 @needs_kernels
 @pytest.mark.parametrize("build", builds.built())
 def test_a_library_has_the_functions_of_the_header(build):
-    """The test also checks libraries that this CPU cannot run, and calls no kernel."""
+    """Check all libraries, including those that this CPU cannot run, without calling a kernel."""
     library = builds.load(build)
     with open(HEADER) as file:
         for name in builds.declarations(file.read()):
@@ -198,7 +198,7 @@ def test_a_library_has_the_functions_of_the_header(build):
 
 @needs_kernels
 def test_a_library_of_other_sources_is_refused(tmp_path):
-    """A function that is new or has other arguments is refused; the others work."""
+    """A function that is new or has other arguments raises an error; other functions work."""
     changed = tmp_path / "mpidl.h"
     text = Path(HEADER).read_text()
     arguments = "void mpidl_copy(const float *from"

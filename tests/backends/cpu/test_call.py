@@ -1,4 +1,4 @@
-"""Calls of kernels: the progress hook that sends messages, threads, forks, odd shapes."""
+"""Test calls of CPU kernels: the progress hook, threads, forks, scratch memory and shapes."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ UNIT = (1, 1)
 
 
 def convolve(channels=32, side=32, size=5):
-    """Convolve for some tens of milliseconds in one call."""
+    """Run a convolution that takes some tens of milliseconds in one call."""
     x = np.ones((4, channels, side, side, 16), np.float32)
     weight = np.ones((channels, channels, size, size), np.float32)
     pad = size // 2
@@ -58,7 +58,7 @@ def test_an_exception_of_the_hook_is_raised_later():
 
     builds.watch(fail)
     convolve()
-    assert len(calls) == 1  # the hook is not called again, and the kernel has ended
+    assert len(calls) == 1  # after the error, the hook is not called again, and the kernel ends
     with pytest.raises(KeyError, match="lost"):
         builds.watch(None)
     builds.watch(None)
@@ -86,7 +86,7 @@ def test_the_hook_runs_only_on_the_thread_that_set_it():
 
 @pytest.mark.parametrize("policy", ["off", "auto"])
 def test_the_hook_is_called_within_a_block(policy, monkeypatch):
-    """Other calls of the kernel run between two blocks."""
+    """There is only one block, so all calls of the hook come from within the block."""
     calls = []
     monkeypatch.setattr(settings, "winograd", policy)
     x = np.ones((1, 96, 28, 28, 16), np.float32)
@@ -132,8 +132,8 @@ def test_kernels_work_in_a_forked_child():
     assert process.stdout == "both went on\n", process.stderr
 
 
-# Each call runs in a forked child, whose kernels have no scratch memory yet. Its address space
-# may grow by less than scratch memory needs. Arrays of results come from an arena that has room.
+# Each call runs in a forked child, whose kernels have no scratch memory yet. A limit on the address
+# space prevents the child from allocating scratch memory. Results use free memory of an arena.
 SCARCE = """
 import os, resource, sys
 
@@ -148,7 +148,7 @@ def limit(nbytes):
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
 
 def grow_stack():
-    # some MB of the stack, which may not grow under the limit
+    # use some MB of the stack before the limit, because the stack cannot grow afterwards
     sys.setrecursionlimit(10000)
     nested = []
     for _ in range(9000):
@@ -190,11 +190,12 @@ for case in CASES:
 NEED_SCRATCH = ("conv2d", "conv2d_backward", "dense", "dense_backward", "cross_entropy")
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "functions", [NEED_SCRATCH, pytest.param(("all",), marks=pytest.mark.slow("ranks"))]
 )
 def test_refused_scratch_memory_raises_memory_error(functions):
-    """It neither ends the process nor touches memory, and a later call computes as usual."""
+    """The process continues after the MemoryError, and later calls compute the right results."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run(
         [sys.executable, "-c", SCARCE, *functions], env=environment, capture_output=True, text=True
@@ -228,7 +229,7 @@ def test_images_that_are_too_large_are_refused():
 
 
 def test_gradients_that_dilation_makes_too_large_are_refused():
-    """The gradient of one output is padded to 2001 x 2001 pixels."""
+    """The gradient of a single output pixel would be padded to 2001 x 2001 pixels."""
     image = np.lib.stride_tricks.as_strided(
         np.zeros(1, np.float32), (1, 1, 1001, 1001, 16), (0,) * 5
     )

@@ -1,4 +1,4 @@
-"""The accuracy of the activation kernels, and their values at infinities and NaN."""
+"""Test the accuracy of the CPU's activation kernels, and results for infinities and NaN."""
 
 import math
 
@@ -14,7 +14,7 @@ pytestmark = needs_kernels
 
 
 def on_builds(call):
-    """Return the result of every build."""
+    """Return the results of call() on every build."""
     return on_all_builds(call).values()
 
 
@@ -25,7 +25,7 @@ def ulps(actual, exact):
 
 
 def wide_range():
-    """Return float32 numbers of all sizes and both signs."""
+    """Return float32 numbers of all magnitudes and both signs."""
     sizes = np.exp(np.linspace(np.log(1e-30), np.log(100.0), 1 << 19))
     near = np.linspace(-12, 12, 1 << 19)
     return np.concatenate([sizes, -sizes, near]).astype(np.float32).reshape(1, -1, LANES)
@@ -33,7 +33,7 @@ def wide_range():
 
 @pytest.mark.parametrize("name, max_ulps", [("tanh", 2.0), ("sigmoid", 2.5)])
 def test_tanh_and_sigmoid_are_nearly_exact(name, max_ulps):
-    """Errors are relative to the result, for results of all magnitudes."""
+    """The error relative to the result is small for results of all magnitudes."""
     x = wide_range()
     exact = getattr(reference, name)(x.astype(np.float64))
     normal = exact >= 2.0**-125 if name == "sigmoid" else np.full(x.shape, True)
@@ -49,7 +49,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def exact_gelu(x, approximate):
-    """Compute GELU by the C library's erfc, and its tanh approximation without cancellation."""
+    """Return GELU, computed by the C library's erfc, or its tanh approximation, both accurately."""
     if approximate == "none":
         return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
     w = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
@@ -59,7 +59,7 @@ def exact_gelu(x, approximate):
 
 @pytest.mark.parametrize("approximate, max_ulps", [("none", 2.5), ("tanh", 3.0)])
 def test_gelu_is_nearly_exact(approximate, max_ulps):
-    """Errors are relative to the result, also far in the left tail, while it is a normal number."""
+    """The relative error is small even far in the left tail, if the result is a normal number."""
     x = wide_range()[:, ::4]
     exact = exact_gelu(x.astype(np.float64), approximate)
     normal = abs(exact) >= np.finfo(np.float32).tiny
@@ -72,7 +72,7 @@ def test_gelu_is_nearly_exact(approximate, max_ulps):
 
 @APPROXIMATIONS
 def test_the_gradient_of_gelu_is_nearly_exact(approximate):
-    """Compare with finite differences in float64, and in the tail with the reference."""
+    """Compare with finite differences in float64, and in the tails with the reference backend."""
     x, step = np.linspace(-20, 20, 1 << 16).astype(np.float32).reshape(1, -1, LANES), 1e-5
     ones, middle = np.ones_like(x), x.astype(np.float64)
     differences = exact_gelu(middle + step, approximate) - exact_gelu(middle - step, approximate)

@@ -1,4 +1,4 @@
-"""Convolutions by the C kernels: few blocks for many threads, and non-finite numbers."""
+"""Test the CPU's convolution kernels with more threads than blocks, and with non-finite numbers."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ LABELS = ["digits 1", "digits 2", "16 channels a group", *BY_WINOGRAD]
 @pytest.mark.parametrize("function", ["conv2d", "conv2d_backward"])
 @pytest.mark.parametrize("label", LABELS)
 def test_threads_share_one_block(label, function, algorithm, monkeypatch):
-    """All threads share one block here; in test_conformance.py two teams share two blocks."""
+    """Here, all threads share one block. In test_conformance.py, two teams share two blocks."""
     monkeypatch.setattr(settings, "winograd", algorithm["winograd"])
     case = BY_NAME[f"{function}, {label}"]
     for actual in on_all_builds(lambda: results(case, cpu, blocks=1)).values():
@@ -27,7 +27,7 @@ def test_threads_share_one_block(label, function, algorithm, monkeypatch):
 
 
 def test_nan_passes_convolutions_and_relu():
-    """A NaN weight must make the loss NaN instead of vanishing in a ReLU."""
+    """A NaN weight must make the loss NaN and must not vanish in a ReLU."""
     values = arguments(BY_NAME["conv2d_moments, large 1x1"], cpu, share(3))
     source = values["x"]
     source.x[0, 0, 0, 0, 3] = np.nan

@@ -1,4 +1,4 @@
-"""The C kernels of fully connected layers against loops in NumPy, BLAS and separate layers."""
+"""Compare the CPU kernels of dense layers with NumPy loops, BLAS and separate layers."""
 
 import functools
 import os
@@ -22,7 +22,7 @@ from mpidl.fold import Counter, Tree
 pytestmark = needs_kernels
 
 ALL = True, True, True
-SEGMENT, GROUP = 256, 8  # of dense.h
+SEGMENT, GROUP = 256, 8  # constants of dense.h
 
 
 def tree_of_blocks(blocks):
@@ -30,9 +30,9 @@ def tree_of_blocks(blocks):
 
 
 class Layer:
-    """Arrays of a layer; its last block has `valid` images.
+    """Arrays of a dense layer. The last block has `valid` images.
 
-    With `channels`, it reads an activation that is not stored.
+    If `channels` is given, the layer reads a deferred activation.
     """
 
     def __init__(self, outputs, features, blocks=2, valid=LANES, channels=None):
@@ -57,10 +57,10 @@ class Layer:
         return cpu.dense_backward(self.dy, self.source, self.weight, tree, needs)
 
     def by_loops(self, tree):
-        """Return y, dx and the nodes of dweight, in the order of sums that dense.h describes."""
+        """Return y, dx and the nodes of dweight, with sums in the order that dense.h specifies."""
         features, outputs, x = self.x.shape[1], len(self.weight), self.x
         if self.source is not x:
-            x = cpu.activation(self.source).reshape(x.shape)  # by this build
+            x = cpu.activation(self.source).reshape(x.shape)  # computed by the current build
         y = np.zeros_like(self.dy) + self.bias[:, None]
         for start in range(0, features, SEGMENT):
             sums = np.zeros_like(y)
@@ -83,7 +83,7 @@ class Layer:
 
 
 def muladd(a, b, c):
-    """Return a * b + c, rounded once on machines with FMA, by way of long double."""
+    """Return a * b + c, computed in long double and rounded once if the build uses FMA."""
     if builds.running() == "generic" and platform.machine() == "x86_64":
         return a * b + c
     return (a.astype(np.longdouble) * b + c).astype(np.float32)
@@ -94,7 +94,7 @@ def nodes(partial):
 
 
 def assert_same(actual, expected):
-    """Compare bytes, without showing them."""
+    """Compare bytes, without printing them if they differ."""
     equal = bytes_of(actual) == bytes_of(expected)
     assert equal
 
@@ -131,7 +131,7 @@ def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("outputs", [10, 33])
 def test_the_weights_gradient_is_folded_by_the_tree(outputs, plain, blocks, run):
-    """A leaf of the fold is the gradient of one block; the fold tree adds leaves."""
+    """The gradient equals the gradients of single blocks, added by the reduction tree."""
     tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, 77, run[1] - run[0])
     _, dweight, dbias, _ = layer.backward(tree)
@@ -146,7 +146,7 @@ def test_the_weights_gradient_is_folded_by_the_tree(outputs, plain, blocks, run)
 
 
 def test_unused_lanes_of_x_do_not_count():
-    """Unused lanes hold any finite values; the cotangent is zero there."""
+    """The unused lanes of x may have any finite values, because the cotangent is zero there."""
     layer, tree = Layer(20, 50, 2, 3, channels=5), tree_of_blocks(2)
     y, dx, dweight, dbias, sums = layer.forward(), *layer.backward(tree)
     layer.source.x[-1, ..., 3:] = 1e30
@@ -196,21 +196,21 @@ def megabytes(name):
 folder, blocks, outputs, features = sys.argv[1], *map(int, sys.argv[2:])
 x, dy = np.load(f"{folder}/x.npy"), np.load(f"{folder}/dy.npy")
 tree = Tree(blocks, ((0, 1), (1, blocks)), 1)
-cpu.dense_dweight(dy[:, :32].copy(), x[:, :32].copy(), tree)  # starts threads, takes scratch
+cpu.dense_dweight(dy[:, :32].copy(), x[:, :32].copy(), tree)  # starts threads, allocates scratch
 try:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = megabytes("VmRSS")
     dweight = cpu.dense_dweight(dy, x, tree)
     print(megabytes("VmHWM") - before)
 except (OSError, KeyError) as error:
-    sys.exit(f"this system does not tell peak memory: {error}")
+    sys.exit(f"this system does not report peak memory: {error}")
 np.save(f"{folder}/nodes.npy", [node for term in dweight.terms for node in term.nodes])
 """
 
 
 @pytest.mark.slow("ranks")
 def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
-    """Measure the peak memory of a new process, which cannot reuse memory of earlier gradients."""
+    """Measure the peak memory of a new process, which cannot reuse memory of other gradients."""
     outputs, features, tree = 1024, 4608, Tree(8, ((0, 1), (1, 8)), 1)
     size = outputs * features * 4 / 2**20
     x = numbers("x", 7, features, LANES, dtype=np.float32)
@@ -221,7 +221,7 @@ def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
     env = os.environ | {"MPIDL_CPU": builds.running()}
     root = Path(__file__).parents[3]
     process = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    if "does not tell peak memory" in process.stderr:
+    if "does not report peak memory" in process.stderr:
         pytest.skip(process.stderr.strip())
     assert process.returncode == 0, process.stderr
     nodes = np.load(tmp_path / "nodes.npy")
@@ -257,7 +257,7 @@ def test_flatten_leaves_an_activation_deferred(world):
 
 @pytest.mark.parametrize("outputs", [10, 20])
 def test_fused_and_separate_layers_give_the_same_bytes(monkeypatch, world, outputs):
-    """In a network, the layer reads the output of the fused convolution and computes its sums."""
+    """In a network, the layer reads the output of a fused convolution and computes the sums."""
     layers = [dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(outputs)]
     images = blocked(world, numbers("images", 37, 2, 9, 8, dtype=np.float32))
     labels = blocked(world, np.arange(37) % outputs, batch=images.batch)

@@ -1,4 +1,4 @@
-"""Conversion of pixels to lanes: values by hand, decoded planes, threads."""
+"""Test the CPU kernels that prepare images: values, decoded planes, threads and affine maps."""
 
 import threading
 
@@ -16,7 +16,7 @@ SHAPES = [(1, 28, 28), (3, 32, 32), (3, 5, 7), (1, 1, 1), (2, 3, 16), (1, 2, 17)
 
 
 def moves(count, shape):
-    """Draw a mirroring and a shift of each image, by up to 2 more than its size."""
+    """Draw a mirroring and a shift for each image. Shifts exceed the size by up to 2 pixels."""
     random = np.random.default_rng(count)
     shifts = [random.integers(-n - 2, n + 3, count, dtype=np.int32) for n in shape[1:]]
     mirrored = random.integers(0, 4, count, dtype=np.int32)
@@ -65,7 +65,7 @@ def test_floats_are_not_scaled_and_bytes_are():
 
 @pytest.mark.parametrize("stride, channels", [(1, 1), (3, 3), (4, 3)])
 def test_planes_of_rows_of_a_decoder(stride, channels):
-    """test_conformance.py compares the kernels with the reference."""
+    """Check the reference against slices of the rows. test_conformance.py checks the kernels."""
     rows = pixels_of(stride, 7, 5, stride)
     expected = np.stack([rows[..., c] for c in range(channels)])
     assert np.array_equal(reference.planes(rows), expected)
@@ -88,7 +88,7 @@ def test_images_are_mirrored_and_shifted():
 
 @needs_kernels
 def test_another_thread_may_prepare_images_while_a_kernel_runs():
-    """The thread that reads ahead must not disturb the threads of the kernel."""
+    """A thread that prepares images must not disturb the threads of a running kernel."""
     pixels = pixels_of(0, 200, 3, 32, 32)
     expected = reference.images(pixels)
     x = reference.images(pixels_of(1, 64, 3, 32, 32))
@@ -121,7 +121,7 @@ def test_another_thread_may_prepare_images_while_a_kernel_runs():
 
 
 def maps(count, size, spread=0.4):
-    """Draw affine maps near the identity; some map no pixel of the image into the result."""
+    """Draw affine maps near the identity. Some results contain no pixel of the image."""
     random = np.random.default_rng(count)
     matrices = random.normal(0, spread, (count, 6)) + [1, 0, 0, 0, 1, 0]
     matrices[:, [2, 5]] *= max(size)
@@ -156,7 +156,7 @@ def test_identity_and_shifts_by_whole_pixels_are_exact():
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 def test_scipy_warps_images_alike(kind):
-    """SciPy's mode "grid-constant" has the same values beyond the edges."""
+    """SciPy computes the same images in the mode "grid-constant"."""
     ndimage = pytest.importorskip("scipy.ndimage", reason="SciPy is not installed")
     pixels = pixels_of(3, 6, 1, 20, 31).astype(kind)
     m = maps(6, (4, 4), 0.3)[1:]

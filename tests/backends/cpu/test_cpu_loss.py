@@ -1,4 +1,4 @@
-"""The C kernels of losses: the exponential, unused lanes, ties and special values."""
+"""Test the CPU kernels of losses: the exponential, unused lanes, ties and special values."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ pytestmark = needs_kernels
 
 
 def scored(blocks, classes, last=LANES):
-    """Return (logits, labels, counts, tree) of blocks; the last one has `last` images."""
+    """Return (logits, labels, counts, tree) of blocks. The last block has `last` images."""
     shape = (blocks, classes, LANES)
     logits = numbers("logits", *shape, low=-8, high=8, dtype=np.float32)
     labels = np.arange(blocks * LANES).reshape(blocks, LANES) * 7 % classes
@@ -30,7 +30,7 @@ def max_ulps(actual, exact):
 
 
 def test_the_exponential_is_nearly_exact():
-    """Compare with long double, for all arguments that softmax uses and larger ones."""
+    """Compare with long double for all arguments that softmax uses, and for larger arguments."""
     x = np.concatenate(
         [
             np.linspace(-708, 709, 200_001),
@@ -58,7 +58,7 @@ def test_the_exponential_of_infinity_and_nan():
 
 
 def test_unused_lanes_change_no_byte():
-    """Finite numbers in the unused lanes of last blocks of every size do not matter."""
+    """Finite numbers in unused lanes do not change results, for last blocks of every size."""
     for last in range(1, LANES + 1):
         logits, labels, counts, tree = scored(2, 4, last)
         dirty = logits.copy()
@@ -110,7 +110,7 @@ def test_ties_count_for_the_first_class():
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (2, 33, 41)])
 def test_equal_numbers_have_no_error_and_unused_lanes_do_not_count(shape, power):
-    """test_conformance.py compares other errors with the reference."""
+    """Test zero errors. test_conformance.py compares other errors with the reference."""
     y, target = (numbers(n, 3, *shape, LANES, dtype=np.float32) for n in ("y", "target"))
     target[..., 1] = y[..., 1]
     _, _, counts, tree = scored(3, 2, last=5)
@@ -131,7 +131,7 @@ def test_equal_numbers_have_no_error_and_unused_lanes_do_not_count(shape, power)
 def test_errors_of_infinities_and_nan():
     y, target = np.zeros((1, 3, LANES), np.float32), np.zeros((1, 3, LANES), np.float32)
     y[0, 1, 2], y[0, 2, 3], y[0, 0, 4] = np.nan, np.inf, 3e38
-    target[0, 0, 4] = -3e38  # float32 cannot hold the square of their difference
+    target[0, 0, 4] = -3e38  # the square of the difference exceeds the range of float32
     counts, tree = np.array([5], np.int32), Tree(1, ((0, 1),), 0)
     for power, slope in (1, 1), (2, np.inf):
         assert np.isnan(SingleRank().gplus(cpu.errors(y, target, power, counts, tree)))

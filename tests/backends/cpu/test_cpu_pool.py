@@ -1,4 +1,4 @@
-"""Pooling in fused networks; test_conformance.py compares its kernels with the reference."""
+"""Test pooling in networks with fused layers; test_conformance.py tests the kernels."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ pytestmark = needs_kernels
 
 @pytest.mark.parametrize("layer", [dl.MaxPool2D(3, 2), dl.AveragePool2D(2)])
 def test_fused_and_separate_layers_give_the_same_bytes(world, layer):
-    """In a network, the pooling reads the output of the fused convolution."""
+    """In a network, pooling reads the output of a fused convolution."""
     layers = [dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(), layer, dl.Dense(3)]
     images = blocked(world, numbers("images", 37, 2, 9, 9, dtype=np.float32))
     labels = blocked(world, np.arange(37) % 3, batch=images.batch)

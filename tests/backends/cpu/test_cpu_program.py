@@ -1,4 +1,4 @@
-"""Replays of recorded kernel calls, against the same functions in NumPy."""
+"""Compare replays of recorded kernel calls with the same functions in NumPy."""
 
 import numpy as np
 from cpu_builds import needs_kernels

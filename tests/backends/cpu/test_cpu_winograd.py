@@ -1,4 +1,4 @@
-"""The Winograd kernels of one block against float64 NumPy; their points."""
+"""Compare the CPU's Winograd kernels with float64 NumPy, and check their interpolation points."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def extent(outputs, m, side):
 
 
 def padded(name, channels, rows, columns, m, side):
-    """Draw the input of (rows, columns) outputs, padded with zeros to whole tiles."""
+    """Draw the input for (rows, columns) outputs, padded with zeros to whole tiles."""
     x = np.zeros((channels, extent(rows, m, side), extent(columns, m, side), LANES), np.float32)
     rows, columns = rows + side - 1, columns + side - 1
     x[:, :rows, :columns] = numbers(name, channels, rows, columns, LANES)
@@ -54,7 +54,10 @@ def taps(side):
 
 
 def conv_reference(x, w, bias, rows, columns):
-    """float64; x is padded (inputs, rows, columns, 16), w (outputs, inputs, side, side)."""
+    """Return the convolution in float64.
+
+    x is the padded input (inputs, rows, columns, 16), and w is (outputs, inputs, side, side).
+    """
     x, w = x.astype(float), w.astype(float)
     y = np.zeros((len(w), rows, columns, LANES)) + bias.astype(float)[:, None, None, None]
     for r, s in taps(w.shape[2]):
@@ -72,7 +75,7 @@ def biases(outputs):
 
 @functools.cache
 def exact_convolution(inputs, outputs, rows, columns, side):
-    """Return what tiles of any size and both directions compute."""
+    """Return the result that tiles of any size must compute, forward and backward."""
     x = padded("x", inputs, rows, columns, 2, side)
     return conv_reference(x, weights(outputs, inputs, side), biases(outputs), rows, columns)
 
@@ -87,11 +90,11 @@ def dweight_reference(x, dy, rows, columns, side):
 
 
 def relative(actual, expected):
-    """Return the root of the mean squared error, relative to the root mean square."""
+    """Return the root mean square error, relative to the root mean square of `expected`."""
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
-# (m, side of the filter): bounds of the relative error, about 1.5 times the largest one measured
+# {(m, side of the filter): bound of the relative error}, about 1.5 times the largest measured error
 CONV_ERRORS = {(2, 3): 3e-7, (4, 3): 8e-7, (2, 5): 7e-7, (4, 5): 3.5e-6}
 DWEIGHT_ERRORS = {3: 1.2e-6, 5: 8e-6}
 
@@ -144,11 +147,11 @@ def test_weight_gradients_are_nearly_exact(shape, side):
         assert relative(dweight, expected) < DWEIGHT_ERRORS[side]
 
 
-# The points of F(m, side): 0, pairs of +-p, infinity
+# The interpolation points of F(m, side) are 0, pairs of +-p, and infinity.
 
 
 def matrices(m, side, pairs):
-    """Return B^T (n, n), G (n, side) and A^T (m, n), exact, with n = m + side - 1."""
+    """Return the exact matrices B^T (n, n), G (n, side) and A^T (m, n), with n = m + side - 1."""
     finite = [Fraction(0), *(sign * p for p in pairs for sign in (1, -1))]
 
     def product(roots):
@@ -189,9 +192,9 @@ def accumulated(products):
 
 
 def by_winograd(m, pairs, x, w):
-    """Return the result of F(m x m, side x side) at these points.
+    """Return the result of F(m x m, side x side) with the points of `pairs`.
 
-    x (channels, tiles, n, n) and w (channels, side, side), float32.
+    x (channels, tiles, n, n) and w (channels, side, side) are float32.
     """
     transform, filters, outputs = matrices(m, w.shape[1], pairs)
     u, v = rounded(filters, w).astype(float), rounded(transform, x).astype(float)
@@ -199,7 +202,7 @@ def by_winograd(m, pairs, x, w):
 
 
 def directly(m, x, w):
-    """Return the convolution in float64, and by sums that are rounded to float32."""
+    """Return the convolution computed in float64, and computed with sums rounded to float32."""
     x, w = x.astype(float), w.astype(float)
     terms = [
         w[c, r, s] * x[c, :, r : r + m, s : s + m]
@@ -210,13 +213,13 @@ def directly(m, x, w):
 
 
 def kernel_points(n):
-    """Return the positive points of the kernels for n inputs, as fractions in text."""
+    """Return the positive points that the kernels use for n inputs, as strings of fractions."""
     text = (ROOT / "kernels" / "cpu" / "winograd_tiles.h").read_text()
     (line,) = re.findall(rf"#define POINT_OF_{n}\(pair\) (.*)", text)
     return tuple(str(Fraction(number)) for number in re.findall(r"([0-9.]+)f", line))
 
 
-# (m, side): the classic points, others, and the largest error relative to the classic ones
+# {(m, side): (classic points, other points, largest error relative to the classic points)}
 POINTS = {
     (4, 3): (
         ("1", "2"),

@@ -1,4 +1,4 @@
-"""Recording of kernel calls: what a recorded step may read and write."""
+"""Test which arrays a recorded training step on a CPU may read and write."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_memory_that_is_used_again_must_be_written_again(owned):
         address = recording.address_of(y)
         del y
         z = arenas.empty(owned.shape)
-        assert recording.address_of(z) == address  # the test would not test this otherwise
+        assert recording.address_of(z) == address  # otherwise no memory would be used again
         relu(z)
     assert recorder.problem is not None
 

@@ -1,11 +1,11 @@
-"""The fixture `world` of the GPU tests: one rank that computes on a device."""
+"""Define the fixture `world` of the GPU tests."""
 
 import pytest
 
 
 @pytest.fixture
 def world(device):
-    """One rank that computes on the device."""
+    """Return a world with one rank that computes on the device."""
     from mpidl.backends.gpu.sums import Counts
     from mpidl.comm import World
 

@@ -1,4 +1,4 @@
-"""The class of the faults that test_gpu_faults.py plants, and the convolutions' faults."""
+"""The faults in convolution kernels that test_gpu_faults.py plants, and the class Fault."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ BARRIER = "__syncthreads();"
 
 
 class Fault(NamedTuple):
-    """A fault: with `old` replaced by `new` in a kernel file, check(device, *arguments) fails."""
+    """A fault: if `old` is replaced by `new` in a kernel file, check(device, *arguments) fails."""
 
     family: str
     description: str
@@ -19,12 +19,12 @@ class Fault(NamedTuple):
 
 
 def faults(family, check, *arguments, edits):
-    """Convert {description: (old, new)} to the faults that one check must detect."""
+    """Convert {description: (old, new)} to a list of faults that one check must detect."""
     return [Fault(family, name, *edit, check, arguments) for name, edit in edits.items()]
 
 
 def check_convolution(device, label, direct=False):
-    """A convolution and its gradients match the reference."""
+    """Check that a convolution and its gradients match the reference."""
     names = f"conv2d, {label}", f"conv2d_backward, {label}"
     check_on_gpu(device, *names, precision="fp32", direct=direct)
 
@@ -55,7 +55,7 @@ CONVOLUTION_FAULTS = [
                 "load(next, stage == 0 ? STAGES - 1 : stage - 1)",
                 "load(next, stage)",
             ),
-            "pixels beside the image are read": ("&& (u32)v < (u32)W;", ";"),
+            "pixels outside the image are read": ("&& (u32)v < (u32)W;", ";"),
             "elements after the last of k are added": (
                 "const bool inside = k < KD;",
                 "const bool inside = true;",
@@ -69,7 +69,7 @@ CONVOLUTION_FAULTS = [
         },
     ),
     Fault(
-        *("conv_gemm", "pixels between those of a stride are added"),
+        *("conv_gemm", "pixels between strides are added"),
         *("&& t == h * stride_h", ""),
         *(check_convolution, ("few rows",)),
     ),
@@ -87,8 +87,8 @@ CONVOLUTION_FAULTS = [
                 "if (part > 0) return;",
             ),
             "no barrier before memory of the steps holds sums": (
-                f"{BARRIER}  // all are done",
-                "// all are done",
+                f"{BARRIER}  // all warps",
+                "// all warps",
             ),
             "columns are permuted as rows are": ("wn + NJ * g;", "wn + 4 * g;"),
         },
@@ -125,7 +125,7 @@ CONVOLUTION_FAULTS = [
         },
     ),
     Fault(
-        *("conv_direct", "pixels between those of a stride are added"),
+        *("conv_direct", "pixels between strides are added"),
         *("place * stride == moved && place < outputs", "place < outputs"),
         *(check_convolution, ("3x3 by 2", True)),
     ),

@@ -1,7 +1,7 @@
-"""Registers, stack and shared memory of every kernel, from NVRTC's log.
+"""Read the registers, stack and shared memory of every CUDA kernel from NVRTC's log.
 
-`PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes them to resources.json beside
-this file; test_gpu_kernels.py compares.
+`PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes these numbers to resources.json
+in this folder. test_gpu_kernels.py compares the numbers of the current kernels with the file.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ ENTRY = re.compile(
 
 
 def label(unit):
-    """Return a unit as text: "pool POOL_WIDTH=4"."""
+    """Return a unit as text, such as "pool POOL_WIDTH=4"."""
     return " ".join([unit.family, *(f"{name}={value}" for name, value in unit.defines)])
 
 
@@ -43,7 +43,7 @@ def parse_log(log):
 
 
 def compile_all(units, architecture):
-    """Compile units, two at a time; return {unit: its resources, or an exception}."""
+    """Compile units, two at a time, and return {unit: its resources, or an exception}."""
 
     def compile_unit(unit):
         try:

@@ -1,4 +1,4 @@
-"""CudaDevice without a GPU, on a replacement for CUDA that uses the host's memory."""
+"""Test CudaDevice without a GPU, on a replacement for CUDA that uses host memory."""
 
 import ctypes
 import gc
@@ -15,7 +15,7 @@ from mpidl.errors import UserError
 
 
 class Failure(RuntimeError):
-    """An error with a CUDA error number, like CuPy's."""
+    """An exception with a CUDA error number, like the exceptions of CuPy."""
 
     def __init__(self, status):
         self.status = status
@@ -23,9 +23,10 @@ class Failure(RuntimeError):
 
 
 class StandIn:
-    """CUDA's runtime and driver on host memory; operations of streams run immediately, in order.
+    """A replacement for CUDA on host memory, in which operations of streams run immediately.
 
-    `free_bytes` is what malloc still allocates, `calls` the functions called.
+    `free_bytes` is the number of bytes that malloc can still allocate. `calls` lists the names of
+    the called functions.
     """
 
     def __init__(self):
@@ -172,7 +173,7 @@ extern "C" __global__ void left_out(float* out) {}
 
 
 class Hook:
-    """A replacement for CuPy's MemoryHook; CuPy calls active hooks before it allocates memory."""
+    """A replacement for CuPy's MemoryHook. CuPy calls active hooks before it allocates memory."""
 
     entered = False
 
@@ -223,7 +224,7 @@ def test_memory_is_freed_with_its_owner(device, standin):
     thread.start()
     thread.join()
     gc.collect()
-    device.allocate(10)  # frees what another thread released
+    device.allocate(10)  # also frees memory that another thread released
     assert standin.free_bytes == before
 
 
@@ -233,7 +234,7 @@ def test_without_free_memory_garbage_is_collected_first(device, standin):
         device.allocate(400 << 10)
     cycle = [memory]
     cycle.append(cycle)
-    del memory, cycle  # only the garbage collector frees this
+    del memory, cycle  # only the garbage collector can free this memory
     device.allocate(400 << 10)
 
 
@@ -264,7 +265,7 @@ def test_pinned_memory_and_copies(device, standin):
 
 
 def test_host_memory_can_be_changed_right_after_an_upload(device, standin, monkeypatch):
-    """The host memory stays allocated, also if the copy reads it later in stream order."""
+    """The uploaded values are right even if the copy reads host memory later, in stream order."""
     waiting, copy = [], standin.memcpyAsync
 
     def run_stream():
@@ -275,7 +276,7 @@ def test_host_memory_can_be_changed_right_after_an_upload(device, standin, monke
     monkeypatch.setattr(standin, "streamSynchronize", lambda stream: run_stream(), raising=False)
     monkeypatch.setattr(cuda_device, "UPLOADING", 32)
     memory, copied = device.allocate(256), np.empty(16, np.float32)
-    for size in (1, 3, 5, 2, 16):  # the fourth array no longer fits; the last one would never fit
+    for size in (1, 3, 5, 2, 16):  # the fourth array must wait, and the last one is too large
         value = np.full(size, size, np.float32)
         device.upload(memory.address, value)
         assert bool(waiting) == (size < 16) and device._uploading_bytes <= 32
@@ -362,7 +363,7 @@ REFUSED = {
     "waiting for the device": lambda device: device.synchronize(),
     "waiting for a mark": lambda device: device.wait(None),
     "waiting for a copy": lambda device: device.after(None),
-    "marking what was launched": lambda device: device.mark(),
+    "marking the launches so far": lambda device: device.mark(),
     "capturing within a capture": lambda device: device.capture(lambda: None),
     "loading made_up.cu": lambda device: device.load(types.SimpleNamespace(family="made_up")),
     "allocating 5 bytes of CuPy's memory pool": lambda d: d._hook.malloc_preprocess(size=5),

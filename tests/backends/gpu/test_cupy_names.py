@@ -1,4 +1,4 @@
-"""Every CuPy name that mpidl uses exists and accepts the number of arguments that it gets."""
+"""Check that every CuPy name that mpidl uses exists and accepts mpidl's number of arguments."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ MODULES = ("runtime", "driver", "memory_hook", "nccl")
 
 
 def used_names(source):
-    """Return the names of CuPy's modules in a source: {(module, name): [arguments per call]}."""
+    """Return the CuPy functions in a source: {(module, name): [number of arguments per call]}."""
     calls = {}
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -52,17 +52,17 @@ def cupy():
 
 
 def problems(cupy, source):
-    """Return the names in a source that CuPy lacks, or calls with other numbers of arguments."""
+    """Return the names in a source that CuPy lacks, or that do not accept the arguments."""
     errors = []
     for name in imported_names(source):
         parent, _, last = name.rpartition(".")
         if parent and not hasattr(importlib.import_module(parent), last):
             try:
-                importlib.import_module(name)  # its package does not import it
+                importlib.import_module(name)  # a submodule that the package does not import
             except ImportError:
                 errors.append(name)
     for (module, name), calls in used_names(source).items():
-        if module == "nccl":  # loads only with NCCL's library
+        if module == "nccl":  # this module can be imported only if NCCL's library is installed
             continue
         value = getattr(getattr(cupy.cuda, module), name, None)
         if value is None:
@@ -78,7 +78,7 @@ def problems(cupy, source):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_every_name_of_cupy_exists(cupy, path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NCCL's library can be missing
+        warnings.simplefilter("ignore")  # NCCL's library may be missing
         assert problems(cupy, path.read_text()) == []
 
 
@@ -92,7 +92,7 @@ def test_negative_control_wrong_names_are_reported(cupy):
 
 
 def test_every_name_of_nccl_exists(cupy):
-    """CuPy's module for NCCL loads only with NCCL's library, so its file is searched."""
+    """Search the file of CuPy's NCCL module, which cannot be imported without NCCL's library."""
     (path,) = Path(cupy.__file__).parents[1].glob("cupy_backends/cuda/libs/nccl.*.so")
     content = path.read_bytes()
     names = [name for module, name in used_names(SOURCES[2].read_text()) if module == "nccl"]

@@ -1,4 +1,4 @@
-"""The GPUs that a process sees, or the reason for none, with a fake driver and CuPy."""
+"""Test which GPUs a process finds, or why it finds none, with a fake driver and CuPy."""
 
 import sys
 import types
@@ -8,7 +8,7 @@ from mpidl.backends.gpu.discovery import Gpu, Visible
 
 
 class Driver:
-    """The functions of libcuda.so.1 that discovery calls."""
+    """A fake libcuda.so.1 with the functions that `discovery` calls."""
 
     def __init__(self, count=1, version=13020, error=0):
         self.count, self.version, self.error = count, version, error
@@ -29,7 +29,7 @@ class Driver:
 
 
 def visible(monkeypatch, driver, packages=("cupy-cuda13x 14.2.0",), count=None, properties=()):
-    """Return `discovery.visible()`; `count` is what getDeviceCount returns or raises."""
+    """Return discovery.visible() with fakes. `count` is the result or error of getDeviceCount."""
 
     def load(name):
         if driver is None:

@@ -1,4 +1,4 @@
-"""The emulated GPU computes like a GPU and reports faults of kernels."""
+"""Check that the emulated GPU computes like a GPU and detects faults in kernels."""
 
 import numpy as np
 import pytest
@@ -113,7 +113,7 @@ def test_shuffles_exchange_values_of_a_warp(device):
 MMA = """
 extern "C" __global__ void __launch_bounds__(32)
     product(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c) {
-    __shared__ __align__(16) float rows[16 * 8];  // of a, a row 8 numbers
+    __shared__ __align__(16) float rows[16 * 8];  // 8 numbers per row of the matrix `a`
     for (int i = threadIdx.x; i < 128; i += 32) rows[i] = a[i];
     __syncthreads();
     const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(32)
 
 
 def tf32(x):
-    """Drop the 13 bits that a tensor core does not read."""
+    """Clear the 13 bits that a tensor core does not read, and convert to float64."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
         ("shared_memory", (), "writes past its 128 bytes of shared memory"),
         ("left", (), "__syncthreads after 9 threads returned"),
         ("alone", (), "some lanes wait in a warp collective for ever"),
-        ("apart", (), "lanes meet in different collectives"),
+        ("apart", (), "lanes wait in different collectives"),
         ("unaligned", (), "an address is not aligned to 16 bytes"),
     ],
 )
@@ -195,7 +195,7 @@ def test_faults_of_kernels_raise_an_error(device, name, arguments, message):
 @pytest.mark.parametrize(
     "grid, block, shared, message",
     [
-        (1, 96, 0, "a block of 96 threads, made for 64 at most"),
+        (1, 96, 0, "a block of 96 threads for a kernel with at most 64"),
         (1, 33, 0, "a block of 33 threads"),
         ((1, 65536), 64, 0, "no device takes a grid"),
         (1, 64, 1 << 20, "1048576 bytes of shared memory"),

@@ -1,4 +1,4 @@
-"""Activations on a GPU against NumPy in float64, for arguments of all magnitudes."""
+"""Compare GPU activations with NumPy in float64, for arguments of all magnitudes."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from mpidl.blocks import LANES
 
 
 def arguments(limit, count):
-    """Return lanes of `count` numbers in -limit..limit, tiny and large numbers, infinities, NaN."""
+    """Return lanes with `count` numbers in -limit..limit, other magnitudes, infinities and NaN."""
     x = np.concatenate([np.linspace(-limit, limit, count), np.geomspace(1e-30, 80, 1000)])
     x = np.concatenate([x, -x, [np.inf, -np.inf, 0, -0.0]])
     x = np.pad(x, (0, 12 + -(len(x) + 12) % LANES), constant_values=np.nan)
@@ -31,7 +31,7 @@ def test_rounding_is_at_most_two_and_a_half_ulps(device, name):
 
 @pytest.mark.parametrize("approximate, limit", [("none", 2.5), ("tanh", 3.0)])
 def test_gelu_rounds_as_the_cpu_with_fma(device, approximate, limit):
-    """Normal results are at most `limit` ulps off; all have the bytes of the CPU's FMA kernels."""
+    """Errors are at most `limit` ulps. All results have the bytes of the CPU kernels with FMA."""
     x = arguments(14, 4000)
     y = GPU.gelu(array.lanes(x), approximate).numpy()
     dx = GPU.gelu_dx(array.lanes(np.ones_like(x)), array.lanes(x), approximate).numpy()

@@ -1,4 +1,4 @@
-"""Device arrays select the GPU backend, which refuses ops without a kernel."""
+"""Check that device arrays select the GPU backend, and that ops without a kernel raise errors."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from mpidl.blocks import LANES, Blocked, OneRank, share
 
 @pytest.fixture
 def images(device):
-    """20 images (3, 4, 5) as a Blocked value on the GPU."""
+    """Return 20 images (3, 4, 5) as a Blocked value on the GPU."""
     batch = share(20, OneRank(), device=Counts())
     return Blocked(array.lanes(np.ones((2, 3, 4, 5, 16), np.float32)), batch)
 

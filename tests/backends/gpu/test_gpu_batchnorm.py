@@ -1,4 +1,4 @@
-"""Batch normalization on a GPU: exact moments, fused gradients, and what is launched when.
+"""Test batch normalization on a GPU: accurate moments, fused gradients, number of launches.
 
 tests/backends/test_conformance.py compares the numbers with float64.
 """
@@ -27,7 +27,7 @@ def drawn(seed, *shape, low=-2, high=3):
 
 
 def device_count(images):
-    """Return the number of used images as kernels read it."""
+    """Return the number of used images as an Array that kernels read."""
     return array.plain(np.array([images], "i4"))
 
 
@@ -37,14 +37,14 @@ def vectors(channels, names):
 
 
 def root(partial):
-    """Return the folded value of a Partial of one rank."""
+    """Return the total of a Partial of one rank."""
     (term,) = partial.terms
     (node,) = term.nodes
     return node.numpy()
 
 
 def assert_near(value, exact, scale=None):
-    """Check that errors are at most 1e-6 of the largest number, or of each element of `scale`."""
+    """Check that errors are at most 1e-6 of the largest number, or of `scale`."""
     assert value.shape == exact.shape
     bound = np.abs(exact).max(initial=0) if scale is None else scale
     assert (np.abs(value - exact) <= 1e-6 * bound).all()
@@ -53,7 +53,7 @@ def assert_near(value, exact, scale=None):
 @pytest.mark.parametrize("shape", [(4, 12, 12), (3, 12, 12), (2,)], ids=str)
 @pytest.mark.parametrize("values", ["far from 0", "an outlier first", "constant", "two levels"])
 def test_moments_do_not_cancel(device, shape, values):
-    """E[x^2] - E[x]^2, or a mean rounded to float32, would leave few digits."""
+    """Computing E[x^2] - E[x]^2, or rounding the mean to float32, would leave few digits."""
     x, channels = drawn(0, 2, *shape, LANES), shape[0]
     if values == "far from 0":
         x += 10000
@@ -85,7 +85,7 @@ def test_the_fused_gradient_has_the_bytes_of_the_separate_steps(device, shape):
 
 @pytest.mark.parametrize("shape", [(128, 9, 9), (3, 40, 40)], ids=str)
 def test_a_small_device_computes_the_same_bytes(emulated, shape):
-    """With fewer blocks of threads than rows, each block computes several rows."""
+    """If there are fewer thread blocks than rows, a thread block computes several rows."""
     outputs = []
     for processors in (1, 132):
         with emulated(0, processors=processors):

@@ -1,6 +1,6 @@
-"""Convolution on tensor cores: its precision, tiles, algorithms and memory layouts.
+"""Test convolution on tensor cores: precision, tiles, algorithms and memory layouts.
 
-tests/backends/test_conformance.py compares the numbers of all shapes with float64.
+tests/backends/test_conformance.py compares the results for all shapes with float64.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from mpidl.fold import Tree
 
 SOME_LAYERS = "3x3", "3x3 of three channels", "unequal in both directions"
 SLOW = pytest.mark.slow("gpu")
-LIMITS = {"fp32": 6e-7, "tf32": 6e-4}  # norm of the error / norm of the result
+LIMITS = {"fp32": 6e-7, "tf32": 6e-4}  # bounds of (norm of the error) / (norm of the result)
 NEEDS_DX = (True, False, False)
 
 
@@ -28,7 +28,7 @@ def _fp32_on_tensor_cores(monkeypatch):
 
 
 class Layer:
-    """A convolution of the table and its arguments on the device; the last block is not full."""
+    """A convolution of the table with its arguments on the device. The last block is not full."""
 
     def __init__(self, label, blocks=1):
         values = arguments(BY_NAME[f"conv2d, {label}"], GPU, share(blocks))
@@ -110,7 +110,7 @@ def test_tile_size_does_not_change_a_byte(emulated, monkeypatch, label):
 
 
 def tiles_of(layer, processors):
-    """Return the tiles of the forward and backward-data products."""
+    """Yield the tiles of the forward pass and of the gradient of the input."""
     shape = conv.shape_of(layer.x.dims[1:-1], layer.weight.dims, *layer.geometry)
     images = len(layer.x) * LANES
     for product in (shape, shape.turned()):
@@ -119,7 +119,7 @@ def tiles_of(layer, processors):
 
 @pytest.mark.parametrize("label", ["3x3", "unequal in both directions"])
 def test_kernels_compiled_for_one_shape_give_the_same_bytes(emulated, label):
-    """A real device compiles kernels with the shape of each layer as constants."""
+    """On a real GPU, kernels are compiled with the shape of each layer as constants."""
     with emulated() as device:
         layer = Layer(label)
         generic = layer.products()
@@ -185,7 +185,7 @@ def test_other_memory_layouts_are_refused(device):
 
 
 def test_leaf_size_depends_on_the_mini_batch_not_on_the_share(device, monkeypatch):
-    """Leaves are large if tiles or images alone already fill the device."""
+    """Leaves are larger if there are enough tiles or images to fill the device."""
     monkeypatch.setattr(device, "processors", 100)
     sizes = [
         conv_direct.images_per_leaf(tiles, tree)

@@ -1,6 +1,6 @@
-"""Fully connected layers on the emulated GPU: memory layouts and the order of every sum.
+"""Test fully connected layers on the emulated GPU: memory layouts, and the order of each sum.
 
-tests/backends/test_conformance.py compares their numbers with float64.
+tests/backends/test_conformance.py compares the numbers with float64.
 """
 
 import math
@@ -23,7 +23,7 @@ def single_rank_tree(blocks):
 
 
 class Layer:
-    """Arrays of a layer; the last block has `valid` images."""
+    """Arrays of a dense layer. The last block has `valid` images."""
 
     def __init__(self, outputs, image, blocks=2, valid=5):
         def draw(name, *shape):
@@ -71,7 +71,7 @@ class Layer:
 
 
 def nodes(partial):
-    """Return the nodes of a Partial; each is a row of their matrix."""
+    """Return the nodes of a Partial, after checking that each node is a row of the matrix."""
     (term,) = partial.terms
     for row, node in zip(term.nodes.matrix.numpy(), term.nodes, strict=True):
         assert row.tobytes() == node.numpy().tobytes() or node.dims != node.shape
@@ -108,7 +108,7 @@ def test_long_chunks_are_added_in_runs(device, monkeypatch, outputs):
 
 @pytest.mark.parametrize("outputs, image", [(20, (30,)), (70, (9, 3, 5)), (68, (300,))])
 def test_large_tiles_give_the_same_bytes(device, monkeypatch, outputs, image):
-    """The kernels use large tiles if these fill the device, for example with one processor."""
+    """Large tiles are used if they fill the device, as on a device with one processor."""
     layer = Layer(outputs, image, 10)
     small = [layer.forward(), layer.dx()]
     assert {"dense_many", "dense_dx"} <= set(device.launched)
@@ -121,7 +121,7 @@ def test_large_tiles_give_the_same_bytes(device, monkeypatch, outputs, image):
 
 
 def test_runs_keep_rounding_small(device, monkeypatch):
-    """Adding 10^4 numbers of one sign one after the other would give a relative error of 1e-5."""
+    """Adding 10^4 numbers of equal sign one by one would give a relative error of 1e-5."""
     monkeypatch.setattr(dense, "SHORTEST", 20000)
     layer = Layer(1, (10000,), 1, LANES)
     layer.x, layer.weight = abs(layer.x), abs(layer.weight)
@@ -154,7 +154,7 @@ def nodes_of_single_blocks(layer, tree):
 def test_dweight_is_folded_by_the_tree(
     device, monkeypatch, outputs, blocks, run, plain, processors
 ):
-    """The result does not depend on the number of ranges, which depends on the processors."""
+    """The number of ranges depends on the number of processors, and must not change the bytes."""
     monkeypatch.setattr(device, "processors", processors)
     tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, (9,), run[1] - run[0], LANES)

@@ -1,4 +1,4 @@
-"""Arithmetic on whole arrays and copies of many, on the emulated device."""
+"""Test arithmetic on Arrays, and copies of several Arrays in one launch, on the emulated GPU."""
 
 import numpy as np
 import pytest

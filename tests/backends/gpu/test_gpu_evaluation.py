@@ -1,4 +1,4 @@
-"""Evaluation and prediction on a GPU: scores, activations and errors close to the CPU's."""
+"""Check that evaluation and prediction on a GPU give about the same results as on the CPU."""
 
 import numpy as np
 import pytest

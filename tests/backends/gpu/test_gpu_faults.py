@@ -1,7 +1,7 @@
-"""The kernels' tests fail if a fault is planted in the kernels.
+"""Check that the tests of GPU kernels fail if a fault is planted in a kernel.
 
-Each fault is one edit of a kernel's text. The check beside it fails with the fault in at least one
-schedule of the emulated GPU, and passes without it.
+Each fault is an edit of a kernel's source. The check that is listed with the fault must fail with
+the fault in at least one schedule of the emulated GPU, and pass without the fault.
 """
 
 import functools
@@ -87,7 +87,7 @@ FAULTS = [
         *(fold.test_the_spread_over_threads_does_not_change_a_byte, ("double",)),
     ),
     Fault(
-        *("fold", "the counter is one level off"),
+        *("fold", "the counter is off by one level"),
         *("if (start >> L & 1)", "if (start >> L & 2)"),
         *(fold.test_any_number_of_ranks_gives_the_same_bytes, ("float", 13, 2)),
     ),
@@ -277,7 +277,7 @@ FAULTS = [
         check_on_gpu,
         "trust, lars",
         edits={
-            "the ratio leaves out the decay": ("if (separate) divisor += ", "if (0) divisor += "),
+            "the ratio omits the decay": ("if (separate) divisor += ", "if (0) divisor += "),
             "the ratio of one block": (
                 "for (int i = firsts[p] + threadIdx.x; i < firsts[p + 1]; i += 256) {\n"
                 "            weight",
@@ -295,7 +295,7 @@ FAULTS = [
 
 
 def passes(check, arguments, order):
-    """Return whether a check passes on the emulated GPU in a schedule."""
+    """Return whether a check passes on the emulated GPU with the given schedule."""
     with opened(order) as device, pytest.MonkeyPatch.context() as monkeypatch:
         names = check.__code__.co_varnames[: check.__code__.co_argcount]
         fixtures = [monkeypatch] if "monkeypatch" in names else []
@@ -312,7 +312,7 @@ def passes_without_faults(check, arguments):
 
 
 def cases():
-    """Test the first fault of each family in every run, the others in the slow part."""
+    """Yield all faults. All except the first fault of each family are slow."""
     families = set()
     for fault in FAULTS:
         marks = [pytest.mark.slow("faults")] if fault.family in families else []
@@ -329,7 +329,7 @@ def test_a_planted_fault_is_detected(device, monkeypatch, fault):
         text = source(name)
         if name != f"{fault.family}.cu":
             return text
-        assert fault.old in text, "the kernel has changed: plant the fault anew"
+        assert fault.old in text, "the kernel has changed: adapt the fault to it"
         return text.replace(fault.old, fault.new)
 
     monkeypatch.setattr(kernels, "source", source_with_fault)

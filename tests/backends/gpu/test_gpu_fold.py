@@ -1,4 +1,4 @@
-"""Folds on GPUs against those on the host, byte for byte, on the emulated device."""
+"""Compare folds on the emulated GPU with folds on the host, byte for byte."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def leaves_of(kind, count, width):
-    """Draw values of many magnitudes, which show any other order; some moments have count 0."""
+    """Draw leaves of many magnitudes, so bytes depend on the order. Some moments have count 0."""
     rng = np.random.default_rng(count * 1000 + width)
     if kind != "moments":
         values = rng.standard_normal((count, width)) * 10 ** rng.uniform(-3, 3, (count, width))
@@ -42,13 +42,13 @@ def root_of(leaves, combine):
 
 
 def nodes_by_gpu(leaves, tree, per_block, combine):
-    """Return the Partial of a rank."""
+    """Return this rank's Partial of all leaves, computed on the GPU."""
     first, last = (edge * per_block for edge in tree.run)
     return gpu_fold.partial_of_leaves(array.plain(leaves[first:last]), tree, per_block, combine)
 
 
 def roots_by_gpu(leaves, rank_trees, per_block, combine):
-    """Fold each rank's nodes on the GPU; combine them on the host and on the GPU."""
+    """Fold the leaves of each rank on the GPU, then combine the nodes on the host and the GPU."""
     partials = [nodes_by_gpu(leaves, tree, per_block, combine) for tree in rank_trees]
     nodes = [node for rank_nodes in rank_trees[0].nodes for node in rank_nodes]
     values = [np.array(row) for p in partials for row in p.terms[0].nodes]
@@ -93,12 +93,12 @@ def test_negative_control_adding_in_turn_gives_other_bytes():
 
 @ALL_KINDS
 def test_the_spread_over_threads_does_not_change_a_byte(device, monkeypatch, kind):
-    """Fold columns, rows and chunks of any size, several nodes at once."""
+    """Fold several nodes at once with different numbers of columns, rows and chunks."""
     combine, _ = KINDS[kind]
     leaves = leaves_of(kind, 61, 21)
     ranges = [(0, 32), (32, 1), (33, 28)]
     expected = b"".join(root_of(leaves[a : a + n], combine).tobytes() for a, n in ranges)
-    spreads = [(4, 8, 4), (4, 16, 2), (8, 32, 1)]  # columns, rows, chunk
+    spreads = [(4, 8, 4), (4, 16, 2), (8, 32, 1)]  # (columns, rows, chunk)
     spreads += [] if kind == "moments" else [(256, 1, 64), (32, 1, 32), (32, 4, 8), (8, 4, 16)]
     for spread in spreads:
         monkeypatch.setattr(gpu_fold, "spread", lambda *_, spread=spread: spread)
@@ -134,7 +134,7 @@ def test_more_leaves_than_one_launch_takes(device, monkeypatch, kind):
     nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine).numpy()
     for node, (first, count) in zip(nodes, ranges, strict=True):
         assert node.tobytes() == root_of(leaves[first : first + count], combine).tobytes()
-    assert len(device.launched) == 3  # of 128 leaves, 64 groups, 32
+    assert len(device.launched) == 3  # 128 leaves are folded into 64 rows, then 32, then 1
 
 
 @ALL_KINDS
@@ -159,7 +159,7 @@ def test_a_rank_without_blocks_has_no_node(device, kind):
 
 
 def test_a_gradient_has_the_memory_layout_of_its_learnable(device):
-    """Rows are in memory order; arrays have the logical shape."""
+    """Rows of the matrix are in memory order, and the nodes have the shape of the learnable."""
     weight = np.arange(2 * 3 * 2 * 2, dtype="f4").reshape(2, 3, 2, 2)
     like = array.filters(weight)
     memory = array.in_memory(weight, like.dims, like.order).reshape(-1)

@@ -1,4 +1,4 @@
-"""Networks with branches and frozen layers: GPU steps against the CPU, recorded and eager."""
+"""Test GPU steps of networks with branches and frozen layers, recorded and eager."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def pictures(count=50):
 
 def trained(world, net, **options):
     settings = {"epochs": 1, "batch_size": 32, "verbose_every": 0, "learning_rate": 0.1}
-    settings["batchnorm_statistics"] = "moving"  # the arrays that the steps compute
+    settings["batchnorm_statistics"] = "moving"  # keep the statistics that the steps compute
     dl.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
     return net
 
@@ -63,7 +63,7 @@ def test_a_step_agrees_with_the_cpu(world, names):
         step, layer = steps[0][name], name.split(".")[0]
         if layer in names:
             assert not expected.any() and not step.any(), name
-        elif not (name.startswith("conv") and name.endswith("bias")):  # their gradients are noise
+        elif not (name.startswith("conv") and name.endswith("bias")):  # a noisy gradient
             error = np.linalg.norm(step - expected) / np.linalg.norm(expected)
             assert error < 2e-5, name
 

@@ -1,4 +1,4 @@
-"""Images and targets of a dataset, selected and moved on a GPU, against NumPy."""
+"""Compare the selection and movement of images and targets on a GPU with NumPy."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, images, launching
 from mpidl.blocks import LANES, blocks_of
 
-NO_INDEX = 1 << 30  # values for unused images
+NO_INDEX = 1 << 30  # invalid index for unused images
 
 
 def pixels_of(count, shape):
@@ -15,7 +15,7 @@ def pixels_of(count, shape):
 
 
 def random_moves(count, shape):
-    """Return arguments that mirror and move each image, some of them entirely out of view."""
+    """Return arguments that mirror and shift each image. Some images leave the window."""
     random = np.random.default_rng(count)
     top, left = (random.integers(-n - 2, n + 3, count, dtype=np.int32) for n in shape[1:])
     mirrored = random.integers(0, 4, count, dtype=np.int32)
@@ -30,7 +30,7 @@ def selection(indices, valid, blocks):
 
 @pytest.mark.parametrize("valid, blocks", [(37, 3), (16, 3), (0, 2), (5, 1), (0, 0)])
 def test_images_of_a_dataset(device, valid, blocks):
-    """Indices and moves of unused images are ignored."""
+    """Gathered images match NumPy, and indices and moves of unused images are ignored."""
     shape, slots = (3, 6, 5), blocks * LANES
     data = pixels_of(100, shape)
     indices = np.full(slots, NO_INDEX, np.int32)
@@ -55,7 +55,7 @@ def test_images_of_a_dataset(device, valid, blocks):
     "shape", [(), (7,), (5, 33), (1, 6, 5), (3, 5, 7), (3, 19, 23), (2, 3, 1, 2)]
 )
 def test_targets_of_a_dataset(device, shape, valid, blocks):
-    """Targets are copied as 32-bit words, including all NaNs; images are stored as NHWC."""
+    """Targets are copied as 32-bit words, including NaNs. Targets that are images become NHWC."""
     random = np.random.default_rng(blocks)
     words = random.integers(-(1 << 31), 1 << 31, (60, *shape)).astype(np.int32)
     indices = np.full(blocks * LANES, NO_INDEX, np.int32)
@@ -68,7 +68,7 @@ def test_targets_of_a_dataset(device, shape, valid, blocks):
         lanes = images.targets(array.plain(words.view(dtype)), **options)
         assert lanes.dtype == dtype and lanes.order == array.order_of_lanes(lanes.dims)
         assert lanes.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
-    lanes = images.targets(array.plain(words[:21])).numpy()  # all, in their order
+    lanes = images.targets(array.plain(words[:21])).numpy()  # without indices: all, in order
     assert np.array_equal(np.moveaxis(lanes, -1, 1).reshape(-1, *shape)[:21], words[:21])
     assert lanes.shape == (2, *shape, LANES) and not lanes[1, ..., 5:].any()
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for all supported GPUs with the tabulated registers and memory."""
+"""Check that all kernels compile for all supported GPUs with the expected registers and memory."""
 
 import functools
 import json
@@ -10,8 +10,8 @@ import variants
 
 from mpidl.backends.gpu import kernels, nvrtc
 
-MARGIN = 4  # registers by which a kernel may differ from the table
-NEW_TABLE = "PYTHONPATH=.:tests python tests/backends/gpu/resources.py writes the table anew"
+MARGIN = 4  # maximum difference in registers between a kernel and the table
+NEW_TABLE = "PYTHONPATH=.:tests python tests/backends/gpu/resources.py updates the table"
 
 SLOW = pytest.mark.slow("gpu")
 
@@ -23,12 +23,12 @@ def skip_without_nvrtc():
 
 @functools.cache
 def compiled(architecture):
-    """Compile all units; return {unit: its resources, or an exception}."""
+    """Compile all units and return {unit: its resources, or an exception}."""
     return resources.compile_all(variants.units(architecture), architecture)
 
 
 def architectures(*names):
-    """Test the newest architecture in every run, the others in the slow part."""
+    """Parametrize by architectures. All except the newest one are slow."""
     return [
         name if name == resources.ARCHITECTURES[-1] else pytest.param(name, marks=SLOW)
         for name in names
@@ -67,7 +67,7 @@ def test_registers_and_memory_match_the_table(architecture):
         table = json.load(file)
     version = "{}.{}".format(*nvrtc.find(architecture).version)
     if version != table["nvrtc"]:
-        pytest.skip(f"the table was made by NVRTC {table['nvrtc']}, this is {version}")
+        pytest.skip(f"the table was written with NVRTC {table['nvrtc']}, this is {version}")
     actual = {
         f"{resources.label(unit)}: {name}": entry
         for unit, entries in compiled(architecture).items()
@@ -86,7 +86,7 @@ def test_registers_and_memory_match_the_table(architecture):
 
 @functools.cache
 def nvrtc_12():
-    """Return CUDA 12's Nvrtc, which supports sm_70, from MPIDL_NVRTC12 or pip, or None."""
+    """Return an Nvrtc of CUDA 12, which supports sm_70, from MPIDL_NVRTC12 or pip, or None."""
     path = os.environ.get("MPIDL_NVRTC12")
     compilers = [nvrtc.Nvrtc(path)] if path else nvrtc.installed()
     return next((compiler for compiler in compilers if 70 in compiler.architectures), None)
@@ -105,14 +105,14 @@ def test_every_unit_compiles_for_volta():
 
 
 def test_kernel_sources_have_no_includes():
-    """The cache identifies a unit by its text, and NVRTC runs without CUDA's headers."""
+    """The cache identifies a unit by its text alone, and NVRTC runs without CUDA's headers."""
     for name in ["common.cuh", *(f"{family}.cu" for family in kernels.families())]:
         lines = [line for line in kernels.source(name).splitlines() if "#include" in line]
         assert lines == [], name
 
 
 def test_kernels_use_no_atomics():
-    """Sums in the order in which blocks run would differ from run to run."""
+    """With atomics, the order of additions and therefore the sums would differ between runs."""
     for family in kernels.families():
         assert "atomic" not in kernels.source(f"{family}.cu"), family
 

@@ -1,4 +1,4 @@
-"""Losses on the emulated GPU: late scales, special values, equal scores and memory layouts.
+"""Test losses on the emulated GPU: deferred scales, special values, ties and memory layouts.
 
 tests/backends/test_conformance.py compares the numbers with float64.
 """
@@ -22,7 +22,7 @@ def single_rank_tree(blocks):
 
 
 class Case:
-    """Logits, labels and targets of blocks with `valid` used images."""
+    """Logits, labels and targets of several blocks, of which `valid` images are used."""
 
     def __init__(self, blocks, classes, valid):
         shape = blocks, classes, LANES
@@ -33,7 +33,7 @@ class Case:
         self.valid = valid
 
     def uploaded(self):
-        """Return (logits, labels, counts) on the device; labels of unused images are invalid."""
+        """Return (logits, labels, counts) on the device. Labels of unused images are invalid."""
         labels = self.labels.copy()
         labels.reshape(-1)[self.valid :] = 1 << 30
         count = launching.constant(np.array([self.valid], np.int32))
@@ -82,7 +82,7 @@ def test_a_late_scale_gives_the_bytes_of_its_value(device, factor, late, gradien
 
 
 def test_the_first_of_equal_scores_or_nan_is_the_predicted_class(device):
-    """As in NumPy's argmax, NaN is the largest score."""
+    """NaN must count as the largest score, as in NumPy's argmax."""
     nan, inf = np.nan, np.inf
     rows = {
         (1, 3, 3, 2): 1,
@@ -128,13 +128,13 @@ def test_scores_in_other_layouts_are_refused(device):
         with pytest.raises(ValueError, match="expected .blocks, K, 16. or images"):
             loss.softmax(array.empty_lanes(shape))
     assert loss.softmax(array.empty_lanes((1, 5, 1, 1, LANES)).reshape(1, 5, LANES)).size == 80
-    labels = array.plain(np.zeros((1, 2, 2, LANES), np.int32))  # not image by image
+    labels = array.plain(np.zeros((1, 2, 2, LANES), np.int32))  # not stored image by image
     scores = array.empty_lanes((1, 5, 2, 2, LANES))
     with pytest.raises(ValueError, match="labels stored image by image"):
         loss.correct_count(scores, labels, None, single_rank_tree(1))
 
 
-# y and its target: the shape of an image, and whether images are flattened
+# {name: (shape of an image, whether images are flattened) of y and of the target}
 PAIRS = {
     "a number": (((1,), False), ((), False)),
     "images and one gray": (((1, 4, 5), False), ((4, 5), False)),

@@ -1,4 +1,4 @@
-"""Optimizer steps and gradient clipping on the emulated GPU: memory, parts and recorded chains.
+"""Test optimizer steps and gradient clipping on the emulated GPU: memory, chunks, recording.
 
 tests/backends/test_conformance.py compares the numbers with NumPy.
 """
@@ -35,7 +35,7 @@ SGDM = BY_NAME["optimizer_step, sgdm"]
 
 
 def layout(value):
-    """Upload weights as layers store them; (7, 12) reads images (3, 2, 2)."""
+    """Upload weights in the layout of layers. Weights (7, 12) read images (3, 2, 2)."""
     if value.ndim == 4 or value.shape == (7, 12):
         return array.filters(value, (3, 2, 2))
     return array.plain(value)
@@ -50,7 +50,7 @@ def bytes_of(arrays):
 
 
 def moved(value, offset):
-    """Return a copy of an Array that starts after so many floats of its memory."""
+    """Return a copy of an Array that starts `offset` floats after the start of its memory."""
     memory = launching.empty((value.size + offset,))
     launching.upload(memory, np.pad(launching.download(value).ravel(), (offset, 0)))
     value.buffer, value.offset = memory.buffer, 4 * offset
@@ -72,7 +72,7 @@ def test_sgdm_step_matches_numpy_aligned_or_not(device, shifts):
 
 
 def test_new_weights_have_the_same_offsets_in_every_step(device):
-    """New weights share one buffer, at fixed offsets, so that they can replace the old ones."""
+    """New weights have fixed offsets in one buffer, so this buffer can replace the old weights."""
     weights, velocities = draws("weight"), draws("velocity")
     device_weights, device_velocities = ([layout(v) for v in a] for a in (weights, velocities))
     places, total = optimizer.places(tuple(w.size for w in weights))
@@ -105,7 +105,7 @@ def test_new_weights_can_overwrite_the_old_ones(device, monkeypatch):
 
 @contextlib.contextmanager
 def small_up_to(size):
-    """Step arrays of up to `size` floats in small parts, larger ones in large parts."""
+    """Use small chunks for up to `size` floats in total, and large chunks for more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "SMALL", size)
         optimizer._blocks.cache_clear()
@@ -133,7 +133,7 @@ def test_clipping_of_larger_parts_matches_numpy(device, method):
 
 
 def test_norms_are_the_same_bytes_in_every_schedule(emulated):
-    """Test the norm of all parameters together; test_conformance.py tests the norm of each."""
+    """Test the norm of all parameters together. test_conformance.py tests the other norms."""
     case, clipped = BY_NAME["clip, global-l2norm, 0.25"], []
     for schedule in (0, 1, 2):
         with emulated(schedule):
@@ -180,7 +180,7 @@ def test_other_layouts_and_types_are_refused(device):
 
 
 class Identity(Transform):
-    """A transform that does nothing, and prevents the fusion of a chain."""
+    """A transform that changes nothing, but prevents the fusion of a chain of transforms."""
 
     counts_steps = False
 
@@ -224,7 +224,7 @@ def test_a_recorded_chain_replays_with_the_numbers_of_each_step(device, name, co
         stepped = recorded.apply(device_weights, device_gradients, recorded.numbers())
         for key, old in device_weights.items():
             recorder.carry(stepped[key], old)
-        result = launching.scalar("result", 0.0, np.float64)  # a program needs one
+        result = launching.scalar("result", 0.0, np.float64)  # a program needs a result
     program = recorder.finish({"result": result}, graphs=False)
     for step in range(count):
         recorded.learning_rate = 0.1 / (1 + step)

@@ -1,4 +1,4 @@
-"""Training steps on the emulated GPU, recorded and eager, from any data, against the CPU."""
+"""Compare training steps on the emulated GPU, recorded and eager, with the CPU."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SIDE, CLASSES = 10, 3
 
 
 def small():
-    """Return a network with every kind of sum, odd numbers of channels, overlapping windows."""
+    """Return a network with all kinds of sums, odd numbers of channels and overlapping windows."""
     layers = [
         dl.Conv2D(3, 5, padding=1),
         dl.BatchNorm(),
@@ -47,9 +47,9 @@ def trained(world, store=None, net=None, **options):
 
 @pytest.mark.slow("gpu")
 def test_a_step_of_digits_agrees_with_the_cpu(world):
-    """The change of the weights by one recorded step, in a smaller mini-batch than recorded.
+    """Compare how one step changes the weights, for a smaller mini-batch than was recorded.
 
-    In later steps, a ReLU that flipped would amplify the difference.
+    Later steps are not compared, because a ReLU that flips would amplify the difference.
     """
     train, _ = dl.data.digits().split(0.9, seed=0)
     store = train.subset(np.arange(0, len(train), len(train) // 20)[:20])
@@ -57,7 +57,7 @@ def test_a_step_of_digits_agrees_with_the_cpu(world):
     for rank in (world, dl.World(threads=1)):
         net = dl.Network(dl.nn.zoo.digits((1, 28, 28), 10).layers, (1, 28, 28))
         start = dict(net.parameters)
-        # with a large rate, the rounding of the weights is small compared to the step
+        # with a large learning rate, the rounding of weights is small compared to their change
         trained(rank, store, net, epochs=1, batch_size=32, learning_rate=1.0, l2=0.0)
         steps.append({k: v.astype(np.float64) - start[k] for k, v in net.parameters.items()})
     errors = {
@@ -104,7 +104,7 @@ def test_thread_schedules_do_not_change_a_byte(world, emulated):
 
 def test_ranks_on_one_gpu_share_its_memory(world, monkeypatch):
     store = pictures(30)
-    nbytes = store.images.nbytes + 4 * len(store)  # with the labels
+    nbytes = store.images.nbytes + 4 * len(store)  # including the labels
     monkeypatch.setattr(device_queue, "RESIDENT", (2 * nbytes + 1) / world.device.memory)
     for sharers, resident in ((1, True), (2, True), (3, False)):
         world.device.sharers = sharers
@@ -233,7 +233,7 @@ ALL_LAYERS = [
 
 
 def trained_parameters(world, **options):
-    """Train a network of all layers for an epoch, with a smaller last mini-batch."""
+    """Train a network with all types of layers for an epoch, with a smaller last mini-batch."""
     pixels = np.random.default_rng(0).integers(0, 256, (70, 1, 6, 6), dtype=np.uint8)
     store, net = (
         dl.ArrayDatastore(pixels, np.arange(70) % 3),
@@ -243,7 +243,7 @@ def trained_parameters(world, **options):
 
 
 def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):
-    """Every step drops the same elements as on the CPU; another seed gives other weights."""
+    """Every step drops the same elements as on the CPU. Another seed gives different weights."""
     launched, replayed = trained_parameters(world, graphs="off"), trained_parameters(world)
     host = dl.World(threads=1)
     expected, reseeded = trained_parameters(host), trained_parameters(host, seed=2)

@@ -1,4 +1,4 @@
-"""Labels, targets of any shape and mini-batch functions on the emulated GPU, as on the CPU."""
+"""Compare labels, targets and mini-batch functions on the emulated GPU with the CPU."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from mpidl.training.gpu_step import StepProgram
 
 
 def paired(count, shape=None, kind=np.float32, classes=3):
-    """Return images with targets of a shape and type; with labels if `shape` is None."""
+    """Return images with targets of this shape and dtype, or with labels if `shape` is None."""
     pixels = numbers("paired", count, 3, 10, 11, low=0, high=256).astype(np.uint8)
     if shape is None:
         return ReadArrays(pixels, labels=np.arange(count) % classes)
@@ -43,7 +43,7 @@ KINDS = [
 
 
 def add_noise(images, labels, keys):
-    """Return smaller float images and float targets, keyed by the sample and the epoch."""
+    """Return smaller float images and float targets. The noise depends on sample and epoch."""
     noise = np.concatenate(
         [dl.keyed.uniform(keys.seed, "f", 1, epoch=keys.epoch, sample=int(i)) for i in keys.indices]
     )
@@ -56,7 +56,7 @@ def relabel(images, labels, keys):
 
 
 def assert_same_lanes(lanes, expected):
-    """Check that lanes on the GPU have the CPU's bytes, except for further blocks of zeros."""
+    """Check that lanes on the GPU have the CPU's bytes. More blocks of zeros may follow."""
     lanes = lanes.numpy()
     assert lanes.dtype == expected.dtype and lanes.shape[1:] == expected.shape[1:]
     assert lanes[: len(expected)].tobytes() == expected.tobytes()
@@ -80,7 +80,7 @@ def test_a_queue_uploads_targets(world, shape, kind, cached):
 
 
 class ReadProgram:
-    """A recorded program that copies the images and targets of each Feed, as a step reads them."""
+    """A recorded program that reads the images and targets of a Feed as a training step does."""
 
     def __init__(self, queue):
         self.reader = queue.reader()
@@ -104,7 +104,7 @@ class ReadProgram:
 
 
 def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size=24, **options):
-    """Check that a program reads a DeviceQueue's mini-batches as on the CPU; return the queue."""
+    """Check that a program reads the same mini-batches as the CPU; return the DeviceQueue."""
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     queue = device_queue.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **options)
     host = dl.MinibatchQueue(store, size, 3, **options)
@@ -121,7 +121,7 @@ def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("shape, kind", KINDS)
 def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch):
-    """Test more mini-batches than rows, smaller last ones, and a dataset in several parts."""
+    """Test more than ROWS mini-batches, a smaller last mini-batch, and a dataset in parts."""
     monkeypatch.setattr(device_queue, "UPLOADED", 10_000)
     store = paired(70, shape, kind)
     queue = assert_same_batches(store, world, monkeypatch, resident, epochs=4)
@@ -131,7 +131,7 @@ def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("rank, size", [(0, 3), (1, 3), (2, 3)])
 def test_each_rank_reads_its_share(world, rank, size, resident, monkeypatch):
-    """The third rank gets none of 24 images, and of 40 none in the smaller mini-batch."""
+    """The third rank has no images in mini-batches of 24, or in the last one if the size is 40."""
     share = SimpleNamespace(rank=rank, size=size, device=world.device, counts=world.counts)
     for count in (24, 40):
         store = paired(100, (1, 10, 11))
@@ -149,7 +149,7 @@ def test_images_with_neither_labels_nor_targets(world, monkeypatch):
 def test_images_and_labels_of_a_function_are_staged(world, function, ranges, monkeypatch):
     options = queue_options(ranges, "none" if ranges else "zscore", paired(40))
     if function is add_noise:
-        options.pop("normalization")  # the program was recorded for the original number of channels
+        options.pop("normalization")  # it is for the channels of the original images
     assert_same_batches(paired(60), world, monkeypatch, function=function, **options)
 
 
@@ -193,7 +193,7 @@ def test_resident_datasets_fit_with_their_targets(world, monkeypatch):
 
 
 def trained(world, store, net, loss, epochs=2, **options):
-    """Train by recorded steps, or on the CPU; return the network and the losses."""
+    """Train with recorded steps on the GPU, or on the CPU; return the network and the losses."""
     gradient, sgdm = dl.value_and_grad(loss, reduce=world), dl.SGDM(1e-2, 0.9)
     values = []
     if world.device is None:
@@ -244,7 +244,7 @@ def test_integer_targets_are_labels(world, resident, monkeypatch):
 
 
 def test_label_rules(world):
-    """The weight of each mini-batch's labels is computed on the GPU, in every replay."""
+    """Every replay computes the total weight of the mini-batch's labels on the GPU."""
     store = paired(70, (10, 11), np.int32)
     for i, labels in enumerate(store.values):
         labels[: i % 7] = 255
@@ -356,11 +356,11 @@ def test_the_training_loop_and_evaluation_take_targets(world, task):
         assert (evaluation.accuracy is None) == (loss == "mse")
         results.append((training.loss, evaluation.loss, evaluation.accuracy or 0.0))
     assert results[0][:2] == pytest.approx(results[1][:2], rel=1e-4)
-    assert results[0][2] == pytest.approx(results[1][2], abs=1e-3)  # a few pixels
+    assert results[0][2] == pytest.approx(results[1][2], abs=1e-3)  # a few pixels may differ
 
 
 def test_a_custom_loss_with_targets_of_a_function(world):
-    """A loss that is the sum of two means, of outputs and of targets from a function."""
+    """The loss is the sum of two means, and a mini-batch function computes the targets."""
 
     def clean(images, labels, keys):
         return 255 - images, images[:, :1].astype(np.float32) / 255
@@ -374,7 +374,7 @@ def test_a_custom_loss_with_targets_of_a_function(world):
 
 
 def with_invalid_label(value):
-    """Return 48 images with labels; label 30 is `value`."""
+    """Return 48 images with labels. The label of image 30 is `value`."""
     store = paired(48, (), np.int32)
     store.values[30] = value
     return store
@@ -384,7 +384,7 @@ def with_invalid_label(value):
 def test_invalid_labels_raise_the_error_of_the_cpu(world, value, monkeypatch):
     """Resident labels are checked before the first step, staged labels with their mini-batch."""
     store, texts = with_invalid_label(value), []
-    monkeypatch.setattr(device_queue, "UPLOADED", 5_000)  # the third part has the label
+    monkeypatch.setattr(device_queue, "UPLOADED", 5_000)  # the third part has the invalid label
     for resident in (True, False):
         monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
         with pytest.raises(ValueError) as raised:

@@ -1,4 +1,4 @@
-"""Training options on the emulated GPU: solvers, rates and clipping in recorded steps."""
+"""Test training options in recorded steps on the emulated GPU."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def trained(world, **changes):
     ],
 )
 def test_recorded_and_eager_steps_give_the_same_bytes(world, solver):
-    """A replayed step uses the current rate and step count; the weights agree with the CPU's."""
+    """A replay uses the current learning rate and step number, and weights agree with the CPU."""
     recorded, _ = trained(world, **solver)
     net, options = small().to(world.device), training_options(**solver)
     optimizer, iteration = of_options(options, **net.factors), 0
@@ -103,7 +103,7 @@ def test_recorded_and_eager_steps_give_the_same_bytes(world, solver):
     ],
 )
 def test_averages_of_recorded_steps(world, tmp_path, average):
-    """The average is close to the CPU's, also of a resumed run, which has the same bytes."""
+    """The average is close to the CPU's, and an interrupted and a full run have the same bytes."""
     options = average | {"learning_rate": 0.05, "validation": pictures(20, "others")}
     averaged, result = trained(world, **options)
     host, expected = trained(dl.World(threads=1), **options)
@@ -143,7 +143,7 @@ def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(world, tmp_path, so
 
 
 def test_validation_and_output_functions_see_their_iteration(world):
-    """Steps run ahead of the reports; a validation uses the weights of its iteration."""
+    """Although steps run ahead, a validation uses the weights of its iteration."""
     infos = []
     options = {"validation": pictures(20, "others"), "validation_frequency": 1}
     net, result = trained(world, output_functions=infos.append, **options)
@@ -174,7 +174,7 @@ def test_worker_loads_do_not_change_a_byte(world):
 
 
 def test_a_rollback_records_the_step_again(world, monkeypatch):
-    """The run continues from the end of the first epoch, with half the rate."""
+    """The run continues from the end of the first epoch with half the learning rate."""
     finish, count = StepProgram.finish, []
 
     def spoiled(self, handle):
@@ -190,7 +190,7 @@ def test_a_rollback_records_the_step_again(world, monkeypatch):
 
 
 def test_images_that_cannot_be_read_are_skipped(world):
-    """The mini-batch is smaller, as the last one of an epoch may be."""
+    """Skipping an image makes its mini-batch smaller, like the last mini-batch of an epoch."""
 
     class Damaged(Derived):
         def read(self, indices):
@@ -212,7 +212,7 @@ def test_images_that_cannot_be_read_are_skipped(world):
 
 @pytest.mark.parametrize("resident", [True, False])
 def test_balanced_sampling_reads_the_images_of_the_eager_step(world, resident, monkeypatch):
-    """Copies of an image have other sample numbers, on which dropout and augmentation depend."""
+    """Copies of an image have different sample numbers, so dropout and augmentation differ too."""
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0)
     labels = np.repeat(np.arange(CLASSES), (50, 25, 5))
     images = numbers("gpu balanced", 80, 1, SIDE, SIDE, low=0, high=255).astype(np.uint8)

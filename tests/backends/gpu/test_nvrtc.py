@@ -1,4 +1,4 @@
-"""NVRTC and the cache of cubins: one compilation per node, also after crashes."""
+"""Test NVRTC and the cache of cubins: a kernel is compiled once per host, even after crashes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.installed(), reason="no NVRTC: pip install nvidia-cuda-nvrtc"
 )
-# The program of several concurrent processes, which records each slow compilation.
+# The program of several concurrent processes. It records each compilation, which is slow.
 PROCESS = """
 import os, sys, time
 from mpidl.backends.gpu import cubins
@@ -34,7 +34,7 @@ assert cubins.cached("some.cubin", make) == (b"cubin" * 1000, "log")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty folder for cubins."""
+    """Return the path of an empty cache folder."""
     monkeypatch.setenv("MPIDL_CACHE", str(tmp_path))
     monkeypatch.setattr(cubins, "_warned", False)
     return Path(cubins.folder())

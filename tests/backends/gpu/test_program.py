@@ -1,4 +1,4 @@
-"""Recorded steps: recording, planning of memory, replays."""
+"""Test recorded training steps: recording, planning of memory, replays."""
 
 import weakref
 
@@ -12,7 +12,7 @@ from mpidl.backends.gpu.recorder import Recorder
 
 
 def copy(source):
-    """Launch a kernel that copies a number."""
+    """Launch a kernel that copies a number, and return the copy."""
     out = launching.empty((1,), np.float64)
     launching.launch("program_end", 1, 32, launching.table([[source]]), 1, _zero(), out)
     return out
@@ -23,7 +23,7 @@ def _zero():
 
 
 def record(device, step, graphs=True):
-    """Record step(recorder); return the program, with the result of step as "out", and recorder."""
+    """Record step(recorder); return (program, recorder). The result of step is named "out"."""
     recorder = Recorder(device)
     with launching.through(recorder):
         return recorder.finish({"out": step(recorder)}, graphs), recorder
@@ -40,7 +40,7 @@ def test_a_replay_reads_the_numbers_of_its_step(device, graphs):
     )
     started = [recorded.run(rate=float(i)) for i in range(program.ROWS)]
     assert [recorded.results(s)["out"] for s in started] == list(range(program.ROWS))
-    assert run(recorded) == 1.0  # as recorded
+    assert run(recorded) == 1.0  # the recorded number
     for i in range(3 * program.ROWS):
         assert run(recorded, rate=i) == i
     with pytest.raises(ValueError, match="the results of step 0 were overwritten"):
@@ -68,7 +68,7 @@ def test_buffers_share_memory_unless_they_are_needed_at_once(device):
         for other_first, other_last, other_bytes, other in buffers[i + 1 :]:
             if first <= other_last and other_first <= last:
                 assert address + nbytes <= other or other + other_bytes <= address
-    assert recorded.nbytes == 2 * launching.ALIGNED  # only the next operation reads a buffer
+    assert recorded.nbytes == 2 * launching.ALIGNED  # at most two buffers are needed at a time
     assert run(recorded, rate=3) == 3
 
 
@@ -114,7 +114,7 @@ def test_an_old_value_is_not_overwritten_before_its_last_read(device):
 
 
 class SummingWorld:
-    """A world that records exchanges; the root is the sum of this rank's nodes."""
+    """A world that stores the exchanged nodes. The root is the sum of this rank's nodes."""
 
     def __init__(self):
         self.matrices = []
@@ -144,7 +144,7 @@ def test_exchanges_split_a_program_into_segments(device):
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_timeline_has_the_times_of_segments_or_layers(device, graphs):
-    """A graph is one span; without graphs, each layer is one. Exchanges are the host's."""
+    """A graph is one span. Without graphs, each layer is one span. Exchanges are on the host."""
     world = SummingWorld()
 
     def step(recorder):
@@ -159,13 +159,13 @@ def test_a_timeline_has_the_times_of_segments_or_layers(device, graphs):
 
     with phases.named_places():
         recorded, _ = record(device, step, graphs)
-    run(recorded, a=1.0)  # not recorded
+    run(recorded, a=1.0)  # spans are not stored yet
     phases.store_spans(100)
     begin = phases.now()
     handles = [recorded.run(a=float(i)) for i in range(3)]
     assert [recorded.results(handle)["out"] for handle in handles] == [0, 1, 2]
     stored = phases.take_spans()
-    run(recorded, a=1.0)  # not recorded either
+    run(recorded, a=1.0)  # spans are not stored any more
     labels, spans = list(stored.labels), stored.array()
     on_gpu = [labels[span["label"]][0] == phases.GPU for span in spans]
     names = [labels[span["label"]][2] for span in spans[on_gpu]]
@@ -194,7 +194,7 @@ def test_a_capture_refuses_allocations_and_waits(device, name):
 
 
 def test_persistent_memory_starts_as_zeros(device, monkeypatch):
-    """Large arrays are zeroed by a kernel."""
+    """Large arrays, which a kernel sets to zero, are tested too."""
     monkeypatch.setattr(launching, "LARGE", 10)
     for shape, dtype in (((3, 3), np.int32), ((5, 1001), np.uint8), ((2, 700), np.float64)):
         zeros = launching.persistent(shape, dtype)
@@ -203,7 +203,7 @@ def test_persistent_memory_starts_as_zeros(device, monkeypatch):
 
 
 def test_graphs_are_released_before_their_memory(device):
-    """For example, NCCL releases registered memory together with the graph of its messages."""
+    """For example, NCCL releases memory when the graph that contains its messages is deleted."""
     released = []
     recorded, _ = record(device, lambda _: copy(launching.scalar("rate", 1.0, np.float64)))
     slab, (graph,) = recorded.owners[0], recorded.graphs

@@ -1,4 +1,4 @@
-"""The units that a GPU may compile: those that networks load and all other families."""
+"""List the units that a GPU may compile: the units that networks load, and all other families."""
 
 from collections import defaultdict
 
@@ -34,7 +34,7 @@ ODD = [
 
 
 class Collector(EmulatedDevice):
-    """A device that computes nothing and collects the loaded units, in order."""
+    """A device that computes nothing. It collects the loaded units, in order."""
 
     specialize = True
 
@@ -58,7 +58,7 @@ class Collector(EmulatedDevice):
 
 
 def units(architecture):
-    """Return the Units that a GPU of this architecture ("sm_80") can need."""
+    """Return the Units that a GPU of this architecture, such as "sm_80", may compile."""
     number = int(architecture[3:])
     device = Collector(architecture)
     precision = settings.precision

@@ -1,4 +1,4 @@
-"""Random numbers of dropout."""
+"""Test the random numbers of dropout."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from mpidl.backends.reference.dropout import chances, philox
 
 
 def test_philox_gives_the_known_answers():
-    """The known answers of Random123 1.09, kat_vectors: philox4x32 10."""
+    """Compare with the known answers of Random123 1.09 (kat_vectors, philox4x32 10)."""
     ones, zeros = (0xFFFFFFFF,) * 4, (0,) * 4
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     answers = {

@@ -1,4 +1,4 @@
-"""The set of cells: the same bytes everywhere, masks that follow the drawn ellipses."""
+"""Test the cell data set: it has the same bytes everywhere, and masks match the drawn ellipses."""
 
 import hashlib
 import importlib
@@ -11,7 +11,7 @@ import mpidl as dl
 from mpidl import keyed
 
 module = importlib.import_module("mpidl.data.formats.cells")
-# of images 0 to 9, each followed by its instances as little-endian int32
+# hash of images 0 to 9, each followed by its instances as little-endian int32
 SHA256 = "5df69495ea732818bea2ab63c16e02aef6f4e21cc88758c6cda7e81a041cbb8a"
 
 
@@ -24,7 +24,7 @@ def test_every_machine_draws_the_same_bytes():
 
 
 def test_instances_are_the_ellipses():
-    """Against the formula of an ellipse with cosine and sine, at the centre of each pixel."""
+    """Instances match the formula of an ellipse at the centre of each pixel."""
     y, x = np.mgrid[:64, :64] - 31.5
     for i in range(5):
         numbers = keyed.uniform(0, "cells", 6 + 8 * 12, sample=i)

@@ -1,4 +1,4 @@
-"""CIFAR's binary files."""
+"""Test reading CIFAR's binary files."""
 
 import os
 import pickle

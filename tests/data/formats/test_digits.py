@@ -1,4 +1,4 @@
-"""The embedded digit set: its bytes, its difficulty, and the folder in which it is stored."""
+"""Test the embedded digit set: its bytes, its difficulty, and its folder in the cache."""
 
 import importlib
 import os
@@ -21,7 +21,7 @@ module = importlib.import_module("mpidl.data.formats.digits")
 @pytest.fixture(scope="module")
 def drawn():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # other bytes than the published ones
+        warnings.simplefilter("error")  # raised if the bytes differ from the published bytes
         return module.draw()
 
 
@@ -31,7 +31,7 @@ SAMPLE_SHA256 = "12b1c067e6942cbb066b706bab40cd17ab02fbb17c0af569fd6192d63bfd933
 
 @pytest.fixture(scope="module")
 def sample():
-    """(images, labels) of every 25th image, because to draw all takes seconds."""
+    """(images, labels) of every 25th image, because drawing all images takes seconds."""
     glyphs = [[module._glyph(face, digit) for face in FACES.values()] for digit in range(10)]
     labels = np.repeat(np.arange(10), module.PER_CLASS)[::STEP]
     return np.stack([module._image(glyphs[c], STEP * i) for i, c in enumerate(labels)]), labels
@@ -51,7 +51,7 @@ def halves(drawn):
     ]
 
 
-# The difficulty follows from the bytes, which another test compares in every run.
+# The difficulty depends only on the bytes, which another test compares in every run.
 def squared_distances(x, points):
     """Return squared distances (len(x), len(points)), minus a term that is constant in each row."""
     return (points * points).sum(axis=1) - 2 * (x @ points.T)
@@ -75,7 +75,7 @@ def test_bytes_are_the_published_ones(drawn, sample):
 def test_a_warning_reports_other_bytes(monkeypatch):
     monkeypatch.setattr(module, "SHA256", "0" * 64)
     monkeypatch.setattr(module, "PER_CLASS", 1)
-    with pytest.warns(UserWarning, match="differs from the published one"):
+    with pytest.warns(UserWarning, match="differs from the published set"):
         module.draw()
 
 
@@ -141,7 +141,7 @@ def test_simple_classifiers_fail(halves, classify, low, high):
 
 
 def test_folder_is_drawn_once_and_read_back(sample, tmp_path, monkeypatch):
-    """Write 20 images per class; other tests write all."""
+    """A folder of 20 images per class is written once, and then read."""
     images, labels = (part.reshape(10, 1000 // STEP, -1)[:, :20] for part in sample)
     drawn = images.reshape(-1, 28, 28), labels.reshape(-1)
     monkeypatch.setattr(module, "draw", lambda: drawn)
@@ -169,7 +169,7 @@ def small(monkeypatch):
 
 
 def test_two_jobs_at_once(small, tmp_path, monkeypatch):
-    # Both see no folder and draw; then both rename.
+    # Both jobs find no folder and draw the digits. Then both rename their folder.
     both_drawn = threading.Barrier(2)
     rename = module._rename
     monkeypatch.setattr(module, "_rename", lambda *paths: (both_drawn.wait(), rename(*paths)))
@@ -204,7 +204,7 @@ def test_all_ranks_share_one_folder(small, world, tmp_path):
 
 
 def test_a_cache_that_cannot_be_written_is_one_error_on_all_ranks(small, world, tmp_path):
-    # A file takes the folder's place because root can write to read-only folders.
+    # A file is in the place of the folder, because root can write to read-only folders.
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the digit set to .*file.*MPIDL_CACHE"):
         module.digits(world, cache=tmp_path / "file" / "cache")

@@ -1,4 +1,4 @@
-"""ImageFolder: the files of a set, their order, and folders that are refused."""
+"""Test ImageFolder: the files of a set, their order, and refused folders."""
 
 import os
 import threading

@@ -1,7 +1,8 @@
-"""Any bytes of a data file give a datastore or a UserError of one line, in little memory.
+"""Test that any bytes of a data file give a datastore or a one-line UserError, in little memory.
 
-The inputs are random bytes after a valid header, and valid files with a few bytes changed, removed,
-repeated or cut off. Files that open are also read. The module `fuzzing` chooses the examples.
+The inputs are random bytes after a valid header, and valid files in which a few bytes are changed,
+removed, repeated or cut off. Files that open are also read. The module `fuzzing` chooses the
+examples.
 """
 
 import h5py
@@ -18,10 +19,10 @@ from mpidl.data.formats import pack_contents, packing
 from mpidl.errors import UserError
 
 __all__ = ["bounded", "impatient"]
-TEXT = st.characters(min_codepoint=1, codec="utf-8")  # of an attribute of HDF5
+TEXT = st.characters(min_codepoint=1, codec="utf-8")  # characters of HDF5 attributes
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about metadata that it ignores
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about ignored metadata
 @pytest.mark.parametrize("name", parsers.IMAGES)
 def test_damaged_files_of_images(tmp_path, name):
     fuzz(name, tmp_path)
@@ -63,7 +64,7 @@ SIGNED = st.integers(-(2**63), 2**63 - 1)
     ),
 )
 def test_packed_headers(tmp_path_factory, attributes, arrays):
-    """Files with valid checksums, but any shapes, types and attributes."""
+    """Files with valid checksums but arbitrary shapes, types and attributes give no other error."""
     path = tmp_path_factory.mktemp("packed") / "x.h5"
     if EXAMPLES:
         path = tmp_path_factory.getbasetemp() / "packed.h5"
@@ -82,5 +83,5 @@ def test_packed_headers(tmp_path_factory, attributes, arrays):
         try:
             file.attrs["sha256"] = pack_contents.content(file)
         except (UserError, TypeError, ValueError, OverflowError):
-            pass  # which the check of the sum will meet as well
+            pass  # the check of the sum will raise this error, too
     parsers.open_and_verify(path)

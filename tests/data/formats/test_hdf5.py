@@ -1,4 +1,4 @@
-"""HDF5 files: layouts, labels and targets; hostile and damaged files."""
+"""Test HDF5 files: layouts, labels and targets, and hostile and damaged files."""
 
 import os
 import signal
@@ -146,7 +146,7 @@ def test_links_to_other_files_are_refused(tmp_path):
 
 def test_hostile_files_are_refused(tmp_path):
     path = tmp_path / "x.h5"
-    with h5py.File(path, "w") as file:  # a petabyte of images that was never written
+    with h5py.File(path, "w") as file:  # a petabyte of images that were never written
         file.create_dataset("images", (1 << 40, 32, 32), np.uint8, chunks=(1, 32, 32))
     assert "bytes of numbers, found 0 stored" in refusal(open_data, str(path))
     with h5py.File(path, "w") as file:
@@ -170,7 +170,7 @@ def test_hostile_files_are_refused(tmp_path):
 
 
 def test_a_chunk_larger_than_the_file_is_refused(tmp_path):
-    """HDF5 allocates the bytes that the index says a chunk has, before it reads them."""
+    """A chunk's size in the index must not make HDF5 allocate more memory than the file has."""
     path, images = tmp_path / "x.h5", pixels_of(0, 4, 20, 20)
     datafiles.hdf5(path, images, [0, 1, 0, 1], chunks=images.shape, compression="gzip")
     with h5py.File(path) as file:
@@ -189,7 +189,7 @@ def test_a_chunk_larger_than_the_file_is_refused(tmp_path):
 
 
 def test_a_heap_larger_than_the_file_is_refused(tmp_path):
-    """HDF5 allocates the bytes of a heap of names before it looks for them in the file."""
+    """A heap's size must not make HDF5 allocate more memory than the file has."""
     path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     content = path.read_bytes()
     place = content.index(b"HEAP") + 8
@@ -231,7 +231,7 @@ HELPERS = {  # {behaviour of the helper process: (its code, part of the error me
 
 @pytest.mark.parametrize("kind", HELPERS)
 def test_a_helper_process_reads_a_file_first(tmp_path, monkeypatch, kind):
-    """The HDF5 library may crash or hang on a damaged file."""
+    """If HDF5 crashes or hangs on a damaged file, only the helper process is affected."""
     path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     code, text = HELPERS[kind]
     start = subprocess.Popen
@@ -254,7 +254,7 @@ def test_one_helper_process_reads_all_files(tmp_path, monkeypatch):
     for path in paths:
         datafiles.hdf5(path, pixels_of(0, 4, 2, 2), [0, 1, 0, 1], ["x", "y"])
         HDF5Datastore(path)
-    assert hdf5_probe._helper.poll() is None  # one helper process for both
+    assert hdf5_probe._helper.poll() is None  # one helper process for both files
     helper = hdf5_probe._helper
     helper.kill()
     helper.wait()
@@ -263,7 +263,7 @@ def test_one_helper_process_reads_all_files(tmp_path, monkeypatch):
 
 
 def test_a_helper_that_nobody_ends_ends_itself(tmp_path, monkeypatch):
-    """The process that has started it may be killed while HDF5 does not finish reading."""
+    """The helper ends even if its parent is killed while HDF5 hangs."""
     path = tmp_path / "model.h5"
     dl.save_model(path, dl.Network([dl.Dense(2)], (3,)))
     path.write_bytes(mutations.endless(path.read_bytes()))
@@ -276,7 +276,7 @@ def test_a_helper_that_nobody_ends_ends_itself(tmp_path, monkeypatch):
 
 
 def test_a_helper_that_somebody_kills_is_started_again(tmp_path, monkeypatch):
-    """Such as the kernel, for want of memory; the file need not be damaged."""
+    """A killed helper, for example after an out-of-memory error, does not mean a damaged file."""
     path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     killed = subprocess.Popen(
         [sys.executable, "-c", "import os; input(); os.kill(os.getpid(), 9)"],

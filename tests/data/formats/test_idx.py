@@ -1,4 +1,4 @@
-"""IDX files and folders of them."""
+"""Test IDX files and folders of IDX files."""
 
 import struct
 
@@ -37,7 +37,7 @@ def test_idx_folder(tmp_path, separator, suffix):
 
 
 def test_nodes_without_shared_memory_read_the_files_themselves(tmp_path):
-    """Test two nodes with the same host name, and a node whose shared memory is full."""
+    """Nodes of equal name, and a node whose shared memory is full, read the files themselves."""
     images = pixels_of(0, 3, 2, 2)
     write_idx(tmp_path / "train-images-idx3-ubyte", images)
     write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(3, np.uint8))
@@ -77,14 +77,14 @@ def test_damaged_files_and_wrong_labels(tmp_path):
     assert text.startswith(f"{labels}: expected labels below 2") and text.endswith("got 9")
     content = images.read_bytes()
     images.write_bytes(content[:-3])
-    expected = f"{images}: expected 96 bytes for its sizes [5, 4, 4], found 93: the file is cut s"
+    expected = f"{images}: expected 96 bytes for its sizes [5, 4, 4], found 93: the file is trunc"
     assert refusal(idx_folder, tmp_path).startswith(expected)
     texts = on_ranks(2, lambda world: refusal(idx_folder, tmp_path, "train", world))
     assert texts[1].startswith(expected)
     images.write_bytes(content + b"x")
     assert "found 97: the file is too long" in refusal(idx_folder, tmp_path)
     images.write_bytes(content[:9])
-    assert "cut short" in refusal(idx_folder, tmp_path)
+    assert "truncated" in refusal(idx_folder, tmp_path)
     images.write_bytes(b"\x89PNG....")
     assert refusal(idx_folder, tmp_path).startswith(f"{images}: expected an IDX file")
     write_idx(images, np.zeros((0, 4, 4), np.uint8))
@@ -103,7 +103,7 @@ def test_damaged_files_and_wrong_labels(tmp_path):
 def test_idx_that_claims_more_than_it_holds(tmp_path):
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(bytes([0, 0, 8, 3]) + struct.pack(">3I", 1 << 31, 1 << 31, 1 << 31) + b"x")
-    assert "found 17: the file is cut short" in refusal(idx_folder, tmp_path, labelled=False)
+    assert "found 17: the file is truncated" in refusal(idx_folder, tmp_path, labelled=False)
     path.write_bytes(bytes([0, 0, 8, 255]) + bytes(255 * 4))
     assert "8 dimensions at most, found 255" in refusal(idx_folder, tmp_path, labelled=False)
     images = write_idx(tmp_path / "t10k-images-idx3-ubyte", pixels_of(0, 2, 2, 2))

@@ -1,4 +1,4 @@
-"""Image files: PNG, JPEG, BMP and TIFF of every depth and mode, and refused files."""
+"""Test image files: PNG, JPEG, BMP and TIFF of every depth and mode, and refused files."""
 
 import warnings
 
@@ -50,7 +50,7 @@ def test_other_modes_are_converted(tmp_path, mode, channels):
 
 def test_depths_and_kinds_of_images(tmp_path):
     deep = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4) + 77
-    for name in ("x.tif", "x.png"):  # of 16 bits, the high 8
+    for name in ("x.tif", "x.png"):  # the upper 8 of 16 bits
         assert np.array_equal(decoded(tmp_path, Image.fromarray(deep), name)[0], deep >> 8)
     gray = pixels_of(0, 4, 4)
     palette = Image.fromarray(gray).convert("P")  # palettes are RGB, even gray ones
@@ -69,7 +69,7 @@ def test_depths_and_kinds_of_images(tmp_path):
 
 def test_the_orientation_of_a_camera_is_not_applied(tmp_path):
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned by 90 degrees
+    exif[0x0112] = 6  # rotated by 90 degrees
     image = Image.fromarray(pixels_of(0, 8, 16, 3))
     assert decoded(tmp_path, image, "x.jpg", exif=exif).shape == (3, 8, 16)
 
@@ -89,7 +89,7 @@ def test_other_formats_are_refused_whatever_their_suffix(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's warning about the size
 def test_decompression_bombs(tmp_path, monkeypatch):
-    """Pillow's limit refuses the first image; the size in the header refuses the others."""
+    """Pillow's limit or the size in the header refuses images that decode to too many pixels."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     for side in (40, 60):  # 1.6 times the limit, and more than twice
         bomb = save(tmp_path / "set" / "a" / "0.png", np.zeros((1, side, side), np.uint8))
@@ -108,7 +108,7 @@ def test_decompression_bombs(tmp_path, monkeypatch):
 
 
 def test_a_tiff_that_lacks_strips_is_refused(tmp_path):
-    """Pillow leaves them black, in an image as large as the header says."""
+    """A TIFF file with missing strips is an error, although Pillow returns black pixels."""
     path = save(tmp_path / "c" / "x.tif", pixels_of(0, 3, 6, 5))
     content = path.read_bytes()
     tag = b"\x01\x01\x04\x00\x01\x00\x00\x00"  # 257, the height, is one long number

@@ -1,4 +1,4 @@
-"""MATLAB's .mat files of versions 5 and 7.3: variables, labels, targets and types."""
+"""Test MATLAB's .mat files of versions 5 and 7.3: variables, labels, targets and types."""
 
 import struct
 
@@ -33,7 +33,7 @@ def test_images_and_labels(tmp_path, write):
 
 @BOTH_VERSIONS
 def test_variables_named_as_in_matlab_s_examples(tmp_path, write):
-    """Read XTrain, YTrain, XTest and YTest; gray images of doubles; labels that begin with 0."""
+    """Variables XTrain, YTrain, XTest and YTest are read: gray double images, labels from 0."""
     grays = pixels_of(0, 7, 1, 4, 5) / 255
     parts = {
         "XTrain": datafiles.matlab(grays),
@@ -56,7 +56,7 @@ def test_variables_named_as_in_matlab_s_examples(tmp_path, write):
 
 @BOTH_VERSIONS
 def test_targets(tmp_path, write):
-    """Read fractions, several numbers per image, or one image per image as targets."""
+    """Targets may be fractions, several numbers per image, or one image per image."""
     images = pixels_of(0, 7, 3, 4, 5)
     outputs = pixels_of(1, 7, 1, 2, 3) / 7
     angles = np.arange(7) / 4 - 1
@@ -80,7 +80,7 @@ def test_targets(tmp_path, write):
         assert {s.fingerprint() for s in stores} == {store.fingerprint()}
     parts = {"XTest": datafiles.matlab(images), "YTest": np.arange(7.0)[:, None]}
     path = write(tmp_path / "y.mat", XTrain=parts["XTest"], YTrain=angles[:, None], **parts)
-    test = open_data(str(path))[1]  # whole numbers, but targets as in the training set
+    test = open_data(str(path))[1]  # integers, but targets as in the training set
     assert test.targets_shape == () and test.targets([5, 2]).tolist() == [5, 2]
     angles[4] = np.nan
     store = mat_file(write(tmp_path / "z.mat", X=parts["XTest"], Y=angles[:, None]))
@@ -124,8 +124,8 @@ def test_unclear_variables_are_refused(tmp_path, write):
     assert "expected one variable of 5 labels for images" in text
     assert "expected one variable of 5 labels" in refusal_of(images=images)
     numbers = labels * [[3], [4], [5], [3], [4]]
-    assert "begin with 0 or 1, found 3 to 5" in refusal_of(images=images, labels=numbers)
-    assert "begin with 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
+    assert "start at 0 or 1, found 3 to 5" in refusal_of(images=images, labels=numbers)
+    assert "start at 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
     turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # in Python's order of dimensions
     text = refusal_of(images=turned, labels=labels)
     assert "one label per image, 3 as in the last dimension of images (5x4x4x3 uint8)" in text
@@ -176,7 +176,7 @@ STORED = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8"]
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("order", "<>")
 def test_numbers_are_read_as_by_scipy(tmp_path, compressed, order):
-    """Numbers are read in every stored type and in either byte order."""
+    """Numbers of every stored type and of both byte orders have the same values as in SciPy."""
     drawn = {f"x{code}": pixels_of(0, 2, 3, 1, 4).astype(code) - 7 for code in STORED}
     drawn["tiny"] = np.uint8([[7]])
     drawn["none"] = np.zeros((0, 3))
@@ -194,7 +194,7 @@ def test_numbers_are_read_as_by_scipy(tmp_path, compressed, order):
 
 
 def big_endian(variables):
-    """Return a .mat file in big-endian order; numbers that fit a byte are stored as bytes."""
+    """Return a big-endian .mat file. Numbers that fit in a byte are stored as bytes."""
     types = {kind: number for number, kind in mat5.NUMBERS.items()}
     classes = {np.dtype(DTYPES.get(mat5.CLASSES[i], mat5.CLASSES[i])): i for i in range(6, 16)}
 

@@ -1,4 +1,4 @@
-"""NumPy's .npz files of images and labels."""
+"""Test NumPy's .npz files of images and labels."""
 
 import io
 import os
@@ -64,7 +64,7 @@ def test_a_folder_of_two_npz_files(tmp_path):
 
 
 def test_npz_with_targets(tmp_path):
-    """Whole numbers, truth values and floats, for training and test."""
+    """Integers, booleans and floats are read as targets of training and test images."""
     images = pixels_of(0, 7, 5, 6)
     targets = np.arange(21).reshape(7, 3)
     arrays = {"images_test": images, "targets_test": targets > 9, "classes": ["a", "b", "c"]}
@@ -140,7 +140,7 @@ def test_damaged_npz(tmp_path):
 
 
 def test_npz_that_claims_more_than_it_holds(tmp_path):
-    """Sizes in a header or in the archive's table do not make mpidl allocate memory."""
+    """Wrong sizes in a header or in the archive's table do not make mpidl allocate memory."""
     path, memory = tmp_path / "x.npz", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def write_header(*shape):

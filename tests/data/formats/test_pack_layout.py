@@ -1,4 +1,4 @@
-"""Packed files with the contents of image files, and packed sets in shards."""
+"""Test packed files with the contents of image files, and packed sets in shards."""
 
 import io
 import os
@@ -72,7 +72,7 @@ def test_a_pack_is_the_folder(tmp_path, images, shards):
 
 
 def test_pixels_are_those_of_pillow(tmp_path):
-    """The oracle decodes the bytes that the file holds."""
+    """The pixels equal Pillow's result for the bytes in the packed file."""
     folder = photographs(tmp_path / "set")
     packing.pack({"train": folder}, tmp_path / "x.h5", images="encoded")
     store = PackedDatastore(tmp_path / "x.h5")
@@ -90,7 +90,7 @@ def test_pixels_are_those_of_pillow(tmp_path):
 
 @pytest.mark.parametrize("shards", [None, 2])
 def test_images_of_many_sizes_and_kinds_are_converted_while_decoding(tmp_path, shards):
-    """As in a folder: --resize and --colour apply to the encoded images."""
+    """--resize and --colour apply to encoded images, as in a folder."""
     for i, (suffix, shape) in enumerate(
         [("jpg", (3, 20, 30)), ("png", (1, 9, 12)), ("bmp", (3, 15, 7)), ("tif", (1, 30, 11))]
     ):
@@ -314,7 +314,7 @@ def test_refusals(tmp_path):
     text = refusal(run, tmp_path / "set", target, "--shards", 2, "--shard-mb", 1)
     assert text == "--shards and --shard-mb: expected at most one of them"
     text = refusal(run, tmp_path / "x.h5", "--verify", "--shards", 2)
-    assert text == "--verify: expected a packed file and nothing else"
+    assert text == "--verify: expected only a packed file"
     assert sorted(os.listdir(tmp_path)) == ["set"]
     (tmp_path / "x-00001-of-00002.bin").write_bytes(b"mine")
     text = refusal(run, tmp_path / "set", target, "--shards", 2)

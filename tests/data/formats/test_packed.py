@@ -1,4 +1,4 @@
-"""Packed datasets: their contents, their checksums, and damaged files."""
+"""Test packed datasets: their contents, checksums, and damaged files."""
 
 import hashlib
 import os
@@ -221,7 +221,7 @@ def test_truncated_and_changed_files(file_path):
 
 
 def test_an_open_file_can_be_read_after_it_is_replaced(file_path):
-    """The open file keeps its bytes."""
+    """A datastore continues to read the old bytes after the file has been replaced."""
     store = PackedDatastore(file_path)
     before = store.read([3])
     file_path.unlink()

@@ -1,4 +1,4 @@
-"""Packing: the bytes of the file, resuming after an interruption, and refused sources."""
+"""Test packing: the bytes of the file, resuming after an interruption, and refused sources."""
 
 import fcntl
 import itertools
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def pack(folder, name="x.h5", calls=99, **options):
-    """Pack until `stop` is called `calls` times; return whether it finished, and the chunks."""
+    """Pack until `stop` was called `calls` times. Return whether packing finished, and chunks."""
     store, reads, count = ImageFolder(folder), [], itertools.count(1)
     read = store.read
     store.read = lambda indices: reads.append(indices[0]) or read(indices)
@@ -54,7 +54,7 @@ def test_a_torn_chunk_is_written_again(folder, tmp_path):
     part = tmp_path / ".x.h5.part"
     with h5py.File(part) as file:
         offset = file["train/images"].id.get_offset()
-    with open(part, "r+b") as file:  # a chunk that a power failure left half on disk
+    with open(part, "r+b") as file:  # a chunk that was half written at a power failure
         file.seek(offset + 130)
         file.write(bytes(50))
     finished, reads = pack(folder)

@@ -1,4 +1,4 @@
-"""Tables of image files: labels, several labels, targets, splits, and errors that name the cell."""
+"""Test tables of image files: labels, several labels, targets, splits, and errors with the cell."""
 
 import csv
 import shutil
@@ -23,7 +23,7 @@ COUNT = 12
 
 @pytest.fixture
 def write(tmp_path):
-    """A function that writes images and a table with the module csv, and returns its path."""
+    """A function that writes images and a CSV table, and returns the path of the table."""
     for i in range(COUNT):
         save(tmp_path / "photos" / f"{i:02}.png", pixels_of(i, 3, 6, 5))
 
@@ -44,7 +44,7 @@ def column(*values):
 
 
 def test_labels(write, tmp_path):
-    """The images are those of a folder; classes are sorted by bytes; other columns are ignored."""
+    """Images are read as from a folder, classes are sorted by bytes, other columns are ignored."""
     names = column("rose", 'da"i,sy', "tulip\nred")
     path = write({"label": names, "note": column("a", "", "3")})
     store = ImageTable(path)
@@ -85,7 +85,7 @@ def test_zeros_and_ones_in_several_columns_are_classes(write):
 
 @pytest.mark.parametrize("mark", [";", "|", " "])
 def test_several_labels_in_a_column(write, mark):
-    """The oracle counts names per cell; a cell may be empty."""
+    """Each cell gives a target per class, which is 1 for the names in the cell; it may be empty."""
     names = column(["sun", "sea"], [], ["sand"], ["sea", "sand", "sun"])
     path = write({"labels": [mark.join(cell) for cell in names]})
     store = ImageTable(path, separator=mark if mark == " " else None)
@@ -132,9 +132,9 @@ def test_a_table_without_splits(write):
     assert len(train) == COUNT and test is None and open_validation_data(path) is None
     assert len(open_test_data(path, option="--validation-data")) == COUNT
     path = str(write({"label": column("a", "b"), "split": column("train")}))
-    assert len(open_test_data(path, option="--data")) == COUNT  # to classify
-    text = refusal(open_test_data, path)
-    assert text == f"{path}: expected rows with test in the column split, found train"
+    expected = f"{path}: expected rows with test in the column split, found train; a table without"
+    for option in ("--data", "--test-data"):  # training rows are never test data
+        assert refusal(open_test_data, path, option=option).startswith(expected)
 
 
 def test_images_without_labels(write):
@@ -278,7 +278,7 @@ def test_other_errors(tmp_path, write):
 
 
 def test_sets_of_labels_need_memory_for_the_names_alone():
-    """Not for images times classes, which a small table can make very large."""
+    """Memory is not proportional to images times classes, which can be large for a small table."""
     count = 100_000
     sets = table_files.LabelSets(np.arange(count), np.arange(1, count + 1), count)
     rows = sets.rows(np.array([5, 99_999]))

@@ -1,4 +1,4 @@
-"""Images that cannot be read: mini-batches leave out the same ones on any number of ranks."""
+"""Test unreadable images: mini-batches skip the same images on any number of ranks."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def pictures(count):
 
 
 def batches(world, store, bad_images, epochs=(1,), **options):
-    """Return [(indices of the whole mini-batch, pixels, labels)] of each mini-batch."""
+    """Return a list of (indices of the global mini-batch, pixels, labels), one per mini-batch."""
     queue = dl.MinibatchQueue(store, 40, 5, world, bad_images=bad_images, **options)
     result = []
     for epoch in epochs:
@@ -44,7 +44,7 @@ def batches(world, store, bad_images, epochs=(1,), **options):
 
 @pytest.mark.parametrize(("prefetch", "workers"), [(0, 1), (2, 1), (3, 4)])
 def test_a_mini_batch_without_its_bad_images(world, prefetch, workers):
-    """All others are delivered once per epoch, in the usual order, with their own labels."""
+    """All other images arrive once per epoch, in the usual order, with the correct labels."""
     bad, store = [0, 7, 51, 99], pictures(100)
     bad_images = BadImages()
     options = {"prefetch": prefetch, "workers": workers}
@@ -81,7 +81,7 @@ def test_a_mini_batch_without_any_image(world):
     assert text.startswith(
         "ReadArrays: 100 images of 1x4x5 in 3 classes: expected a mini-batch with "
     )
-    assert "with images, but none of its 40 images can be read; the first: image " in text
+    assert "with images, but none of the 40 images can be read; the first: image " in text
 
 
 def test_a_store_that_does_not_answer_is_no_bad_image(world):
@@ -94,7 +94,7 @@ def test_a_store_that_does_not_answer_is_no_bad_image(world):
 
 
 def test_an_error_that_passes_costs_no_image():
-    """The images are read again together if each of them can be read alone."""
+    """If each image can be read separately, the images are read again together."""
     calls = []
 
     def read(indices):

@@ -1,4 +1,4 @@
-"""The node's cache of decoded images."""
+"""Test the node's cache of decoded images."""
 
 import os
 
@@ -43,11 +43,11 @@ def test_cache_stores_as_many_images_as_its_budget_allows(tmp_path):
 
 
 def test_cache_refuses_negative_indices(tmp_path):
-    """A negative index means neither image 0 nor the last image."""
+    """A negative index is an error; it must not mean image 0 or the last image."""
     grow(tmp_path)
     cache = NodeCache(ImageFolder(tmp_path), budget_bytes=4 * 31)
     for indices in ([-1], [2, -1]):
-        for _ in range(2):  # with an empty cache and a full one
+        for _ in range(2):  # first with an empty cache, then with a full cache
             with pytest.raises(IndexError, match="expected indices from 0, got -1"):
                 cache.read(indices)
             cache.read(np.arange(9))

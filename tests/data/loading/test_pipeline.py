@@ -1,4 +1,4 @@
-"""The pixel pipeline with a user's function: its arguments and its possible results."""
+"""Test the pixel pipeline with a user's function: its arguments and its possible results."""
 
 import numpy as np
 import pytest

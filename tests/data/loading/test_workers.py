@@ -1,4 +1,4 @@
-"""Worker threads: order of items, errors, prefetching, and the end of the threads."""
+"""Test worker threads: order of items, errors, prefetching, and the end of the threads."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ def make(jobs, prefetch, workers):
 
 
 def jobs_of(count, tasks=3, broken=(), log=None):
-    """Yield jobs whose item is what their tasks wrote; tasks take different times."""
+    """Yield jobs whose items are the results of their tasks. Tasks take different times."""
 
     def job(number):
         item = [None] * tasks
@@ -92,7 +92,7 @@ def test_threads_work_no_farther_ahead_than_prefetch(prefetch, workers):
 
 
 def test_all_workers_run_at_once():
-    together = threading.Barrier(4)  # fewer threads would not pass the barrier
+    together = threading.Barrier(4)  # fewer than four threads cannot pass the barrier
     jobs = (Job([lambda: together.wait(10)] * 4, lambda: 1) for _ in range(3))
     assert sum(prefetch_items(jobs, 2, 4)) == 3
 
@@ -117,7 +117,7 @@ def test_threads_end_with_the_loop():
 
 
 def test_a_thread_keeps_no_reference_to_a_finished_item():
-    """It keeps none even before its next task."""
+    """A worker thread drops its reference to an item at once, not only at its next task."""
 
     def filling(array):
         return Job([functools.partial(fill, array)], functools.partial(np.asarray, array))
@@ -177,7 +177,7 @@ threading.Thread(target=train).start()
 
 @pytest.mark.parametrize("program, output", [(LEFT_LOOP, "left\n"), (THREAD_ALONE, "5\n")])
 def test_threads_neither_hold_up_the_end_of_a_program_nor_need_its_main_thread(program, output):
-    """The process ends even if a read never returns."""
+    """A program ends although a read never returns; prefetching works without the main thread."""
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, capture_output=True, text=True)
     assert (process.returncode, process.stdout, process.stderr) == (0, output, "")

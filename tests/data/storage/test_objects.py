@@ -1,4 +1,4 @@
-"""Image sets in object stores: the same images as from local files. Stores: memory and file."""
+"""Test that image sets in object stores (memory, file) give the same images as local files."""
 
 import gc
 import shutil
@@ -52,7 +52,7 @@ def put(request, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Record (start, stop) of every range that is read from a store."""
+    """Record (start, stop) of every byte range that is read from a store."""
     spans, read = [], Store._read
 
     async def recorded(self, url, expected, start, stop):
@@ -122,7 +122,7 @@ def test_every_format_has_the_images_of_local_files(put, cache, tmp_path):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_packs_of_image_files_and_shards(put, reads, cache, tmp_path):
-    """By byte ranges, only those of the images that are read; or brought over whole."""
+    """Packs are read by the byte ranges of the requested images, or copied as a whole."""
     grow(tmp_path / "photos", per_class=6)
     folder, kinds = ImageFolder(tmp_path / "photos"), []
     (tmp_path / "packs").mkdir()
@@ -180,7 +180,7 @@ def test_rows_that_are_close_are_read_together(put, reads, tmp_path):
         fetches = store.read_ahead(indices)
         assert store.read(indices).tobytes() == images[indices].tobytes()
         data = [(start, stop) for start, stop in reads if stop - start >= 64 * 64]
-        # 139 KB lie between rows 5 and 39, more than is worth reading.
+        # 139 KB lie between rows 5 and 39, which is too much to read unnecessarily.
         sizes = sorted(stop - start for start, stop in data if (stop - start) % (64 * 64) == 0)
         assert sizes == [64 * 64, 4 * 64 * 64]
         del fetches
@@ -188,14 +188,14 @@ def test_rows_that_are_close_are_read_together(put, reads, tmp_path):
     reads.clear()
     fetches = folder.read_ahead([0, 1, 2])
     folder.read([2, 0]), folder.read([1])
-    assert len(reads) == 3  # what was read ahead is not read again
+    assert len(reads) == 3  # bytes that were read ahead are not read again
     del fetches
     folder.read([2])
     assert len(reads) == 4
 
 
 def test_a_row_that_is_read_ahead_is_no_block_of_the_file(put, tmp_path):
-    """Row 127 and a block that the HDF5 library reads begin at the same byte."""
+    """A row and an HDF5 block that begin at the same byte (row 127) are not confused."""
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         file["images"] = pixels_of(0, 200, 1, 32, 64)
         start = file["images"].id.get_offset()
@@ -231,7 +231,7 @@ def test_cache_dir_keeps_objects_by_version(put, reads, tmp_path, capsys):
     assert ImageFolder(url).read(range(9)).tobytes() == pixels.tobytes() and len(reads) == 1
     assert files[0].read_bytes() == damaged  # written again
     disk_cache.write(str(tmp_path / "photos" / "cat" / "0.png" / "no folder"), b"")
-    assert "this rank keeps no more objects there" in capsys.readouterr().err
+    assert "this rank caches no more objects" in capsys.readouterr().err
     disk_cache._is_full = False
 
 
@@ -244,7 +244,7 @@ def test_large_objects_are_brought_over_once(put, reads, tmp_path, monkeypatch):
     assert HDF5Datastore(url).read([4, 29]).tobytes() == images[[4, 29]].tobytes()
     assert len({span for span in reads if span[1] - span[0] == 1000}) >= 12
     (copy,) = [path for path in (tmp_path / "cache").rglob("*.file")]
-    killed = copy.with_name(f"{copy.name}.killed.part")  # what a killed process leaves
+    killed = copy.with_name(f"{copy.name}.killed.part")  # a file of a killed process
     killed.write_bytes(b"half")
     assert copy.read_bytes() == (tmp_path / "rows.h5").read_bytes()
     objects.remote_file.cache_clear()
@@ -299,14 +299,17 @@ def test_settings_are_checked(tmp_path):
         ({"requests": 0}, "--requests must be at least 1, got 0"),
         ({"retry_seconds": 0}, "--retry-seconds must be above 0, got 0"),
         ({"cache_dir": "s3://bucket/x"}, "--cache-dir s3://bucket/x: expected a local folder"),
-        ({"cache_dir": tmp_path / "file" / "x"}, f"--cache-dir {tmp_path}/file/x: cannot be made"),
+        (
+            {"cache_dir": tmp_path / "file" / "x"},
+            f"--cache-dir {tmp_path}/file/x: cannot be created",
+        ),
     ):
         assert refusal(configure_storage, **options).startswith(text)
     assert refusal(open_data, "nosuch://x") == ("nosuch://: expected a protocol that fsspec knows")
 
 
 def test_the_collector_is_paused_while_hdf5_reads(put, tmp_path):
-    """Collecting an object of h5py in the thread of the requests would block both threads."""
+    """Collecting an h5py object in the thread of the requests would block both threads."""
     datafiles.hdf5(tmp_path / "rows.h5", pixels_of(0, 9, 1, 6, 5), np.arange(9) % 2)
     stream = objects.ByteStream(url := put(tmp_path / "rows.h5"), stamp_of(url))
     states = []
@@ -315,7 +318,7 @@ def test_the_collector_is_paused_while_hdf5_reads(put, tmp_path):
             states.append(gc.isenabled())
         states.append(gc.isenabled())
     assert states == [False, False] and gc.isenabled()
-    for _ in range(30):  # garbage of h5py while another file is read
+    for _ in range(30):  # create h5py garbage while another file is read
         cycle = [h5py.File(tmp_path / "rows.h5")]
         cycle.append(cycle)
         del cycle

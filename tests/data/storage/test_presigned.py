@@ -1,4 +1,4 @@
-"""Signed URLs of S3. The oracle is botocore, which signs each URL on its own."""
+"""Test signed URLs of S3 against botocore, which signs each URL separately."""
 
 import asyncio
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ KEYS = ["a.jpg", "a b/ü~+&=?#%41.jpg", "./x//../y", "/", "'()*!,:@$;[]"]
 
 
 class Client:
-    """A client of S3, and its credentials, with the asynchronous methods of aiobotocore."""
+    """A client of S3 with credentials and with the asynchronous methods of aiobotocore."""
 
     def __init__(self, **place):
         session = sessions.get_session()
@@ -22,7 +22,7 @@ class Client:
         self.client = session.create_client("s3", **place)
         self.credentials, self.count = session.get_credentials(), 0
         self.meta, self._request_signer = self.client.meta, SimpleNamespace(_credentials=self)
-        presigned.BucketUrls(self, "bucket")  # which chooses the version of signatures
+        presigned.BucketUrls(self, "bucket")  # chooses the version of the signatures
 
     def sign(self, bucket, key):
         place = {"Bucket": bucket, "Key": key}
@@ -44,7 +44,7 @@ def client(request):
 
 
 def in_one_second(sign):
-    """Return {key: URL} of all keys, signed within one second of the clock."""
+    """Return {key: URL} of all keys, signed within the same second."""
     while True:
         urls = {key: sign(key) for key in KEYS}
         if len({url.partition("X-Amz-Date=")[2][:16] for url in urls.values()}) == 1:
@@ -65,7 +65,7 @@ def test_the_urls_are_those_of_botocore(client):
 
 
 def test_the_client_signs_again_with_its_current_credentials(client, monkeypatch):
-    """After a minute, or if the clock has been set back."""
+    """URLs are signed with new credentials after a minute, or if the clock has been set back."""
     now, renew = [1e9], presigned.RENEW_SECONDS
     monkeypatch.setattr(presigned, "time", SimpleNamespace(time=lambda: now[0]))
     urls, before = presigned.BucketUrls(client, "bucket"), client.count
@@ -85,7 +85,7 @@ def test_the_client_signs_again_with_its_current_credentials(client, monkeypatch
 
 @pytest.mark.parametrize("session_keys", [(), ("OTHER", "another")])
 def test_keys_that_only_the_client_has(session_keys, monkeypatch):
-    """fsspec passes the keys of its settings to the client and not to the session."""
+    """Keys in fsspec's settings, which are only in the client and not in the session, are used."""
     library = pytest.importorskip("aiobotocore.session", reason=REASON)
     for name, value in object_store.credentials("http://store.example:9000").items():
         monkeypatch.setenv(name, value)
@@ -112,7 +112,7 @@ def test_keys_that_only_the_client_has(session_keys, monkeypatch):
     "query", ["", "?AWSAccessKeyId=ID&Signature=x&Expires=1", f"?X{presigned.SIGNATURE}x"]
 )
 def test_urls_of_another_kind_are_left_to_the_client(query):
-    """Buckets without signatures, older signatures, and those of a session of the bucket."""
+    """The client signs for anonymous buckets, older signatures, and sessions of a bucket."""
 
     class Other(Client):
         def __init__(self):

@@ -1,8 +1,10 @@
-"""Faults of an HTTP store on loopback: the client retries, or reports them in one line."""
+"""Test faults of an HTTP store on loopback: the client retries or reports an error in one line."""
 
 import contextlib
 import functools
 import http.server
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,10 +18,10 @@ from mpidl.errors import StorageFault
 
 
 class Server(LoopbackServer):
-    """Serves `content` as /set.h5; `faults` holds what happens to the next GET requests.
+    """Serves `content` as /set.h5; `faults` lists the faults of the next GET requests.
 
     A fault is an HTTP status, "drop" to close the connection in the middle of the reply, or
-    "refuse" to close it before.
+    "refuse" to close the connection before the reply.
     """
 
     def __init__(self, content):
@@ -63,6 +65,20 @@ class Handler(QuietHandler):
     do_HEAD = do_GET
 
 
+UNFINISHED = """
+import asyncio, atexit, sys, time
+
+atexit.register(lambda: print(len(asyncio.all_tasks(store.fs.loop))))  # runs last
+
+from mpidl.data.storage import objects
+from mpidl.files import Stamp
+
+store = objects.store_of(sys.argv[1])
+requests = [objects.request(sys.argv[1], Stamp(1 << 20, 0)) for _ in range(200)]
+time.sleep(0.2)
+"""
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.005)
@@ -76,7 +92,7 @@ def server(tmp_path, monkeypatch):
 
 
 def test_requests_are_repeated(server):
-    """A busy store, time-outs, cut replies and closed connections only delay the images."""
+    """A busy store, time-outs, truncated replies and closed connections only delay the images."""
     store = PackedDatastore(server.url)
     expected = pixels_of(0, 40, 1, 8, 8)
     for fault in (503, 429, 500, "drop", "refuse"):
@@ -89,8 +105,16 @@ def test_requests_are_repeated(server):
     assert not server.faults
 
 
+def test_requests_are_cancelled_when_the_process_ends(server):
+    """Otherwise, asyncio may write "Task was destroyed but it is pending!" for each request."""
+    server.faults = [503] * 1000  # the request is repeated until the process ends
+    command = [sys.executable, "-c", UNFINISHED, server.url]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (process.stdout, process.stderr) == ("0\n", "")
+
+
 def test_an_object_that_is_stored_compressed(server):
-    """The stored bytes are read, without decompression."""
+    """The stored bytes are read without decompression."""
     server.encoding = "gzip"
     store = PackedDatastore(server.url)
     assert store.read([3]).tobytes() == pixels_of(0, 40, 1, 8, 8)[[3]].tobytes()
@@ -109,7 +133,7 @@ class Folder(http.server.SimpleHTTPRequestHandler):
 
 
 def test_index_pages_show_no_sizes(tmp_path):
-    """Index pages also encode names; the images and classes are those of the local folder."""
+    """Index pages without sizes and with encoded names give the folder's images and classes."""
     grow(tmp_path, classes=("a b", "ü&c", "z"))
     handler = functools.partial(Folder, directory=tmp_path)
     with contextlib.closing(LoopbackServer(handler)) as running:
@@ -139,7 +163,7 @@ def test_refusals_of_the_store(server):
         (403, "HTTP status 403"),
         (404, "HTTP status 404"),
     ):
-        server.faults = [status] * 2  # a request that was refused in advance is made again
+        server.faults = [status] * 2  # a request that was refused in advance is repeated
         line = refusal(store.read, [1])
         assert line.startswith(f"{server.url}: {text}") and retries.HINTS[status] in line
     server.faults = []
@@ -150,7 +174,7 @@ def test_refusals_of_the_store(server):
 
 
 def test_a_damaged_file_does_not_crash_this_process(server):
-    """The helper process reads a remote HDF5 file first, through this process."""
+    """The helper process first reads a remote HDF5 file, through this process."""
     content = bytearray(server.content)
     content[40:2000] = bytes(b ^ 0x55 for b in content[40:2000])
     server.content, server.tag = bytes(content), "damaged"

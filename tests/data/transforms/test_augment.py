@@ -1,4 +1,4 @@
-"""Augmentation: the numbers drawn, the images made of them, and that both are keyed."""
+"""Test augmentation: the random numbers, the resulting images, and their keys."""
 
 import pickle
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_against_scipy(kind, crop):
 
 
 def test_each_transformation_by_itself():
-    """On an image with one bright pixel, right of the centre and above it."""
+    """Each transformation moves a bright pixel, right of and above the centre, to its place."""
     image = np.zeros((1, 1, 21, 21), np.float32)
     image[0, 0, 8, 14] = 1  # x = 4, y = -2 from the centre
 
@@ -110,7 +110,7 @@ def test_each_transformation_by_itself():
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 def test_shifts_in_the_blocks_equal_the_affine_map(kind):
-    """Reflections and shifts by whole pixels are done while blocks are filled."""
+    """Reflections and whole-pixel shifts while filling blocks equal the affine map."""
     shifts = {"translate_x": 4, "translate_y": (-2, 6), "crop": (12, 20), "fill": 77}
     augmenter = dl.Augmenter(reflect_x=True, reflect_y=True, **shifts)
     assert not augmenter.warps
@@ -144,7 +144,7 @@ def test_drawn_numbers_are_uniform_and_keyed():
         values, counts = np.unique(getattr(drawn, name), return_counts=True)
         assert values.tolist() == list(range(low, high + 1))
         assert (abs(counts - n / len(values)) < 5 * np.sqrt(n / len(values)) + 1).all()
-    # the same one by one, in any order; other numbers for another epoch or seed
+    # the numbers are the same one by one and in any order, and differ by epoch and seed
     order = np.array([17, 3, 3999])
     for few, numbers in zip(augmenter.draw(1, 2, order, SHAPE), drawn, strict=True):
         assert np.array_equal(few, numbers[order])
@@ -157,7 +157,7 @@ def test_drawn_numbers_are_uniform_and_keyed():
 
 
 def test_alternating_flips():
-    """Every other epoch; the first orientation is drawn, half of each kind."""
+    """The orientation alternates between epochs; the first one is random, with equal chances."""
     indices = np.arange(3000)
     for directions in ("x", "y", "xy"):
         flips = {f"reflect_{direction}": True for direction in directions}

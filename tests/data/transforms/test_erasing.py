@@ -1,4 +1,4 @@
-"""Random erasing: the rectangles drawn, and what replaces them."""
+"""Test random erasing: the rectangles, and the pixels that replace them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Targets that are images or labels of pixels move with their images."""
+"""Test that targets that are images or pixel labels move with their images."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def test_a_target_that_is_the_image_moves_like_the_image(ranges):
 
 @pytest.mark.parametrize("ranges", CASES.values(), ids=CASES)
 def test_labels_of_pixels_follow_the_image(ranges):
-    """Where an interpolated half-plane is clearly on one side, the label is that side."""
+    """Moved pixel labels agree with an interpolated half-plane, except near the edge."""
     images = smooth(20)
     labels = (images[:, 0] > 127).astype(np.int32)
     moved = geometric(ranges).apply(255 * labels[:, None].astype(np.float32), INDICES, epoch=3)[
@@ -118,7 +118,7 @@ def test_the_same_on_any_number_of_ranks_and_workers(size, workers, prefetch):
 
 
 def test_training_on_random_windows_with_their_masks(world):
-    """The validation set has the central windows of images and masks."""
+    """Training uses random windows, and validation the central windows, of images and masks."""
     store = pairs()
     layers = [dl.Conv2D(3, 4, padding=1), dl.ReLU(), dl.Conv2D(1, 2)]
     net = dl.Network(layers, (1, 12, 15), seed=0)

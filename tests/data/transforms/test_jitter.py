@@ -1,4 +1,4 @@
-"""Changes of colour, against float64 arithmetic, Python's colorsys and Pillow."""
+"""Test changes of colour against float64 arithmetic, Python's colorsys and Pillow."""
 
 import colorsys
 
@@ -59,7 +59,7 @@ def test_against_float64_and_colorsys(kind):
 )
 @pytest.mark.parametrize("factor", [0.0, 0.4, 1.7])
 def test_against_pillow(name, enhance, factor):
-    """Pillow rounds the mean and the gray values to whole numbers, and truncates the result."""
+    """Results match Pillow's, which rounds the mean and gray values, and truncates the result."""
     images = pixels_of(5, 3, 3, 16, 11)
     results = jittered(images, change(3, **{name: factor}))
     for image, result in zip(images, results, strict=True):
@@ -97,7 +97,7 @@ def test_colours_are_checked():
     assert text.startswith("brightness, contrast, saturation and hue: expected images of 1 or 3")
     for ranges, text in (
         ({"brightness": (-1, 1)}, "brightness: expected factors of at least 0, got (-1, 1)"),
-        ({"hue": 0.6}, "hue: expected parts of a turn from -0.5 to 0.5"),
+        ({"hue": 0.6}, "hue: expected fractions of a turn from -0.5 to 0.5"),
         ({"contrast": "x"}, "contrast: expected (low, high)"),
     ):
         assert refusal(dl.Augmenter, **ranges).startswith(text)

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: the numbers drawn, the images and labels made of them, on any ranks."""
+"""Test Mixup and CutMix: the random numbers, and the images and labels, on any ranks."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def store_of(count, kind=np.uint8):
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 0.7, 1.0, 2.0, 8.0])
 def test_weights_have_the_beta_distribution(alpha):
-    """Mean 1/2, variance 1 / (4 (2 alpha + 1)), and SciPy's distribution function."""
+    """Weights have mean 1/2, variance 1 / (4 (2 alpha + 1)), and SciPy's distribution."""
     n = 20000
     w = beta(alpha, draws.uniforms(3, "beta", 64, 1, np.arange(n)))
     variance = 1 / (4 * (2 * alpha + 1))
@@ -61,11 +61,11 @@ def test_rectangles_and_weights():
     inside = cuts & (boxes[:, :2] > 0).all(axis=1) & (boxes[:, 0] + boxes[:, 2] < 40)
     inside &= boxes[:, 1] + boxes[:, 3] < 50
     ratio = boxes[inside, 3] / boxes[inside, 2]
-    assert abs(np.median(ratio) - 50 / 40) < 0.1  # the image's own ratio
+    assert abs(np.median(ratio) - 50 / 40) < 0.1  # the aspect ratio of the image
 
 
 def plain(images, labels, samples, mixing, epoch, seed):
-    """Combine the images of one block in float64, one pixel after the other."""
+    """Combine the images of one block in float64, pixel by pixel."""
     plan = mixing.draw(seed, epoch, samples, images.shape[1:])
     out, targets = images.astype(np.float64), np.zeros((len(images), 5))
     for i, (j, w, (top, left, height, width)) in enumerate(zip(*plan, strict=True)):
@@ -117,7 +117,7 @@ def test_the_same_on_any_number_of_ranks_and_workers(size, workers, prefetch):
 
 
 def test_loss_and_accuracy_are_those_of_two_labels(world):
-    """w CE(a) + (1 - w) CE(b), and w or 1 - w for the class with the largest score."""
+    """The loss is w CE(a) + (1 - w) CE(b); a correct prediction counts w or 1 - w."""
     store, mixing = store_of(40), Mixing(mixup=1.0)
     net = dl.Network([dl.Dense(5)], SHAPE, seed=1)
     queue = dl.MinibatchQueue(store, 40, 3, world, mixing=mixing, classes=5)
@@ -155,7 +155,7 @@ def test_training_learns_from_mixed_images(world):
         result = dl.train(net, store, settings, world=world)
         accuracies[tuple(options)] = result.history.iteration.accuracy[-4:].mean()
         assert dl.evaluate(net, store, world=world).accuracy > 0.9
-    assert accuracies["mixup",] < accuracies[()]  # a label with a weight below 1 counts as that
+    assert accuracies["mixup",] < accuracies[()]  # a correct label counts a weight below 1
 
 
 def test_options_are_checked():

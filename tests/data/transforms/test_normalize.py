@@ -1,4 +1,4 @@
-"""Normalization: exact statistics on any number of ranks, and normalized images."""
+"""Test normalization: exact statistics on any number of ranks, and normalized images."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from mpidl.data.transforms import normalize
 
 
 def exact(images):
-    """Return (mean image, mean, variance) of uint8 images in fractions, rounded once."""
+    """Return (mean image, mean, variance) of uint8 images from fractions, rounded once."""
     pixels = images.astype(np.int64)
     mean_image = pixels.sum(axis=0) / len(images)
     mean, variance = [], []
@@ -53,7 +53,7 @@ class Gops:
 
 
 def test_statistics_on_the_ranks_of_this_session(world):
-    """Those of floats are folded: the same bytes as on one rank."""
+    """Statistics of floats are folded, so they have the same bytes as on one rank."""
     images = np.random.default_rng(0).normal(5, 2, (85, 3, 4, 6)).astype(np.float32)
     store = dl.ArrayDatastore(images)
     folded, on_one_rank = normalize.statistics(store, world), normalize.statistics(store)

@@ -1,4 +1,4 @@
-"""Random resized crops, against a triangle filter in float64."""
+"""Test random resized crops against a triangle filter in float64."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SIZE = (12, 9)
 
 
 def weights(extent, size):
-    """Return the triangle filter (size, extent) that is widened where an image shrinks."""
+    """Return the triangle filter (size, extent), which is wider if the image shrinks."""
     scale = extent / size
     width = max(scale, 1.0)
     centres = (np.arange(size) + 0.5) * scale

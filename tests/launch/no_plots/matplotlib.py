@@ -1,3 +1,3 @@
-"""Shadow matplotlib in tests that require it to be missing."""
+"""Hide the package matplotlib in tests that require it to be missing."""
 
 raise ImportError("matplotlib is left out here")

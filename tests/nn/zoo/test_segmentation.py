@@ -1,4 +1,4 @@
-"""The U-Net of the zoo: its layers, its recipe, and its results on any number of ranks."""
+"""Test the U-Net of the zoo: its layers, its recipe, and its results on any number of ranks."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from mpidl.nn import zoo
 
 
 def learnables(channels, classes, depth, filters):
-    """Count the learnables, from the paper's table of layers."""
+    """Count the learnables according to the layers in the paper."""
 
     def convolution(inputs, outputs, size):
         return (inputs * size * size + 1) * outputs
 
-    def pair(inputs, outputs):  # with the scales and offsets of two batch normalizations
+    def pair(inputs, outputs):  # includes the scales and offsets of two batch normalizations
         return convolution(inputs, outputs, 3) + convolution(outputs, outputs, 3) + 4 * outputs
 
     counts = [filters * 2**stage for stage in range(depth + 1)]

@@ -1,4 +1,4 @@
-"""torchvision's networks: numbers of learnables, shapes, and PyTorch's scores with its weights."""
+"""Test torchvision's networks: numbers of learnables, shapes, and scores compared with PyTorch."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from mpidl import keyed
 from mpidl.nn import zoo
 from mpidl.nn.zoo import torchvision
 
-# learnables for 224x224 images of 1000 classes, as torchvision's documentation lists them
+# numbers of learnables for 224x224 images of 1000 classes, from torchvision's documentation
 LEARNABLES = {
     "alexnet_torchvision": 61_100_840,
     "vgg11": 132_863_336,
@@ -33,13 +33,13 @@ NAMES = [
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Make all weights 0, because drawing a hundred million numbers takes seconds."""
+    """Make all initial weights 0, because drawing a hundred million numbers takes seconds."""
     monkeypatch.setattr(keyed, "uniform", lambda seed, key, count: np.zeros(count, np.float32))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_learnables_and_shapes(name, undrawn):
-    """Built for small images, and for 224x224 ones from the shapes alone."""
+    """Build networks for small images. For 224x224 images, count the learnables from the shapes."""
     net, shapes, learnables = zoo.NETWORKS[name]((3, 64, 64)), {"images": (3, 224, 224)}, 0
     for layer, reads in zip(net.layers, net.reads, strict=True):
         inputs = tuple(shapes[read] for read in reads)
@@ -72,7 +72,7 @@ def test_images_of_other_sizes_and_channels():
     net = zoo.squeezenet1_1((1, 60, 47), 3)
     shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
     assert shapes["features_0"] == (64, 29, 23)
-    # windows that end outside: ceil((29 - 3) / 2) + 1 and so on
+    # windows may end outside the image: ceil((29 - 3) / 2) + 1 = 14, and so on
     assert [shapes[f"features_{i}"][1:] for i in (2, 5, 8)] == [(14, 11), (7, 5), (3, 2)]
     assert zoo.resnet18((1, 40, 33), 5).output_shape == (5,)
 

@@ -1,4 +1,4 @@
-"""The zoo's networks: tables, recipes, bytes on any number of ranks, training by the command."""
+"""Test the networks of the zoo: tables, recipes, bytes on any number of ranks, and the command."""
 
 import json
 
@@ -43,23 +43,23 @@ def test_the_tables_of_the_residual_network():
     convolutions = [row for row in summary.rows if row.type == "Conv2D"]
     shortcuts = [row.name for row in convolutions if "shortcut" in row.name]
     assert shortcuts == ["block4_shortcut", "block7_shortcut"]
-    assert len(convolutions) - len(shortcuts) + 1 == 20  # layers as the paper counts them
+    assert len(convolutions) - len(shortcuts) + 1 == 20  # the paper counts these layers
     biases = sum(row.output_shape[0] for row in convolutions)
-    assert summary.learnables - biases == 272_474  # the usual count, without biases
+    assert summary.learnables - biases == 272_474  # usual implementations have no biases
     assert summary.learnables == 273_258
     adds = {row.name: row.reads for row in summary.rows if row.type == "Add"}
     assert len(adds) == 9 and adds["block1_add"] == ("block1_norm2", "relu1")
     assert adds["block4_add"] == ("block4_norm2", "block4_shortcut_norm")
     shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
     assert [shapes[f"block{i}_add"] for i in (3, 6, 9)] == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
-    # multiply-adds by hand: the first convolution, 18 of 9 * C * C, 2 halved, 2 shortcuts, dense
+    # multiply-adds: first convolution, 18 convolutions (2 with stride 2), 2 shortcuts, dense layer
     products = 1024 * 16 * 27 + (6 + 5 + 5) * 1024 * 16 * 144 + 2 * 1024 * 16 * 72
     products += 256 * 32 * 16 + 64 * 64 * 32 + 640
     assert summary.flops == 2 * products
 
 
 def test_the_tables_of_alexnet():
-    """Count from the shapes alone, because drawing 61 million weights would take seconds."""
+    """Compute the counts from the shapes, because drawing 61 million weights would take seconds."""
     shape, learnables, products = (3, 227, 227), 0, 0
     layers = zoo.alexnet((3, 67, 67), 2).layers
     names = [layer.name for layer in layers]
@@ -75,7 +75,7 @@ def test_the_tables_of_alexnet():
     assert [shapes[name] for name in ("conv1", "pool1", "pool2", "conv4", "pool5")] == [
         *((96, 55, 55), (96, 27, 27), (256, 13, 13), (384, 13, 13), (256, 6, 6))
     ]
-    # the second, fourth and fifth convolution have groups of half the channels
+    # the second, fourth and fifth convolutions have two groups, each with half of the channels
     expected = 55**2 * 96 * 363 + 27**2 * 256 * 48 * 25
     expected += 169 * 9 * (384 * 256 + 384 * 192 + 256 * 192)
     assert products == expected + 9216 * 4096 + 4096 * 4096 + 4096 * 1000
@@ -90,6 +90,8 @@ SLOW = pytest.mark.slow("ranks")
         ("cifar", (3, 32, 32), 10, 37),
         pytest.param("digits", (1, 28, 28), 10, 37, marks=SLOW),
         pytest.param("resnet", (2, 12, 12), 4, 20, marks=SLOW),
+        pytest.param("fashion", (1, 13, 12), 10, 37, marks=SLOW),
+        pytest.param("cifar-fast", (3, 9, 12), 4, 20, marks=SLOW),
         pytest.param("alexnet", (3, 67, 67), 4, 20, marks=SLOW),  # 47 MB
     ],
 )

@@ -1,4 +1,4 @@
-"""The points of curves, against plain loops."""
+"""Test the points of curves against plain loops."""
 
 import math
 

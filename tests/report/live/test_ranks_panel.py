@@ -1,4 +1,4 @@
-"""The columns of the panel of ranks."""
+"""Test the columns of the ranks panel."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_shares_of_a_rank_add_up():
     np.testing.assert_allclose(sum(data[name] for name in PHASES), [100, 100])
     assert data["device"] == RECORD["device"] and list(data["memory"]) == [100, 200]
     end = np.zeros(2)
-    for name in PHASES:  # each bar begins at the end of the bar before
+    for name in PHASES:  # each bar begins at the end of the previous bar
         np.testing.assert_allclose(data[f"{name}_start"], end)
         end = data[f"{name}_end"]
         np.testing.assert_allclose(end - data[f"{name}_start"], data[name])
@@ -51,7 +51,7 @@ def test_lists_of_other_lengths_are_filled():
 
 
 def test_the_panel_shows_the_last_record():
-    """The names of devices are text, not HTML."""
+    """The panel shows the last record, with device names as text, not as HTML."""
     from mpidl.report.live.ranks_panel import RanksPanel
     from mpidl.report.live.run import LiveRun
 

@@ -1,4 +1,4 @@
-"""The state of a run that the page shows, from the files of its folder."""
+"""Test the state of a run, read from the files in its folder."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from mpidl.report.live.run import LiveRun, runs_of, short_names
 
 
 def write_run(folder, iterations=range(1, 11), *, epochs=2, per_epoch=10, **values):
-    """Write the files of a run; each iteration takes half a second."""
+    """Write the files of a run. Each iteration takes half a second."""
     folder.mkdir(exist_ok=True)
     total = epochs * per_epoch
     content = status.Status(
@@ -147,7 +147,7 @@ def test_requests_to_stop(tmp_path):
 
 
 def test_a_folder_without_permission_cannot_be_stopped(tmp_path, monkeypatch):
-    """root may write everywhere, so the answer of the system is replaced."""
+    """Without permission to write in a folder, the run cannot be stopped."""
     write_run(tmp_path)
     run = polled(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)

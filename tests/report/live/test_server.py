@@ -1,4 +1,4 @@
-"""The server answers only requests with the token, and gives no file of the machine."""
+"""Test that the server answers only requests with the token, and serves no file of the machine."""
 
 import http.client
 import json
@@ -51,7 +51,7 @@ class Served:
         return answer.status, body
 
     def connect(self, query, origin, token):
-        """Return the status of a request for the websocket."""
+        """Return the HTTP status of a request for the websocket."""
         headers = {
             "Connection": "Upgrade",
             "Upgrade": "websocket",
@@ -87,7 +87,7 @@ def test_the_page_needs_the_token(served):
     token = served.page.token
     status, body = served.get(f"/?token={token}")
     assert status == 200 and "Learning rate" in body
-    assert "https://" not in body and "cdn.bokeh.org" not in body  # it works without the internet
+    assert "https://" not in body and "cdn.bokeh.org" not in body  # the page works offline
     refused = "mpidl: wrong or missing token: open the URL that the command printed\n"
     other_token = token[:-1] + ("A" if token[-1] != "A" else "B")
     for path in ("/", "/?token=", f"/?token={other_token}", f"/?token={token}&token={other_token}"):
@@ -101,7 +101,7 @@ def test_the_page_needs_the_token(served):
 def test_the_websocket_needs_the_token(served):
     token, port = served.page.token, served.page.port
     query, session = f"?token={token}", session_token(served.get(f"/?token={token}")[1])
-    # Through a tunnel, and with --host, a browser may reach the page by any name.
+    # Through a tunnel or with --host, a browser may reach the page under any name.
     for host in ("127.0.0.1", "localhost:8080", "[::1]:80", "10.0.0.7", "node17.cluster"):
         assert served.connect(query, f"http://{host}", session) == 101, host
     for words in ("", "?token=wrong"):
@@ -112,7 +112,7 @@ def test_a_large_body_is_refused_before_it_is_read(served):
     lines = ["POST / HTTP/1.1", f"Host: {address.LOOPBACK}", f"Content-Length: {100 << 20}"]
     with socket.create_connection((address.LOOPBACK, served.page.port)) as client:
         client.sendall("\r\n".join([*lines, "", ""]).encode())
-        assert client.recv(4096).startswith(b"HTTP/1.1 400 ")  # without a byte of the body
+        assert client.recv(4096).startswith(b"HTTP/1.1 400 ")  # before any byte of the body
 
 
 @pytest.mark.parametrize("token", [True, False])

@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl while it grows."""
+"""Test reading metrics.jsonl while it grows."""
 
 import json
 import os
@@ -15,7 +15,7 @@ def line(iteration, **values):
 
 
 def numbers(answer):
-    """Return the iterations of the records of an answer, and whether they are the first ones."""
+    """Return the iterations of the records of an answer, and whether the file has restarted."""
     records, has_restarted = answer
     return [record["iteration"] for record in records], has_restarted
 
@@ -81,7 +81,7 @@ def test_a_line_beyond_the_limit_is_skipped(path, reader, monkeypatch):
 
 
 def test_a_resumed_run_that_cuts_the_file_restarts_it(path, reader):
-    """The file that `Metrics` cuts is another file, which may soon be longer than the old one."""
+    """A file that `Metrics` has cut is read again from the start, even if it is longer now."""
     append(path, "".join(map(line, range(1, 6))))
     assert numbers(reader.read()) == ([1, 2, 3, 4, 5], True)
     with Metrics(str(path), cut=2) as metrics:
@@ -117,7 +117,7 @@ def test_only_regular_files_of_the_folder_are_read(tmp_path, path, reader):
     path.symlink_to(outside / "metrics.jsonl")
     assert numbers(reader.read()) == ([], False)
     os.unlink(path)
-    os.mkfifo(path)  # opening it must not wait for a writer
+    os.mkfifo(path)  # opening the pipe must not wait for a writer
     assert numbers(reader.read()) == ([], False)
     os.unlink(path)
     path.mkdir()

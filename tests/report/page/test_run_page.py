@@ -1,4 +1,4 @@
-"""`python -m mpidl.report`: the page about runs, and folders that are no runs."""
+"""Test `python -m mpidl.report`: the page about runs, and folders that are not runs."""
 
 import html.parser
 import json
@@ -21,8 +21,9 @@ def write_run(folder, learning_rate=0.01, finished=True, classes=3, ranks=()):
         for i in range(1, 9):
             numbers = 2.0 / i, learning_rate, 100.0, 0.5 * i, i / 10
             records.record("iteration", 1 + (i - 1) // 4, i, *numbers)
-            for kind in ["epoch", "validation"] if i % 4 == 0 else []:
-                records.record(kind, i // 4, i, *numbers)
+            if i % 4 == 0:
+                records.record("epoch", i // 4, i, *numbers)
+                records.record("validation", i // 4, i, *numbers, metrics={"f1": i / 10})
     with open(folder / "metrics.jsonl", "a") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in ranks)
     options = (
@@ -41,7 +42,7 @@ def write_run(folder, learning_rate=0.01, finished=True, classes=3, ranks=()):
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page, its texts and its tables, read by Python's own parser."""
+    """The elements, texts and tables of a page, read by Python's HTML parser."""
 
     def __init__(self, text):
         super().__init__()
@@ -83,7 +84,8 @@ def test_a_page_about_one_run(tmp_path, capsys):
     assert page.row("seed") == ["7", "default"] and page.row("data")[0] == "<b>&amp;"
     assert page.row(EVIL) == ["0", "1", "2"] and page.row("class 2") == ["6", "7", "8"]
     assert page.row("2") == ["cpu", "1"] and page.row("numpy") == ["2.0"]
-    assert page.tags.count("svg") == 4 and page.tags.count("circle") == 2 * 2 + 2 * 2 + 8 + 2
+    assert page.tags.count("svg") == 5 and page.tags.count("circle") == 2 * 2 + 2 * 2 + 8 + 2 + 2
+    assert "Validation: f1" in page.texts
     assert "0.7500" in capsys.readouterr().out
 
 
@@ -92,7 +94,7 @@ def test_a_page_loads_nothing_and_runs_nothing(tmp_path):
     assert not {"script", "link", "img", "iframe", "object", "a"} & set(page.tags)
     assert not {"src", "href"} & {name for name, _ in page.attributes}
     assert not any(name.startswith("on") for name, _ in page.attributes)
-    assert EVIL in "".join(page.texts)  # as text
+    assert EVIL in "".join(page.texts)  # the name is text, not HTML
     text = (tmp_path / "a.html").read_text()
     assert re.findall(r"https?:|url\(|@import", text) == []
 
@@ -145,7 +147,7 @@ def test_results_from_before_a_resume_are_left_out(tmp_path):
 
 
 def test_a_run_that_is_being_written(tmp_path):
-    """No record yet, or half a line."""
+    """A run without a record, or with an incomplete line, has an empty chart."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").touch()
@@ -186,7 +188,7 @@ def test_a_damaged_run_is_one_line(tmp_path, file, content, text):
     ],
 )
 def test_results_of_a_wrong_type_are_left_out(tmp_path, summary, row):
-    """Each is beside a run with all results, in a table that names the best."""
+    """Results of a wrong type are ignored, even in a table with a complete run."""
     runs = [write_run(tmp_path / name) for name in ("a", "b")]
     results = json.loads((runs[0] / "summary.json").read_text())
     (runs[0] / "summary.json").write_text(json.dumps(results | summary))

@@ -1,4 +1,4 @@
-"""Console: the lines of a run, the table and the bar on a terminal."""
+"""Test Console: the lines of a run, and the table and the bar on a terminal."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from mpidl.report.progress.bar import Field, compose
 
 
 def report_run(run_console, validation=None):
-    """Call a console as a run of 2 epochs of 3 iterations does."""
+    """Call a console like a run of 2 epochs with 3 iterations each."""
     with run_console as c:
         c.header(network="digits", test_data="1000 images")
         c.start(2, 6)
@@ -43,13 +43,13 @@ def without_escapes(stream):
 
 
 def screen_lines(stream):
-    """Return everything that a terminal showed in a line, in order, without spaces at the ends."""
+    """Return all contents of a terminal's lines, in order, without trailing spaces."""
     return [line.strip() for line in re.split(r"[\r\n]+", without_escapes(stream)) if line.strip()]
 
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Draw and print without the usual pauses."""
+    """Let consoles draw and print without the usual pauses."""
     for name in ("BAR_SECONDS", "LINE_SECONDS", "SILENT_SECONDS"):
         monkeypatch.setattr(console, name, 0.0)
     monkeypatch.setattr(console, "TICK_SECONDS", 0.01)
@@ -97,7 +97,7 @@ LARGE = 999, 1_234_567, 12345.678, 123456.7, 359_999.0, 1.0, dl.Evaluation(1.0, 
 
 @pytest.mark.parametrize("width", [0, 80])
 def test_lines_fit_80_columns(width):
-    """A run of four days with six-digit numbers."""
+    """The lines of a four-day run with six-digit numbers fit in 80 columns."""
     stream = io.StringIO()
     with Console(0, stream=stream, width=width) as c:
         c.epoch(*LARGE)
@@ -151,7 +151,7 @@ def test_lines_of_iterations_in_long_epochs(monkeypatch, verbose_every, expected
 
 
 def test_the_line_of_the_last_iteration(monkeypatch):
-    """The last iteration is printed once, even if its line is not due yet."""
+    """The last iteration is printed exactly once, even if its line is not due yet."""
     stream = io.StringIO()
     for progress in (True, False):
         with Console(0, stream=stream, progress=progress) as c:
@@ -169,7 +169,7 @@ def test_the_line_of_the_last_iteration(monkeypatch):
 
 
 def test_a_log_is_never_silent(at_once):
-    """Lines appear while the main thread does something else, for every part of a run."""
+    """In every part of a run, lines appear while the main thread does something else."""
     stream = io.StringIO()
 
     def wait_for(pattern):
@@ -255,7 +255,7 @@ def test_a_bar_on_a_terminal(at_once):
 def test_the_bar_names_what_follows_the_last_iteration(at_once):
     stream = io.StringIO()
     with Console(0, stream=stream, width=80) as c:
-        with c:  # as the trainer, whose end leaves the bar to the command
+        with c:  # like the trainer, after which the command keeps the bar
             c.start(1, 3, 0, 1)
             wait_until(lambda: "first iteration" in without_escapes(stream))
             c.iteration(1, 3, 0.25, 100.0)
@@ -278,7 +278,7 @@ def test_a_stage_before_the_run_has_a_line_without_a_bar(at_once):
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_output_of_others_keeps_its_stream(stream, capsys, at_once):
-    """A line on stderr does not catch what a command prints to a file or a pipe."""
+    """A bar on stderr does not capture a command's output to a file or a pipe."""
     with Console(0, stream=getattr(sys, stream), width=80) as c:
         c.start(1, 3)
         print("a result")
@@ -339,7 +339,7 @@ def test_a_bar_without_colours_or_unicode(monkeypatch):
 
 
 def test_a_line_updates_the_bar():
-    """A line redraws the bar, however recently it was drawn."""
+    """A line redraws the bar, no matter how recently the bar was drawn."""
     stream = io.StringIO()
     with Console(0, stream=stream, width=100) as c:
         c.start(1, 3)

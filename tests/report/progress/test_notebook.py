@@ -1,4 +1,4 @@
-"""The live display of a notebook: its records, curves and numbers."""
+"""Test the live display of a notebook: its records, curves and numbers."""
 
 import sys
 import types
@@ -14,7 +14,7 @@ from mpidl.report.progress import notebook
 
 @pytest.fixture
 def displays(monkeypatch):
-    """Replace IPython; return the list of (object, texts that it showed), one per display."""
+    """Replace IPython. Return a list of (object, shown texts), one per display."""
     displays = []
 
     class Handle:
@@ -39,7 +39,7 @@ def displays(monkeypatch):
 
 @pytest.fixture
 def recorded(monkeypatch, tmp_path):
-    """Let trainings of this test record their progress in a folder; return the folder."""
+    """Let trainings of this test record their progress in a folder, and return the folder."""
     monkeypatch.setattr(notebook, "_folder", str(tmp_path))
     return tmp_path
 
@@ -77,12 +77,12 @@ def test_each_training_has_a_display(recorded, displays, world):
         display.update()
     assert len(displays) == 2
     display.update()  # too soon
-    display.update(is_last=True)  # nothing changes any more
+    display.update(is_last=True)  # no more changes
     assert [len(updates) for _, updates in displays] == [1, 1]
 
 
 def test_a_training_that_runs_or_is_killed(recorded, displays):
-    """Half a line is read when it is complete; the last update ends the clock."""
+    """An incomplete line is read once it is complete, and the last update stops the clock."""
     notebook.recorder().write("start", epochs=20, iterations=1000, iteration=0)
     (path,) = recorded.iterdir()
     display = notebook.LiveDisplay(str(recorded))

@@ -1,4 +1,4 @@
-"""Checkpoints and plots that a process writes beside rank 0, and faults at any of its calls."""
+"""Test the separate process that writes checkpoints and plots, including faults in it."""
 
 import errno
 import itertools
@@ -25,7 +25,7 @@ from mpidl.training.files.lock_holder import Holder
 
 @pytest.fixture
 def writer(monkeypatch):
-    """A writer whose process writes checkpoints of any size."""
+    """Return a writer that uses its process for checkpoints of any size."""
     monkeypatch.setattr(background, "SMALL", 0)
     writer = BackgroundWriter()
     yield writer
@@ -60,10 +60,10 @@ def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, fold
     checkpoint.save(folder, tables, {**faulty_saves.FACTS, "iteration": 1})
     expected = (folder / "checkpoint.h5").read_bytes()
     save(writer, folder, tables, 1)
-    writer.process.send_signal(signal.SIGTERM)  # a scheduler sends it to all processes of a job
-    tables["learnables"]["a.weight"][:] = -1  # the next training step
+    writer.process.send_signal(signal.SIGTERM)  # schedulers send SIGTERM to all processes of a job
+    tables["learnables"]["a.weight"][:] = -1  # as in the next training step
     writer.plot(str(folder / "metrics.jsonl"), str(folder / "progress.png"), wait=False)
-    save(writer, folder, tables, 2)  # waits for the checkpoint before
+    save(writer, folder, tables, 2)  # waits for the previous checkpoint
     assert (folder / "checkpoint.h5").read_bytes() == expected
     writer.wait()
     assert (folder / "checkpoint-previous.h5").read_bytes() == expected
@@ -86,7 +86,7 @@ def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, fold
 
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_a_run_that_has_lost_its_lock_leaves_the_files_of_the_other(folder, monkeypatch, small):
-    """The job is suspended while it writes, and another one continues its run meanwhile."""
+    """A job that was suspended while writing does not overwrite the files of its successor."""
     monkeypatch.setattr(background, "SMALL", small)
     lock = lock_file.LockFile(folder, Holder.current())
     assert lock.attempt() is None
@@ -141,14 +141,15 @@ def test_small_checkpoints_and_a_last_plot_need_no_process(folder, monkeypatch):
     monkeypatch.setattr(plots, "progress", lambda *paths: drawn.append(paths))
     writer.plot("metrics.jsonl", "progress.png", wait=True)
     assert drawn == [("metrics.jsonl", "progress.png")]
-    monkeypatch.setattr(background, "SMALL", 0)  # at a limit on processes, rank 0 writes itself
+    # If no process can be started, rank 0 itself writes the checkpoint.
+    monkeypatch.setattr(background, "SMALL", 0)
     save(writer, folder, all_kinds_of_arrays(), 2)
     assert checkpoint.load(folder)[1]["iteration"] == 2
     writer.close()
 
 
 class RemovesTheMetrics:
-    """A hook that removes metrics.jsonl, without which no checkpoint is written; counts steps."""
+    """A hook that counts steps and removes metrics.jsonl, so that writing a checkpoint fails."""
 
     def __init__(self, folder):
         self.folder, self.steps = folder, 0

@@ -1,4 +1,4 @@
-"""Checkpoints and model files load as saved, and incomplete files are never loaded."""
+"""Test that checkpoints and model files load as saved, and that damaged files never load."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ def tables(seed):
 
 
 def described(arrays):
-    """Convert tables of arrays to a value that compares all contents with ==."""
+    """Convert tables of arrays to a value for which == compares all contents."""
     return [
         (table, [(name, a.dtype, a.shape, a.tobytes()) for name, a in arrays[table].items()])
         for table in arrays
@@ -66,7 +66,7 @@ def assert_tables(arrays, seed):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with two generations: iterations 7 and 8."""
+    """Return a folder with two checkpoints, of iterations 7 and 8."""
     checkpoint.save(tmp_path, tables(7), FACTS)
     checkpoint.save(tmp_path, tables(8), {**FACTS, "iteration": 8})
     return tmp_path
@@ -123,7 +123,7 @@ def test_facts_are_numbers_and_texts(tmp_path):
 def test_there_are_two_generations(folder):
     assert sorted(os.listdir(folder)) == ["checkpoint-previous.h5", "checkpoint.h5"]
     assert checkpoint.load(folder)[1]["iteration"] == 8
-    os.unlink(folder / "checkpoint.h5")  # as if the process ended between save's two renames
+    os.unlink(folder / "checkpoint.h5")  # as if the process died between the two renames of save
     lines = []
     assert checkpoint.load(folder, lines.append)[1]["iteration"] == 7
     assert len(lines) == 1 and "checkpoint.h5: it is missing" in lines[0]
@@ -198,7 +198,10 @@ def test_a_torn_file_never_replaces_a_good_one(folder):
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_checkpoint_loads_at_every_instant(folder, monkeypatch, broken, count):
-    """Simulate a disk that fails at the first or second call of os.fsync or os.replace."""
+    """A checkpoint can be loaded even if the disk fails during a save.
+
+    The first or second call of os.fsync or os.replace fails.
+    """
     real, calls = getattr(os, broken), []
 
     def fails(*args):
@@ -209,7 +212,7 @@ def test_one_checkpoint_loads_at_every_instant(folder, monkeypatch, broken, coun
 
     with monkeypatch.context() as patch:
         patch.setattr(os, broken, fails)
-        if broken == "fsync" and count == 2:  # syncing the folder is optional
+        if broken == "fsync" and count == 2:  # an error in flushing the folder is ignored
             checkpoint.save(folder, tables(9), {**FACTS, "iteration": 9})
         else:
             with pytest.raises(UserError, match="checkpoint.h5: cannot be written: Input/output"):
@@ -221,7 +224,10 @@ def test_one_checkpoint_loads_at_every_instant(folder, monkeypatch, broken, coun
 
 
 def test_a_full_disk(folder):
-    """A limit on the size of files makes a real write fail."""
+    """If a write fails, the error is one line and the existing checkpoints are unchanged.
+
+    A limit on the size of files makes the write fail.
+    """
     before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -235,7 +241,7 @@ def test_a_full_disk(folder):
 
 
 def walk(tmp_path, *words, start=()):
-    """Let system calls of a save fail in another process; return its report."""
+    """Make system calls fail during saves in another process; return its report."""
     library = faulty_calls.compiled(tmp_path)
     (tmp_path / "walk").mkdir()
     command = [*start, sys.executable, faulty_saves.__file__, tmp_path / "walk", *words]
@@ -252,14 +258,15 @@ FAULTS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "lasting-EIO", "lasting-EROFS", "K
     "faults", [("ENOSPC", "KILL"), pytest.param(FAULTS, marks=pytest.mark.slow("saves"))]
 )
 def test_a_checkpoint_loads_whichever_system_call_fails_or_kills(tmp_path, faults):
-    """At most one line, and nothing is left behind after the next save."""
+    """A checkpoint loads after any fault, and the next save removes all leftover files."""
     report = walk(tmp_path, "save", *faults)
     assert report["problems"] == []
     assert {"open", "read", "write", "fsync", "close", "rename"} <= set(report["calls"])
     assert report["old"] and report["new"] and report["no current"]
     written = report["calls"][report["calls"].index("write") :]
     order = [name for name in written if name in ("fsync", "rename")]
-    assert order == ["fsync", "rename", "fsync", "rename", "fsync"]  # of the file, then folders
+    # The file is flushed first; after each rename, the folder is flushed.
+    assert order == ["fsync", "rename", "fsync", "rename", "fsync"]
 
 
 def test_a_save_that_is_not_safe_is_noticed(tmp_path):
@@ -272,7 +279,10 @@ MOUNT = ("unshare", "--map-root-user", "--mount", "sh", "-c")
 
 @pytest.mark.slow("saves")
 def test_a_full_disk_and_a_read_only_one(tmp_path):
-    """A file system of 400 KB takes two checkpoints of 130 KB, and no third one."""
+    """A failed save on a full or read-only file system keeps the existing checkpoints.
+
+    The file system of 400 KB has space for two checkpoints of 130 KB, but not for a third.
+    """
     script = 'mount -t tmpfs -o size=400k tmpfs "$1" && shift && exec "$@"'
     (tmp_path / "walk").mkdir()
     words = [*MOUNT, script, "sh", tmp_path / "walk"]
@@ -340,8 +350,8 @@ def test_files_that_hdf5_never_finishes_reading(model, tmp_path, monkeypatch):
     lines = []
     assert_tables(checkpoint.load(tmp_path, lines.append)[0], 1)
     assert "the HDF5 library did not finish" in lines[0] and lines[0].endswith(checkpoint.PREVIOUS)
-    # The negative control: without the helper process, this process would not return.
-    monkeypatch.setattr(hdf5_probe, "problem_of", lambda path, stamp: None)
+    # Negative control: without the helper process, reading the file never returns.
+    monkeypatch.setattr(hdf5_probe, "problem_of", lambda *_, **__: None)
     child = os.fork()
     if not child:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.5)
@@ -373,7 +383,7 @@ def test_inconsistent_models_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"conv1.weight: the network has \(2, 1, 3, 3\), the file"):
         model_file.load_model(path)
     write({**net.parameters, "dense2.bias": np.zeros(1, np.float32)})
-    with pytest.raises(UserError, match="dense2.bias: the network has nothing, the file"):
+    with pytest.raises(UserError, match="dense2.bias: the network has no such array, the file"):
         model_file.load_model(path)
     attributes["network"] = '[{"type": "Konv"}]'
     write(net.parameters)
@@ -428,7 +438,7 @@ def test_weights_sha256_is_over_the_bytes_in_table_order():
 
 
 def test_a_device_is_not_replaced(tmp_path):
-    """A rename onto a device, such as /dev/null, would replace it by a file."""
+    """Writing to a device or pipe is an error, because a rename would replace it by a file."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(UserError, match="expected the path of a file, found a device or a pipe"):

@@ -1,4 +1,4 @@
-"""The files of a run as `mpidl.verify RUN` describes them."""
+"""Test the check of a run's files, as in `mpidl.verify RUN`."""
 
 import re
 
@@ -26,7 +26,7 @@ def save(folder, net, **position):
 
 @pytest.fixture
 def run(tmp_path):
-    """The folder of a run with two checkpoints and a model."""
+    """Return the folder of a run with two checkpoints and a model."""
     save(tmp_path, network(1), iteration=10, epoch=2, batch=0)
     save(tmp_path, network(2), iteration=14, epoch=2, batch=4)
     model_file.save_model(tmp_path / "model.h5", network(3))
@@ -84,7 +84,10 @@ def test_missing_files(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["digits", "resnet"])
 def test_the_arrays_of_a_file_are_in_the_order_of_the_network(name, tmp_path):
-    """The hash of a file's arrays is that of the network, which needs no layer classes."""
+    """The hash of a file's arrays equals the hash of the network's weights.
+
+    Computing the hash of a file needs no layer classes.
+    """
     net = zoo.NETWORKS[name]((3, 32, 32), 10, seed=1)
     net.state = {key: np.full_like(a, i) for i, (key, a) in enumerate(net.state.items())}
     save(tmp_path, net, iteration=1, epoch=1, batch=1)

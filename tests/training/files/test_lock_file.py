@@ -1,4 +1,4 @@
-"""The lock of a folder: one process holds it at a time, whenever a process ends."""
+"""Test that only one process at a time holds the lock of a folder, even if processes die."""
 
 import dataclasses
 import errno
@@ -16,7 +16,7 @@ TAKERS = 8
 
 
 def taker(folder, **values):
-    """Return a LockFile for a process like this one, except for some values of its holder."""
+    """Return a LockFile for a holder like this process, except for the given values."""
     return LockFile(folder, dataclasses.replace(Holder.current({}), **values))
 
 
@@ -32,7 +32,7 @@ def names(folder):
 
 @pytest.fixture
 def fork():
-    """A function that calls another one in a child process and returns the process number."""
+    """Return a function that calls a given function in a child process and returns its PID."""
     pids = []
 
     def fork(function):
@@ -57,7 +57,7 @@ def fork():
 
 @pytest.fixture(params=["links", "no links"])
 def file_system(request, monkeypatch):
-    """A file system with hard links, and one without."""
+    """Run the test on a file system with hard links, and on one without."""
     if request.param == "no links":
 
         def link(source, target):
@@ -79,7 +79,7 @@ def test_the_second_of_two_is_refused(tmp_path, file_system):
 
 
 def killed_holder(folder, fork):
-    """Let a process take the lock, or claim the lock of its holder, and kill that process."""
+    """Let a process take the lock or claim the lock of a dead holder, and kill the process."""
     reader, writer = os.pipe()
 
     def hold():
@@ -119,16 +119,16 @@ def test_ended_holders_have_successors_50_times(tmp_path, file_system):
     ids=["Slurm", "mpidl launch"],
 )
 def test_a_job_that_is_started_again_takes_over_its_lock_50_times(tmp_path, job, count):
-    """On any machine, even if the earlier process seems to be alive."""
+    """A restarted job takes the lock on any machine, even if its earlier process seems alive."""
     locks = []
     for start in range(51):
         holder = Holder.current(job | {count: str(start)})
         holder = dataclasses.replace(holder, machine=f"machine {start}")
         locks.append(LockFile(tmp_path, holder))
         assert locks[-1].attempt() is None
-    assert taker(tmp_path).attempt() is not None  # another job does not take it
+    assert taker(tmp_path).attempt() is not None  # another job cannot take the lock
     for lock in locks[:-1]:
-        lock.release()  # removes nothing of the last holder
+        lock.release()  # does not remove the lock of the last holder
         with pytest.raises(LostLock, match=f"{NAME}: this run has lost its lock: process "):
             lock.check()
     locks[-1].check()
@@ -137,7 +137,7 @@ def test_a_job_that_is_started_again_takes_over_its_lock_50_times(tmp_path, job,
 
 
 def race(folder, fork):
-    """Let processes try to take the lock at the same time; return how many hold it."""
+    """Let processes try to take the lock at the same time; return how many succeed."""
     readers, start = [], os.pipe()
     end = os.pipe()
     for _ in range(TAKERS):
@@ -149,7 +149,7 @@ def race(folder, fork):
             os.read(start[0], 1)  # returns in all children when the parent closes the pipe
             lock = LockFile(folder, Holder.current({}))
             try:
-                while lock.attempt() is not None:  # found a file without its content
+                while lock.attempt() is not None:  # the lock file may not have its content yet
                     pass
                 os.write(writer, b"1")
             except FolderInUse:
@@ -194,7 +194,7 @@ def test_one_of_many_takers_wins_each_time(tmp_path, fork, file_system, kind):
 
 
 class Overtaken(LockFile):
-    """A process that another one overtakes after it has found that the holder is dead."""
+    """A process that another process overtakes after both have found that the holder is dead."""
 
     winner = None
 
@@ -206,7 +206,7 @@ class Overtaken(LockFile):
 
 
 class Blind(Overtaken):
-    """A process that does not check again whether the dead holder still has the lock."""
+    """A faulty process that does not check again whether the dead holder still has the lock."""
 
     def _succeed(self, chain, part):
         os.replace(part, self.path)
@@ -228,7 +228,7 @@ def test_a_slow_taker_does_not_remove_the_lock_of_a_fast_one(tmp_path, kind):
 
 @pytest.fixture
 def short_times(monkeypatch):
-    """Times that pass at once."""
+    """Make locks of other machines expire quickly."""
     monkeypatch.setattr(lock_file, "STALE_SECONDS", 0.05)
     monkeypatch.setattr(lock_file, "WATCH_SECONDS", 0.0)
 
@@ -240,12 +240,12 @@ def test_a_lock_of_another_machine_is_free_if_nobody_renews_it(tmp_path, short_t
     assert entry.holder == first.holder
     while second.attempt() is not None:
         pass
-    with pytest.raises(LostLock, match=f"process {os.getpid()} on host .* has it"):
+    with pytest.raises(LostLock, match=f"process {os.getpid()} on host .* holds it"):
         first.check()
 
 
 def test_an_old_time_alone_does_not_free_a_lock(tmp_path, monkeypatch):
-    """The clock of the other machine may be late, and the next renewal may come soon."""
+    """A process first watches an old lock, because the other machine's clock may be slow."""
     first = taken(tmp_path, machine="other")
     os.utime(first.path, (1, 1))
     second = taker(tmp_path)
@@ -281,7 +281,7 @@ def test_a_removed_lock_is_lost(tmp_path):
     lock.check()
     os.unlink(lock.path)
     lock.check(seconds=1000)  # checked a moment ago
-    with pytest.raises(LostLock, match="somebody has removed it"):
+    with pytest.raises(LostLock, match="the file has been removed"):
         lock.check()
     other = taken(tmp_path)
     assert lock.is_lost
@@ -302,7 +302,7 @@ def test_a_file_server_that_does_not_answer_takes_no_lock_away(tmp_path, monkeyp
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    """A lock that was taken before is removed, and none is taken."""
+    """On a full disk, a lock can be released, but no lock can be taken."""
     lock, write = taken(tmp_path), os.write
 
     def fail(descriptor, content):
@@ -327,7 +327,7 @@ def test_files_of_killed_takers_are_removed(tmp_path):
 
 
 def test_a_repeated_request_of_a_file_server(tmp_path, monkeypatch):
-    """NFS may make a link, lose the answer, and find the link at the second request."""
+    """NFS may create a link, lose the reply, and find the link when it repeats the request."""
     link = os.link
 
     def link_twice(source, target):
@@ -339,7 +339,7 @@ def test_a_repeated_request_of_a_file_server(tmp_path, monkeypatch):
 
 
 def test_the_lock_of_a_process_that_is_known_to_have_ended_is_free_at_once(tmp_path):
-    """This holds on another machine, too: the remaining ranks know that rank 0 was lost."""
+    """After rank 0 is lost, its successor takes over the lock at once, even on another machine."""
     first = taken(tmp_path, machine="other")
     heir = LockFile(tmp_path, Holder.current({}), predecessor=first.holder.token)
     assert heir.attempt() is None

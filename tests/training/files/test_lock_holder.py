@@ -1,4 +1,4 @@
-"""The holder of a lock: its description in a file, and whether the process exists."""
+"""Test the description of a lock's holder in a file, and the check for a running process."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_a_process_is_alive_until_it_ends():
     child.send_signal(signal.SIGSTOP)
     assert holder.is_alive() is True
     child.kill()
-    wait_until(lambda: holder.is_alive() is False)  # a zombie, because nobody has waited for it
+    wait_until(lambda: holder.is_alive() is False)  # the process is now a zombie
     child.wait()
     assert holder.is_alive() is False
 
@@ -91,7 +91,7 @@ def test_another_process_with_the_same_number_is_not_the_holder():
 
 
 def test_processes_that_cannot_be_seen():
-    """Processes of another machine or container, and on a system without /proc."""
+    """It is unknown whether a process on another machine, or without /proc, is alive."""
     holder = Holder.current({})
     assert dataclasses.replace(holder, machine="other").is_alive() is None
     assert dataclasses.replace(holder, machine="").is_alive() is None

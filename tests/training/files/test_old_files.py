@@ -1,8 +1,8 @@
-"""Files of an earlier mpidl load, predict and resume with the same bytes.
+"""Test that files of an earlier version of mpidl load, predict and resume with the same bytes.
 
-tests/fixtures has the model of each run of 12 iterations and the checkpoint of one that stopped
-after 5. The mpidl that wrote them, before modules and classes were renamed, also computed
-`expected.json`.
+For each run in `RUNS`, tests/fixtures contains the model after 12 iterations, and the checkpoint of
+the same run stopped after 5 iterations. The earlier version, in which modules and classes had other
+names, also computed `expected.json`.
 """
 
 import hashlib

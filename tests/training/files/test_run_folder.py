@@ -1,4 +1,7 @@
-"""The files of a run folder, and runs that overwrite or resume it, on any number of ranks."""
+"""Test the files in the folder of a run, and runs that overwrite or resume another run.
+
+The tests pass on any number of ranks.
+"""
 
 import dataclasses
 import os
@@ -22,7 +25,7 @@ OPTIONS = dl.TrainingOptions(
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One folder for all ranks."""
+    """Return a folder that all ranks use."""
     return Path(world.broadcast(str(tmp_path)))
 
 
@@ -44,7 +47,7 @@ def trained(world, net=None, *, options=(), **arguments):
 
 
 def content(world, folder):
-    """Return {name: bytes} of a folder, the same on all ranks."""
+    """Return the content of a folder, {file name: bytes}, on all ranks."""
     world.barrier()
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     world.barrier()
@@ -52,7 +55,7 @@ def content(world, folder):
 
 
 def iterations(world, folder):
-    """Return the iterations in the metrics of a run."""
+    """Return the iterations of the iteration records in metrics.jsonl."""
     world.barrier()
     records = metrics.read(folder / "metrics.jsonl")
     return [record["iteration"] for record in records if record["kind"] == "iteration"]
@@ -66,7 +69,7 @@ def test_a_folder_with_another_run_is_refused(world, folder):
     with pytest.raises(UserError, match=f"{text}overwrite=True replaces it$"):
         trained(world, out=out)
     assert content(world, out) == before
-    if world.rank == 0:  # a file that a failed node may leave
+    if world.rank == 0:  # a node failure may leave only the previous checkpoint
         os.replace(out / "checkpoint.h5", out / "checkpoint-previous.h5")
     before = content(world, out)
     with pytest.raises(UserError, match="it contains a run"):
@@ -107,7 +110,10 @@ def test_a_refused_run_overwrites_nothing(world, folder):
 
 
 def test_a_run_resumes_in_its_folder(world, folder):
-    """A resumed run gives the weights of an uninterrupted one, whatever the initial weights."""
+    """A resumed run gives the same weights as an uninterrupted run.
+
+    The initial weights of the network in the resumed run do not matter.
+    """
     out, (unstopped, _) = folder / "run", trained(world)
     _, result = trained(world, out=out, options={"max_iterations": 4})
     assert result.iterations == 4
@@ -138,7 +144,7 @@ def test_resume_expects_a_folder(world):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Collect the metrics' records at each drawing of the picture."""
+    """Return a list that gets the records of metrics.jsonl each time the plot is drawn."""
     drawn = []
 
     def plot(self, path, _, *, wait):
@@ -151,7 +157,7 @@ def drawn(monkeypatch):
 @pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("seconds, count", [(0.0, 5), (1000.0, 1)])
 def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, drawn, seconds, count):
-    """The run draws it after an epoch if enough time has passed, and at the end."""
+    """The run draws the plot after an epoch if enough time has passed, and at the end."""
     monkeypatch.setattr(run_folder, "PLOT_SECONDS", seconds)
     trained(world, out=folder, options={"epochs": 4, "plots": "training-progress"})
     assert len(drawn) == (0 if world.rank else count)
@@ -176,14 +182,14 @@ def names(folder):
 
 
 def test_a_new_run_keeps_files_of_others(tmp_path):
-    """The folder for TensorBoard may be that of another program, with the same kind of files."""
+    """A new run removes TensorBoard's event files only if the folder belongs to a run."""
     foreign = ["tensorboard/events.out.tfevents.1", "tensorboard/a/notes.txt"]
     for name in foreign:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     run_folder.make_folder(str(tmp_path))
     assert names(tmp_path) == sorted(foreign)
-    (tmp_path / "metrics.jsonl").touch()  # now it is the folder of a run
+    (tmp_path / "metrics.jsonl").touch()  # this file marks the folder of a run
     (tmp_path / "timeline.json.gz").touch()
     run_folder.make_folder(str(tmp_path))
     assert names(tmp_path) == ["tensorboard/a/notes.txt"]

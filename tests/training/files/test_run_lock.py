@@ -1,4 +1,4 @@
-"""Trainings in one folder: only one at a time, and a run that loses its lock stops."""
+"""Test that only one run at a time uses a folder, and that a run that loses its lock stops."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One folder for all ranks."""
+    """Return a folder that all ranks use."""
     return Path(world.broadcast(str(tmp_path)))
 
 
@@ -39,7 +39,7 @@ def train(world, out, hooks=(), **arguments):
 
 
 def content(world, folder):
-    """Return {name: bytes} of a folder, the same on all ranks."""
+    """Return the content of a folder, {file name: bytes}, on all ranks."""
     world.barrier()
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     world.barrier()
@@ -52,7 +52,7 @@ def holder(**values):
 
 @contextlib.contextmanager
 def lock_of(world, folder, **values):
-    """Let a process hold the lock of a folder in the block, on rank 0."""
+    """Within the block, hold the lock of a folder on rank 0, as if for another process."""
     lock = LockFile(folder, holder(**values))
     if world.rank == 0:
         folder.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def lock_of(world, folder, **values):
 
 
 def test_a_second_training_is_refused(world, folder):
-    """It is refused before it reads the other run, which it would otherwise advise to resume."""
+    """The error says that the folder is in use; it does not advise resuming the other run."""
     out = folder / "run"
     expected = train(world, out)
     with lock_of(world, out, host="n1", job="7 of cluster blue"):
@@ -93,7 +93,7 @@ def test_a_folder_that_is_resumed_is_locked(world, folder):
 
 
 def test_a_run_resumes_another_one_that_is_in_use(world, folder):
-    """It only reads the folder of that run."""
+    """Resuming in another folder only reads the locked folder, so the lock does not matter."""
     first, second = folder / "first", folder / "second"
     expected = train(world, first)
     with lock_of(world, first):
@@ -134,7 +134,7 @@ def test_the_lock_goes_at_every_end(world, folder, end):
 
 
 def replaced(out):
-    """Replace the lock by that of another process, as that process does."""
+    """Replace the lock by the lock of another process."""
     part = out / "part"
     part.write_bytes(holder(host="n2").content())
     os.replace(part, out / NAME)
@@ -147,12 +147,12 @@ def removed(out):
 @pytest.mark.parametrize(
     ("lose", "cause"),
     [
-        (replaced, "process [0-9]+ on host n2 since .* has it"),
-        (removed, "somebody has removed it"),
+        (replaced, "process [0-9]+ on host n2 since .* holds it"),
+        (removed, "the file has been removed"),
     ],
 )
 def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause):
-    """Neither a checkpoint, nor buffered records, nor the error in status.json."""
+    """The run writes no checkpoint, no buffered records and no error to status.json."""
     out, snapshot = folder / "run", {}
 
     def lose_lock(trainer):
@@ -172,7 +172,7 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause)
 
 
 def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
-    """A thread looks at the lock, and ends the run as a signal does."""
+    """A thread checks the lock, and ends the run like a signal."""
     iterations = []
 
     class Wait:
@@ -190,7 +190,7 @@ def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
 
 
 def test_a_lock_with_the_same_content_is_not_lost(world, folder):
-    """The negative control: a replaced file alone ends no run."""
+    """Negative control: replacing the file with the same content does not end the run."""
 
     def rewrite(trainer):
         path = folder / NAME
@@ -213,7 +213,7 @@ def test_a_run_waits_for_a_lock_that_may_be_free(world, folder, monkeypatch, cap
     if world.rank == 0:
         (line,) = lines
         assert line.startswith(f"mpidl: {folder} is locked by process {os.getpid()} on host n9 ")
-        assert line.endswith("which may have ended: waiting up to 0.2 s for a sign of life")
+        assert line.endswith("ended: waiting up to 0.2 s to see whether it still runs")
     else:
         assert lines == []
 
@@ -236,7 +236,7 @@ def test_a_missing_folder_is_locked_when_it_is_created(world, folder):
         world.barrier()
         lock.take(folder / "run")
         assert NAME in content(world, folder / "run")
-        lock.take(folder / "run")  # again
+        lock.take(folder / "run")  # a second call has no effect
 
 
 def test_a_folder_that_cannot_be_written_to(world, folder):
@@ -254,8 +254,8 @@ def test_the_next_rank_0_takes_over_the_lock_of_a_lost_one(world, folder, monkey
             lock.take(folder)
         lock.take_over()
         file, token = lock._file, lock._token
-        assert token == world.broadcast(machine.token)  # rank 0 is still there
-        lock._file = None  # as on a rank that has never held the lock
+        assert token == world.broadcast(machine.token)  # rank 0 is not lost, so nothing changes
+        lock._file = None  # simulate a rank that has never held the lock
         lock._thread = run_lock.threading.Thread(target=lock._renew, daemon=True)
         lock.take_over()
         assert lock._token != token and (world.rank or lock._file.attempt is not None)

@@ -1,4 +1,4 @@
-"""The folders of a sweep's trials."""
+"""Test the folders of the trials of a sweep."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_a_damaged_record_is_that_of_a_trial_that_waits(tmp_path, text):
 
 
 def test_a_trial_is_complete_once_this_is_recorded(tmp_path):
-    """Its summary may be older than a failed upload or than a new start with other options."""
+    """A summary alone does not make a trial complete, because the summary may be outdated."""
     folder = folders(1)[0]._replace(path=str(tmp_path / "trial-001"))
     assert folder.state() == WAITING
     for state in (RUNNING, FAILED, COMPLETE):

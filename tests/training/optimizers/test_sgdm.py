@@ -1,4 +1,4 @@
-"""SGDM against float64 loops and PyTorch: momentum, L2, factors and state."""
+"""Compare SGDM with float64 loops and PyTorch: momentum, L2, factors and state."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def loop(rates, momentum, l2, torch_form=False, nesterov=False):
                     old = velocity[place]
                     velocity[place] = momentum * velocity[place] - rate * g
                     weight[place] += velocity[place]
-                    if nesterov:  # Sutskever's form: the point of the next gradient
+                    if nesterov:  # as in Sutskever's form, move to the point of the next gradient
                         weight[place] += momentum * (velocity[place] - old)
     return weights
 
@@ -91,7 +91,7 @@ def test_arguments_are_not_changed():
     sgdm = SGDM(l2=0.1)
     stepped = sgdm(sgdm(weights, gradients), gradients)
     assert distance(weights, tables(0)) == 0 and distance(gradients, tables(1)) == 0
-    stepped["conv1.bias"] += 1  # the velocity is not the weight
+    stepped["conv1.bias"] += 1  # must not change the velocity
     assert np.abs(sgdm.velocity["conv1.bias"]).max() < 1
 
 
@@ -107,7 +107,7 @@ def test_decays_have_factors():
 
 
 def test_learning_rates_have_factors():
-    """A factor multiplies the whole step, with momentum and L2."""
+    """A learning-rate factor multiplies the whole step, including momentum and L2."""
     factors = {"conv1.weight": 20.0, "conv1.bias": 0.5}
     sgdm = SGDM(0.01, l2=0.1, learning_rate_factors=factors)
     stepped = tables(0)

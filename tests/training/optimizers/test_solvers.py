@@ -1,4 +1,7 @@
-"""The solvers and clipping against float64 loops and PyTorch (kernels: test_conformance.py)."""
+"""Compare the solvers and clipping with float64 loops and PyTorch.
+
+test_conformance.py tests the kernels.
+"""
 
 import math
 import typing
@@ -25,7 +28,10 @@ METHODS = ["l2norm", "global-l2norm", "absolute-value"]
     [pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name != "sgdm")) for name in FORMULAS],
 )
 def test_large_parameters_have_the_bytes_of_numpy(formula):
-    """Writes of large arrays bypass the caches, except for incomplete cache lines."""
+    """Kernels update large arrays correctly, although their writes bypass the caches.
+
+    Only incomplete cache lines are written through the caches.
+    """
     random = np.random.default_rng(0)
     arrays_of_step = [
         [random.random(n, np.float32) for n in (1, 5, (1 << 22) + 19)] for _ in range(4)
@@ -70,7 +76,10 @@ def test_clipping_keeps_nan_and_infinities_visible(backend, number):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_clipping_limits_norms_or_numbers(method):
-    """Compute clipping by the reference, whose norms are sums over parts of 16384 numbers."""
+    """Clipping by the reference backend agrees with NumPy in float64.
+
+    The backend computes norms as sums over parts of 16384 numbers.
+    """
     shapes, decays = [(), (17,), (3, 5), (16385,), (0, 4), (50_001,)], [0, 0.1, 0, 1e-4, 0, 0.5]
     random = np.random.default_rng(0)
     weights, gradients = ([random.standard_normal(s, np.float32) for s in shapes] for _ in "wg")
@@ -115,7 +124,7 @@ def loop(solver, steps, *, rate=0.01, decay=0.999, epsilon=1e-8, l2=0.0):
 
 
 def adamw_loop(rates, *, decay=0.01, epsilon=1e-8, factors=None, threshold=math.inf):
-    """Compute the steps of AdamW in float64, element by element, as in its paper."""
+    """Compute the steps of AdamW in float64, element by element, as in the AdamW paper."""
     weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
     for name, weight in weights.items():
         factor = (factors or {}).get(name, 1.0 if name.endswith(".weight") else 0.0)
@@ -166,11 +175,11 @@ def at_rates(optimizer, rates, dtype=np.float32):
 @pytest.mark.parametrize("epsilon", [1e-8, 0.1])
 @pytest.mark.parametrize("decay", [0.0, 0.01, 0.5])
 def test_adamw_takes_the_steps_of_its_paper(decay, epsilon):
-    """Compare with PyTorch, also with a large epsilon and at changing rates."""
+    """AdamW agrees with its paper, even with a large epsilon and changing learning rates."""
     expected = adamw_loop(RATES, decay=decay, epsilon=epsilon)
     assert distance(at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES), expected) < 1e-6
     double = at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES, np.float64)
-    assert distance(double, expected) < 1e-7  # its gradients are float32
+    assert distance(double, expected) < 1e-7  # limited by the float32 gradients
     coupled = at_rates(dl.Adam(epsilon=epsilon, l2=decay), RATES)
     assert distance(coupled, expected) > 1e-3 or decay == 0.0 and epsilon == 1e-8
 
@@ -237,7 +246,10 @@ def test_layerwise_steps_are_those_of_the_papers(solver, decay):
 
 
 def test_what_decays():
-    """By default weights; layers' factors apply, and 0 of other learnables is no choice."""
+    """`decay_exclude` selects which learnables decay, and factors of layers multiply the decay.
+
+    A factor of 0 for a bias or a norm parameter is only a default and does not prevent decay.
+    """
     names = ["conv1.weight", "conv1.bias", "batchnorm1.gamma", "batchnorm1.beta"]
     layers = [dl.Conv2D(3, 2, weight_l2_factor=0.5), dl.BatchNorm(), dl.Dense(2)]
     factors = dl.Network(layers, (1, 4, 4)).factors["l2_factors"]
@@ -297,7 +309,10 @@ def test_pytorch_takes_the_steps_of_adamw():
 
 @pytest.mark.parametrize("solver", ["adam", "rmsprop"])
 def test_pytorch_takes_the_steps_of_adam_and_rmsprop(solver):
-    """PyTorch's Adam adds epsilon after the correction, which matters if epsilon is large."""
+    """The solvers agree with PyTorch, except for Adam with a large epsilon.
+
+    PyTorch's Adam adds epsilon after the correction.
+    """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
     def pytorch(epsilon):
@@ -347,7 +362,7 @@ def test_learning_rates_have_factors():
     for kind in (dl.Adam, dl.AdamW, dl.RMSProp):
         plain = kind(0.01)(zero, tables(1))
         gradients = tables(1)
-        del gradients["conv1.weight"]  # its factor is 0
+        del gradients["conv1.weight"]  # not needed, because the factor is 0
         stepped_weights = kind(0.01, learning_rate_factors=factors)(zero, gradients)
         np.testing.assert_allclose(
             stepped_weights["conv1.bias"], 3 * plain["conv1.bias"], rtol=1e-6
@@ -416,7 +431,7 @@ def test_the_options_have_the_defaults_of_their_solver():
 
 
 def test_the_decay_of_a_recipe_belongs_to_its_solver():
-    """A decoupled decay has another magnitude."""
+    """If the solver changes, the recipe's decay is dropped, because its scale differs."""
     assert dl.TrainingOptions(solver="adamw").l2 == dl.AdamW().transforms[2].l2 == 0.01
     assert dl.TrainingOptions.from_recipe("cifar", solver="adamw").l2 == 0.01
     assert dl.TrainingOptions.from_recipe("cifar", solver="adamw", l2=0.5).l2 == 0.5

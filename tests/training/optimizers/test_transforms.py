@@ -1,4 +1,4 @@
-"""Transforms of gradients: alone, in chains without a kernel, and in chains with one."""
+"""Test gradient transforms individually, and in chains with and without fused kernels."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_each_transform_works_by_itself():
     assert all(np.array_equal(limited[n], g.clip(-0.3, 0.3)) for n, g in gradients.items())
     steps = Rate()(weights, gradients)
     assert all(np.array_equal(steps[n], -g) for n, g in gradients.items())
-    first = AdamMoments(0.9, 0.99, 1e-12)(weights, gradients)  # the first step is the sign
+    first = AdamMoments(0.9, 0.99, 1e-12)(weights, gradients)  # signs of gradients
     assert all(np.allclose(first[n], np.sign(g), atol=1e-5) for n, g in gradients.items())
     first = RMSPropMoment(0.75, 1e-12)(weights, gradients)
     assert all(np.allclose(first[n], 2 * np.sign(g), atol=1e-5) for n, g in gradients.items())
@@ -65,7 +65,7 @@ def stepped(optimizer, count=5, dtype=np.float32):
 
 
 class Nothing(Transform):
-    """A transform that prevents a kernel from computing the steps of a chain."""
+    """A transform without effect, which prevents a fused kernel from computing the chain."""
 
     counts_steps = False
 
@@ -92,7 +92,7 @@ def test_trust_ratios_are_those_of_the_norms():
         np.testing.assert_allclose(lars(weights, gradients)[name], scaled, rtol=1e-6)
         np.testing.assert_allclose(lamb(weights, gradients)[name], g * ratio, rtol=1e-6)
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}
-    for transform in (lars, lamb):  # weights or gradients without a norm
+    for transform in (lars, lamb):  # weights or gradients of zeros
         assert all(np.array_equal(a, gradients[n]) for n, a in transform(zeros, gradients).items())
         assert all(not a.any() for a in transform(weights, zeros).values())
 
@@ -114,7 +114,7 @@ def test_a_chain_takes_the_steps_of_its_kernel(pair, dtype):
 
 @pytest.mark.parametrize("momentum", [Momentum, NesterovMomentum])
 def test_momentum_before_the_rate_is_the_form_of_pytorch(momentum):
-    """w <- w - rate * v, v <- 0.9 v + g; also when the rate changes."""
+    """The chain computes v <- 0.9 v + g, w <- w - rate * v, even if the rate changes."""
     nesterov = momentum is NesterovMomentum
     weights, velocity = arrays(0, np.float64), dict.fromkeys(SHAPES, 0.0)
     for step in range(5):
@@ -142,7 +142,7 @@ def test_a_decay_after_the_moments_is_decoupled():
 def test_epsilon_is_added_before_or_after_the_correction():
     """The order matters only if epsilon is large."""
     weights, gradients = arrays(0, np.float64), arrays(1, np.float64)
-    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # the first step
+    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # as in the first step
     for name, g in gradients.items():
         np.testing.assert_allclose(corrected[name], g / (np.abs(g) + 0.1), rtol=1e-12)
         other = AdamMoments(epsilon=0.1)(weights, gradients)[name]
@@ -153,7 +153,10 @@ def test_epsilon_is_added_before_or_after_the_correction():
 
 
 def test_a_chain_may_have_a_penalty_and_a_decoupled_decay():
-    """With and without a kernel, the penalty is added to the gradient, the decay to the step."""
+    """The penalty is added to the gradient, and the decoupled decay to the step.
+
+    Both are added with and without a fused kernel.
+    """
     tail = CorrectedAdamMoments(), WeightDecay(0.3), Rate()
     fused = stepped(Optimizer(0.1, WeightDecay(0.2), *tail))
     chain = stepped(Optimizer(0.1, WeightDecay(0.2), tail[0], Nothing(), *tail[1:]))
@@ -185,7 +188,7 @@ def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
 
 
 class Scale(Transform):
-    """A transform with a number whose name another transform may also use."""
+    """A transform with a scalar whose name another transform may also use."""
 
     def __init__(self, factor):
         self.factor = factor

@@ -1,4 +1,4 @@
-"""Options: values, sources, the command line, output folders, changes at a resume."""
+"""Test options: values, sources, the command line, output folders, and changes on resume."""
 
 import os
 import pickle
@@ -13,14 +13,14 @@ from mpidl.training.options import configuration, training_options
 from mpidl.training.options.configuration import resolve
 from mpidl.training.options.training_options import TrainingOptions
 
-# the expected values that errors name for options with string values
+# Descriptions of the valid values in error messages, for options with string values.
 FACTORS = "a range of factors such as 0.9,1.1"
 GPUS = "GPU indices such as 0,2"
 SIZE = "HEIGHTxWIDTH such as 224x192, or 224"
 
 
 def refused(call, *args, **keywords):
-    """Return the one line of the UserError that the call raises."""
+    """Return the message of the UserError that the call raises; it must be one line."""
     with pytest.raises(UserError) as error:
         call(*args, **keywords)
     assert "\n" not in str(error.value)
@@ -71,7 +71,7 @@ def nested(depth):
         ("timeout", float("inf"), "timeout must be positive, found inf"),
         ("momentum", 1, "momentum must be at least 0 and below 1, found 1"),
         ("l2", -1e-9, "l2 must be at least 0, found -1e-09"),
-        ("l2", "none", "l2 must be a number, at least 0, found 'none'"),  # not the default
+        ("l2", "none", "l2 must be a number, at least 0, found 'none'"),  # none is not a default
         ("seed", 2**63, f"seed must be between 0 and 2**63 - 1, found {2**63}"),
         ("seed", -1, "seed must be between 0 and 2**63 - 1, found -1"),
         ("shuffle", "daily", "shuffle must be never, once or every-epoch, found 'daily'"),
@@ -160,7 +160,7 @@ def test_a_batch_size_for_each_rank():
 
 
 def test_a_batch_size_and_one_for_each_rank(tmp_path):
-    """A batch size per rank replaces the batch size of a config file; other pairs are refused."""
+    """--batch-per-rank replaces the batch size of a config file; other conflicts are errors."""
     config, both = tmp_path / "size.toml", {"batch_per_rank": 8, "batch_size": 64}
     config.write_text("batch_size = 32\n")
     assert resolve({"batch_per_rank": 8}, config=config).options.batch_per_rank == 8
@@ -229,7 +229,7 @@ def test_a_missing_config_file_is_refused(tmp_path):
 
 
 def resumable(**changes):
-    """Return the facts of a run of 10 epochs, with these options changed."""
+    """Return the facts of a run of 10 epochs, with the given options changed."""
     return {
         "options": {**TrainingOptions(epochs=10).as_dict(), **changes},
         "network": [{"type": "Conv2D", "name": "conv1", "filters": 20, "size": [5, 5]}],
@@ -320,10 +320,10 @@ def test_shares_may_not_change_in_the_middle_of_an_epoch():
 
     middle = partitioned(1, 2)
     text = refused(configuration.changed_on_resume, middle, partitioned(0, 3))
-    assert "in the middle of an epoch: it was partitioned among 2 rank(s), is among 3" in text
+    assert "an epoch: the images were partitioned among 2 rank(s), now among 3" in text
     weighted = partitioned(0, 2, worker_load="1,0.5")
     text = refused(configuration.changed_on_resume, middle, weighted)
-    assert "among 2 rank(s), is among 2 rank(s) by --worker-load 1,0.5" in text
+    assert "among 2 rank(s), now among 2 rank(s) by --worker-load 1,0.5" in text
     configuration.changed_on_resume(partitioned(0, 2), partitioned(0, 3))
     configuration.changed_on_resume(middle, partitioned(0, 2))
     now = {**partitioned(0, 3), **resumable()}
@@ -426,7 +426,7 @@ def test_an_output_folder_with_a_run_is_refused(tmp_path, monkeypatch):
         text = refused(start.check_output_folder, {"out": "run"})
         assert text.startswith("--out run: it contains a run, whose checkpoint cannot be loaded: ")
         assert text.endswith(": --resume run continues it, --overwrite replaces it")
-        # another path of the same folder
+        # The folder may be given by a different path.
         start.check_output_folder({"out": "run", "resume": f"{tmp_path}/run"})
         start.check_output_folder({"out": "run", "overwrite": True})
         other = {"out": "run", "resume": str(tmp_path)}

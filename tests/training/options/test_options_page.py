@@ -1,6 +1,6 @@
-"""docs/options.md lists every option as it is declared.
+"""Test that the tables in docs/options.md match the declarations of the options.
 
-`python tests/training/options/test_options_page.py` rewrites its tables.
+To update the tables, run `python tests/training/options/test_options_page.py`.
 """
 
 import inspect
@@ -16,7 +16,7 @@ HEAD = "| option | default | MATLAB | description |\n|---|---|---|---|"
 
 
 def tables():
-    """Return {part: text of its table} for each part of TrainingOptions."""
+    """Return {part of TrainingOptions: text of its table}."""
     from mpidl.training.options.image_options import ImageOptions
     from mpidl.training.options.option_types import rule_of
     from mpidl.training.options.solver_options import SolverOptions
@@ -42,7 +42,7 @@ def test_the_page_has_every_option_as_it_is_defined():
     expected = tables()
     assert list(written) == list(expected)
     for part, text in expected.items():
-        assert written[part] == text, f"python {Path(__file__).name} writes the tables anew"
+        assert written[part] == text, f"run python {Path(__file__).name} to update the tables"
 
 
 def test_help_texts_are_phrases_that_end_without_a_full_stop():
@@ -55,7 +55,7 @@ def test_help_texts_are_phrases_that_end_without_a_full_stop():
 
 
 def literals(annotation):
-    """Return the values of all `Literal` in an annotation."""
+    """Return the values of all `Literal` types in an annotation."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return list(arguments)
@@ -79,7 +79,7 @@ def test_annotations_have_the_choices_and_defaults_of_the_rules():
 
 
 def test_every_row_of_matlabs_options_has_a_name():
-    """All options of MATLAB's table "trainNetwork and trainingOptions" have a counterpart."""
+    """Each option in MATLAB's table "trainNetwork and trainingOptions" has a counterpart."""
     from mpidl.training.options.training_options import OPTIONS
 
     names = " ".join(declared.metadata["matlab"] for declared in OPTIONS.values())

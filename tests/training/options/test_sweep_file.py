@@ -1,4 +1,4 @@
-"""The file of a sweep: trials of each kind, and errors that name table and key."""
+"""Test sweep files: each kind of trials, and errors that name the table and the key."""
 
 import math
 
@@ -12,7 +12,7 @@ from mpidl.training.options.configuration import RULES
 
 @pytest.fixture
 def read(tmp_path):
-    """A function that reads a sweep from a text; `read.path` is its file."""
+    """Return a function that reads a sweep from a text; `read.path` is the path of its file."""
     path = tmp_path / "sweep.toml"
 
     def read_text(text):
@@ -60,7 +60,7 @@ solver = ["sgdm", "adam"]
 
 
 def test_random(read):
-    """Values are in range and spread over it, and depend only on the seed and the option."""
+    """Random values are spread over their range, and depend only on the seed and the option."""
     trials = read(RANDOM).trials
     columns = {name: [trial[name] for trial in trials] for name in trials[0]}
     logs = np.log10(columns["learning_rate"])
@@ -139,7 +139,7 @@ def test_changed_options():
 
 
 def test_folds(read):
-    """Each setting has a trial per fold; a file may have folds alone."""
+    """Each combination of options has one trial per fold; a file may contain only `folds`."""
     sweep = read("folds = 3\n[train]\nepochs = 2\n[grid]\nl2 = [0, 0.1]\n")
     assert sweep.folds == 3 and sweep.varied == ["l2", "fold"]
     assert [(trial["l2"], trial["fold"]) for trial in sweep.trials] == [
@@ -150,7 +150,7 @@ def test_folds(read):
     for text, message in (
         ("folds = 1\n", "folds must be at least 2, found 1"),
         ("folds = 1.5\n", "folds must be a whole number, at least 2, found 1.5"),
-        ('folds = 2\n[train]\nfold = "1/2"\n', "folds = 2 sets the option fold: expected no other"),
+        ('folds = 2\n[train]\nfold = "1/2"\n', "folds = 2 sets the option fold, found another"),
         ("folds = 2\n[grid]\n", "[grid] must have lists of values"),
     ):
         assert refusal(read, text).endswith(message) or message in refusal(read, text)

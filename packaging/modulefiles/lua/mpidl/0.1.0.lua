@@ -1,5 +1,5 @@
--- Tried: Lmod 8.6 loads and unloads it, and runs mpidl.
--- Copy it to a folder of MODULEPATH and set root, the checkout with the environment of run/install.
+-- Tested: Lmod 8.6 loads and unloads this file, and mpidl runs. Copy this file to a folder of
+-- MODULEPATH. Set `root` to the checkout that has the environment of run/install.
 
 local root = "/apps/mpidl/0.1.0"
 

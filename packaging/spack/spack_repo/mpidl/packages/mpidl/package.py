@@ -1,5 +1,5 @@
-# Tried: the file runs, and its packages and versions exist in Spack's package repository of July
-# 2026. Not tried: an installation, because Spack was not available.
+# Tested: the file runs, and its packages and versions exist in Spack's package repository of July
+# 2026. Not tested: an installation, because Spack was not available.
 #
 #   spack repo add packaging/spack/spack_repo/mpidl
 #   spack env create mpidl && spack env activate mpidl
@@ -16,7 +16,7 @@ class Mpidl(PythonPackage):
 
     license("Apache-2.0")
 
-    version("0.1.0")  # a checkout: spack develop
+    version("0.1.0")  # from a checkout: spack develop
 
     variant("plots", default=False, description="Draw curves and confusion matrices")
     variant("monitor", default=False, description="Show runs in a browser")
@@ -24,7 +24,7 @@ class Mpidl(PythonPackage):
     variant("onnx", default=False, description="Read and write ONNX files")
     variant("safetensors", default=False, description="Exchange weights with PyTorch")
 
-    depends_on("c", type="build")  # the kernels
+    depends_on("c", type="build")  # for the kernels
     depends_on("py-setuptools@70.1:", type="build")
 
     with default_args(type=("build", "run")):

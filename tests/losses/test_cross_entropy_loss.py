@@ -1,4 +1,4 @@
-"""The options of the cross-entropy, in training and evaluation."""
+"""Test the options of the cross-entropy in training and evaluation."""
 
 import re
 
@@ -31,7 +31,7 @@ def to_classes():
 
 
 def labelled_pixels(count=90):
-    """Return images with a label for each pixel; the pixels of a corner have none."""
+    """Return images with a label for each pixel, except for the pixels of a corner."""
     images = numbers("label pixels", count, 1, SIDE, SIDE, low=0, high=255).astype(np.uint8)
     labels = (images[:, 0] // 86).astype(np.int32)
     labels[:, :2, :3] = IGNORED
@@ -81,7 +81,7 @@ def test_options_are_the_loss_of_python(world):
 
 
 def test_ignored_pixels_do_not_count(world):
-    """Ignored pixels do not affect training, nor the accuracy."""
+    """Ignored pixels affect neither training nor accuracy."""
     store, net = labelled_pixels(), to_pixels()
     labels = store.targets(np.arange(len(store)))
     trained(world, net, store, ignore_label=IGNORED, validation=store)

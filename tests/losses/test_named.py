@@ -1,4 +1,4 @@
-"""Losses by name and by function, on any number of ranks."""
+"""Test losses by name and by function, on any number of ranks."""
 
 import json
 
@@ -81,7 +81,7 @@ def test_regression_errors_are_learned(world, loss):
 
 
 def test_the_first_loss_is_that_of_float64(world):
-    """At a learning rate near zero, the loss of the epoch is that of the initial network."""
+    """With a learning rate near zero, the epoch's loss equals the initial network's in float64."""
     store = pairs(50, brightness)
     net, result = trained(
         world, to_numbers(), store, loss="mse", epochs=1, batch_size=50, learning_rate=1e-12
@@ -204,10 +204,10 @@ def test_refusals(world):
     one_class = dl.ArrayDatastore(labelled.images, np.zeros(20, np.int64), ["a", "b", "c"])
     for net, store, loss, text in (
         (to_numbers(), pictured, "crossentropy", "are floats; use --loss mse .*; pixel_labels"),
-        (to_numbers(), labelled, "mse", "expected images with targets, found labels alone"),
+        (to_numbers(), labelled, "mse", "expected images with targets, found only labels"),
         (to_numbers(), bare, "mse", "expected images with targets, found none"),
         (to_numbers(), bare, "crossentropy", "the images have no labels"),
-        (to_numbers(2), numbered, "mse", r"outputs of shape \(\), as the targets', found \(2,\)"),
+        (to_numbers(2), numbered, "mse", r"outputs of shape \(\), like the targets, found \(2,\)"),
         (to_numbers(), pixels, "mse", "targets that are floats, found whole numbers: write"),
         (to_numbers(), pixels, "crossentropy", r"expected a network with outputs \(K, 6, 6\)"),
         (to_numbers(2), labelled, "crossentropy", "labels below 2"),

@@ -1,4 +1,4 @@
-"""Training with several labels per image and with the Dice loss, in one process and on ranks."""
+"""Test training with several labels per image and with the Dice loss, on one or more ranks."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def pixels_of(count):
 
 
 def with_labels(count=90, dtype=np.int32):
-    """Images with a target per third of the rows: whether it is brighter than the rest."""
+    """Return images with a target per third of the rows: whether it is brighter than the rest."""
     images = pixels_of(count)
     means = images.reshape(count, LABELS, -1).mean(axis=2)
     targets = (means > means.mean(axis=0)).astype(dtype)
@@ -95,7 +95,7 @@ def test_balanced_positive_weights(world):
 
 
 def test_one_output_for_two_classes(world):
-    """The labels of two classes are targets 0 and 1."""
+    """A network with one output learns two classes, whose labels become targets 0 and 1."""
     images = pixels_of(80)
     labels = (images[:, 0, :3].mean(axis=(1, 2)) > 127).astype(int)
     store = dl.ArrayDatastore(images, labels, ["dark", "bright"])
@@ -171,7 +171,7 @@ def test_a_stopped_and_resumed_run_has_the_same_weights(world, tmp_path, run):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_one_thread_and_two_give_the_same_weights(world, run):
-    """Also the eager step, which computes the same as a replayed one."""
+    """One thread, two threads, eager and replayed steps give the same weights."""
     build, data, options = RUNS[run]
     expected = trained(world, build(), data(), **options)
     assert trained(world, build(), data(), **options, graphs="off") == expected
@@ -186,7 +186,7 @@ def test_one_thread_and_two_give_the_same_weights(world, run):
             to_labels(2),
             with_labels,
             "binary-crossentropy",
-            r"outputs of shape \(3,\), as the targets'",
+            r"outputs of shape \(3,\), like the targets",
         ),
         (to_labels(), lambda: dl.ArrayDatastore(pixels_of(9)), "binary-crossentropy", "found none"),
         (

@@ -1,0 +1,142 @@
+"""The base class of losses that compare scores with labels."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from mpidl.autodiff import Var
+from mpidl.blocks import Blocked
+from mpidl.fold import Partial
+from mpidl.nn import Network
+from mpidl.nn.layers import Sigmoid, Softmax
+
+# The result of a loss function: (loss,), (loss, correct), (loss, correct, count) or (loss, correct,
+# count, weight). `correct` is the number of correct labels, `count` the number of labels that are
+# not ignored, and `weight` the weight of the mini-batch in a mean over mini-batches.
+Sums: TypeAlias = tuple[Partial | Var, ...]
+
+
+class LabelLoss:
+    """A loss that compares scores with labels, for the argument `loss` of training and evaluation.
+
+    Subclasses define the attribute `ignore_label` and the methods that raise NotImplementedError.
+    """
+
+    ignore_label: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of the loss, such as "crossentropy"."""
+        raise NotImplementedError
+
+    def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
+        """Return the mean loss and the number of correct labels of a mini-batch.
+
+        Parameters
+        ----------
+        net : Network
+            The network.
+        images : Blocked
+            Images (N, C, H, W).
+        labels : Blocked
+            Labels or targets, as for `of_scores`.
+
+        Returns
+        -------
+        tuple of Partial
+            See `of_scores`.
+        """
+        return self.of_scores(self.scores(net, images), labels)
+
+    def scores(self, net: Network, images: Blocked) -> Blocked:
+        """Return the scores of a network before its final softmax or sigmoid, if it has one.
+
+        Parameters
+        ----------
+        net : Network
+            The network.
+        images : Blocked
+            Images (N, C, H, W).
+
+        Returns
+        -------
+        Blocked
+            Scores (N, K) or (N, K, ...).
+        """
+        return net.logits(images, Sigmoid if self._uses_sigmoid(net) else Softmax)
+
+    def _uses_sigmoid(self, net):
+        return False
+
+    def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
+        """Return the sums of a mini-batch, given the scores of a network.
+
+        Parameters
+        ----------
+        scores : Blocked
+            Scores (N, K) or (N, K, ...).
+        labels : Blocked
+            Labels or targets.
+
+        Returns
+        -------
+        tuple of Partial
+            The loss and the number of correct labels. Some losses also return the number of labels
+            that are not ignored, and the sum of their weights. Only the loss can be differentiated.
+        """
+        raise NotImplementedError
+
+    def check(self, net: Network, datastore: Any) -> None:
+        """Raise UserError if the outputs, the labels and this loss do not match.
+
+        Parameters
+        ----------
+        net : Network
+            The network.
+        datastore : Datastore
+            The images with their labels or targets.
+        """
+        raise NotImplementedError
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether `for_images` computes weights from the labels of the training set."""
+        return False
+
+    def for_images(self, datastore: Any, outputs: int, world: Any = None) -> LabelLoss:
+        """Return this loss with numbers instead of "balanced" weights. Collective.
+
+        Parameters
+        ----------
+        datastore : Datastore
+            The training set.
+        outputs : int
+            Number of outputs K of the network.
+        world : World, optional
+            The ranks, which divide the reading of labels and targets among themselves. By default,
+            this process reads all of them.
+
+        Returns
+        -------
+        LabelLoss
+            The loss. A class without images or pixels has the weight 0. A label without positive
+            targets has the weight 1.
+        """
+        raise NotImplementedError
+
+    def is_replayable(self, outputs: int) -> bool:
+        """Return whether a recorded training step on a CPU may contain this loss.
+
+        Only C kernels can be replayed, and only if no divisor depends on the labels.
+
+        Parameters
+        ----------
+        outputs : int
+            Number of outputs K of the network.
+
+        Returns
+        -------
+        bool
+            Whether the loss can be replayed.
+        """
+        raise NotImplementedError

@@ -1,0 +1,151 @@
+"""The Dice loss, optionally with the cross-entropy, as a loss for training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpidl import ops
+from mpidl.autodiff import Var
+from mpidl.blocks import Blocked
+from mpidl.errors import UserError
+from mpidl.losses.base import LabelLoss, Sums
+from mpidl.losses.cross_entropy_loss import CrossEntropy
+from mpidl.losses.label_checks import (
+    check_ignored,
+    check_labels,
+    check_weight_count,
+    checked_weights,
+)
+from mpidl.nn import Network
+
+
+@dataclass(frozen=True)
+class Dice(LabelLoss):
+    """Soft Dice loss of pixel labels, for the argument `loss` of training and evaluation.
+
+    ``loss="dice"`` stands for ``Dice()``. ``loss="crossentropy+dice"`` stands for
+    ``Dice(cross_entropy=CrossEntropy())``, the sum of both losses. The network has one output per
+    class, or a single output for the foreground, whose label is 1.
+
+    Parameters
+    ----------
+    class_weights : sequence of float, optional
+        Weight of each class, (K,), such as 0 for the background. By default, all weights are equal.
+    smooth : float
+        Number of pixels to add to the numerator and the denominator of the similarity.
+    ignore_label : int, optional
+        A label that is left out of the loss and the accuracy, such as 255 for unlabelled pixels.
+    generalized : bool
+        Whether a class is weighted by 1 / (number of its pixels)**2.
+    cross_entropy : CrossEntropy, optional
+        A loss to add. It must have the same `ignore_label`.
+
+    Raises
+    ------
+    UserError
+        If a value is out of range.
+
+    Notes
+    -----
+    `ops.dice_loss` documents the formula.
+    """
+
+    class_weights: Sequence[float] | None = None
+    smooth: float = 1.0
+    ignore_label: int | None = None
+    generalized: bool = False
+    cross_entropy: CrossEntropy | None = None
+
+    def __post_init__(self) -> None:
+        if self.class_weights is not None:
+            if isinstance(self.class_weights, str):
+                raise UserError(
+                    f"class_weights: expected numbers for the Dice loss, found {self.class_weights}"
+                )
+            object.__setattr__(
+                self, "class_weights", checked_weights("class_weights", self.class_weights)
+            )
+        if not 0 <= self.smooth < np.inf:
+            raise UserError(f"smooth must be at least 0, found {self.smooth}")
+        if self.cross_entropy is not None:
+            other = self.cross_entropy.ignore_label
+            if other != self.ignore_label:
+                raise UserError(
+                    f"cross_entropy: expected the ignore_label {self.ignore_label}, found {other}"
+                )
+
+    def _uses_sigmoid(self, net):
+        return net.output_shape[0] == 1
+
+    @property
+    def name(self) -> str:
+        return "dice" if self.cross_entropy is None else "crossentropy+dice"
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.cross_entropy is not None and self.cross_entropy.is_balanced
+
+    def is_replayable(self, outputs: int) -> bool:
+        added = self.cross_entropy
+        return outputs > 1 and (added is None or added.is_replayable(outputs))
+
+    def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
+        """Return the mean loss and the number of correct labels, given the scores of a network.
+
+        Parameters
+        ----------
+        scores : Blocked
+            Scores (N, K, ...).
+        labels : Blocked
+            Labels (N, ...).
+
+        Returns
+        -------
+        tuple of Partial
+            The loss and the number of correct labels. If `ignore_label` is set, also the number of
+            labels that are not ignored. Only the loss can be differentiated.
+        """
+        ignored = self.ignore_label
+        loss = ops.dice_loss(
+            scores,
+            labels,
+            class_weights=self.class_weights,
+            smooth=self.smooth,
+            ignore_label=ignored,
+            generalized=self.generalized,
+        )
+        if self.cross_entropy is not None:
+            loss = loss + self.cross_entropy.of_scores(scores, labels)[0]
+        is_single = scores.shape[1] == 1
+        count_correct = ops.binary_correct_count if is_single else ops.correct_count
+        correct = count_correct(scores, labels, ignore_label=ignored)
+        if ignored is None:
+            return loss, correct
+        count_labels = ops.binary_label_count if is_single else ops.label_count
+        return loss, correct, count_labels(scores, labels, ignore_label=ignored)
+
+    def for_images(self, datastore: Any, outputs: int, world: Any = None) -> Dice:
+        if self.cross_entropy is None:
+            return self
+        cross_entropy = self.cross_entropy.for_images(datastore, outputs, world)
+        return replace(self, cross_entropy=cross_entropy)
+
+    def check(self, net: Network, datastore: Any) -> None:
+        if net.output_shape:
+            self._check_classes(net.output_shape[0], datastore.describe())
+        check_labels(self.name, net, datastore, self.ignore_label)
+
+    def _check_classes(self, outputs, dataset):
+        check_weight_count("class_weights", self.class_weights, outputs, "classes", dataset)
+        check_ignored(self.ignore_label, max(outputs, 2), dataset)
+        if self.cross_entropy is not None:
+            if outputs == 1:
+                raise UserError(
+                    f"{dataset}: --loss crossentropy+dice: expected a network with an output for "
+                    "each class, found one output; use --loss dice"
+                )
+            self.cross_entropy.check_classes(outputs, dataset)

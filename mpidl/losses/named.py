@@ -1,0 +1,148 @@
+"""The losses that have names, and losses that are the user's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from mpidl import ops
+from mpidl.autodiff import is_one_number
+from mpidl.blocks import Blocked
+from mpidl.errors import UserError
+from mpidl.losses.base import LabelLoss, Sums
+from mpidl.losses.binary_cross_entropy_loss import BinaryCrossEntropy
+from mpidl.losses.cross_entropy_loss import CrossEntropy
+from mpidl.losses.dice_loss import Dice
+from mpidl.nn import Network
+
+
+def mean_squared_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
+    """Return the mean squared error of the outputs, as a tuple of one Partial."""
+    return (ops.mean_squared_error(net(images), targets),)
+
+
+def mean_absolute_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
+    """Return the mean absolute error of the outputs, as a tuple of one Partial."""
+    return (ops.mean_absolute_error(net(images), targets),)
+
+
+cross_entropy = CrossEntropy()  # the loss "crossentropy" without options
+
+LossFunction: TypeAlias = Callable[[Network, Any, Any], Sums]
+
+LOSSES: dict[str, LossFunction] = {
+    "crossentropy": cross_entropy,
+    "binary-crossentropy": BinaryCrossEntropy(),
+    "dice": Dice(),
+    "crossentropy+dice": Dice(cross_entropy=cross_entropy),
+    "mse": mean_squared_error,
+    "mae": mean_absolute_error,
+}
+
+# {training option: names of the losses that have this option}
+TAKERS = {
+    "class_weights": ("crossentropy", "dice", "crossentropy+dice"),
+    "positive_weights": ("binary-crossentropy",),
+    "label_smoothing": ("crossentropy", "crossentropy+dice"),
+    "ignore_label": ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice"),
+    "focal_gamma": ("crossentropy", "binary-crossentropy", "crossentropy+dice"),
+}
+
+
+def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
+    """Return the label loss given by name or as an object, or None if it is another loss."""
+    value = loss if callable(loss) else LOSSES.get(loss)
+    return value if isinstance(value, LabelLoss) else None
+
+
+def has_class_scores(loss: str | Callable[..., Any]) -> bool:
+    """Return whether the outputs for this loss are class scores, and each label is one class."""
+    return isinstance(label_loss(loss), CrossEntropy | Dice)
+
+
+def has_label_scores(loss: str | Callable[..., Any]) -> bool:
+    """Return whether the outputs for this loss are scores of labels that may occur together."""
+    return isinstance(label_loss(loss), BinaryCrossEntropy)
+
+
+def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return a named loss with options.
+
+    Parameters
+    ----------
+    name
+        The value of the argument `loss`.
+    options
+        The options whose values differ from the defaults, as {name in TAKERS: value}.
+
+    Returns
+    -------
+    str or callable
+        `name` if there are no options, else a loss with the options.
+
+    Raises
+    ------
+    UserError
+        If the loss does not have one of the options, or if a value is out of range.
+    """
+    for option, value in options.items():
+        if callable(name) or name not in TAKERS[option]:
+            *losses, last = TAKERS[option]
+            takers = f"{', '.join(losses)} or {last}" if losses else last
+            raise UserError(
+                f"--{option.replace('_', '-')} {value}: expected the loss {takers}, found {name}"
+            )
+    if not options:
+        return name
+    if name == "binary-crossentropy":
+        return BinaryCrossEntropy(**options)
+    if name == "dice":
+        return Dice(**options)
+    loss = CrossEntropy(**options)
+    if name == "crossentropy":
+        return loss
+    return Dice(ignore_label=loss.ignore_label, cross_entropy=loss)
+
+
+def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
+    """Return a loss as a function f(net, images, targets).
+
+    Parameters
+    ----------
+    loss
+        A name in LOSSES, or a function of (net, images, targets) that returns a loss or the tuple
+        (loss, number of correct labels).
+
+    Returns
+    -------
+    callable
+        A function that returns a tuple of Partials: the loss to minimize and, optionally, the
+        number of correct labels. A label loss may return more sums (see `LabelLoss.of_scores`).
+
+    Raises
+    ------
+    UserError
+        If no loss has this name.
+    TypeError
+        Raised by the returned function if the user's function returns neither a loss nor such a
+        tuple.
+    """
+    if not callable(loss):
+        if loss not in LOSSES:
+            raise UserError(f"loss must be {', '.join(LOSSES)} or a function, found {loss}")
+        return LOSSES[loss]
+    if isinstance(loss, LabelLoss):
+        return loss
+    name = getattr(loss, "__name__", loss)
+
+    def checked_loss(net, images, targets):
+        sums = loss(net, images, targets)
+        sums = sums if isinstance(sums, tuple) else (sums,)
+        if len(sums) not in (1, 2) or not all(map(is_one_number, sums)):
+            raise TypeError(
+                f"{name}: expected a loss, or (loss, number of correct labels), each a single "
+                f"number, got {sums[0] if len(sums) == 1 else sums!r}"
+            )
+        return sums
+
+    return checked_loss

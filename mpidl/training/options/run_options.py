@@ -1,0 +1,139 @@
+"""Options for the devices and failures of ranks, checkpoints, and the output of a run.
+
+This module does not import `annotations` from `__future__`, so that help() shows the types.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from mpidl.training.options.option_types import (
+    ON_OFF,
+    Rule,
+    at_least,
+    choice,
+    number_list,
+    one_of,
+    option,
+    options_class,
+    positive,
+)
+
+
+@options_class
+class RunOptions:
+    """The options of `TrainingOptions` for the ranks and files of a run."""
+
+    device: Literal["auto", "cpu", "gpu"] = choice(
+        "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
+        default="auto",
+        matlab="ExecutionEnvironment",
+    )
+    gpus: str | int | Sequence[int] | None = option(
+        number_list("GPU indices such as 0,2"),
+        "Indices of the visible GPUs to use on each host; the ranks of the host get them in this "
+        "order; none uses all GPUs",
+        default=None,
+        matlab="gpuDevice",
+    )
+    graphs: Literal["auto", "off"] = choice(
+        "Record a training step once and replay it, on GPUs as CUDA graphs (auto), or launch each "
+        "kernel separately in every step (off)",
+        default="auto",
+    )
+    precision: Literal["fp32", "tf32"] = choice(
+        "Precision of matrix products on a GPU's tensor cores: fp32 has the accuracy of float32 "
+        "arithmetic; tf32 is faster but rounds inputs to 10-bit mantissas",
+        default="fp32",
+        resume="fixed",
+    )
+    threads: int = option(
+        at_least(0),
+        "Threads per rank; affects speed only; 0 divides the available cores evenly among the "
+        "ranks that share them",
+        default=0,
+    )
+    worker_load: str | Sequence[float] | None = option(
+        Rule(
+            str,
+            "measured, or a number per rank such as 1,1,0,1",
+            choices=("measured",),
+            pattern=r"[0-9]+(\.[0-9]{1,3})?(,[0-9]+(\.[0-9]{1,3})?)*",
+            separator=",",
+            optional=True,
+        ),
+        "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured "
+        "to set the shares by the speed of each rank in the previous epoch; affects speed only; "
+        "none gives equal shares",
+        default=None,
+        matlab="WorkerLoad",
+    )
+    winograd: Literal["auto", "off", "fast"] = choice(
+        "Winograd's algorithm for 3x3, 5x5 and large strided convolutions on CPUs: auto uses it "
+        "if its rounding error is harmless, off never uses it, fast uses it whenever it is faster",
+        default="auto",
+        resume="fixed",
+    )
+    checkpoint_every: int = option(
+        at_least(0),
+        "Iterations between checkpoints, in addition to a checkpoint at the end of each epoch; 0 "
+        "writes checkpoints only at the ends of epochs",
+        default=0,
+        matlab="CheckpointFrequency",
+    )
+    audit_every: int = option(
+        at_least(0),
+        "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
+        "with wrong bytes; 0 compares the weights only when a checkpoint is written",
+        default=0,
+    )
+    on_nan: Literal["stop", "rollback"] = choice(
+        "If the loss or a weight is NaN or infinite: stop, or return to the last epoch or periodic "
+        "checkpoint and continue with half the learning rate, at most 5 times",
+        default="stop",
+    )
+    on_lost_rank: Literal["stop", "shrink"] = choice(
+        "If the process of a rank dies: stop, or continue on the remaining ranks and reach the "
+        "same weights; shrink needs CPUs, Open MPI 5 and mpirun --with-ft ulfm",
+        default="stop",
+    )
+    timeout: float = option(
+        positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
+    )
+    verbose: Literal["on", "off"] | bool = option(
+        one_of(*ON_OFF),
+        "Show training progress: a bar and a table on a terminal, otherwise log lines",
+        default="on",
+        matlab="Verbose",
+    )
+    verbose_every: int = option(
+        at_least(0),
+        "Iterations between log lines, with at most one line every 5 s; 0 logs an iteration only "
+        "if the run ends with it in the middle of an epoch",
+        default=50,
+        matlab="VerboseFrequency",
+    )
+    plots: Literal["training-progress", "none"] = choice(
+        "Draw progress.png in the results folder if matplotlib is installed: during training at "
+        "the end of an epoch, at most every 10 s, and at the end of the run",
+        default="training-progress",
+        matlab="Plots",
+    )
+    timeline: int | float = option(
+        at_least(0, allow_inf=True)._replace(bare=100),
+        "Iterations to record in timeline.json.gz in the results folder, a timeline for Perfetto "
+        "of what each rank computes and waits for; the flag without a value records 100, inf the "
+        "whole run",
+        default=0,
+    )
+    timeline_mb: int = option(
+        at_least(1),
+        "Memory in MB for the timeline, divided among all ranks; the timeline ends early if the "
+        "memory of a rank is full",
+        default=32,
+    )
+    tensorboard: Literal["on", "off"] | bool = option(
+        one_of(*ON_OFF),
+        "Write event files for TensorBoard to the results folder, with curves, augmented images, "
+        "the confusion matrix, and histograms of weights and gradients",
+        default="off",
+    )

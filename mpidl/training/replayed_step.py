@@ -1,0 +1,168 @@
+"""Run training steps on the host that are recorded once and then replayed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidl import phases
+from mpidl.backends.cpu import arenas
+from mpidl.data.parts import PartedBatch
+from mpidl.training import accumulation, cpu_step
+from mpidl.training.steps import EagerStep
+
+
+class ReplayedStep(EagerStep):
+    """A training step on the host that is recorded once and then replayed.
+
+    The first mini-batch is recorded while it is computed eagerly. The second mini-batch is computed
+    both eagerly and by replay. If the two gradients do not have the same bytes on all ranks, all
+    later steps run eagerly. Mini-batches of other sizes, and steps whose spans are stored for a
+    timeline, also run eagerly. Eager and replayed steps exchange the same messages.
+
+    A hook may change settings of the network or the optimizer, possibly on one rank only. That rank
+    then runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
+
+    Replays update the arrays of the network and the optimizer in place. The constructor takes the
+    same arguments as `EagerStep`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.program: cpu_step.StepProgram | None = None
+        self._recording: cpu_step.StepProgram | None = None
+        self._is_checked, self._is_off, self._epoch = False, False, 0
+        self._finish: Callable[[Any, Any], None] = super()._update
+
+    def close(self) -> None:
+        self.program, self._recording, self._epoch = None, None, 0
+        self._is_checked, self._is_off = False, False
+
+    def _gradient(self, images, targets):
+        if self._is_off or targets is None:
+            return self._eager_gradient(images, targets)
+        if self.program is not None and images.batch.epoch != self._epoch:
+            self._agree()
+        self._epoch = images.batch.epoch
+        if self.program is None or _size(images.batch) > _size(self.program.batch):
+            with phases.span("recording"):
+                return self._record(images, targets)
+        fits = self.program.fits(images, targets)
+        if fits and not self._is_checked:
+            with phases.span("check of the recording"):
+                self._check(images, targets)
+            return self._gradient(images, targets)
+        if not self.program.is_current():
+            return self._eager_gradient(images, targets)
+        if fits and phases.spans() is None:
+            self._finish = self._replay_update
+            return self.program.gradient(images, targets)
+        self._finish = self._update_in_place
+        with arenas.through(self.program.arena):
+            return super()._gradient(images, targets)
+
+    def _eager_gradient(self, images, targets):
+        self._finish = super()._update
+        return super()._gradient(images, targets)
+
+    def _update(self, gradients, state):
+        self._finish(gradients, state)
+
+    def _agree(self):
+        """Discard the program unless it is current on all ranks. Collective."""
+        if not self.world.gop("and", self.program.is_current()):
+            self.close()
+
+    def _record(self, images, targets):
+        self.close()
+        self._recording = cpu_step.StepProgram(
+            self.net, self.optimizer, self.world, images, targets
+        )
+        self._finish = self._record_update
+        return self._recording.record_gradient(self.objective, images, targets)
+
+    def _record_update(self, gradients, state):
+        self._end_recording(self._recording.record_update(gradients, state))
+
+    def _end_recording(self, problem):
+        self._is_off = not self.world.gop("and", problem is None)
+        self.program, self._recording = None if self._is_off else self._recording, None
+
+    def _check(self, images, targets):
+        """Compare the bytes of an eager and a replayed gradient; stop replaying if they differ."""
+        self._agree()
+        if self.program is None:
+            return
+        with arenas.through(self.program.arena):
+            expected = cpu_step.digest(*super()._gradient(images, targets))
+        value, gradients, _ = self.program.gradient(images, targets)
+        is_equal = expected == cpu_step.digest(value, gradients, self.program.state)
+        self._is_checked = self.world.gop("and", is_equal)
+        if not self._is_checked:
+            self.close()
+            self._is_off = True
+            if self.world.rank == 0:
+                text = "warning: replayed and eager training steps differ; please report"
+                print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
+
+    def _update_in_place(self, gradients, state):
+        with arenas.through(self.program.arena):
+            parameters = self.optimizer(self.net.parameters, gradients)
+            for news, olds in ((parameters, self.net.parameters), (state, self.net.state)):
+                for name, old in olds.items():
+                    if news[name] is not old:
+                        np.copyto(old, news[name])
+
+    def _replay_update(self, gradients, state):
+        self.program.update()
+
+
+class ReplayedParts(ReplayedStep):
+    """A training step on the host that replays the gradients of the parts of mini-batches.
+
+    The program has the gradient of a part only. The gradients of the parts are added up, and the
+    update runs, eagerly. The constructor takes the same arguments as `EagerStep`.
+    """
+
+    def _gradient(self, images, targets):
+        if not isinstance(images.batch, PartedBatch):
+            return super()._gradient(images, targets)
+        state = {name: np.array(array) for name, array in self.net.state.items()}
+        results = accumulation.accumulated(self._part, self.net, images, targets)
+        self._set_state(state)  # until the update
+        return results
+
+    def _part(self, net, images, targets):
+        """Return the results for a part, in memory that later replays do not use."""
+        self._set_state(net.state)
+        value, gradients, state = super()._gradient(images, targets)
+        copies = [
+            {name: np.array(array) for name, array in table.items()} for table in (gradients, state)
+        ]
+        result = tuple(map(np.array, value)), *copies
+        if self._recording is not None:
+            self._end_recording(self._recording.finish())
+        return result
+
+    def _set_state(self, state):
+        if self.program is None:
+            self.net.state = dict(state)
+        else:
+            self.program.set_state(state)
+
+    def _record_update(self, gradients, state):
+        self._replay_update(gradients, state)
+
+    def _replay_update(self, gradients, state):
+        if self.program is None:
+            EagerStep._update(self, gradients, state)
+        else:
+            self._update_in_place(gradients, state)
+
+
+def _size(batch):
+    """Return the images of a batch, and those of the mini-batch that it is a part of."""
+    return batch.count, batch.total or 0

@@ -1,0 +1,76 @@
+"""Create the mini-batch queue and the training step that suit a run."""
+
+from __future__ import annotations
+
+from mpidl import losses
+from mpidl.data import MinibatchQueue
+from mpidl.errors import UserError
+from mpidl.training import accumulation, cpu_step
+from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+from mpidl.training.steps import EagerStep, RecordedStep
+
+
+def make_step(net, optimizer, options, loss, world, datastore, queue_options, balancer, advice):
+    """Create the mini-batch queue and the training step for the device of `world`.
+
+    Parameters
+    ----------
+    loss : str or function
+        The loss, as `TrainingOptions.loss_for` returns it.
+    queue_options : dict
+        Arguments of `MinibatchQueue` other than datastore, batch size, seed, world and shuffling.
+    balancer : LoadBalancer or None
+        Measures each rank's time per block of 16 images. None if the shares are fixed.
+    advice : Callable[[float], str]
+        Function that receives the learning rate, and returns advice for the error message about a
+        loss that is not finite.
+
+    Returns
+    -------
+    queue : MinibatchQueue
+        The queue that delivers mini-batches for the step.
+    step : EagerStep or RecordedStep
+        The object that runs the training steps.
+
+    Raises
+    ------
+    UserError
+        If an option or the optimizer does not work on a GPU.
+    """
+    arguments = datastore, options.batch_size, options.seed, world, options.shuffle
+    labels_per_image = losses.labels_per_image(net, datastore)
+    accumulation.check(options, loss, world.device)
+    if world.device is None:
+        is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
+        replayed = ReplayedStep if options.accumulate == 1 else ReplayedParts
+        step_class = replayed if is_recordable else EagerStep
+        queue = MinibatchQueue(*arguments, **queue_options)
+        queue.parts = options.accumulate
+        return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
+    from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
+
+    if options.mixup or options.cutmix:
+        raise UserError(
+            "--mixup and --cutmix: GPUs have no kernels for labels that are probabilities; use "
+            "--device cpu"
+        )
+    if options.batchnorm == "local":
+        raise UserError("--batchnorm local: on GPUs the statistics are global; use --device cpu")
+    if balancer:
+        raise UserError(
+            "--worker-load measured: on GPUs the shares are fixed when the step is recorded; "
+            "give numbers, or use --device cpu"
+        )
+    missing = [
+        name for name in ("apply", "prepare", "numbers", "advance") if not hasattr(optimizer, name)
+    ]
+    if missing:
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} has no {', '.join(missing)}, which a GPU's "
+            "recorded step needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
+        )
+    queue = DeviceQueue(*arguments, **queue_options)
+    graphs = options.graphs != "off"
+    return queue, RecordedStep(
+        net, optimizer, loss, world, labels_per_image, queue.reader(), advice, graphs
+    )
