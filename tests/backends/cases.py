@@ -489,10 +489,10 @@ def residual_ends(shape):
         yield Case("add_relu", label, values, 1e-6, oracle=relu_of_sum)
         if (a, b) in pairs:
             yield Case("add", label, values, 1e-6)
-    for parts, needed in ((1, "a"), (2, "b"), (2, "ab"), (1, "")):
+    for parts, names in ((1, "a"), (2, "b"), (2, "ab"), (1, "")):
         values = {"dy": [cotangent(*shape)] * parts, "y": lanes(*shape)}
-        values |= {name: normalized(*shape) for name in needed}
-        label = f"{shape}, {parts} cotangents, {len(needed)} sums {needed}".rstrip()
+        values |= {name: normalized(*shape) for name in names}
+        label = f"{shape}, {parts} cotangents, {len(names)} sums {names}".rstrip()
         options = {"call": add_relu_dx, "oracle": add_relu_dx_separately}
         yield Case("add_relu_dx", label, values, 1e-6, **options)
 
