@@ -140,8 +140,8 @@ def outputs_on_tape(net, scores):
             continue  # part of a Dense layer
         else:
             position += 1
-        if "relu" in node.name and type(net.layers[position]).__name__ in ("BatchNorm", "Conv2D"):
-            position += 1  # fused into one op with the layers before it
+        if node.name in ("conv2d_batchnorm", "conv2d_relu"):
+            position += 1  # the op ends with the ReLU that follows its learnables
         outputs.append((names[position], node.value))
     return outputs
 

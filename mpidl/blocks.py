@@ -276,6 +276,11 @@ class Blocked:
         return self._lanes
 
     @property
+    def stored_array(self) -> np.ndarray:
+        """An array of the value's type in the value's memory, which is computed already."""
+        return self.lanes
+
+    @property
     def source(self) -> np.ndarray | DeferredInput:
         """The operand that a backend reads: the lanes, or a DeferredInput."""
         return self.lanes

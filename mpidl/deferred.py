@@ -32,39 +32,44 @@ class DeferredInput(NamedTuple):
     beta: np.ndarray
 
 
-class DeferredActivation(Blocked):
-    """The result of batch normalization and ReLU, which stores the input instead of the result.
+class NormalizedInput(DeferredInput):
+    """The operand from which a backend computes (x - mean) * scale + beta per channel, no ReLU."""
 
-    Backends compute the result while they read `source`. The property `lanes` computes the result
-    again on each access.
+    __slots__ = ()
+
+
+class DeferredValue(Blocked):
+    """A batch normalization, perhaps with ReLU, that is stored as the normalization's input.
+
+    The property `lanes` computes the value on each access and does not keep it.
 
     Parameters
     ----------
-    source
+    deferred
         The stored input, and the mean, scale and beta of the normalization.
     batch
         The mini-batch that the images belong to.
     compute
-        The backend's function that computes the lanes of the result from a DeferredInput.
+        The backend's function that computes lanes from `deferred`.
     image_shape
-        Shape of the entry of one image; by default, as in `source.x`.
+        Shape of one image's entry; by default, as in `deferred.x`.
     """
 
     __slots__ = ("deferred", "compute", "shape_of_image")
 
     def __init__(
         self,
-        source: DeferredInput,
+        deferred: DeferredInput,
         batch: Batch,
         compute: Callable[[DeferredInput], np.ndarray],
         image_shape: tuple[int, ...] | None = None,
     ) -> None:
-        self.deferred, self.batch, self.compute = source, batch, compute
-        self.shape_of_image = source.x.shape[1:-1] if image_shape is None else image_shape
+        self.deferred, self.batch, self.compute = deferred, batch, compute
+        self.shape_of_image = deferred.x.shape[1:-1] if image_shape is None else image_shape
 
     @property
-    def source(self) -> DeferredInput:
-        return self.deferred
+    def stored_array(self) -> np.ndarray:
+        return self.deferred.x
 
     @property
     def lanes(self) -> np.ndarray:
@@ -82,6 +87,28 @@ class DeferredActivation(Blocked):
     def stored(self) -> Blocked:
         return self.like(self.lanes)
 
+
+class DeferredNormalization(DeferredValue):
+    """A batch normalization that is stored as its input, a `NormalizedInput`.
+
+    Additions normalize while they read it (see `addend`). Other ops read its `lanes`.
+    """
+
+    __slots__ = ()
+
+
+class DeferredActivation(DeferredValue):
+    """The ReLU of a batch normalization, stored as the normalization's input.
+
+    Backends normalize while they read `source`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def source(self) -> DeferredInput:
+        return self.deferred
+
     def reshape(self, image_shape: tuple[int, ...]) -> DeferredActivation:
         """Return a DeferredActivation with the same values and another image shape."""
         return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
@@ -98,18 +125,67 @@ def readable(value: Blocked) -> np.ndarray | DeferredInput:
     return value.source
 
 
+def addend(value: Blocked) -> np.ndarray | DeferredInput:
+    """Return the operand that an addition reads: a NormalizedInput, or the `readable` operand."""
+    return value.deferred if isinstance(value, DeferredNormalization) else readable(value)
+
+
 class GradientWithSums(Blocked):
-    """The cotangent of a DeferredActivation, with the sums for its batch normalization's gradient.
+    """The cotangent of a DeferredValue with the sums that its batch normalization needs.
 
     Parameters
     ----------
     sums
-        A Partial (2C,) in float64: for each channel the sum of dz, followed by the sums of
-        dz * (x - mean). dz is the cotangent where the activation is > 0, and 0 elsewhere.
+        A Partial of shape (2C,) and type float64: the sums of dz per channel, followed by the sums
+        of dz * (x - mean). dz is the cotangent where the activation is > 0, and 0 elsewhere; if
+        there is no ReLU, it is the cotangent.
+    is_shared
+        Whether other cotangents use the same memory, so that no op may overwrite it.
     """
 
-    __slots__ = ("sums",)
+    __slots__ = ("sums", "is_shared")
 
-    def __init__(self, lanes: np.ndarray, batch: Batch, sums: fold.Partial) -> None:
+    def __init__(
+        self, lanes: np.ndarray, batch: Batch, sums: fold.Partial, is_shared: bool = False
+    ) -> None:
         super().__init__(lanes, batch)
-        self.sums = sums
+        self.sums, self.is_shared = sums, is_shared
+
+
+class SumOfCotangents(Blocked):
+    """The sum of two cotangents, which an op may add up while it reads them.
+
+    The property `lanes` computes the sum on the first access, and then drops the two cotangents.
+
+    Attributes
+    ----------
+    parts
+        The two cotangents in order, or the sum alone.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, first: Blocked, second: Blocked) -> None:
+        self.parts, self.batch = (first, second), first.batch
+
+    @property
+    def stored_array(self) -> np.ndarray:
+        return self.parts[0].stored_array
+
+    @property
+    def lanes(self) -> np.ndarray:
+        if len(self.parts) == 2:
+            first, second = self.parts
+            self.parts = (first + second,)
+        return self.parts[0].lanes
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        return self.parts[0].image_shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    def stored(self) -> Blocked:
+        return self.like(self.lanes)

@@ -6,6 +6,7 @@
 
 #include "fold.h"
 #include "mpidl.h"
+#include "pointwise.h"
 #include "winograd.h"
 
 enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES, SPREAD }; /* scratch slots */
@@ -218,6 +219,27 @@ static void convolve(const struct team *team, const struct pass *pass, const str
     }
 }
 
+void block_moments(const struct team *team, const struct conv *c, const float *y, double *rows,
+                   const int32_t *counts, int64_t block) {
+    const int64_t pixels = c->P * c->Q;
+    double *row = rows + block * (1 + 2 * c->K);
+    meet(team);
+    if (team->member == 0) row[0] = (double)(pixels * counts[block]);
+    EACH_TILE(team, k, c->K)
+    channel_moments(y + k * pixels * LANES, pixels, counts[block], row + 1 + k, row + 1 + c->K + k);
+}
+
+void block_norm_sums(const struct team *team, const struct conv *c, const float *dx,
+                     const struct source *x, double *rows, int64_t block) {
+    double *row = rows + block * 2 * c->C;
+    meet(team);
+    EACH_TILE(team, ci, c->C) {
+        int64_t channel = (block * c->C + ci) * c->H * c->W * LANES;
+        channel_norm_sums(dx + channel, x->x + channel, c->H * c->W, x, ci, row + ci,
+                          row + c->C + ci);
+    }
+}
+
 static void forward_block(const struct team *team, void *job, int64_t block) {
     const struct pass *pass = job;
     const struct conv *c = &pass->c;
@@ -228,13 +250,7 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
     struct finish finish = pass->finish;
     if (finish.addend) finish.addend += block * c->K * pixels;
     convolve(team, pass, &pass->in, in, finish, y);
-    if (!pass->rows) return;
-    meet(team);
-    double *row = pass->rows + block * (1 + 2 * c->K);
-    if (team->member == 0) row[0] = (double)(c->P * c->Q * pass->counts[block]);
-    EACH_TILE(team, k, c->K)
-    channel_moments(y + k * pixels, c->P * c->Q, pass->counts[block], row + 1 + k,
-                    row + 1 + c->K + k);
+    if (pass->rows) block_moments(team, c, y, pass->rows, pass->counts, block);
 }
 
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
@@ -259,6 +275,19 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                         .in_step = c.stride_h,
                         .taps = inputs * c.R * c.S};
     if (blocks == 0) return;
+    if (is_pointwise(&c) && (mean || c.stride_h > 1 || c.stride_w > 1)) { /* else x is in place */
+        const struct pointwise job = {.c = c,
+                                      .x = pass.x,
+                                      .weight = weight,
+                                      .bias = bias,
+                                      .y = y,
+                                      .finish = pass.finish,
+                                      .rows = moments,
+                                      .counts = counts};
+        pointwise_forward(&job, blocks);
+        if (moments) fold_moments(moments, c.K, (const struct tree *)tree);
+        return;
+    }
     lay_out_x(&pass, &winograd);
     pass.winograd_at = pass.in_place ? 0 : c.C * pass.in.channel_stride;
     struct phase phase = {.rows = c.P, .columns = c.Q, .taps = pass.taps};
@@ -411,15 +440,7 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     if (pass->dx)
         convolve(team, pass, &out, out.data, (struct finish){0},
                  pass->dx + block * c->C * c->H * c->W * LANES);
-    if (pass->rows) {
-        meet(team);
-        double *row = pass->rows + block * 2 * c->C;
-        EACH_TILE(team, ci, c->C) {
-            int64_t channel = (block * c->C + ci) * c->H * c->W * LANES;
-            channel_norm_sums(pass->dx + channel, pass->x.x + channel, c->H * c->W, &pass->x, ci,
-                              row + ci, row + c->C + ci);
-        }
-    }
+    if (pass->rows) block_norm_sums(team, c, pass->dx, &pass->x, pass->rows, block);
     if (leaf) leaf_done(team, pass->leaves, block);
 }
 
@@ -450,6 +471,22 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                         .taps = inputs * c.R * c.S,
                         .leaves = dweight ? &leaves : NULL};
     if (blocks == 0) return;
+    if (is_pointwise_backward(&c)) {
+        const struct pointwise job = {.c = c,
+                                      .x = pass.x,
+                                      .dy = pass.dy,
+                                      .weight = weight,
+                                      .bias = bias,
+                                      .dx = dx,
+                                      .rows = sums,
+                                      .counts = counts,
+                                      .dweight = dweight,
+                                      .nodes = nodes,
+                                      .tree = (const struct tree *)tree};
+        pointwise_backward(&job, blocks);
+        if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
+        return;
+    }
     if (dweight && dweight_m) pass.dweight = winograd_of(&c, dweight_m);
     lay_out_x(&pass, &pass.dweight);
     lay_out_dy(&pass);

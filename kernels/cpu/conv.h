@@ -21,8 +21,9 @@ struct padded {
     int64_t rows, columns, phases, row_stride, channel_stride; /* strides in floats */
 };
 
-/* The gradient of a convolution's output y. If y.mean is NULL, the gradient is dy. Otherwise it is
- * dy backpropagated through the following ReLU and batch normalization (see normalize_back). */
+/* The gradient of a convolution's output y. It is dy itself or, if y.mean is not NULL, dy
+ * backpropagated through the ReLU and batch normalization that follow (see normalize_back). If
+ * y.scale is NULL, no ReLU follows. */
 struct gradient {
     const float *dy;
     struct source y;
@@ -36,6 +37,13 @@ void fill_source(const struct padded *p, int64_t channel, const struct source *s
 void fill_gradient(const struct padded *p, int64_t channel, const struct gradient *gradient,
                    const float *dy, const float *y, int valid, int64_t height, int64_t width,
                    int64_t top, int64_t left);
+
+/* Compute the row of moments of a block's y, which must be complete, or of the batch-norm sums of
+ * the rank's dx. The functions wait for all members first. */
+void block_moments(const struct team *team, const struct conv *c, const float *y, double *rows,
+                   const int32_t *counts, int64_t block);
+void block_norm_sums(const struct team *team, const struct conv *c, const float *dx,
+                     const struct source *x, double *rows, int64_t block);
 
 /* The number of outputs that share a tile of weights; the last tile may have fewer. */
 enum { OUTPUTS = 4 };

@@ -1,4 +1,4 @@
-/* Elementwise passes: activation functions, their gradients, and the sum of two values. */
+/* Elementwise passes: activation functions and their gradients. */
 #include "activation.h"
 #include "mpidl.h"
 #include "special.h"
@@ -8,7 +8,6 @@ enum { ROWS = 1024 }; /* rows of a tile; a row is the 16 lanes of a pixel */
 
 struct job {
     const float *x, *dy;
-    struct source a, b;
     float *out, scale, offset, low, high;
     const float *slope;
     int64_t rows, channels, pixels, slopes;
@@ -305,44 +304,6 @@ void mpidl_prelu_dx(const float *dy, const float *x, const float *slope, int64_t
 
 void mpidl_prelu_products(const float *dy, const float *x, float *products, int64_t rows) {
     each_row(prelu_products_tile, (struct job){.x = x, .dy = dy, .out = products}, rows);
-}
-
-/* ---- the sum of two sources ---- */
-
-INLINE vec value(vec x, int deferred, struct norm n) { return deferred ? activate(x, n) : x; }
-
-static void add_tile(void *argument, int64_t tile, float *own) {
-    const struct job *job = argument;
-    (void)own;
-    int64_t row = tile * ROWS, stop = least(job->rows, row + ROWS);
-    while (row < stop) { /* channel by channel */
-        int64_t channel = row / job->pixels;
-        int64_t end = least(stop, (channel + 1) * job->pixels) * LANES;
-        const float *x = job->a.x, *y = job->b.x;
-        struct norm a = norm_of(&job->a, channel % job->channels);
-        struct norm b = norm_of(&job->b, channel % job->channels);
-        int a_deferred = job->a.mean != NULL, b_deferred = job->b.mean != NULL;
-        if (a_deferred || b_deferred)
-            for (int64_t i = row * LANES; i < end; i += WIDTH)
-                store(job->out + i, value(load(x + i), a_deferred, a) +
-                                        value(load(y + i), b_deferred, b));
-        else
-            for (int64_t i = row * LANES; i < end; i += WIDTH)
-                store(job->out + i, load(x + i) + load(y + i));
-        row = end / LANES;
-    }
-}
-
-void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
-               const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
-               float *y, int64_t blocks, int64_t channels, int64_t pixels) {
-    struct job job = {.a = {a, a_mean, a_scale, a_beta},
-                      .b = {b, b_mean, b_scale, b_beta},
-                      .out = y,
-                      .channels = channels,
-                      .pixels = pixels};
-    if (!a_mean && !b_mean) job.channels = 1, job.pixels = blocks * channels * pixels;
-    each_row(add_tile, job, blocks * channels * pixels);
 }
 
 void mpidl_copy(const float *from, float *to, int64_t floats) {

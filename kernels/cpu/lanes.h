@@ -140,6 +140,22 @@ INLINE void transpose(vec *rows) {
 #undef STAGE
 }
 
+/* Return a stride in floats of at least `lines` lines of 16 floats. The number of lines is odd, so
+ * that data at such strides use different sets of a cache. */
+static inline int64_t odd_lines(int64_t lines) { return (lines | 1) * LANES; }
+
+/* Transpose a matrix of 16 x 16 floats. Rows of `from` are `row` floats apart, and rows of `to` are
+ * `column` floats apart. */
+INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t column) {
+    for (int r = 0; r < 16; r += WIDTH)
+        for (int c = 0; c < 16; c += WIDTH) {
+            vec v[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++) v[i] = load(from + (r + i) * row + c);
+            transpose(v);
+            UNROLL for (int i = 0; i < WIDTH; i++) store(to + (c + i) * column + r, v[i]);
+        }
+}
+
 /* Return a vector whose lane i is the sum of the lanes of rows[i], i < WIDTH. Adjacent lanes are
  * added first. */
 INLINE vec sum_across(vec *rows) {

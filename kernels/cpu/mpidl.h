@@ -104,10 +104,19 @@ void mpidl_prelu(const float *x, const float *slope, int64_t slopes, float *y, i
 void mpidl_prelu_dx(const float *dy, const float *x, const float *slope, int64_t slopes, float *dx,
                     int64_t blocks, int64_t channels, int64_t pixels);
 void mpidl_prelu_products(const float *dy, const float *x, float *products, int64_t rows);
-/* a + b, where a and b are sources */
+
+/* join.c: y = a + b, followed by ReLU if `relu`. a and b are sources, but a ReLU follows the
+ * normalization of a only if a_relu, and that of b only if b_relu. */
 void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
-               const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
-               float *y, int64_t blocks, int64_t channels, int64_t pixels);
+               int64_t a_relu, const float *b, const float *b_mean, const float *b_scale,
+               const float *b_beta, int64_t b_relu, float *y, int64_t relu, int64_t blocks,
+               int64_t channels, int64_t pixels);
+/* dz = dy where y > 0, else 0. If more_dy is not NULL, it is added to dy first. If a_sums (blocks,
+ * 2C) is not NULL, it receives the mpidl_batchnorm_sums of dz and a; the same for b_sums. */
+void mpidl_add_relu_dx(const float *dy, const float *more_dy, const float *y, float *dz,
+                       const float *a, const float *a_mean, double *a_sums, const float *b,
+                       const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
+                       int64_t pixels, const int64_t *tree);
 
 /* concat.c: x has `channels` of the `all` channels of y, starting at channel `first` of y. In
  * mpidl_concat, x is a source. */
@@ -137,8 +146,9 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
                   int64_t m, const float *addend, int64_t relu);
-/* If y_mean is NULL, dy is the gradient of y. Otherwise dy is the gradient of the activation of y,
- * and the gradient of y is a * dz + b * (y - mean) + c. dx may be NULL. sums (blocks, 2C) or NULL
+/* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
+ * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no ReLU follows
+ * the normalization of y. dx may be NULL. sums (blocks, 2C) or NULL
  * receives the mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the
  * shape (nodes, K * C/groups * R * S + K); the gradient of the bias comes last. */
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,

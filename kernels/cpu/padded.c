@@ -62,12 +62,17 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
     vec a = splat(g->a[channel]), b = splat(g->b[channel]), c = splat(g->c[channel]);
     ivec used[PARTS];
     for (int part = 0; part < PARTS; part++) used[part] = lanes_below(valid, part * WIDTH);
-    for (int64_t r = 0; r < height; r++, row += p->row_stride)
-        for (int64_t i = 0; i < width * LANES; i += LANES, dy += LANES, y += LANES)
-            for (int part = 0; part < PARTS; part++) {
-                vec v = load(y + part * WIDTH), d = load(dy + part * WIDTH);
-                vec dz = relu_back(d, normalize(v, n));
-                store(row + i + part * WIDTH,
-                      keep(used[part], normalize_back(dz, v, n.mean, a, b, c)));
+#define PIXELS(dz)                                                                                 \
+    for (int64_t r = 0; r < height; r++, row += p->row_stride)                                     \
+        for (int64_t i = 0; i < width * LANES; i += LANES, dy += LANES, y += LANES)                \
+            for (int part = 0; part < PARTS; part++) {                                             \
+                vec v = load(y + part * WIDTH), d = load(dy + part * WIDTH);                       \
+                store(row + i + part * WIDTH,                                                      \
+                      keep(used[part], normalize_back(dz, v, n.mean, a, b, c)));                   \
             }
+    if (g->y.scale)
+        PIXELS(relu_back(d, normalize(v, n)))
+    else
+        PIXELS(d)
+#undef PIXELS
 }

@@ -1,5 +1,6 @@
 #include "lanes.h"
 #include "mpidl.h"
+#include "products.h"
 #include "winograd.h"
 #include "winograd_tiles.h"
 
@@ -34,7 +35,7 @@ struct plan {
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
     int64_t across, tiles, bands, most; /* tiles per row, all tiles; bands; most tiles per band */
-    int64_t panel;                      /* outputs per panel */
+    struct products products;           /* if transposed */
     int64_t channel; /* stride in floats of V's channels, and of D's if vectors hold images */
     int64_t v_point, d_point, s_point;
     float *V, *D, *S, *T;
@@ -52,10 +53,8 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
     int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
     p.bands = parts_of(p.tiles, least(most(fit, worth), MOST));
     p.most = parts_of(p.tiles, p.bands);
-    p.panel = 16;
-    if (WIDTH == 16)
-        p.panel = p.outputs % 48 == 0 ? 48 : p.outputs % 32 == 0 ? 32 : 16;
     p.channel = odd_lines(p.most);
+    p.products = products_of(p.inputs, p.outputs, p.most * LANES, p.channel);
     p.v_point = odd_lines(p.C * p.channel / LANES);
     p.d_point = odd_lines(p.K * (p.transposed ? p.most : p.channel / LANES));
     p.s_point = odd_lines(p.C * p.K / LANES + 1);
@@ -127,9 +126,9 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
         EACH_TILE(team, item, p->outputs / LANES * tiles) {
             const int64_t o = item / tiles * LANES, t = item % tiles;
             const float *from = p->T + item * M * M * LANES * LANES;
-            float *to = p->D + o / p->panel * p->panel * p->most * LANES +
-                        t * LANES * p->panel + o % p->panel;
-            for (int image = 0; image < LANES; image++, from += M * M * LANES, to += p->panel)
+            const int64_t panel = p->products.panel;
+            float *to = p->D + place_of(&p->products, o, t * LANES);
+            for (int image = 0; image < LANES; image++, from += M * M * LANES, to += panel)
                 for (int part = 0; part < LANES; part += WIDTH)
                     gradient_tile(from + part, M * LANES, to + part, p->d_point, n, group);
         }
@@ -144,56 +143,6 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
                 gradient_tile(from + part, dy.row, to + part, p->d_point, n, group);
         }
     }
-}
-
-/* Compute S of one point for `inputs` inputs and `vectors` vectors of outputs. */
-INLINE void multiply_terms(const struct plan *p, const float *V, const float *D, int64_t terms,
-                           float *S, int add, const int inputs, const int vectors) {
-    vec sum[8][4];
-    UNROLL for (int i = 0; i < inputs; i++)
-        UNROLL for (int v = 0; v < vectors; v++) sum[i][v] = zero();
-    for (int64_t term = 0; term < terms; term++, D += p->panel) {
-        vec d[4];
-        UNROLL for (int v = 0; v < vectors; v++) d[v] = load(D + v * WIDTH);
-        UNROLL for (int i = 0; i < inputs; i++) {
-            vec x = splat(V[i * p->channel + term]);
-            UNROLL for (int v = 0; v < vectors; v++) sum[i][v] = muladd(x, d[v], sum[i][v]);
-        }
-    }
-    UNROLL for (int i = 0; i < inputs; i++)
-        UNROLL for (int v = 0; v < vectors; v++) {
-            float *to = S + (v * WIDTH / LANES * p->C + i) * LANES + v * WIDTH % LANES;
-            if (add) sum[i][v] += load(to);
-            store(to, sum[i][v]);
-        }
-}
-
-static void point_transposed(const struct plan *p, const float *V, const float *D, int64_t tiles,
-                             float *S, int add) {
-    const int64_t terms = tiles * LANES;
-    for (int64_t o = 0; o < p->outputs; o += p->panel, D += p->panel * p->most * LANES)
-        for (int64_t i = 0; i < p->C; i += 4) {
-            const float *v = V + i * p->channel;
-            float *s = S + (o / LANES * p->C + i) * LANES;
-#define MULTIPLY(at, inputs, vectors)                                                              \
-    multiply_terms(p, v, D + (at), terms, s + (at), add, inputs, vectors)
-#if WIDTH == 16
-            if (i + 4 < p->C) { /* wide panels would not stay in the first-level cache */
-                if (p->panel == 48) MULTIPLY(0, 8, 3);
-                else if (p->panel == 32) MULTIPLY(0, 8, 2);
-                else MULTIPLY(0, 8, 1);
-                i += 4;
-            } else {
-                if (p->panel == 48) MULTIPLY(0, 4, 3);
-                else if (p->panel == 32) MULTIPLY(0, 4, 2);
-                else MULTIPLY(0, 4, 1);
-            }
-#else
-            enum { VECTORS = REGISTERS == 32 ? 4 : 2 };
-            for (int64_t at = 0; at < p->panel; at += VECTORS * WIDTH) MULTIPLY(at, 4, VECTORS);
-#endif
-#undef MULTIPLY
-        }
 }
 
 /* One stage of the tree that sums lanes, see sum_across. */
@@ -330,7 +279,10 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
     EACH_TILE(team, point, IN_GROUP(n, group) * n) {
         const float *V = p->V + point * p->v_point, *D = p->D + point * p->d_point;
         float *S = p->S + (FIRST(group) * n + point) * p->s_point;
-        (p->transposed ? point_transposed : point_lanes)(p, V, D, tiles, S, first > 0);
+        if (p->transposed)
+            add_products(&p->products, V, D, tiles * LANES, 0, p->outputs, S, first > 0);
+        else
+            point_lanes(p, V, D, tiles, S, first > 0);
         tick();
     }
     meet(team);

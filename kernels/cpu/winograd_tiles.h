@@ -31,22 +31,6 @@ INLINE float power_of(const int n, const int pair, const int exponent) {
     return power;
 }
 
-/* Return a stride in floats of at least `lines` lines of 16 floats. The number of lines is odd, so
- * that data at such strides use different cache sets. */
-static inline int64_t odd_lines(int64_t lines) { return (lines | 1) * LANES; }
-
-/* Transpose a matrix of 16 x 16 floats. Rows of `from` are `row` floats apart, and rows of `to` are
- * `column` floats apart. */
-INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t column) {
-    for (int r = 0; r < 16; r += WIDTH)
-        for (int c = 0; c < 16; c += WIDTH) {
-            vec v[WIDTH];
-            UNROLL for (int i = 0; i < WIDTH; i++) v[i] = load(from + (r + i) * row + c);
-            transpose(v);
-            UNROLL for (int i = 0; i < WIDTH; i++) store(to + (c + i) * column + r, v[i]);
-        }
-}
-
 /* The number of groups of points, the first point of a group, and the number of its points. */
 #define GROUPS(n) (PAIRS(n) + 2)
 #define FIRST(group) ((group) == 0 ? 0 : 2 * (group)-1)

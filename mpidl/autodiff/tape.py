@@ -45,6 +45,7 @@ import numpy as np
 
 from mpidl import phases
 from mpidl.blocks import Batch, Blocked, from_images
+from mpidl.deferred import SumOfCotangents
 from mpidl.device_array import is_device_array
 from mpidl.fold import Counter, Partial
 
@@ -327,7 +328,12 @@ def _check_cotangents(name, cotangents, args):
 
 
 def _accumulate(a, b):
-    """Add two cotangents. If only one is a Partial, it is the left operand."""
+    """Add two cotangents; if only one of them is a Partial, it is the left operand.
+
+    Cotangents of blocked values are added up when an op reads them.
+    """
+    if isinstance(a, Blocked) and isinstance(b, Blocked):
+        return SumOfCotangents(a, b)
     return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
 
 
@@ -400,6 +406,8 @@ def backward(
 
     def finish(leaf):
         gradient = cotangents.pop(leaf, None)
+        if isinstance(gradient, Blocked):
+            gradient = gradient.stored()
         if gradient is None:
             value = leaf.value
             gradient = zeros_like(value.lanes if isinstance(value, Blocked) else value)

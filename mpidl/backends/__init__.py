@@ -19,7 +19,6 @@ from mpidl.backends.cpu.backend import CPU
 from mpidl.backends.interface import Backend
 from mpidl.backends.reference.backend import REFERENCE
 from mpidl.blocks import Blocked
-from mpidl.deferred import DeferredInput
 from mpidl.device_array import is_device_array
 
 WINOGRAD = ("auto", "off", "fast")
@@ -28,8 +27,7 @@ PRECISION = ("fp32", "tf32")
 
 def of_value(x: Blocked) -> Backend:
     """Return the backend for a Blocked value."""
-    lanes = x.source
-    return of_array(lanes.x if isinstance(lanes, DeferredInput) else lanes)
+    return of_array(x.stored_array)
 
 
 def of_array(array: Any) -> Backend:

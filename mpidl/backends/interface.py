@@ -49,6 +49,7 @@ Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None
 
 # Functions that exist only in backends with `fuses_convolutions`.
 FUSED = frozenset({"activation", "activation_sums", "conv2d_moments", "conv2d_relu"})
+FUSED |= {"add_relu", "add_relu_dx"}
 # Functions that exist only in backends without `arrays_on_device`: the host prepares images.
 HOST = frozenset({"image_sums", "keyed_words", "planes", "warp"})
 
@@ -146,7 +147,8 @@ class Backend(TrainingFunctions, Protocol):
             to the activation of y.
         activation_after : (DeferredInput of y, a, b, c), optional
             Backpropagate dy through ReLU and batch normalization first. The gradient of y is then
-            a * dz + b * (y - mean) + c, where dz is dy if the activation is > 0, else 0.
+            a * dz + b * (y - mean) + c, where dz is dy if the activation is > 0, else 0. For a
+            NormalizedInput, which has no ReLU, dz is dy.
         sums : bool
             Whether to compute the `activation_sums` of dx too. x must then be a DeferredInput.
         overwrite : bool
@@ -448,7 +450,36 @@ class Backend(TrainingFunctions, Protocol):
     # join
 
     def add(self, a: Readable, b: Readable) -> Lanes:
-        """Return a + b."""
+        """Return a + b. Each operand may also be a NormalizedInput."""
+
+    def add_relu(self, a: Readable, b: Readable) -> Lanes:
+        """Return max(0, a + b). Each operand may also be a NormalizedInput."""
+
+    def add_relu_dx(
+        self,
+        dy: Sequence[Lanes],
+        y: Lanes,
+        normalizations: Sequence[Any],
+        tree: Tree,
+    ) -> tuple[Lanes, list[Partial | None]]:
+        """Return the gradient of `add_relu` with respect to a and b, and sums of it.
+
+        Parameters
+        ----------
+        dy : list of Lanes
+            The gradient with respect to y, or two arrays whose sum it is.
+        y : Lanes
+            The result of `add_relu`.
+        normalizations : list of (NormalizedInput or None)
+            For a and b, the operand if its sums are needed.
+
+        Returns
+        -------
+        dz : Lanes
+            The sum of dy where y > 0, else 0.
+        sums : list of (Partial or None)
+            The `batchnorm_sums` of dz for each of `normalizations`, None for None.
+        """
 
     def concat(self, arrays: Sequence[Readable]) -> Lanes:
         """Concatenate lanes (B, C1, ..., 16), (B, C2, ..., 16), ... along the channels."""

@@ -161,9 +161,9 @@ def classify(
 
     Raises
     ------
-    If the network expects images of another shape or was trained for regression, or if `names`
-    is True and the network has no class names.
-        class names although `names` is True.
+    UserError
+        If the network expects images of another shape or was trained for regression, or if `names`
+        is True and the network has no class names.
     """
     losses.need_network(net)
     if losses.has_separate_labels(net):

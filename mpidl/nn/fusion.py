@@ -1,11 +1,14 @@
 """Fuse neighbouring layers of a network into one op.
 
-A run is a sequence of neighbouring layers that are computed as one op. There are two kinds:
+These runs of layers become one op:
 
 - Convolution, batch normalization and ReLU. The op stores only the convolution's output. Later ops
-  (convolution, pooling, dense) apply the normalization and the ReLU when they read this output.
-- Convolution and ReLU, with or without the addition of one other value between them, as at the end
-  of a residual block. The op adds and applies the ReLU before it stores the output.
+  (convolution, pooling, dense) apply the normalization and the ReLU when they read that output.
+- Convolution and batch normalization, if only additions read the result. The op stores only the
+  convolution's output, which the additions normalize when they read it.
+- The addition of two values and ReLU.
+- Convolution, ReLU, and between them perhaps the addition of one other value, as at the end of a
+  residual block. The op adds and applies the ReLU before it stores the convolution's output.
 
 Layers outside a run may read only the output of the run's last layer. If several layers read this
 output, their cotangents are summed. Fusion does not change the network, the learnables or the
@@ -35,7 +38,10 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
     reads
         For each layer, the names of the outputs that it reads.
     """
-    readers = collections.Counter(name for names in reads for name in names)
+    readers: dict[str, list[Layer]] = collections.defaultdict(list)
+    for layer, names in zip(layers, reads, strict=True):
+        for name in names:
+            readers[name].append(layer)
     runs, i = [], 0
     while i < len(layers):
         count = next((len(run) for run in RUNS if _begins(run, layers[i:], reads[i:], readers)), 1)
@@ -44,16 +50,31 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
     return runs
 
 
-RUNS = (Conv2D, BatchNorm, ReLU), (Conv2D, Add, ReLU), (Conv2D, ReLU)
+RUNS = (
+    (Conv2D, BatchNorm, ReLU),
+    (Conv2D, Add, ReLU),
+    (Conv2D, ReLU),
+    (Conv2D, BatchNorm),
+    (Add, ReLU),
+)
 
 
 def _begins(run, layers, reads, readers):
-    """Return whether the layers begin with a run of these types that can be fused."""
+    """Return whether layers with these reads begin with a run whose results only it reads.
+
+    `readers` are the layers that read each name.
+    """
     if tuple(type(layer) for layer in layers[: len(run)]) != run:
         return False
+    if run[0] is Add and len(reads[0]) != 2:
+        return False
+    if run[-1] is BatchNorm:
+        types = {type(layer) for layer in readers[layers[len(run) - 1].name]}
+        if types != {Add}:
+            return False
     for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
         inputs = 2 if type(layer) is Add else 1
-        if names.count(before.name) != 1 or len(names) != inputs or readers[before.name] != 1:
+        if names.count(before.name) != 1 or len(names) != inputs or len(readers[before.name]) != 1:
             return False
     return True
 
@@ -70,10 +91,12 @@ def can_fuse(x: Any) -> bool:
 
 
 def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:
-    """Compute a run of several layers by one op. `x` contains the values of its `outer_reads`."""
+    """Compute a run of several layers by one op; x are the values of its `outer_reads`."""
+    if isinstance(run[0], Add):
+        return ops.add_relu(*x)
     conv: Any = run[0]
     context = contexts[0]
-    options = {
+    options: dict[str, Any] = {
         "stride": conv.stride,
         "padding": conv.padding,
         "dilation": conv.dilation,
@@ -83,14 +106,14 @@ def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerCont
     if not isinstance(run[1], BatchNorm):
         return ops.conv2d_relu(x[0], weight, bias, *x[1:], **options)
     norm, norm_context = run[1], contexts[1]
-    options["epsilon"] = norm.epsilon
+    options |= {"epsilon": norm.epsilon, "relu": isinstance(run[-1], ReLU)}
     gamma, beta = norm_context["gamma"], norm_context["beta"]
     if not norm_context.training:
         mean, variance = norm.running(norm_context)
-        return ops.conv2d_batchnorm_relu_predict(
+        return ops.conv2d_batchnorm_predict(
             x[0], weight, bias, mean, variance, gamma, beta, **options
         )
-    return ops.conv2d_batchnorm_relu(
+    return ops.conv2d_batchnorm(
         x[0],
         weight,
         bias,

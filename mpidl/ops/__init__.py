@@ -5,10 +5,11 @@ A vjp (vector-Jacobian product) computes the gradients of an op. To export a new
 """
 
 from mpidl.ops.activation import *
+from mpidl.ops.add_relu import add_relu as add_relu
 from mpidl.ops.arithmetic import *
 from mpidl.ops.batchnorm import *
-from mpidl.ops.batchnorm import conv2d_batchnorm_relu as conv2d_batchnorm_relu
-from mpidl.ops.batchnorm import conv2d_batchnorm_relu_predict as conv2d_batchnorm_relu_predict
+from mpidl.ops.batchnorm import conv2d_batchnorm as conv2d_batchnorm
+from mpidl.ops.batchnorm import conv2d_batchnorm_predict as conv2d_batchnorm_predict
 from mpidl.ops.binary_loss import *
 from mpidl.ops.binary_loss import binary_label_count as binary_label_count
 from mpidl.ops.concat import *

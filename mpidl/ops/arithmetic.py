@@ -16,7 +16,7 @@ import numpy as np
 from mpidl import backends
 from mpidl.autodiff.tape import Operand, Var, WithVjp, op, value_of
 from mpidl.blocks import Blocked
-from mpidl.deferred import readable
+from mpidl.deferred import addend
 from mpidl.fold import Partial
 from mpidl.ops.reductions import multiply_partial
 
@@ -70,8 +70,8 @@ def _sum_to(dy, x):
 def _add_blocked(a, b):
     if a.dtype != b.dtype:
         return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
-    sources = readable(a), readable(b)
-    return a.like(backends.of_value(a).add(*sources)), lambda dy, needs: (dy, dy)
+    operands = addend(a), addend(b)
+    return a.like(backends.of_value(a).add(*operands)), lambda dy, needs: (dy, dy)
 
 
 @op(blocks=True)

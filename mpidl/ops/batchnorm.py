@@ -13,7 +13,14 @@ import numpy as np
 from mpidl import backends
 from mpidl.autodiff.tape import Array, WithVjp, op
 from mpidl.blocks import Blocked
-from mpidl.deferred import DeferredActivation, GradientWithSums
+from mpidl.deferred import (
+    DeferredActivation,
+    DeferredInput,
+    DeferredNormalization,
+    DeferredValue,
+    GradientWithSums,
+    NormalizedInput,
+)
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 
@@ -195,7 +202,7 @@ def _refuse_learnables(needs):
 
 
 @op(blocks=True)
-def conv2d_batchnorm_relu(
+def conv2d_batchnorm(
     x: Blocked,
     weight: Array,
     bias: Array | None,
@@ -209,11 +216,13 @@ def conv2d_batchnorm_relu(
     epsilon: float = 1e-5,
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
+    relu: bool = False,
 ) -> WithVjp[Blocked]:
-    """Return relu(batchnorm(conv2d(x, weight, bias), gamma, beta)).
+    """Return batchnorm(conv2d(x, weight, bias), gamma, beta) or, if `relu`, the ReLU of it.
 
-    The result has the same bytes as the result of three separate ops. The arguments are as in
-    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
+    The result has the same bytes as the result of separate ops. The other arguments are as in
+    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must
+    be True.
 
     Notes
     -----
@@ -224,27 +233,43 @@ def conv2d_batchnorm_relu(
     for the preceding batch normalization.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
-    _check("conv2d_batchnorm_relu", len(weight), gamma, beta, scope, x.shape)
+    _check("conv2d_batchnorm", len(weight), gamma, beta, scope, x.shape)
     backend, batch = backends.of_value(x), x.batch
     counts, tree = batch.counts(), batch.tree
     y, moments = backend.conv2d_moments(x.source, weight, bias, *conv_args, counts, tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
-    value = backend.source(y, s.shift, s.scale, beta)
+    value = _deferred(backend, batch, y, s.shift, s.scale, beta, relu)
 
     def vjp(dy, needs):
-        sums = dy.sums if isinstance(dy, GradientWithSums) else None
-        if sums is None:
-            sums = backend.activation_sums(dy.lanes, value, tree)
+        if isinstance(dy, GradientWithSums):
+            sums = dy.sums
+        elif relu:
+            sums = backend.activation_sums(dy.lanes, value.deferred, tree)
+        else:
+            sums = backend.batchnorm_sums(dy.lanes, y, s.shift, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
-        return *_conv2d_backward(dy, x, value, weight, conv_args, factors, needs[:3]), dgamma, dbeta
+        gradients = _conv2d_backward(dy, x, value.deferred, weight, conv_args, factors, needs[:3])
+        return *gradients, dgamma, dbeta
 
-    return DeferredActivation(value, batch, backend.activation), vjp
+    return value, vjp
+
+
+def _deferred(backend, batch, y, mean, scale, beta, relu) -> DeferredValue:
+    """Return the normalization of y, followed by ReLU if `relu`, as a value that is not stored."""
+    source: DeferredInput = backend.source(y, mean, scale, beta)
+    if relu:
+        return DeferredActivation(source, batch, backend.activation)
+
+    def compute(operand):
+        return backend.batchnorm(*operand)
+
+    return DeferredNormalization(NormalizedInput(*source), batch, compute)
 
 
 def _conv2d_backward(
     dy,
     x,
-    activation_after,
+    value_after,
     weight,
     conv_args: tuple[check.Pair, check.Sides, check.Pair, int],
     factors: tuple[Any, Any, Any],
@@ -252,8 +277,9 @@ def _conv2d_backward(
 ):
     """Return the cotangents of the convolution's images, weight and bias.
 
-    dy is the cotangent of `activation_after`, a DeferredInput. `factors` (from `_gradients`) belong
-    to the batch normalization between the convolution and this activation.
+    dy is the cotangent of `value_after`, the DeferredInput or NormalizedInput of the batch
+    normalization that follows the convolution. `factors` (from `_gradients`) belong to this
+    normalization.
     """
     if not any(needs):
         return None, None, None
@@ -267,9 +293,9 @@ def _conv2d_backward(
         batch.counts(),
         batch.tree,
         needs,
-        activation_after=(activation_after, *factors),
+        activation_after=(value_after, *factors),
         sums=activation_before,
-        overwrite=isinstance(dy, GradientWithSums),  # only this op reads such a dy
+        overwrite=isinstance(dy, GradientWithSums) and not dy.is_shared,
     )
     if activation_before:
         dx = GradientWithSums(dx, batch, sums)
@@ -279,7 +305,7 @@ def _conv2d_backward(
 
 
 @op(blocks=True)
-def conv2d_batchnorm_relu_predict(
+def conv2d_batchnorm_predict(
     x: Blocked,
     weight: Array,
     bias: Array | None,
@@ -293,8 +319,9 @@ def conv2d_batchnorm_relu_predict(
     dilation: check.PairArgument = 1,
     groups: int = 1,
     epsilon: float = 1e-5,
+    relu: bool = False,
 ) -> WithVjp[Blocked]:
-    """Compute `conv2d_batchnorm_relu` with the running mean and variance.
+    """Compute `conv2d_batchnorm` with the running mean and variance.
 
     Prediction and frozen layers use this op. The arguments are as in `conv2d` and
     `batchnorm_predict`.
@@ -303,18 +330,13 @@ def conv2d_batchnorm_relu_predict(
     backend = backends.of_value(x)
     y = backend.conv2d(x.source, weight, bias, *conv_args)
     scale = backend.predict_scale(gamma, variance, epsilon)
-    value = backend.source(y, mean, scale, beta)
+    value = _deferred(backend, x.batch, y, mean, scale, beta, relu)
 
     def vjp(dy, needs):
         _refuse_learnables(needs[3:])
         zeros = backend.zeros_like(scale)
         factors = scale, zeros, zeros
-        return (
-            *_conv2d_backward(dy, x, value, weight, conv_args, factors, needs[:3]),
-            None,
-            None,
-            None,
-            None,
-        )
+        gradients = _conv2d_backward(dy, x, value.deferred, weight, conv_args, factors, needs[:3])
+        return *gradients, None, None, None, None
 
-    return DeferredActivation(value, x.batch, backend.activation), vjp
+    return value, vjp

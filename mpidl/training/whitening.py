@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import keyed
+from mpidl import keyed, losses
 from mpidl.blocks import OneRank
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.transforms.augment import centred
 from mpidl.errors import UserError
 from mpidl.files import call_together
@@ -52,9 +52,16 @@ def layers_to_whiten(net: Network) -> list[Conv2D]:
     UserError
         If such a layer does not read the images, or if its filters are larger than the images.
     """
-    layers = []
+    layers, shapes = [], {graph.IMAGES: net.input_shape}
+    names = [layer.name for layer in net.layers]
+    shapes |= dict(zip(names, net.output_shapes, strict=True))
     for layer, reads in zip(net.layers, net.reads, strict=True):
         if getattr(layer, "weight_initializer", None) != "whitening":
+            continue
+        key, built = f"{layer.name}.weight", layer.build(shapes[reads[0]])
+        weight = np.asarray(net.parameters[key])
+        initial = construction.initial_arrays(layer, built.learnables, net.seed)[key]
+        if weight.any() and not np.array_equal(weight, initial):
             continue
         if reads != (graph.IMAGES,):
             raise UserError(
@@ -66,11 +73,7 @@ def layers_to_whiten(net: Network) -> list[Conv2D]:
                 f"layer {layer.name}: weight_initializer whitening: expected filters that fit into "
                 f"images of shape {net.input_shape}, found size {layer.size}"
             )
-        key, built = f"{layer.name}.weight", layer.build(net.input_shape)
-        weight = np.asarray(net.parameters[key])
-        initial = construction.initial_arrays(layer, built.learnables, net.seed)[key]
-        if not weight.any() or np.array_equal(weight, initial):
-            layers.append(layer)
+        layers.append(layer)
     return layers
 
 
@@ -99,13 +102,22 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
     Raises
     ------
     UserError
-        On all ranks, if a layer does not read the images, or if an image cannot be read.
+        On all ranks, if a layer does not read the images, if the datastore has no images or images
+        of another shape than the network, or if an image cannot be read.
 
     Notes
     -----
     A frozen whitening layer speeds up the first epochs. See Page, "How to train your ResNet", 2019,
     and Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, section 3.2.
     """
+    losses.need_network(net)
+    need_datastore(datastore, "training images")
+    shape, expected = datastore.image_shape, net.input_shape
+    if not len(datastore) or shape[0] != expected[0] or min(np.subtract(shape, expected)) < 0:
+        raise UserError(
+            f"whiten: expected images of shape {expected} or larger, found {len(datastore)} of "
+            f"shape {shape}"
+        )
     for layer in layers_to_whiten(net):
         key = f"{layer.name}.weight"
         shape = net.parameters[key].shape
@@ -239,7 +251,9 @@ def _normalized(net, datastore, indices):
     images = read_images(datastore, indices)
     top, left = centred(images.shape[1:], shape[1:])
     images = images[:, :, top : top + shape[1], left : left + shape[2]]
-    return net.normalization(images).astype(np.float64)
+    if net.normalization is not None:
+        return net.normalization(images).astype(np.float64)
+    return images / 255 if images.dtype == np.uint8 else images.astype(np.float64)
 
 
 def _patches(images: np.ndarray, layer: Conv2D, size: tuple[int, ...]) -> Iterator[np.ndarray]:

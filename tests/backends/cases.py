@@ -4,6 +4,8 @@ Most shapes are small enough for the emulated GPU. Larger shapes are only for th
 choose some algorithms by size.
 """
 
+import functools
+
 import numpy as np
 from conformance import (
     Case,
@@ -12,12 +14,13 @@ from conformance import (
     deferred,
     filters,
     lanes,
+    normalized,
     vector,
 )
 from training_cases import training_table
 
 from mpidl import shapes
-from mpidl.deferred import DeferredInput
+from mpidl.deferred import DeferredInput, NormalizedInput
 
 CPU = ("cpu",)
 NO_PADDING, PADDING_1, UNIT = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)
@@ -63,6 +66,9 @@ LARGE_CONVOLUTIONS = {
     "not padded": ((16, 10, 10), (16, 3, 3), UNIT, NO_PADDING, UNIT, 1),
     "padded by 2": ((16, 9, 9), (16, 3, 3), UNIT, ((2, 2), (2, 1)), UNIT, 1),
     "large 1x1": ((5, 6, 7), (9, 1, 1), UNIT, NO_PADDING, UNIT, 1),
+    "1x1 of several bands": ((300, 5, 9), (48, 1, 1), UNIT, NO_PADDING, UNIT, 1),
+    "1x1 of 16 outputs": ((70, 15, 14), (16, 1, 1), UNIT, NO_PADDING, UNIT, 1),
+    "large 1x1 by 2": ((37, 25, 24), (64, 1, 1), (2, 2), NO_PADDING, UNIT, 1),
     "large 3x3 by 2": ((3, 15, 13), (7, 3, 3), (2, 2), PADDING_1, UNIT, 1),
     "large 5x5": ((33, 7, 9), (35, 5, 5), UNIT, ((4, 1), (2, 3)), UNIT, 1),
     "large 5x5 of two groups": ((18, 9, 6), (32, 5, 5), UNIT, ((2, 2), (2, 2)), UNIT, 2),
@@ -73,7 +79,8 @@ LARGE_CONVOLUTIONS = {
 # cases with filters larger than 3x3 that Winograd's algorithm computes
 BY_WINOGRAD = ("large 5x5", "large 5x5 of two groups", "large 5x5 by 2", "large 11x11 by 4")
 FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a group")
-FUSED_ON_CPU += ("large 1x1", "large 3x3 by 2", *BY_WINOGRAD)
+FUSED_ON_CPU += ("large 1x1", "1x1 of several bands", "large 1x1 by 2", "large 3x3 by 2")
+FUSED_ON_CPU += BY_WINOGRAD
 WINOGRAD = ({"winograd": "fast"}, {"winograd": "auto"}, {"winograd": "off"})
 ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True})
 
@@ -144,6 +151,8 @@ BETWEEN = ("x", "weight", *GEOMETRY, "counts", "tree")
 def through_activations(backend, a):
     """Call conv2d_backward with an activation after it, a deferred input, and the sums of dx."""
     source = backend.source(a["y"], *a["after"])
+    if not a.get("relu", True):
+        source = NormalizedInput(*source)
     return backend.conv2d_backward(
         *(a["dy"], *(a[name] for name in BETWEEN), ALL),
         activation_after=(source, *a["factors"]),
@@ -153,8 +162,9 @@ def through_activations(backend, a):
 
 
 def through_activations_separately(backend, a):
-    active = backend.relu(backend.batchnorm(a["y"], *a["after"]))
-    dz = backend.relu_dx(a["dy"], active)
+    dz = a["dy"]
+    if a.get("relu", True):
+        dz = backend.relu_dx(dz, backend.relu(backend.batchnorm(a["y"], *a["after"])))
     dy = backend.batchnorm_dx(dz, a["y"], a["after"][0], *a["factors"], a["counts"])
     gradients = backend.conv2d_backward(dy, *(a[name] for name in BETWEEN), ALL)
     return with_sums(backend, gradients, a)
@@ -185,6 +195,15 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     yield Case("conv2d_relu", f"{label}, added", joined, bound, oracle=relu_after, **options)
     yield Case(
         *("conv2d_backward", f"{label}, between activations", backward, backward_bound),
+        call=through_activations,
+        oracle=through_activations_separately,
+        **options,
+    )
+    yield Case(
+        "conv2d_backward",
+        f"{label}, before a normalization",
+        backward | {"relu": False},
+        backward_bound,
         call=through_activations,
         oracle=through_activations_separately,
         **options,
@@ -446,6 +465,38 @@ def dropped(shape, probability, flattened=False):
     return Case("dropout", label, arguments, 0)
 
 
+def relu_of_sum(backend, a):
+    return backend.relu(backend.add(a["a"], a["b"]))
+
+
+def add_relu_dx(backend, a):
+    operands = [a["sources"].get(name) for name in "ab"]
+    return backend.add_relu_dx(a["dy"], a["y"], operands, a["tree"])
+
+
+def add_relu_dx_separately(backend, a):
+    dz = backend.relu_dx(functools.reduce(backend.add, a["dy"]), a["y"])
+    operands = (a["sources"].get(name) for name in "ab")
+    return dz, [n and backend.batchnorm_sums(dz, n.x, n.mean, a["tree"]) for n in operands]
+
+
+def residual_ends(shape):
+    """Sums of normalizations, with ReLU, and their gradients."""
+    kinds = {"lanes": lanes, "deferred": deferred, "normalized": normalized}
+    pairs = ("normalized", "lanes"), ("deferred", "normalized"), ("normalized", "normalized")
+    for a, b in (*pairs, ("lanes", "lanes")):
+        values, label = {"a": kinds[a](*shape), "b": kinds[b](*shape)}, f"{shape}, {a} and {b}"
+        yield Case("add_relu", label, values, 1e-6, oracle=relu_of_sum)
+        if (a, b) in pairs:
+            yield Case("add", label, values, 1e-6)
+    for parts, names in ((1, "a"), (2, "b"), (2, "ab"), (1, "")):
+        values = {"dy": [cotangent(*shape)] * parts, "y": lanes(*shape)}
+        values |= {name: normalized(*shape) for name in names}
+        label = f"{shape}, {parts} cotangents, {len(names)} sums {names}".rstrip()
+        options = {"call": add_relu_dx, "oracle": add_relu_dx_separately}
+        yield Case("add_relu_dx", label, values, 1e-6, **options)
+
+
 def joins(shape):
     (a, *rest), b, c = shape, 3, 4
     yield Case("add", f"{shape}", {"a": lanes(*shape), "b": lanes(*shape)}, 0)
@@ -525,6 +576,7 @@ def table():
         yield dropped(shape, 0.5, flattened=True)
     for shape in list(IMAGES.values())[:3]:
         yield from joins(shape)
+        yield from residual_ends(shape)
     yield from training_table()
 
 

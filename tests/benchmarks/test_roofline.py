@@ -77,8 +77,11 @@ def test_passes_of_a_step():
     assert in_step["batchnorm2"] == in_step["relu2"] == set()
     assert in_step["dense1"] == {"forward", "backward"}
     in_step = roofline.step_passes(zoo.resnet((3, 8, 8)))
-    assert in_step["block1_norm2"] == {"statistics", "forward", "sums", "dx"}
+    assert in_step["block1_conv2"] == {"fused forward", "fused backward"}
+    assert in_step["block1_norm2"] == in_step["block1_relu2"] == set()
     assert in_step["block1_add"] == {"forward", "dx"}
+    in_step = roofline.step_passes(dl.Network([dl.BatchNorm(), dl.Dense(2)], (3, 8, 8)))
+    assert in_step["batchnorm1"] == {"statistics", "forward", "sums", "dx"}
 
 
 LAYERS = [

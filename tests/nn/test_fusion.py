@@ -8,6 +8,7 @@ from single_rank import blocked
 
 import mpidl as dl
 from mpidl import ops
+from mpidl.backends import CPU
 from mpidl.blocks import Blocked
 from mpidl.deferred import DeferredActivation
 from mpidl.nn import fusion
@@ -33,6 +34,17 @@ LAYERS = {
         *(dl.Conv2D(3, 32, padding=1), dl.BatchNorm(), dl.ReLU(name="left")),
         *(dl.Conv2D(3, 32, padding=1, after="r"), dl.Add(inputs=("conv3", "left")), dl.ReLU()),
         *(dl.Conv2D(3, 32, padding=1, name="c"), dl.Add(inputs=("relu3", "c")), dl.ReLU()),
+        dl.Dense(3),
+    ],
+    "residual": [
+        *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(name="a")),
+        *conv_norm_relu(3, 16, padding=1),
+        *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(name="n")),
+        dl.Add(inputs=("n", "a"), name="s"),
+        *(dl.Conv2D(1, 32, stride=2), dl.BatchNorm(name="left")),
+        *(dl.Conv2D(1, 32, stride=2, after="s"), dl.BatchNorm(name="right")),
+        *(dl.Add(inputs=("left", "right")), dl.ReLU(name="joined")),
+        *(dl.Conv2D(1, 32), dl.BatchNorm(name="m"), dl.Add(inputs=("m", "joined")), dl.ReLU()),
         dl.Dense(3),
     ],
     "read by layers that store": [
@@ -98,13 +110,31 @@ def test_which_layers_are_one_run():
     assert runs(LAYERS["without normalization"]) == [2, 3, 3, 3, 1]
     assert runs([*start, conv, dl.Add(inputs=("r", "c")), relu]) == [2, 3]
     twice = dl.Add(inputs=("c", "c"))
-    assert runs([*start, conv, twice, relu]) == [2, 1, 1, 1]
+    assert runs([*start, conv, twice, relu]) == [2, 1, 2]
     several = dl.Add(inputs=("c", "r", "r"))
     assert runs([*start, conv, several, relu]) == [2, 1, 1, 1]
     read_again = [dl.Add(inputs=("c", "r"), name="s"), dl.ReLU(name="t")]
-    assert runs([*start, conv, *read_again, dl.Add(inputs=("t", "c"))]) == [2, 1, 1, 1, 1]
+    assert runs([*start, conv, *read_again, dl.Add(inputs=("t", "c"))]) == [2, 1, 2, 1]
     assert runs([*start, conv, *read_again, dl.Add(inputs=("t", "s"))]) == [2, 1, 1, 1, 1]
     assert runs([conv, dl.ReLU(name="t"), dl.Add(inputs=("t", "c"))]) == [1, 1, 1]
+    norm, add = dl.BatchNorm(name="n"), dl.Add(inputs=("n", "r"))
+    assert runs([*start, conv, norm, add, relu]) == [2, 2, 2]
+    assert runs([*start, conv, norm, dl.Add(inputs=("n", "n")), relu]) == [2, 2, 2]
+    assert runs([*start, conv, norm, dl.Add(inputs=("n", "r", "r")), relu]) == [2, 2, 1, 1]
+    assert runs([*start, conv, norm, dl.Tanh(), dl.Add(inputs=("n", "tanh1"))]) == [2, 1, 1, 1, 1]
+    assert runs([*start, conv, norm]) == [2, 1, 1]
+
+
+def test_a_residual_block_stores_only_what_its_convolutions_read(world, monkeypatch):
+    images, _ = mini_batch(world)
+    layers = [*conv_norm_relu(3, 16, padding=1), dl.Conv2D(3, 16, padding=1), dl.BatchNorm()]
+    layers += [dl.Add(inputs=("batchnorm2", "relu1")), dl.ReLU()]
+    calls = []
+    for name in ("batchnorm", "relu", "activation", "moments"):
+        function = getattr(CPU, name)
+        monkeypatch.setattr(CPU, name, lambda *a, n=name, f=function: calls.append(n) or f(*a))
+    value = dl.Network(layers, (1, 12, 12))(images)
+    assert type(value) is Blocked and (value.lanes >= 0).all() and calls == []
 
 
 def branches(fused):
@@ -116,7 +146,7 @@ def branches(fused):
     def loss(p, images, labels):
         arguments = images, p["w1"], p["b1"], p["gamma"], p["beta"]
         if fused:
-            a = ops.conv2d_batchnorm_relu(*arguments, padding=1)
+            a = ops.conv2d_batchnorm(*arguments, padding=1, relu=True)
         else:
             a = dl.relu(dl.batchnorm(dl.conv2d(*arguments[:3], padding=1), *arguments[3:]))
         b = dl.conv2d(a, p["w2"], p["b2"], padding=1)

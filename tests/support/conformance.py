@@ -20,7 +20,7 @@ from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import Backend
 from mpidl.blocks import LANES
-from mpidl.deferred import DeferredInput
+from mpidl.deferred import DeferredInput, NormalizedInput
 from mpidl.fold import Partial, Tree, fold_nodes, merge_moments
 
 BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, GPU)}
@@ -31,8 +31,9 @@ SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks; the second rank 
 class Draw(NamedTuple):
     """Argument that is drawn at random.
 
-    `kind` is "lanes" (a value per image), "deferred" (lanes, the input of an activation), "images"
-    (an entry per image), "samples" (sample numbers), "filters" (weights of images) or "plain".
+    kind: "lanes" (a value per image), "deferred" (lanes, the input of an activation), "normalized"
+    (the same without ReLU), "images" (an entry per image), "samples" (sample numbers), "filters"
+    (weights of images) or "plain".
     """
 
     kind: str
@@ -58,6 +59,11 @@ def cotangent(*shape):
 def deferred(*shape, **options):
     """Return an activation of lanes that a backend that fuses convolutions does not store."""
     return Draw("deferred", shape, **options)
+
+
+def normalized(*shape):
+    """A normalization of lanes, which a backend that fuses convolutions does not store."""
+    return Draw("normalized", shape)
 
 
 def labels(classes, *pixels):
@@ -144,7 +150,7 @@ def drawn(name, draw, blocks, last):
     images = max(LANES * blocks - LANES + last, 0)
     per_image = {"images": (images,), "samples": (LANES * blocks,)}
     shape = per_image.get(draw.kind, ()) + draw.shape
-    if draw.kind in ("lanes", "deferred"):
+    if draw.kind in ("lanes", "deferred", "normalized"):
         shape = (blocks, *draw.shape, LANES)
     if draw.kind == "samples":
         return np.arange(LANES * blocks, dtype=np.int64) * 1234567
@@ -159,10 +165,10 @@ def drawn(name, draw, blocks, last):
             value.reshape(-1)[start::step] = number
     if draw.cotangent:
         fill_unused(value, used_lanes(blocks, last), 0)
-    if draw.kind == "deferred":
+    if draw.kind in ("deferred", "normalized"):
         mean, scale, beta = rng.uniform((-0.5, 0.5, -1), (0.5, 2, 1), (draw.shape[0], 3)).T
         vectors = (np.ascontiguousarray(v, np.float32) for v in (mean, scale, beta))
-        return DeferredInput(value, *vectors)
+        return (DeferredInput if draw.kind == "deferred" else NormalizedInput)(value, *vectors)
     return value
 
 
@@ -170,7 +176,7 @@ def part(draw, value, owned):
     """Return a copy of the part of an argument that belongs to a share."""
     if isinstance(value, DeferredInput):
         x, *vectors = value
-        return DeferredInput(x[owned.first : owned.stop].copy(), *map(np.copy, vectors))
+        return type(value)(x[owned.first : owned.stop].copy(), *map(np.copy, vectors))
     if draw.kind == "lanes":
         return value[owned.first : owned.stop].copy()
     if draw.kind in ("images", "samples"):
@@ -184,7 +190,8 @@ def placed(backend, draw, value, double):
         return flattened(placed(backend, draw._replace(flattened=False), value, double))
     if isinstance(value, DeferredInput):
         parts = zip(("lanes", "plain", "plain", "plain"), value, strict=True)
-        return backend.source(*(placed(backend, Draw(kind), v, double) for kind, v in parts))
+        operand = backend.source(*(placed(backend, Draw(kind), v, double) for kind, v in parts))
+        return operand if draw.kind == "deferred" else NormalizedInput(*operand)
     if backend is GPU:
         if draw.kind == "samples":
             value = value.astype(np.int32)
@@ -197,7 +204,8 @@ def placed(backend, draw, value, double):
 
 def stored_activation(backend, draw, source):
     """Return the activation of a DeferredInput as lanes, computed by separate functions."""
-    active = backend.relu(backend.batchnorm(*source))
+    active = backend.batchnorm(*source)
+    active = active if isinstance(source, NormalizedInput) else backend.relu(active)
     return flattened(active) if draw.flattened else active
 
 

@@ -169,6 +169,28 @@ def test_without_a_bias_and_trained_further(world):
     assert 0 < abs(difference).max() < 1
 
 
+def test_a_layer_with_weights_may_read_another_layer(world):
+    second = dl.Conv2D(2, 4, weight_initializer="whitening", name="second")
+    net = dl.Network([dl.Conv2D(3, 2), second, dl.Dense(3)], (1, 6, 6))
+    weight = np.ones_like(net.parameters["second.weight"])
+    net.parameters = {**net.parameters, "second.weight": weight}
+    assert whitening.layers_to_whiten(net) == []
+
+
+def test_pixels_without_a_normalization_are_divided_by_255():
+    store, net, reference = store_of(40, 1, 6, 6), network(), network()
+    dl.whiten(net, store)
+    reference.normalization = lambda images: images / 255
+    dl.whiten(reference, store)
+    assert weights_sha256(net) == weights_sha256(reference)
+
+
+@pytest.mark.parametrize("shape", [(9, 1, 5, 6), (9, 2, 6, 6), (0, 1, 6, 6)])
+def test_unusable_images_are_refused(shape):
+    with pytest.raises(UserError, match=r"expected images of shape \(1, 6, 6\) or larger, found"):
+        dl.whiten(network(), store_of(*shape))
+
+
 def test_unusable_layers_are_refused(world):
     second = dl.Conv2D(2, 4, weight_initializer="whitening", name="second")
     net = dl.Network([dl.Conv2D(3, 2), second, dl.Dense(3)], (1, 6, 6))

@@ -11,6 +11,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
 from mpidl.blocks import LANES
+from mpidl.deferred import NormalizedInput
 from mpidl.fold import Partial, Term, add, merge_moments
 
 SAVING = 8  # minimum number of channels for Winograd's algorithm in gradients
@@ -156,12 +157,15 @@ def conv2d_backward(
     shape, _, (_, m, dweight_m) = plan(source[0], weight, stride, padding, dilation, groups)
     after = (None,) * 7
     if activation_after is not None:
-        after = (*source_of(activation_after[0]), *map(per_channel, activation_after[1:]))
+        source_after, *factors = activation_after
+        after = source_of(source_after)
+        if isinstance(source_after, NormalizedInput):
+            after = (*after[:2], None, None)
+        after = (*after, *map(per_channel, factors))
     dy = np.ascontiguousarray(dy)
     dx = None
     if needs[0]:
-        dx = dy if overwrite and dy.size == source[0].size else arenas.empty(source[0].shape)
-        dx = dx.reshape(source[0].shape)
+        dx = dy if overwrite and dy.shape == source[0].shape else arenas.empty(source[0].shape)
     rows = arenas.empty((blocks, 2 * source[0].shape[1]), np.float64) if sums else None
     nodes = None
     if needs[1] or needs[2]:

@@ -5,14 +5,37 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import source_of
+from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
+from mpidl.deferred import NormalizedInput
 
 
 def add(a, b):
+    return _sum(a, b, relu=0)
+
+
+def add_relu(a, b):
+    return _sum(a, b, relu=1)
+
+
+def _sum(a, b, relu):
+    has_relu = [not isinstance(operand, NormalizedInput) for operand in (a, b)]
     a, b = source_of(a), source_of(b)
     y = arenas.empty(a[0].shape)
-    kernels().add(*a, *b, y, *sizes(y))
+    kernels().add(*a, int(has_relu[0]), *b, int(has_relu[1]), y, relu, *sizes(y))
     return y
+
+
+def add_relu_dx(dy, y, normalizations, tree):
+    dy, more_dy = (*map(np.ascontiguousarray, dy), None)[:2]
+    dz, (blocks, channels, pixels) = arenas.empty(y.shape), sizes(y)
+    arguments, all_rows = [], []
+    for operand in normalizations:
+        rows = None if operand is None else arenas.empty((blocks, 2 * channels), np.float64)
+        arguments += (None, None, None) if operand is None else (*source_of(operand)[:2], rows)
+        all_rows.append(rows)
+    geometry = blocks, channels, pixels, tree_of(tree)
+    kernels().add_relu_dx(dy, more_dy, np.ascontiguousarray(y), dz, *arguments, *geometry)
+    return dz, [None if rows is None else partial_of_rows(rows, tree) for rows in all_rows]
 
 
 def concat(arrays):

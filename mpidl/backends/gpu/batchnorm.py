@@ -8,7 +8,7 @@ import math
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
 from mpidl.blocks import LANES
-from mpidl.deferred import DeferredInput
+from mpidl.deferred import DeferredInput, NormalizedInput
 from mpidl.fold import add, merge_moments
 
 THREADS = 256  # threads per block, as in batchnorm.cu
@@ -27,12 +27,14 @@ def source(y, mean, scale, beta):
 
 
 def read(x):
-    """Return the activation of a DeferredInput, or x itself if x is an Array.
+    """Return the value of a DeferredInput or NormalizedInput, or x itself if x is an Array.
 
     The caller must not write to the result.
     """
     if not isinstance(x, DeferredInput):
         return x
+    if isinstance(x, NormalizedInput):
+        return batchnorm(*x)
     if not isinstance(x, Read):
         return _normalized(*x, relu=1)
     if x.stored is None:
@@ -149,9 +151,12 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
 def activation_dx(dy, source, a, b, c, counts, overwrite=False):
     """Return a * dz + b * (x - mean) + c, with dz = dy where the activation is > 0, else 0.
 
-    If `overwrite` is True, the result is stored in the memory of dy.
+    For a NormalizedInput, which has no ReLU, dz is dy. If `overwrite` is True, the result
+    overwrites dy.
     """
     x, mean, scale, beta = source
+    if isinstance(source, NormalizedInput):
+        scale = beta = None
     dx = dy if overwrite else array.empty_like(x)
     return _back(dy, x, mean, scale, beta, a, b, c, counts, dx)
 

@@ -2,7 +2,7 @@
 
 import math
 
-from mpidl.backends.gpu import array, launching
+from mpidl.backends.gpu import activation, array, batchnorm, launching
 from mpidl.backends.gpu.batchnorm import read
 from mpidl.backends.gpu.launching import THREADS
 
@@ -53,3 +53,13 @@ def split(x, channels):
 
 def add(a, b):
     return read(a) + read(b)
+
+
+def add_relu(a, b):
+    return activation.relu(add(a, b))
+
+
+def add_relu_dx(dy, y, normalizations, tree):
+    dz = activation.relu_dx(dy[0] if len(dy) == 1 else dy[0] + dy[1], y)
+    sums = [n if n is None else batchnorm.batchnorm_sums(dz, *n[:2], tree) for n in normalizations]
+    return dz, sums

@@ -38,10 +38,10 @@ def shared_answer(question: object, compute: Callable[[], str], patience: float)
         The answer.
     """
     digest = hashlib.sha256(repr(question).encode("utf-8", "surrogateescape")).hexdigest()[:24]
-    path = os.path.join(tempfile.gettempdir(), f"mpidl-{os.getuid()}-{digest}")
     try:
+        path = os.path.join(tempfile.gettempdir(), f"mpidl-{os.getuid()}-{digest}")
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # no space, or the file belongs to another user
+    except OSError:  # no folder, no space, or the file belongs to another user
         return compute()
     try:
         status = os.fstat(file)
@@ -54,7 +54,9 @@ def shared_answer(question: object, compute: Callable[[], str], patience: float)
                 return content.decode("utf-8", "surrogateescape")
             answer = compute()
             with contextlib.suppress(OSError):
-                os.pwrite(file, answer.encode("utf-8", "surrogateescape"), 0)
+                content = answer.encode("utf-8", "surrogateescape")
+                if os.pwrite(file, content, 0) < len(content):
+                    os.ftruncate(file, 0)
             return answer
         finally:
             with contextlib.suppress(OSError):  # another process has removed the file

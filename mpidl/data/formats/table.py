@@ -32,9 +32,8 @@ class ImageTable(ImageList):
     - `labels`: names of several classes with a separator. The target is then float32 (K,): 1 for
       the classes of the image and 0 for other classes.
     - otherwise all other columns, which hold numbers. R columns give targets of shape (R,), and one
-    column gives targets
-      of shape (). If there are several columns and all of them hold only 0 and 1, the column names
-      are the class names.
+      column gives targets of shape (). If there are several columns and all of them hold only 0 and
+      1, the column names are the class names.
 
     The optional column `split` has the values train, validation or test. With a world, construction
     is collective: rank 0 reads the table and broadcasts the results.

@@ -82,3 +82,11 @@ def test_files_that_cannot_be_trusted_or_locked(folder, monkeypatch, kind):
     assert kind == "missing folder" or path.read_text() == "planted"
     if file is not None:
         os.close(file)
+
+
+def test_without_a_folder_for_temporary_files(monkeypatch):
+    def fail():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    assert shared_answer.shared_answer("q", lambda: "own", 60) == "own"

@@ -18,6 +18,7 @@ import h5py
 import mutations
 import numpy as np
 import pytest
+from limits import slowness
 
 from mpidl import files, nn
 from mpidl.data.formats import hdf5_probe
@@ -342,10 +343,10 @@ def test_files_that_are_no_models_are_refused(model, tmp_path):
 def test_files_that_hdf5_never_finishes_reading(model, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, tables(1), FACTS)
     checkpoint.save(tmp_path, tables(2), FACTS)
-    monkeypatch.setattr(hdf5_probe, "SECONDS", 1.0)
+    monkeypatch.setattr(hdf5_probe, "SECONDS", 1.0 * slowness())
     for path in model, tmp_path / checkpoint.CURRENT:
         path.write_bytes(mutations.endless(path.read_bytes()))
-        with pytest.raises(model_file.Torn, match="library did not finish reading it within 1 s"):
+        with pytest.raises(model_file.Torn, match="library did not finish reading it"):
             model_file.read(path)
     lines = []
     assert_tables(checkpoint.load(tmp_path, lines.append)[0], 1)

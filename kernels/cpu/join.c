@@ -1,0 +1,122 @@
+/* The sum of two values, perhaps with ReLU, as at the end of a residual block, and its gradient. Each
+ * value may be a batch normalization, perhaps with ReLU, that is not stored. */
+#include "activation.h"
+#include "fold.h"
+#include "mpidl.h"
+#include "team.h"
+
+enum { ROWS = 1024 }; /* the least number of pixels of a tile, unless there are fewer */
+
+struct addend {
+    struct source source;
+    int relu; /* whether ReLU follows the normalization */
+};
+
+struct job {
+    struct addend a, b;
+    const float *dy, *more_dy, *y;
+    float *out;
+    int relu; /* whether ReLU follows the sum */
+    double *sums[2];
+    int64_t channels, pixels, all; /* channels of a block; pixels of a channel; channels of all blocks */
+    int64_t group; /* channels of a tile */
+};
+
+static void each_group(tile_work *work, struct job *job, int64_t blocks) {
+    job->all = blocks * job->channels;
+    job->group = most(ROWS / most(job->pixels, 1), 1);
+    each_tile(parts_of(job->all, job->group), work, job, 0);
+}
+
+#define EACH_CHANNEL(job, tile, number)                                                            \
+    for (int64_t number = tile * job->group; number < least(job->all, (tile + 1) * job->group);    \
+         number++)
+
+/* Return a value of an addend; `floor` is the largest value that its ReLU replaces. */
+INLINE vec value(vec x, int is_normalized, struct norm n, vec floor) {
+    return is_normalized ? larger(floor, normalize(x, n)) : x;
+}
+
+static vec floor_of_relu(int relu) { return floor_of((struct finish){NULL, relu}); }
+
+INLINE void add_channel(const struct job *job, int64_t number, const int a_normalized,
+                        const int b_normalized) {
+    const int64_t channel = number % job->channels, first = number * job->pixels * LANES;
+    const int64_t stop = first + job->pixels * LANES;
+    const float *x = job->a.source.x, *y = job->b.source.x;
+    const struct norm a = norm_of(&job->a.source, channel), b = norm_of(&job->b.source, channel);
+    const vec a_floor = floor_of_relu(job->a.relu), b_floor = floor_of_relu(job->b.relu);
+    const vec floor = floor_of_relu(job->relu);
+    for (int64_t i = first; i < stop; i += WIDTH)
+        store(job->out + i, larger(floor, value(load(x + i), a_normalized, a, a_floor) +
+                                              value(load(y + i), b_normalized, b, b_floor)));
+}
+
+static void add_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    const int a = job->a.source.mean != NULL, b = job->b.source.mean != NULL;
+    (void)own;
+    EACH_CHANNEL(job, tile, number) {
+        if (a && b) add_channel(job, number, 1, 1);
+        else if (a) add_channel(job, number, 1, 0);
+        else if (b) add_channel(job, number, 0, 1);
+        else add_channel(job, number, 0, 0);
+    }
+}
+
+void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
+               int64_t a_relu, const float *b, const float *b_mean, const float *b_scale,
+               const float *b_beta, int64_t b_relu, float *y, int64_t relu, int64_t blocks,
+               int64_t channels, int64_t pixels) {
+    struct job job = {.a = {{a, a_mean, a_scale, a_beta}, (int)a_relu},
+                      .b = {{b, b_mean, b_scale, b_beta}, (int)b_relu},
+                      .out = y,
+                      .relu = (int)relu,
+                      .channels = channels,
+                      .pixels = pixels};
+    each_group(add_tile, &job, blocks);
+}
+
+/* Compute one channel of a block. The sums read the gradient while it is in the cache. */
+static void add_relu_dx_channel(const struct job *job, int64_t number) {
+    const int64_t block = number / job->channels, channel = number % job->channels;
+    const int64_t first = number * job->pixels * LANES, stop = first + job->pixels * LANES;
+    if (job->more_dy)
+        for (int64_t i = first; i < stop; i += WIDTH)
+            store(job->out + i,
+                  relu_back(load(job->dy + i) + load(job->more_dy + i), load(job->y + i)));
+    else
+        for (int64_t i = first; i < stop; i += WIDTH)
+            store(job->out + i, relu_back(load(job->dy + i), load(job->y + i)));
+    for (int n = 0; n < 2; n++) {
+        if (!job->sums[n]) continue;
+        const struct source *source = n ? &job->b.source : &job->a.source;
+        double *row = job->sums[n] + block * 2 * job->channels;
+        channel_norm_sums(job->out + first, source->x + first, job->pixels, source, channel,
+                          row + channel, row + job->channels + channel);
+    }
+}
+
+static void add_relu_dx_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    (void)own;
+    EACH_CHANNEL(job, tile, number) add_relu_dx_channel(job, number);
+}
+
+void mpidl_add_relu_dx(const float *dy, const float *more_dy, const float *y, float *dz,
+                       const float *a, const float *a_mean, double *a_sums, const float *b,
+                       const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
+                       int64_t pixels, const int64_t *tree) {
+    struct job job = {.a = {.source = {.x = a, .mean = a_mean}},
+                      .b = {.source = {.x = b, .mean = b_mean}},
+                      .dy = dy,
+                      .more_dy = more_dy,
+                      .y = y,
+                      .out = dz,
+                      .sums = {a_sums, b_sums},
+                      .channels = channels,
+                      .pixels = pixels};
+    each_group(add_relu_dx_tile, &job, blocks);
+    for (int n = 0; n < 2; n++)
+        if (job.sums[n]) fold_sums(job.sums[n], 2 * channels, (const struct tree *)tree);
+}

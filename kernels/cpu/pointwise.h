@@ -1,0 +1,34 @@
+/* Convolutions with 1x1 filters, without padding or groups: products of matrices, pixel by pixel.
+ *
+ * A block is processed in bands of pixels that fit into the cache. A band of x or of dy is copied
+ * there with its activation or through it, so that no whole image is copied. Outputs and dx have
+ * the bytes of the direct kernel: sums run over the channels in order. */
+#ifndef MPIDL_POINTWISE_H
+#define MPIDL_POINTWISE_H
+
+#include "conv.h"
+#include "fold.h"
+
+/* The arguments of a pass, as in mpidl.h. */
+struct pointwise {
+    struct conv c;
+    struct source x;
+    struct gradient dy;
+    const float *weight, *bias;
+    float *y, *dx;
+    struct finish finish;
+    double *rows; /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
+    const int32_t *counts;
+    float *dweight; /* or NULL */
+    int64_t nodes;
+    const struct tree *tree;
+};
+
+/* Return whether these functions can compute a forward or a backward pass of this shape. */
+int is_pointwise(const struct conv *c);
+int is_pointwise_backward(const struct conv *c);
+
+void pointwise_forward(const struct pointwise *job, int64_t blocks);
+void pointwise_backward(const struct pointwise *job, int64_t blocks);
+
+#endif

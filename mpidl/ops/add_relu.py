@@ -1,0 +1,52 @@
+"""The sum of two values and its ReLU as one op, such as the end of a residual block."""
+
+from __future__ import annotations
+
+from mpidl import backends
+from mpidl.autodiff.tape import WithVjp, op
+from mpidl.blocks import Blocked
+from mpidl.deferred import (
+    DeferredNormalization,
+    GradientWithSums,
+    SumOfCotangents,
+    addend,
+)
+
+
+@op(blocks=True)
+def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
+    """Return relu(a + b) of two values of one mini-batch, shape and dtype.
+
+    The result has the same bytes as the result of separate ops. The backend must have
+    `fuses_convolutions`. It normalizes a DeferredNormalization while it reads it. In the backward
+    pass, it adds up the cotangents from two readers of the result, and computes the sums for the
+    batch normalizations of a and b, in the same pass.
+
+    Parameters
+    ----------
+    a, b
+        Values (N, ...).
+
+    Returns
+    -------
+    Blocked
+        The result, of the shape of `a`.
+    """
+    backend, values = backends.of_value(a), (a, b)
+    y = backend.add_relu(addend(a), addend(b))
+
+    def vjp(dy, needs):
+        parts = dy.parts if isinstance(dy, SumOfCotangents) else (dy,)
+        normalizations = [
+            value.deferred if need and isinstance(value, DeferredNormalization) else None
+            for value, need in zip(values, needs, strict=True)
+        ]
+        dz, sums = backend.add_relu_dx(
+            [part.lanes for part in parts], y, normalizations, a.batch.tree
+        )
+        return tuple(
+            a.like(dz) if of_value is None else GradientWithSums(dz, a.batch, of_value, all(needs))
+            for of_value in sums
+        )
+
+    return a.like(y), vjp
