@@ -91,7 +91,7 @@ QUICK = {
     "3 ranks": Run("all tests that use a world", 3),
 }
 PARTS = {
-    "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs"),
+    "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs", spread="worksteal"),
     "ranks": marked("more ranks, threads and builds; other algorithms of convolutions", "ranks"),
     "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
     "pages": marked("the live page in a headless Chromium, next to jobs", "pages"),

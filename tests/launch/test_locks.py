@@ -88,6 +88,13 @@ def test_a_suspended_run_notices_its_successor(pictures, tmp_path, is_taken_over
             wait_until(
                 lambda: file.seek(0) == 0 and file.read().rpartition(")")[2].split()[0] == "T"
             )
+        contents = [None]
+
+        def has_settled():  # the process that writes checkpoints completes its current file
+            contents.append(content(out))
+            return contents[-1] == contents[-2]
+
+        wait_until(has_settled, 0.5)
         if is_taken_over:  # simulate a job on another host that takes over after STALE_SECONDS
             part = out / "part"
             part.write_bytes(Holder.current({"SLURM_JOB_ID": "8"}).content())
