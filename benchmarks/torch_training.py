@@ -64,7 +64,7 @@ class Images:
         """Return a random order of the images."""
         return self.torch.randperm(len(self.padded))
 
-    def batch(self, indices, epoch: int):
+    def batch(self, indices, epoch: int) -> tuple[Any, Any]:
         """Return augmented images and their labels."""
         torch, options, count = self.torch, self.options, len(indices)
         channels, height, width = self.shape

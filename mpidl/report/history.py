@@ -153,7 +153,7 @@ class HistoryRecorder:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records in the format and order of metrics.jsonl."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"kind": kind} | dict(zip((*POSITION, *VALUES), row, strict=True)) | columns.extra(i)
             for kind, columns in self._columns.items()
             for i, row in enumerate(columns.rows())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,12 @@ def layers_to_whiten(net: Network) -> list[Conv2D]:
     UserError
         If such a layer does not read the images, or if its filters are larger than the images.
     """
-    layers, shapes = [], {graph.IMAGES: net.input_shape}
+    layers: list[Conv2D] = []
+    shapes = {graph.IMAGES: net.input_shape}
     names = [layer.name for layer in net.layers]
     shapes |= dict(zip(names, net.output_shapes, strict=True))
     for layer, reads in zip(net.layers, net.reads, strict=True):
-        if getattr(layer, "weight_initializer", None) != "whitening":
+        if not isinstance(layer, Conv2D) or layer.weight_initializer != "whitening":
             continue
         key, built = f"{layer.name}.weight", layer.build(shapes[reads[0]])
         weight = np.asarray(net.parameters[key])
@@ -220,7 +222,7 @@ def _patch_moments(net, layer, datastore, world):
         if world.size == 1:
             images = _normalized(net, datastore, share)
         else:
-            images = call_together(world, lambda share=share: _normalized(net, datastore, share))
+            images = call_together(world, partial(_normalized, net, datastore, share))
         peak = float(abs(images).max(initial=0))
         peak = peak if world.size == 1 else world.gop("max", peak)
         scale = math.ldexp(1.0, BITS - math.frexp(peak)[1])  # a power of two, so scaling is exact

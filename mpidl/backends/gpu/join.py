@@ -61,5 +61,7 @@ def add_relu(a, b):
 
 def add_relu_dx(dy, y, normalizations, tree):
     dz = activation.relu_dx(dy[0] if len(dy) == 1 else dy[0] + dy[1], y)
-    sums = [n if n is None else batchnorm.batchnorm_sums(dz, *n[:2], tree) for n in normalizations]
+    sums = [
+        n if n is None else batchnorm.batchnorm_sums(dz, n[0], n[1], tree) for n in normalizations
+    ]
     return dz, sums

@@ -56,7 +56,7 @@ def _residual(input_shape: Sequence[int], classes: int, seed: int, filters: int)
             Add(inputs=(pool, f"{prefix}_2_relu"), name=f"{prefix}_add"),
         ]
         size = [(n + 1) // 2 for n in size]
-    layers += [MaxPool2D(tuple(size), name="pool"), Dense(classes, name="dense1")]
+    layers += [MaxPool2D((size[0], size[1]), name="pool"), Dense(classes, name="dense1")]
     return Network(layers, input_shape, seed=seed)
 
 
