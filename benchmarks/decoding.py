@@ -23,10 +23,7 @@ from mpidl.errors import Fault
 
 FILES = 64  # maximum number of files to read
 TURNS = 4  # turns per round
-HOLES, LARGEST_HOLE = (
-    200,
-    9000,
-)  # number of buffers, every second of which is freed, and their largest size in bytes
+BUFFERS, LARGEST_BUFFER = 200, 9000  # their number and largest size in bytes; half are freed
 
 
 def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
@@ -134,7 +131,7 @@ def measure_round(folder: str, side: int) -> dict[str, float]:
 
 def make_holes(number: int) -> list[bytearray]:
     """Make holes in the heap of this process, and return the buffers between them."""
-    sizes = (keyed.uniform(0, "bench holes", HOLES, sample=number) * LARGEST_HOLE).astype(int)
+    sizes = (keyed.uniform(0, "bench holes", BUFFERS, sample=number) * LARGEST_BUFFER).astype(int)
     buffers = [bytearray(size) for size in sizes.tolist()]
     return buffers[::2]  # the freed buffers leave holes
 

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks import machine, report, turns
 from benchmarks.input_memory import RepeatedImages
 from mpidl.comm import World
+from mpidl.errors import Fault
 from mpidl.nn import zoo
 from mpidl.report import Console
 from mpidl.training.options import configuration
@@ -120,14 +121,15 @@ def main(options: argparse.Namespace) -> dict | None:
 
 
 def _report(options, world, hook, nbytes):
-    plain_seconds, cost = (
-        np.array(hook.seconds[PLAIN]),
-        np.subtract(*map(hook.seconds.get, (SAVING, PLAIN))),
-    )
+    rounds = min(map(len, hook.seconds.values()))  # fewer if the training was stopped
+    if not rounds:
+        raise Fault("saves: the training was stopped before the end of the first round")
+    plain_seconds, saving_seconds = (np.array(hook.seconds[k][:rounds]) for k in (PLAIN, SAVING))
+    cost = saving_seconds - plain_seconds
     step = report.median(plain_seconds) / options.iterations
     print(
         f"{options.network}, a checkpoint of {nbytes / 1e6:.0f} MB and a plot, batch "
-        f"{options.batch_size}, {world.size} rank(s), {machine.arithmetic()}, {options.rounds} "
+        f"{options.batch_size}, {world.size} rank(s), {machine.arithmetic()}, {rounds} "
         f"rounds of {options.iterations} steps"
     )
     rows = [

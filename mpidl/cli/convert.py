@@ -4,7 +4,7 @@ import argparse
 import inspect
 from collections.abc import Sequence
 
-from mpidl.cli import start
+from mpidl.cli import start, user_files
 from mpidl.cli.parser import Parser, count, image_shape
 from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _source(parsed) -> Network:
     """Load the source file."""
-    layers = start.user_layers(parsed.layers)
+    layers = user_files.user_layers(parsed.layers)
     if parsed.network is None:
         return network_files.load(parsed.source, layers, parsed.input_shape)
     shape, classes = parsed.input_shape, parsed.classes
@@ -107,4 +107,4 @@ def _target(parsed) -> Network:
     """Load the written file, but ignore mpidl's description in an ONNX file."""
     if network_files.suffix_of(parsed.target) == ".onnx":
         return load_onnx(parsed.target, graph_alone=True)
-    return network_files.load(parsed.target, start.user_layers(parsed.layers))
+    return network_files.load(parsed.target, user_files.user_layers(parsed.layers))

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidl.backends.cpu import builds
 from mpidl.backends.gpu import cubins, discovery, nvrtc
-from mpidl.cli import arguments, device_probe, device_report, start
+from mpidl.cli import arguments, device_probe, device_report, start, user_files
 from mpidl.comm import World, devices, failure, nccl
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
@@ -94,7 +94,7 @@ def _show_network(parsed):
 
 def _show_model(parsed):
     """Print the layers of a trained network and the images that it expects."""
-    net = network_files.load(parsed.model, start.user_layers(parsed.layers))
+    net = network_files.load(parsed.model, user_files.user_layers(parsed.layers))
     names = f": {name_list(net.classes)}" if net.classes else ""
     print(f"{printable(parsed.model)}, outputs {times(net.output_shape)}{names}")
     normalization = "none" if net.normalization is None else net.normalization.name

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl import backends, data, losses
-from mpidl.cli import arguments, remote, start
+from mpidl.cli import arguments, remote, start, user_files
 from mpidl.comm import World, failure
 from mpidl.data.checks import read_targets
 from mpidl.data.loading.bad_images import BadImages
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line)
     on_rank_0(world, lambda: _check_outputs(parsed))
     # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
-    layers = start.user_layers(parsed.layers)
+    layers = user_files.user_layers(parsed.layers)
     net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
     parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout has the results

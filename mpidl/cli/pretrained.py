@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mpidl.cli import start
+from mpidl.cli import start, user_files
 from mpidl.comm import World
 from mpidl.data import ImageFolder
 from mpidl.data.datastore import Datastore
@@ -109,7 +109,7 @@ def load(
     network = run["network"]
     if network is not None and ".py:" in network:
         # This defines the classes of the layers that rank 0 sends.
-        start.load_user_function(network, "--network")
+        user_files.load_user_function(network, "--network")
     net = on_rank_0(world, lambda: _load(path, network, images))
     on_rank_0(world, lambda: last_layer(net))
     if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and _is_silent(net, path):

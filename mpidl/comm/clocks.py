@@ -10,7 +10,7 @@ from mpidl.comm.messaging import Messaging
 from mpidl.phases import now
 
 TAG = 6  # tag of the messages; exchanges use tags from FIRST_TAG on
-ROUNDS = 24  # number of round trips per rank, of which the fastest is used
+ROUNDS = 24  # number of round trips per rank; the fastest one is used
 OPERATION = "the comparison of the clocks"
 
 

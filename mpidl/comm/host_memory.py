@@ -157,7 +157,7 @@ class HostMemory:
         combine: Combine,
         out: np.ndarray,
     ) -> HostSum:
-        """Create a sum over all ranks of the world, all of which must share this memory."""
+        """Create a sum over all ranks of the world; they must share this memory."""
         width = sum(size for size, _ in pieces)
         plan = plan_of(tree, self._ranks, self.up.rank, width, KINDS[combine, out.dtype])
         return HostSum(plan, pieces, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any, TypeAlias
 
 from mpidl.autodiff import Var
@@ -16,18 +17,18 @@ from mpidl.nn.layers import Sigmoid, Softmax
 Sums: TypeAlias = tuple[Partial | Var, ...]
 
 
-class LabelLoss:
+class LabelLoss(abc.ABC):
     """A loss that compares scores with labels, for the argument `loss` of training and evaluation.
 
-    Subclasses define the attribute `ignore_label` and the methods that raise NotImplementedError.
+    Subclasses define the attribute `ignore_label` and the abstract methods.
     """
 
     ignore_label: int | None
 
     @property
+    @abc.abstractmethod
     def name(self) -> str:
         """The name of the loss, such as "crossentropy"."""
-        raise NotImplementedError
 
     def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
         """Return the mean loss and the number of correct labels of a mini-batch.
@@ -68,6 +69,7 @@ class LabelLoss:
     def _uses_sigmoid(self, net):
         return False
 
+    @abc.abstractmethod
     def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
         """Return the sums of a mini-batch, given the scores of a network.
 
@@ -84,8 +86,8 @@ class LabelLoss:
             The loss and the number of correct labels. Some losses also return the number of labels
             that are not ignored, and the sum of their weights. Only the loss can be differentiated.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check(self, net: Network, datastore: Any) -> None:
         """Raise UserError if the outputs, the labels and this loss do not match.
 
@@ -96,13 +98,13 @@ class LabelLoss:
         datastore : Datastore
             The images with their labels or targets.
         """
-        raise NotImplementedError
 
     @property
     def is_balanced(self) -> bool:
         """Whether `for_images` computes weights from the labels of the training set."""
         return False
 
+    @abc.abstractmethod
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> LabelLoss:
         """Return this loss with numbers instead of "balanced" weights. Collective.
 
@@ -122,8 +124,8 @@ class LabelLoss:
             The loss. A class without images or pixels has the weight 0. A label without positive
             targets has the weight 1.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def is_replayable(self, outputs: int) -> bool:
         """Return whether a recorded training step on a CPU may contain this loss.
 
@@ -139,4 +141,3 @@ class LabelLoss:
         bool
             Whether the loss can be replayed.
         """
-        raise NotImplementedError

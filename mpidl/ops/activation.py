@@ -197,7 +197,7 @@ def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
     x
         The input, of any shape (N, ...).
     low, high
-        Bounds of the range, one of which may be infinite. The derivative is 1 strictly inside the
+        Bounds of the range. One of them may be infinite. The derivative is 1 strictly inside the
         range and 0 elsewhere, as in PyTorch's hardtanh.
 
     Returns

@@ -53,8 +53,8 @@ class Series:
 
     def as_dict(self) -> dict[str, np.ndarray]:
         """Return {field: array}, for example for ``pandas.DataFrame(series.as_dict())``."""
-        others = {name: array for name, array in self.metrics.items() if name not in FIELDS}
-        return {name: getattr(self, name) for name in FIELDS} | others
+        metrics = {name: array for name, array in self.metrics.items() if name not in FIELDS}
+        return {name: getattr(self, name) for name in FIELDS} | metrics
 
     def __repr__(self) -> str:
         last = f", last iteration {self.iteration[-1]}" if len(self) else ""

@@ -1,7 +1,5 @@
 """Test networks, functions and modules in user files that options name."""
 
-import pickle
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -97,46 +95,6 @@ def test_a_network_for_other_images_is_refused(file):
 def test_functions_that_return_no_network(file, function, text):
     name = f"{file[1]}:{function}"
     assert refusal(start.network, name, SHAPE, 3, seed=0) == f"--network {name}: {text}"
-
-
-def test_each_user_file_is_a_separate_module(tmp_path):
-    """Files of equal name in two folders are separate modules, and pickle finds their classes."""
-    modules = []
-    for folder in ("a", "b-1"):
-        (tmp_path / folder).mkdir()
-        path = tmp_path / folder / "layers.py"
-        path.write_text(f"class Layer:\n    folder = {folder!r}\n")
-        modules.append(start.load_user_file(path))
-    first, second = modules
-    assert (first.Layer.folder, second.Layer.folder) == ("a", "b-1")
-    for module in modules:
-        assert sys.modules[module.__name__] is module
-        assert pickle.loads(pickle.dumps(module.Layer)) is module.Layer
-
-
-def test_user_files_that_cannot_be_loaded(tmp_path):
-    modules = set(sys.modules)
-    (tmp_path / "text.txt").write_text("")
-    for name, text in (
-        ("none.py", "no such file: "),
-        ("text.txt", "expected a Python file, FILE.py, "),
-    ):
-        assert text in refusal(start.load_user_file, tmp_path / name)
-    broken = tmp_path / "broken.py"
-    broken.write_text("import mpidl\n\nraise mpidl.UserError('its own')\n")
-    assert refusal(start.load_user_file, broken) == "its own"
-    text = refusal(start.load_user_function, f"{broken}:make", "--optimizer")
-    assert text == f"--optimizer {broken}:make: its own"
-    assert set(sys.modules) == modules
-
-
-def test_user_functions(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def make(rate):\n    return 2 * rate\n")
-    assert start.load_user_function(f"{path}:make", "--optimizer")(0.25) == 0.5
-    text = refusal(start.load_user_function, f"{path}:mak", "--optimizer")
-    problem = f"{path} defines no function mak: did you mean make?"
-    assert text == f"--optimizer {path}:mak: {problem}"
 
 
 DECAYS = ("cosine", "polynomial")

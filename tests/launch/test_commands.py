@@ -13,7 +13,7 @@ import pytest
 from launcher import mpirun
 
 import mpidl as dl
-from mpidl.cli import start
+from mpidl.cli import user_files
 
 FILES = {
     *("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "model.h5", "options.toml"),
@@ -358,7 +358,7 @@ def test_predict_with_custom_layers(pictures, tmp_path):
     file, path = tmp_path / "mylayers.py", tmp_path / "model.h5"
     file.write_text(LAYERS)
     (tmp_path / "bare.py").write_text("import mpidl as dl\n")
-    (layer_class,) = start.user_layers(file)
+    (layer_class,) = user_files.user_layers(file)
     net = dl.Network([dl.Flatten(), layer_class(), dl.Dense(3)], (1, 12, 12), seed=1)
     dl.save_model(path, net, jobs.CLASSES)
     accuracy = dl.evaluate(net, dl.ImageFolder(pictures)).accuracy

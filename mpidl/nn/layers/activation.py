@@ -84,7 +84,7 @@ class Clip(Layer):
     Parameters
     ----------
     low, high
-        Bounds of the range, one of which may be infinite.
+        Bounds of the range. One of them may be infinite.
     """
 
     low: float

@@ -63,7 +63,7 @@ def _residual(input_shape: Sequence[int], classes: int, seed: int, filters: int)
 def fashion(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
     """Return `cifar_fast` with 32 filters, for images such as Fashion-MNIST.
 
-    There are 487,230 learnables for 28x28 gray images of 10 classes, of which 180 are frozen.
+    For 28x28 gray images of 10 classes, there are 487,230 learnables, including 180 frozen ones.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def cifar_fast(
     training images (see `whiten`). Its filters are 2x2 for colour images and 3x3 for gray ones.
     Three stages follow. A stage has a 3x3 convolution with batch normalization and ReLU, max
     pooling by 2, and a residual block of two such convolutions. Each stage doubles the number of
-    filters. Global max pooling and a fully connected layer end the network. There are 1,092,898
-    learnables for 32x32 colour images of 10 classes, of which 312 are frozen.
+    filters. Global max pooling and a fully connected layer end the network. For 32x32 colour
+    images of 10 classes, there are 1,092,898 learnables, including 312 frozen ones.
 
     Parameters
     ----------
