@@ -13,6 +13,7 @@ import datetime
 import functools
 import hashlib
 import os
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -76,12 +77,14 @@ class Store:
         import asyncio  # a local import, because it takes 40 ms that programs with local data save
 
         self._slots = asyncio.Semaphore(configuration.requests)
+        self._requests: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()
         atexit.register(self._cancel_requests)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop and return its Future."""
         import asyncio
 
+        self._requests.add(work)
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
 
     def _cancel_requests(self):
@@ -89,14 +92,17 @@ class Store:
         import asyncio
 
         async def cancel():
-            requests = asyncio.all_tasks() - {asyncio.current_task()}
-            for request in requests:
-                request.cancel()
-            if requests:
-                await asyncio.wait(requests, timeout=CANCEL_SECONDS)
+            # other programs in this process may use the loop, too
+            tasks = [task for task in asyncio.all_tasks() if task.get_coro() in self._requests]
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
 
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            self.start(cancel()).result(2 * CANCEL_SECONDS)
+        if self.fs.loop.is_running():
+            future = asyncio.run_coroutine_threadsafe(cancel(), self.fs.loop)
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                future.result(2 * CANCEL_SECONDS)
 
     def wait_for_loop(self) -> None:
         """Wait until the event loop has finished its current work."""
