@@ -74,15 +74,14 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
     direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
     layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In forward passes, an error
-    can flip a ReLU. Therefore "auto" uses 2x2, and only "fast" uses 4x4. The error of 2x2 tiles with
-    3x3 filters is at most the error of a direct sum.
+    can flip a ReLU. Therefore "auto" uses 2x2, and only "fast" uses 4x4.
 
     Sums are direct if the transforms would cost more than they save. This is the case for gradients
     with fewer than SAVING channels, for outputs smaller than a tile, and for filters that fill less
-    than two thirds of the equivalent filter at stride 1. With "auto", forward passes are also direct
-    with fewer than FEW channels, and with fewer than MANY channels unless both numbers of channels
-    are multiples of 8 and the filter is 3x3. So networks such as `zoo.digits`, with 20 channels,
-    keep the weights of earlier versions.
+    than two thirds of the equivalent filter at stride 1. With "auto", forward passes with fewer
+    than MANY channels are direct, too, except for 3x3 filters with at least FEW channels, where
+    both numbers of channels are multiples of 8. Networks with other numbers of channels, such as
+    `zoo.digits` with 20, keep the weights that direct sums give.
 
     References
     ----------
