@@ -1,8 +1,8 @@
 """Find which oneDNN implementations compute PyTorch's convolutions and matrix products.
 
 oneDNN has fast implementations for the processors and types that it knows, and plain reference code
-for all others. The reference code is many times slower, so a comparison with it says nothing about
-PyTorch.
+for all other processors and types. The reference code is many times slower, so a comparison with it
+says nothing about PyTorch.
 """
 
 import collections

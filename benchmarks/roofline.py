@@ -1,11 +1,11 @@
 """`python -m benchmarks roofline`: compare passes of a training step with their floors.
 
-The floor of a pass is a lower bound of its time, the larger of two times. One is the time of the
-products at the measured peak of the core's multiply-adds, counted after Winograd's transforms. The
-other is the time of reading or writing each array once, at the measured speed of updates in place.
-`kernels` and this command time single passes in the same way. The replayed step of `dl.train` is
-timed as a whole. Work that the step fuses into a convolution, such as batch normalization, does not
-increase the floor of the step.
+The floor of a pass is a lower bound on its time: the larger of two times. The first is the time of
+the products at the measured peak of the core's multiply-adds, counted after Winograd's transforms.
+The second is the time of reading or writing each array once, at the measured speed of updates in
+place. `kernels` and this command time single passes in the same way. This command also times the
+replayed step of `dl.train` as a whole. Work that the step fuses into a convolution, such as batch
+normalization, does not increase the floor of the step.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""MobileNetV2 in PyTorch, the runtime of published weights. Importing this module needs torch."""
+"""Define MobileNetV2 in PyTorch, to run the published weights. Importing this module needs torch."""
 
 from torch import nn
 
@@ -27,7 +27,7 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """MobileNetV2 with torchvision's names of modules."""
+    """MobileNetV2 with torchvision's module names."""
 
     def __init__(self, classes):
         super().__init__()
