@@ -1,4 +1,4 @@
-"""Define MobileNetV2 in PyTorch, to run the published weights. Importing this module needs torch."""
+"""Define PyTorch's MobileNetV2 for published weights. Importing this module needs torch."""
 
 from torch import nn
 
