@@ -1,4 +1,4 @@
-"""Test that augmentation and normalization give the same bytes on any ranks, threads, workers."""
+"""Test that input options give the same bytes on any number of ranks, threads and workers."""
 
 import itertools
 
@@ -101,7 +101,7 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
     ],
 )
 def test_images_with_their_targets_on_any_ranks(kind, function, words, pictures, pairs, tmp_path):
-    """A run stopped on three ranks and resumed on two has the bytes of a run on one rank."""
+    """A run stopped on three ranks and resumed on two ranks has the bytes of a run on one rank."""
     words, network = (*words, "--epochs", 2, "--learning-rate", 0.01), jobs.network(function)
     data, halted = pairs.get(kind, pictures), tmp_path / "halted"
 

@@ -43,7 +43,7 @@ def in_use(option, folder):
 
 @pytest.mark.parametrize("options", [["--overwrite"], [], ["--resume"]], ids=" ".join)
 def test_the_second_of_two_jobs_is_refused(pictures, tmp_path, options):
-    """The second job is refused and does not disturb the first job."""
+    """The second job is rejected and does not disturb the first job."""
     out = tmp_path / "run"
     with jobs.start(2, pictures, out, *OPTIONS, "--epochs", 200) as job:
         words = [*options, *([out] if "--resume" in options else [])]
@@ -95,7 +95,7 @@ def test_a_suspended_run_notices_its_successor(pictures, tmp_path, is_taken_over
             return contents[-1] == contents[-2]
 
         wait_until(has_settled, 0.5)
-        if is_taken_over:  # simulate a job on another host that takes over after STALE_SECONDS
+        if is_taken_over:  # simulate a takeover by a job on another host, after STALE_SECONDS
             part = out / "part"
             part.write_bytes(Holder.current({"SLURM_JOB_ID": "8"}).content())
             os.replace(part, out / NAME)

@@ -12,13 +12,13 @@ import pytest
 from building import kernels, needs_compiler
 from launcher import ROOT, mpirun
 
-# Endings of files and folders that an earlier installation or run has created.
+# Name endings of files and folders that an earlier installation or run has created.
 LEFTOVERS = ("__pycache__", ".egg-info", ".pyc")
 SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
 
 
 def sources(*names):
-    """Yield the source files in these files and folders of the checkout."""
+    """Yield the source files among the given files and folders of the checkout."""
     for name in names:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):

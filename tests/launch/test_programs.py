@@ -34,7 +34,7 @@ def test_a_terminal_has_one_line():
     bash(FAST + 'watch_command "installing packages" ""', capture_output=False, stderr=slave)
     os.close(slave)
     chunks = []
-    with contextlib.suppress(OSError):  # the terminal's end, after all of its text
+    with contextlib.suppress(OSError):  # reading fails at the terminal's end, after all of its text
         while chunk := os.read(master, 1 << 16):
             chunks.append(chunk)
     text = b"".join(chunks).decode()
