@@ -103,7 +103,7 @@ def test_targets(kind, network, loss, resident, pairs, tmp_path):
 
 @pytest.mark.slow("gpu")
 def test_predict(single, pictures, tmp_path):
-    """Ranks that share a GPU must write the same scores and activations."""
+    """Ranks that share a GPU must write the same scores and activations as a single rank."""
     files = {}
     for ranks in (1, 2):
         words = ["predict", "--device", "gpu", "--model", single / "model.h5", "--data", pictures]

@@ -181,7 +181,7 @@ def test_more_ranks_than_blocks(pictures, tmp_path):
     ],
 )
 def test_a_launcher_of_another_mpi(variables, tmp_path):
-    """Another MPI's launcher is an error, because it starts four jobs of one rank.
+    """The launcher of another MPI causes an error, because it starts four jobs of one rank each.
 
     Only the first of these jobs prints the error.
     """

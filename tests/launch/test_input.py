@@ -39,7 +39,7 @@ RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
     ids=["some", "all"],
 )
 def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
-    """Training with the recipe, which mirrors and shifts images, gives the same bytes."""
+    """The recipe, which mirrors and shifts images, gives the same bytes on any number of ranks."""
 
     def weights(ranks, out, *words):
         words = ("--batch-size", 20, "--max-iterations", 1, *words)

@@ -59,7 +59,7 @@ def test_the_second_of_two_jobs_is_refused(pictures, tmp_path, options):
 
 
 def test_a_killed_run_is_resumed_at_once(pictures, tmp_path):
-    """A killed run can be resumed at once on its host, where its process is known to be dead."""
+    """A killed run can be resumed immediately on its host, which knows that the process is dead."""
     expected = jobs.trained_hash(1, pictures, tmp_path / "expected", *OPTIONS)
     out = tmp_path / "run"
     jobs.start(2, pictures, out, *OPTIONS, "--epochs", 200).kill()

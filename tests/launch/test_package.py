@@ -159,7 +159,7 @@ def test_import_is_lean():
 
 
 def test_a_folder_named_mpidl_does_not_hide_the_checkout(tmp_path):
-    """A program next to a checkout in a folder named mpidl imports the package of the checkout.
+    """If a checkout's folder is named mpidl, a program next to it imports the checkout's package.
 
     Without run/common.sh, Python would import the folder itself as a namespace package.
     """
