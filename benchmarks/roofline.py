@@ -226,10 +226,10 @@ def render(record: dict, peaks: str, sections: Sequence[Any]) -> bytes:
     texts = (
         f"{machine_text}; {peaks}. Measured by python -m benchmarks roofline. On one thread, "
         "times are processor time.",
-        "The floor of a pass is a lower bound on its time: the larger of two times. The first is the "
-        "time of the products at the peak, counted after Winograd's transforms. The second is the "
-        "time of reading or writing each array once at the speed of the update. Passes on arrays "
-        "that fit into a cache can be faster than the floor. Passes are timed one by one. The "
+        "The floor of a pass is a lower bound on its time: the larger of two times. The first is "
+        "the time of the products at the peak, counted after Winograd's transforms. The second is "
+        "the time of reading or writing each array once at the speed of the update. Passes on "
+        "arrays that fit into a cache can be faster than the floor. Passes are timed one by one. The "
         'column "in a step" counts the layers of this shape for which the step runs the pass in '
         "this form.",
     )

@@ -91,7 +91,7 @@ def test_the_weights_of_local_files(store, photos, expected, pictures, tmp_path)
 
 
 def test_keys_in_the_settings_of_fsspec(store, photos, expected, tmp_path):
-    """The keys may come only from the settings of fsspec."""
+    """The keys may come from fsspec's environment variables instead of AWS's variables."""
     settings = {name: text for name, text in credentials(store.url).items() if "KEY" not in name}
     env = {"FSSPEC_S3_KEY": object_store.ACCESS, "FSSPEC_S3_SECRET": object_store.SECRET}
     train(2, photos, tmp_path / "run", env=settings | env)
