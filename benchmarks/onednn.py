@@ -44,7 +44,7 @@ def implementations(output: str) -> dict[str, int]:
 
 
 def refuse_reference(side: str, counts: Mapping[str, int]) -> None:
-    """Raise Fault if the result `counts` of `implementations` has reference code.
+    """Raise Fault if `counts`, a result of `implementations`, contains reference code.
 
     `side` is the name of the side that executed the primitives.
     """

@@ -36,7 +36,7 @@ class Turns:
     seconds : dict
         {kind: seconds per step of each turn}
     coverage : list of float
-        Fraction of the iterations that the spans of this rank cover, for each turn with spans.
+        Fraction of the iterations' time that this rank's spans cover, for each turn with spans.
     spans_per_step : float
         Number of spans of this rank per step.
     """

@@ -10,7 +10,7 @@ def conv_norm(channels, filters, size=1, stride=1, groups=1):
 
 
 class InvertedResidual(nn.Module):
-    """1x1 convolution, 3x3 convolution per channel and 1x1 convolution, with a sum around them."""
+    """A 1x1 convolution, a 3x3 convolution per channel and a 1x1 convolution, with a shortcut."""
 
     def __init__(self, channels, filters, stride, expansion):
         super().__init__()

@@ -87,7 +87,7 @@ def _compare(report, expected, name, run):
 
 
 class Starter:
-    """The argument `start` of `check_all`, which runs each training in processes.
+    """A callable for the argument `start` of `check_all`. It runs each training in processes.
 
     Parameters
     ----------

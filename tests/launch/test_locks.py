@@ -90,7 +90,7 @@ def test_a_suspended_run_notices_its_successor(pictures, tmp_path, is_taken_over
             )
         contents = [None]
 
-        def has_settled():  # the process that writes checkpoints completes its current file
+        def has_settled():  # the process that writes checkpoints first completes its current file
             contents.append(content(out))
             return contents[-1] == contents[-2]
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from launcher import ROOT
 
-TIMELESS = "unset SECONDS; SECONDS=0; "  # a variable without a clock
+TIMELESS = "unset SECONDS; SECONDS=0; "  # a plain variable instead of a clock
 # A simulated `sleep` that advances the clock by 3 seconds at once, and fails after 30 seconds.
 FAST = TIMELESS + "sleep() { SECONDS=$((SECONDS + 3)); [ $SECONDS -lt 30 ]; }; "
 

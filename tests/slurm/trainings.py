@@ -1,4 +1,4 @@
-"""Submit trainings with run/train.slurm whose speed tests control; create environments."""
+"""Submit trainings with run/train.slurm, control their speed, and create environments."""
 
 import shutil
 import sys

@@ -102,7 +102,7 @@ def logged_plans(path, chain):
 
 
 class Chain:
-    """One run with its faults.
+    """A run and the faults that are injected into it.
 
     The chain writes to `folder` and trains on the images `data`. `expected` is the hash of
     the final weights.
