@@ -230,8 +230,8 @@ def render(record: dict, peaks: str, sections: Sequence[Any]) -> bytes:
         "the time of the products at the peak, counted after Winograd's transforms. The second is "
         "the time of reading or writing each array once at the speed of the update. Passes on "
         "arrays that fit into a cache can be faster than the floor. Passes are timed one by one. "
-        'The column "in a step" counts the layers of this shape for which the step runs the pass in '
-        "this form.",
+        'The column "in a step" counts the layers of this shape for which the step runs the pass '
+        "in this form.",
     )
     paragraphs = (element("p", text) for text in texts)
     return page(title, STYLE, element("h1", title), *paragraphs, *sections)
