@@ -182,8 +182,8 @@ def take_turns(our, sides, rounds):
     Returns
     -------
     dict of str to list of tuple
-        For each side and round: our seconds per step, and the side's seconds per step. Both are
-        means over a turn.
+        For each side and round: our seconds per step, and the side's seconds per step. Both times
+        are means over a turn.
     """
     both = {"ours": our, **sides}
     counts = {name: turns.steps_for(side.mean_step(2)) for name, side in both.items()}

@@ -105,7 +105,7 @@ def table_row(case, figures):
 
 
 class Yardsticks:
-    """Peak rates of the core for products and for copies. They are measured next to each case.
+    """Peak rates of the core for products and for copies. The rates are measured next to each case.
 
     `clock` measures processor time for one thread, else the time of day.
     """

@@ -1,7 +1,7 @@
 """Define torchvision's networks with torch.nn, using torchvision's module names.
 
-They are the reference for `mpidl.nn.zoo.torchvision`, because a CPU build of torchvision is not
-available everywhere.
+These networks are the reference for `mpidl.nn.zoo.torchvision`, because a CPU build of torchvision
+is not available everywhere.
 """
 
 import torch

@@ -201,7 +201,7 @@ def sanitized(tmp_path_factory):
 @pytest.mark.slow("sanitizers")
 @pytest.mark.timeout(240)
 def test_the_kernels_under_sanitizers(sanitized):
-    """The tests of the kernels pass under sanitizers. They run in two concurrent processes."""
+    """The tests of the kernels pass under sanitizers. The tests run in two concurrent processes."""
     words = ["-m", "pytest", "-q", "-x", "-p", "sanitized", "-k", "not gpu"]
     processes = [
         start(None, *words, *tests, cwd=ROOT, env=sanitized, stderr=subprocess.STDOUT)

@@ -91,7 +91,10 @@ def open_and_verify(path):
 
 
 def images(write, beginning, opened=None, check=open_and_use):
-    """Return the Parser for a file that `write(folder)` writes. It opens the folder or the file."""
+    """Return the Parser for a file that `write(folder)` writes.
+
+    The Parser opens this file or, if `opened` is "folder", the folder.
+    """
 
     def prepare(folder):
         path = write(folder)
