@@ -22,8 +22,8 @@ def check_vjp(
 ) -> float:
     """Check the vjp of `f(*args)` along one random direction d: <v, J d> = <vjp(v), d>.
 
-    J is the Jacobian of f, and v is a random cotangent. If an argument is a Blocked value, all
-    ranks must call this function.
+    J is the Jacobian of f, and v is a random cotangent. If an argument is a Blocked value (one
+    entry per image), all ranks must call this function.
 
     Parameters
     ----------

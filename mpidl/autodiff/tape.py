@@ -6,7 +6,8 @@ There are three kinds of values:
   in blocks of 16. A lane is the slot of one image in a block.
 - A *replicated* value is a NumPy array with the same bytes on every rank. Learnables, and values
   computed only from learnables, are replicated.
-- A `Partial` is a sum over the images that is not yet added up over the ranks.
+- A `Partial` holds a sum over the images that is not yet complete: the ranks still have to add up
+  their terms.
 
 The cotangent of a value is the gradient of the loss with respect to the value. The kind of a value
 determines the kind of its cotangent:
@@ -181,12 +182,12 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     ----------
     forward
         If `blocks` is False, a function of plain arrays. If an argument of the op is blocked, the
-        op calls forward once per block, else only once. For a block of n <= 16 images, forward gets
-        C-ordered arrays (n, ...) and the full replicated arguments, and must return y of shape
-        (n, ...). On a rank without blocks, the op calls forward with one image of zeros to find the
-        shape of y. `vjp(dy)` returns a tuple with one cotangent per positional argument, or None
-        for an argument that has no cotangent. Cotangents of replicated arguments are added up over
-        the blocks.
+        op calls forward once per block. Otherwise it calls forward once. For a block of n <= 16
+        images, forward gets C-ordered arrays (n, ...) and the full replicated arguments, and must
+        return y of shape (n, ...). On a rank without blocks, the op calls forward with one image of
+        zeros to find the shape of y. `vjp(dy)` returns a tuple with one cotangent per positional
+        argument, or None for an argument that has no cotangent. Cotangents of replicated arguments
+        are added up over the blocks.
     blocks
         If True, forward gets Blocked values that hold all images of the rank. `vjp(dy, needs)`
         must then return Partials for replicated arguments. needs[i] is whether argument i needs a
