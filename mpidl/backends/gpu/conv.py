@@ -16,7 +16,8 @@ from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
 from mpidl.blocks import LANES
 
-# Depth of a tile in shared memory (BK in the kernels): elements of k, or pixels in conv_dweight.
+# Depth of a tile in shared memory (BK in the kernels), along the axis that a matrix product sums
+# over: filter elements (r, s, c) in conv_gemm, pixels in conv_dweight.
 STEP = 32
 # Images with this many elements are too large, because offsets in a block of 16 images are ints.
 LARGEST = 1 << 27

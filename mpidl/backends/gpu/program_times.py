@@ -23,12 +23,12 @@ class ProgramTimes:
 
     def __init__(self, device: Any) -> None:
         self.device = device
-        self._spans: phases.Spans | None = None  # the recording that `_reference` belongs to
-        self._reference: tuple[Any, float] = (None, 0.0)  # an event, and its time in ns
+        self._spans: phases.Spans | None = None  # the timeline that `_reference` belongs to
+        self._reference: tuple[Any, float] = (None, 0.0)  # an event and its time in ns
         self._parts: dict[int, list[tuple[str, Any, Any]]] = {}  # {step: (name, first, last)}
 
     def begin(self, step: int) -> None:
-        """Begin a training step. If a recording has begun, relate the clocks of GPU and host."""
+        """Begin a training step. If a new timeline has begun, match the GPU's and host's clocks."""
         if phases.spans() is not self._spans:
             self._spans, self._parts = phases.spans(), {}
             self.device.synchronize()
@@ -61,7 +61,7 @@ class ProgramTimes:
         """Store the spans of a training step that the GPU has completed."""
         parts, spans = self._parts.pop(step, []), phases.spans()
         if spans is None:
-            self._spans = None  # release the memory of the recording
+            self._spans = None  # release the memory of the timeline
         if spans is None or spans is not self._spans:
             return
         for name, first, last in parts:
