@@ -106,7 +106,7 @@ def add(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
@@ -129,7 +129,7 @@ def multiply(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
@@ -170,7 +170,7 @@ def subtract(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     return add(a, negative(b))
 
@@ -192,7 +192,7 @@ def divide(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, _divide(1.0, b))

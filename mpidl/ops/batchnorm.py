@@ -1,4 +1,4 @@
-"""Batch normalization ops, also fused with the preceding convolution and the following ReLU.
+"""Batch normalization ops, some fused with the preceding convolution and the following ReLU.
 
 A Partial is a sum that is not yet added up over the ranks.
 """
@@ -218,7 +218,7 @@ def conv2d_batchnorm(
     record: Callable[[Any, Any], None] | None = None,
     relu: bool = False,
 ) -> WithVjp[Blocked]:
-    """Return batchnorm(conv2d(x, weight, bias), gamma, beta) or, if `relu`, the ReLU of it.
+    """Return batchnorm(conv2d(x, weight, bias), gamma, beta), followed by a ReLU if `relu`.
 
     The result has the same bytes as the result of separate ops. The other arguments are as in
     `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must

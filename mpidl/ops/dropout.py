@@ -51,7 +51,7 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
 
     Notes
     -----

@@ -103,8 +103,8 @@ def max_pool2d(
         An integer or (down, across); by default the size. If the stride is smaller than the size,
         windows overlap.
     padding
-        As in `conv2d`, including "same". The padding must be smaller than the size. It is never the
-        largest pixel.
+        As in `conv2d`, including "same". The padding must be smaller than the size. Padding is
+        never the largest pixel.
 
     Returns
     -------

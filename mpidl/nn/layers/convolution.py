@@ -32,8 +32,8 @@ class Conv2D(Weighted):
         As in `ops.conv2d`.
     weight_initializer
         Initial weights: "glorot", or "whitening" for filters that `dl.train` computes from training
-        images before the first step (see `whiten`). A whitening layer must read the images, and may
-        have at most two filters per weight of a filter.
+        images before the first step (see `whiten`). A whitening layer must read the images, and its
+        number of filters may be at most twice the number of weights in a filter.
 
     Notes
     -----

@@ -111,7 +111,7 @@ def cifar_fast(
     seed : int
         Seed of the initial weights.
     filters : int
-        Filters of the first stage.
+        Number of filters in the first stage.
 
     Returns
     -------
