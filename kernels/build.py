@@ -115,7 +115,7 @@ def declarations():
 
 
 def calls():
-    """Return a case for each function of mpidl.h that play.c can call, numbered by position."""
+    """Return C code with a case for each function of mpidl.h that play.c can call, by position."""
     functions = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", declarations())
     cases = []
     for number, (_, name, parameters) in enumerate(functions):
@@ -289,17 +289,17 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("builds", nargs="*", metavar="BUILD", help=f"of {', '.join(builds())}")
+    add("builds", nargs="*", metavar="BUILD", help=f"default: {', '.join(builds())}")
     add("--cc", help="the C compiler (CC, else cc, gcc or clang)")
-    add("--flags", default="", help="further flags of the compiler")
-    add("--out", help="folder of the libraries (kernels/lib)")
-    add("--sanitize", action="store_true", help="with ASan and UBSan, into kernels/lib/sanitize")
-    add("--if-needed", action="store_true", help="only outdated builds; no compiler is no error")
+    add("--flags", default="", help="additional compiler flags")
+    add("--out", help="folder for the libraries (kernels/lib)")
+    add("--sanitize", action="store_true", help="use ASan and UBSan; write to kernels/lib/sanitize")
+    add("--if-needed", action="store_true", help="compile outdated builds, if there is a compiler")
     options = parser.parse_args()
     names = options.builds or builds()
     for name in names:
         if name not in BUILDS:
-            parser.error(f"expected a build of {', '.join(BUILDS)}, found {name}")
+            parser.error(f"expected one of {', '.join(BUILDS)}, found {name}")
     folder = options.out or (os.path.join(LIB, "sanitize") if options.sanitize else LIB)
     if options.if_needed:
         names = [name for name in names if not is_current(name, folder)]

@@ -17,7 +17,7 @@
 
 enum { SEGMENT = 256, GROUP = 8 };
 
-/* The numbers of features and of blocks that are computed together. */
+/* The number of features and the number of blocks that are computed together. */
 enum { PANEL = 512, MANY_BLOCKS = 8 };
 
 /* The number of rows of weights whose sums for two vectors of images fit into the registers. */
@@ -77,13 +77,13 @@ static inline const float *read_features(const struct dense *d, int64_t block, i
     return room;
 }
 
-/* Compute dx of `count` features, starting at feature f, of `blocks` blocks, starting at block
+/* Compute dx for `count` features, starting at feature f, in `blocks` blocks, starting at block
  * `first` (in dense_dx.c). */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first, int64_t blocks);
-/* Compute the batch-norm sums of the channels that the features [first, stop) of a block form. dx
+/* Compute the batch-norm sums of the channels whose features are in [first, stop), in one block. dx
  * must already be complete. */
 void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t stop);
-/* Return the number of features of a tile, about PANEL. Tiles consist of whole channels if the sums
+/* Return the number of features in a tile, about PANEL. Tiles consist of whole channels if the sums
  * of the channels are needed. */
 int64_t dense_tile(const struct dense *d);
 

@@ -1,4 +1,4 @@
-/* Copy blocks into padded scratch. The copy may compute an activation that is not stored, or
+/* Copy blocks into padded scratch memory. The copy may compute an activation that is not stored, or
  * backpropagate a gradient through ReLU and batch normalization. */
 #include "conv.h"
 

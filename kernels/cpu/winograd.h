@@ -3,14 +3,13 @@
  * F(m x m, r x r) computes a tile of m x m outputs from n x n inputs, n = m + r - 1. It needs n^2
  * products per input and output channel instead of m^2 r^2 (Lavin and Gray 2016):
  *
- *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g r x r, d a tile of the input
+ *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g: filter, d: input tile
  *
  * For r = 3, this saves a factor of 2.25 for m = 2 and of 4 for m = 4. For r = 5, the factors are
  * 2.78 and 6.25. A filter of stride s is computed as a filter of stride 1 on s x s times as many
  * channels; each channel has every s-th row and column of an image (see struct pixels). All members
  * of a team (see team.h) call these functions for a block with the same arguments. The inputs must
- * be complete, so callers `meet` before. The outputs are complete after the caller's next `meet`.
- */
+ * be complete, so callers first `meet`. The outputs are complete after the caller's next `meet`. */
 #ifndef MPIDL_WINOGRAD_H
 #define MPIDL_WINOGRAD_H
 

@@ -3,9 +3,10 @@
  * The values of a product of polynomials at enough points determine the product. F(m, r) computes m
  * outputs of a filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and
  * -p, and infinity. In exact arithmetic any points work, but rounding errors depend on the points.
- * Of all points tried, those of POINT have the smallest error: for n = 6, less than half the error
- * of the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors). The
- * elements of B and A are sums of products of small dyadic fractions, so they are exact in float32.
+ * Of all points tried, the points in POINT have the smallest error: for n = 6, less than half the
+ * error of the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors).
+ * The elements of B and A are sums of products of small dyadic fractions, so they are exact in
+ * float32.
  *
  * Each row of B^T and A below belongs to a point. The points p and -p share even and odd parts.
  * Therefore points are computed in groups: the first point, each pair, and infinity.
@@ -151,7 +152,7 @@ INLINE void gradient_line(const vec *d, vec *out, const int m, const int n) {
 }
 
 /* Return the factor of a row of G: the reciprocal of the product of the differences between its
- * point and the others. Pair -1 is the point 0. */
+ * point and the other points. Pair -1 stands for the point 0. */
 INLINE float scale_of(const int n, const int pair) {
     double product = pair < 0 ? 1 : 2 * (double)SQUARE(n, pair);
     UNROLL for (int i = 0; i < PAIRS(n); i++)

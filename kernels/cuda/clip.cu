@@ -2,7 +2,7 @@
 // double precision, in a fixed order: a tree over each block of threads, a tree over the blocks of
 // a parameter, then a sum over the parameters in order.
 
-// Returns the sum of `own` over the block's 256 threads, in each thread.
+// Returns the sum of `own` over the block's 256 threads to each thread.
 __device__ __forceinline__ double sum_of_block(double own, double* sums) {
     __syncthreads();
     sums[threadIdx.x] = own;
@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// scales: for each parameter, coefficient * |weight| / |update|, or 1 if one of the three is 0.
-// If `separate`, the divisor is |update| + decay * |weight|. firsts: for each parameter, the index
-// of its first block of threads; the last entry is the number of blocks. Runs as one block of
+// scales: for each parameter, coefficient * |weight| / |update|, or 1 if one of these three numbers
+// is 0. If `separate`, the divisor is |update| + decay * |weight|. firsts: for each parameter, the
+// index of its first block of threads; the last entry is the number of blocks. Runs as one block of
 // threads.
 extern "C" __global__ void __launch_bounds__(256)
     trust_scales(const double* __restrict__ squares, const int* __restrict__ firsts,
