@@ -90,7 +90,7 @@ def read(name):
 
 
 def sources_key():
-    """Return a hash of the sources, headers and flags. Libraries contain it as a string."""
+    """Return a hash of the sources, headers and flags. Libraries contain this hash as a string."""
     digest = hashlib.sha256()
     for path in [os.path.join(SOURCES, name) for name in sorted(os.listdir(SOURCES))] + [__file__]:
         if path.endswith((".c", ".h", ".py")):
@@ -168,7 +168,7 @@ def _run(command):
 
 @contextlib.contextmanager
 def _replaced(path):
-    """Yield the name of a new file. At the end of the `with` block, it replaces `path`.
+    """Yield the name of a new file. At the end of the `with` block, the new file replaces `path`.
 
     If the block raises an exception, the new file is removed. The name is unique, because two hosts
     may compile in the same file system at the same time.
@@ -256,7 +256,7 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
     version = _run([*compiler, "--version"]).stdout
     os.makedirs(OBJECTS, exist_ok=True)
     os.makedirs(folder, exist_ok=True)
-    # symbols must be defined, except for those of a sanitizer's library
+    # all symbols must be defined, except symbols of a sanitizer's library
     link = ["-shared"] if extra else ["-shared", "-Wl,-z,defs"]
     failures, warnings = {}, {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

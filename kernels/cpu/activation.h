@@ -11,8 +11,8 @@
 
 #include "lanes.h"
 
-/* An input of a kernel. If mean is NULL, the input is x. Otherwise it is max(0, (x - mean) * scale
- * + beta) per channel, computed when it is read and never stored. */
+/* An input of a kernel. If mean is NULL, the input is x. Otherwise the input is max(0, (x - mean) *
+ * scale + beta) per channel, computed when it is read and never stored. */
 struct source {
     const float *x, *mean, *scale, *beta;
 };

@@ -57,9 +57,9 @@ static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t pha
     p->channel_stride = p->rows * p->row_stride;
 }
 
-/* Winograd convolutions have stride 1. A convolution of stride s is computed as one of stride 1:
- * each channel of x becomes s * s channels, one for each phase of rows and columns, and the filters
- * are spread over these channels:
+/* Winograd convolutions have stride 1. A convolution of stride s is computed as a convolution of
+ * stride 1: each channel of x becomes s * s channels, one for each phase of rows and columns, and
+ * the filters are spread over these channels:
  *
  *     spread[k][(c * s + r % s) * s + column % s][r / s][column / s] = weight[k][c][r][column]
  *

@@ -21,7 +21,7 @@ struct padded {
     int64_t rows, columns, phases, row_stride, channel_stride; /* strides in floats */
 };
 
-/* The gradient of a convolution's output y. It is dy itself or, if y.mean is not NULL, dy
+/* The gradient of a convolution's output y. The gradient is dy itself or, if y.mean is not NULL, dy
  * backpropagated through the ReLU and batch normalization that follow (see normalize_back). If
  * y.scale is NULL, no ReLU follows. */
 struct gradient {

@@ -3,7 +3,7 @@
 
 #include "mpidl.h"
 
-/* A tile has TILE outputs of `group` blocks. It processes the panels of features one after the
+/* A tile has TILE outputs of `group` blocks. The panels of features are processed one after the
  * other, so that a panel's x stays in cache for all outputs. */
 enum { TILE = 64 };
 

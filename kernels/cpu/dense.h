@@ -2,12 +2,12 @@
  * weight (outputs, features), bias (outputs) or NULL, y (blocks, outputs, 16).
  *
  * No sum is one long chain, because a long chain has larger rounding errors. The forward pass
- * divides a sum over features into segments of SEGMENT consecutive features. It sums each segment
- * from first to last, then adds the segments to the bias in order. The backward pass divides a sum
- * over outputs in the same way, into groups of about the same size and of at most GROUP outputs. A
- * sum over the images of a block, from image 0 to image 15, is a leaf of the tree. The sizes of
- * tiles affect when terms are added, but not in which order. Therefore no result depends on the
- * sizes of tiles. */
+ * divides a sum over features into segments of SEGMENT consecutive features. The pass sums each
+ * segment from first to last, then adds the segments to the bias in order. The backward pass
+ * divides a sum over outputs in the same way, into groups of about the same size and of at most
+ * GROUP outputs. A sum over the images of a block, from image 0 to image 15, is a leaf of the tree.
+ * The sizes of tiles affect when terms are added, but not in which order. Therefore no result
+ * depends on the sizes of tiles. */
 #ifndef MPIDL_DENSE_H
 #define MPIDL_DENSE_H
 

@@ -15,7 +15,7 @@ struct job {
     const float *x;
     float *y;
     const int64_t *samples;
-    int64_t rows, tiles; /* both per block */
+    int64_t rows, tiles; /* rows and tiles per block */
     int32_t threshold;
     float scale;
     uint32_t epoch, key[2];

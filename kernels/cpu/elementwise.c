@@ -97,8 +97,8 @@ INLINE vec gelu_slope(vec x) {
     return choose(x >= 0, splat(1) - slope, slope);
 }
 
-/* The tanh approximation of GELU is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. It equals x
- * times the logistic function of twice the argument of tanh. */
+/* The tanh approximation of GELU is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. The
+ * approximation equals x times the logistic function of twice the argument of tanh. */
 
 /* Return 2^32 e^-w for w = b t + c t^3, b = sqrt(8 / pi), c = 0.044715 b. Each term is a sum of two
  * floats. */

@@ -39,9 +39,9 @@ void counter_pop(struct counter *counter);
 /* Return the largest number of slots that a run of `blocks` blocks needs. */
 int counter_slots(int64_t blocks);
 
-/* Folds leaves of `size` floats, one per block, while a pass of each_block computes them. Each team
- * folds its own run of blocks. Finally, the nodes of the teams are combined like the nodes of
- * ranks. */
+/* Folds leaves of `size` floats, one per block, while a pass of each_block computes the leaves.
+ * Each team folds its own run of blocks. Finally, the nodes of the teams are combined like the
+ * nodes of ranks. */
 struct leaves {
     const struct tree *tree;
     int64_t size;
@@ -56,8 +56,8 @@ struct leaves {
  * kept in the scratch slot `slot`. */
 void leaves_begin(struct leaves *leaves, const struct tree *tree, int64_t size, float *nodes,
                   int64_t node_count, int slot);
-/* Return the memory for the leaf of `block`, counted from 0. All members of the team write to it.
- */
+/* Return the memory for the leaf of `block`, counted from 0. All members of the team write to this
+ * memory. */
 float *leaf_of(const struct team *team, struct leaves *leaves, int64_t block);
 /* Fold a complete leaf. All members of the team must call this function, which synchronizes them.
  */

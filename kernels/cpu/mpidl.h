@@ -2,12 +2,12 @@
  * types from this file. An argument is an int64_t, double or float, a pointer to one of these types
  * or to int32_t or uint8_t, or a function without arguments. A result is a number or a string. A
  * pointer may be NULL only if its comment says so. Python checks the arguments. A function fails
- * only if the system refuses scratch memory. It then sets mpidl_missing_bytes, and its results are
- * undefined.
+ * only if the system refuses scratch memory. In this case the function sets mpidl_missing_bytes,
+ * and the results are undefined.
  *
  * x has the shape (blocks, C, H, W, 16). A "source" is an input of a kernel. If its `mean` is NULL,
- * the source is `x`. Otherwise it is max(0, (x - mean) * scale + beta) per channel, computed when
- * it is read and never stored. */
+ * the source is `x`. Otherwise the source is max(0, (x - mean) * scale + beta) per channel,
+ * computed when it is read and never stored. */
 #ifndef MPIDL_H
 #define MPIDL_H
 

@@ -37,8 +37,8 @@ INLINE float power_of(const int n, const int pair, const int exponent) {
 #define FIRST(group) ((group) == 0 ? 0 : 2 * (group)-1)
 #define IN_GROUP(n, group) ((group) == 0 || (group) == GROUPS(n) - 1 ? 1 : 2)
 
-/* Apply a polynomial to d[0], d[2], d[4] and so on. Its roots are the squares of all points except
- * those of `pair`, or of all points if `pair` is PAIRS(n). */
+/* Apply a polynomial to d[0], d[2], d[4] and so on. The roots of the polynomial are the squares of
+ * the points outside `pair`, or of all points if `pair` is PAIRS(n). */
 INLINE vec without(const vec *d, const int n, const int pair) {
     float root[MOST_PAIRS];
     int roots = 0;

@@ -2,7 +2,7 @@
 //
 // The matrices in memory are x (images, features), weight (outputs, features), y and dy (images,
 // outputs). A thread adds up the products of an element by fmaf in order, in runs of RUN products.
-// It then adds the runs in order. So the sum of an element does not depend on the tile.
+// The thread then adds the runs in order. So the sum of an element does not depend on the tile.
 
 enum {
     THREADS = 128,

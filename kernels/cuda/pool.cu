@@ -44,8 +44,8 @@ __device__ __forceinline__ float divisor(Span rows, Span columns, int size, bool
 }
 
 // The windows that contain a pixel, along one axis. The pixel is at position `place` of window
-// number `window`, at position place + stride of the previous window, and so on, as long as such
-// positions and windows exist.
+// number `window`, and at position place + stride of the previous window. The position increases by
+// the stride with each earlier window, as long as such positions and windows exist.
 struct Containing {
     int place, window;
 };

@@ -20,8 +20,8 @@ determines the kind of its cotangent:
 The sum of a Partial and a replicated cotangent is a Partial. If the gradient of a learnable is a
 Partial, the caller adds it up over the ranks. A replicated value that an op computed, such as a
 tied weight, may also get a Partial as cotangent. In this case all ranks add up the Partial at the
-same point of the tape, before they call the vjp (vector-Jacobian product) of the op. A vjp
-therefore always receives complete sums.
+same point of the tape, before they call the op's vjp (vector-Jacobian product). A vjp therefore
+always receives complete sums.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ WithVjp: TypeAlias = tuple[Y, Vjp]  # the result of a forward function
 
 
 class Op(Protocol[X_contra, Options, Y_co]):
-    """Type of an op, with the signature of its forward function. A Var argument gives a Var."""
+    """Type of an op, with its forward function's signature. A Var argument makes the result a Var."""
 
     __name__: str
 
@@ -295,7 +295,7 @@ def refuse_gpu(name: str, *values: Any) -> None:
 
 
 def _empty_result(name, forward, values, options):
-    """Call forward with one image of zeros, and return a result of the same shape for no images."""
+    """Call forward with one image of zeros, and return a result of the same shape with 0 images."""
     args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
         y, _ = forward(*args, **options)
@@ -329,7 +329,7 @@ def _check_cotangents(name, cotangents, args):
 
 
 def _accumulate(a, b):
-    """Add two cotangents; if only one of them is a Partial, it is the left operand.
+    """Add two cotangents; if only one of them is a Partial, the Partial is the left operand.
 
     Cotangents of blocked values are added up when an op reads them.
     """

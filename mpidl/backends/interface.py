@@ -298,7 +298,7 @@ class Backend(TrainingFunctions, Protocol):
     def gelu(self, x: Lanes, approximate: str) -> Lanes:
         """Return x * Phi(x), where Phi is the standard normal distribution function.
 
-        This is the result if `approximate` is "none". If `approximate` is "tanh", return
+        If `approximate` is "tanh" instead of "none", return
         x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. The result for -inf is -0.
         Subnormal results may be 0.
         """

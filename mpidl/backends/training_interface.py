@@ -237,8 +237,8 @@ class TrainingFunctions(Protocol):
         Parameters
         ----------
         formula : str
-            A key of `reference.optimizer.FORMULAS`, which maps it to the function that defines the
-            optimizer step.
+            Name of the function that defines the optimizer step, a key of
+            `reference.optimizer.FORMULAS`.
         state : sequence of sequences
             The arrays that the formula keeps between steps, such as the velocity. Each inner
             sequence has one C-ordered array per parameter.
@@ -365,8 +365,8 @@ class TrainingFunctions(Protocol):
     def mirror(self, x: Lanes, turn: int, total: Lanes | None = None, factor: float = 1.0) -> Lanes:
         """Mirror images (B, C, H, W, 16), add `total` if given, and multiply the sum by `factor`.
 
-        `turn` is 1 to mirror left to right, 2 top to bottom, 3 both, and 0 not at all. It must be 0
-        if x has another shape, such as scores (B, K, 16). `total` has the shape of x.
+        `turn` is 1 to mirror left to right, 2 top to bottom, 3 both, and 0 not at all. `turn` must
+        be 0 if x has another shape, such as scores (B, K, 16). `total` has the shape of x.
         """
 
     def planes(self, pixels: Array, out: Array | None = None) -> Array:

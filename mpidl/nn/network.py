@@ -83,7 +83,7 @@ class Network:
     ------
     ValueError
         If a layer reads an output that no earlier layer produces, or does not accept the shape of
-        its input, or if no layer reads the output of a layer other than the last one.
+        its input. Also raised if no layer reads the output of a layer before the last one.
     TypeError
         If `layers` is not a list of layers.
     """

@@ -19,8 +19,8 @@ def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
 
     The result has the same bytes as the result of separate ops. The backend's attribute
     `fuses_convolutions` must be True. If a or b is a DeferredNormalization, the backend normalizes
-    it while it reads it. The backward pass adds up the cotangents from two readers of the result,
-    and computes the sums for the batch normalizations of a and b, in a single pass over memory.
+    it while it reads it. The backward pass adds up the cotangents from two readers of the result.
+    In the same pass over memory, it computes the sums for the batch normalizations of a and b.
 
     Parameters
     ----------

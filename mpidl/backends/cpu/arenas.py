@@ -117,7 +117,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """The owner of an array's memory, which returns the memory to the arena when it is deleted.
+    """The owner of an array's memory. When the owner is deleted, the arena gets the memory back.
 
     NumPy reads `__array_interface__` and keeps this object alive as long as the array.
     """

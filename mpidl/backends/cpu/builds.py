@@ -147,7 +147,7 @@ class Library:
     ------
     UserError
         If the file cannot be loaded, or if the caller accesses a function whose declaration in the
-        library differs from the header, because the library was compiled from other sources.
+        library differs from the header. Such a library was compiled from other sources.
     """
 
     def __init__(self, path, header, build):

@@ -43,8 +43,8 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
 def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
     """Return the number of rows (or columns) of the padded gradient, as in `lay_out_dy` of conv.c.
 
-    Padding before the first output covers filter taps that reach beyond it. Padding after the last
-    output covers the remaining pixels of the image.
+    Padding before the first output covers filter taps that reach beyond this output. Padding after
+    the last output covers the remaining pixels of the image.
     """
     reach = max(dilation * (taps - 1) - before, 0)
     beyond = (pixels - 1 + before) // stride - (outputs - 1)
@@ -76,9 +76,9 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     can flip a ReLU. Therefore "auto" uses tiles of 2x2, in layers with at least FEW channels, and
     only "fast" uses tiles of 4x4.
 
-    Sums are direct if the transforms would cost more than they save. This is the case for gradients
-    with fewer than SAVING channels, for outputs smaller than a tile, and for filters that fill less
-    than two thirds of the equivalent filter at stride 1.
+    Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
+    do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
+    the transforms would cost more than they save.
 
     References
     ----------

@@ -89,8 +89,8 @@ def fixed(array):
 class _Range:
     """A range of memory that the recorder knows.
 
-    `name` is the name of the input that the range contains, or None. `is_written` is whether the
-    contents are valid, and `is_owned` whether the step may update them in place.
+    `name` is the name of the input that the range contains, or None. `is_written` tells whether the
+    contents are valid, and `is_owned` whether the step may update the contents in place.
     """
 
     def __init__(self, start, nbytes, is_written=True, name=None, is_owned=False):

@@ -3,8 +3,8 @@
 `conv_direct` computes the convolution instead if the GPU has no TF32 tensor cores, if
 `settings.direct` is set, or if the images are too large. The sizes of leaves (partial sums over a
 few images) and tiles depend on the shape of the layer, the global mini-batch and the number of
-multiprocessors. They never depend on this rank's share of the mini-batch. Only the sizes of leaves
-change the bytes of the result.
+multiprocessors. These sizes never depend on this rank's share of the mini-batch. Only the sizes of
+leaves change the bytes of the result.
 """
 
 import functools

@@ -36,8 +36,8 @@ SHORTEST_RANGE = 8  # blocks; longer ranges are halved until there are enough to
 def rows_of(value, name):
     """Return the shape (images, K) of the matrix that stores an array (blocks, K, 16).
 
-    Raise ValueError for images with several pixels and channels, because they have another memory
-    order.
+    Raise ValueError for images with several pixels and channels, because their memory order is
+    different.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
         raise ValueError(f"{name}: expected (blocks, K, 16), got images {value.dims}")

@@ -122,7 +122,7 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array, converted between float32 and float64 if it has the other dtype.
+        """Return this Array with the given dtype, converted between float32 and float64.
 
         Raise TypeError for all other conversions.
         """
