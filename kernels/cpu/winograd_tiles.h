@@ -1,12 +1,11 @@
 /* The transforms of Winograd's F(m, r) along one dimension, on vectors of images.
  *
- * The values of a product of polynomials at enough points determine the product. F(m, r) computes m
- * outputs of a filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and
- * -p, and infinity. In exact arithmetic any points work, but rounding errors depend on the points.
- * Of all points tried, the points in POINT have the smallest error: for n = 6, less than half the
- * error of the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors).
- * The elements of B and A are sums of products of small dyadic fractions, so they are exact in
- * float32.
+ * The values at enough points determine a product of polynomials. F(m, r) computes m outputs of a
+ * filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and -p, and
+ * infinity. In exact arithmetic any points work, but rounding errors depend on the points. Of all
+ * points tried, the points in POINT have the smallest error: for n = 6, less than half the error of
+ * the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors). The
+ * elements of B and A are sums of products of small dyadic fractions, so they are exact in float32.
  *
  * Each row of B^T and A below belongs to a point. The points p and -p share even and odd parts.
  * Therefore points are computed in groups: the first point, each pair, and infinity.
@@ -16,7 +15,7 @@
 
 #include "lanes.h"
 
-enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* along one dimension */
+enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* maximum sizes along one dimension */
 
 /* The number of pairs, and the positive point of pair 0, 1, ... */
 #define PAIRS(n) (((n)-2) / 2)
@@ -25,7 +24,7 @@ enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* along one dimension 
 #define POINT_OF_8(pair) ((pair) == 0 ? 0.5f : (pair) == 1 ? 1.0f : 2.0f)
 #define SQUARE(n, pair) (POINT(n, pair) * POINT(n, pair))
 
-/* Return a power of a point. */
+/* Return the positive point of a pair, raised to a power. */
 INLINE float power_of(const int n, const int pair, const int exponent) {
     float power = 1;
     UNROLL for (int i = 0; i < exponent; i++) power *= POINT(n, pair);

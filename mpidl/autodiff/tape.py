@@ -139,7 +139,10 @@ WithVjp: TypeAlias = tuple[Y, Vjp]  # the result of a forward function
 
 
 class Op(Protocol[X_contra, Options, Y_co]):
-    """Type of an op, with its forward function's signature. A Var argument makes the result a Var."""
+    """Type of an op, with the signature of its forward function.
+
+    If an argument is a Var, the result is a Var.
+    """
 
     __name__: str
 
