@@ -33,7 +33,7 @@ def of_value(x: Blocked) -> Backend:
 def of_array(array: Any) -> Backend:
     """Return the GPU backend for an array in GPU memory, else `of_type(array.dtype)`."""
     if is_device_array(array):
-        from mpidl.backends.gpu.backend import GPU  # imported here, as CPU runs do not need it
+        from mpidl.backends.gpu.backend import GPU  # imported here, because CPU runs do not need it
 
         return GPU
     return of_type(array.dtype)

@@ -26,7 +26,7 @@ ORDER = list(NEEDS)
 
 # Functions that use neither the threads nor the scratch memory of the library. Threads that prepare
 # mini-batches may call these functions at any time. The progress hook (see `watch`) may call the
-# functions of sums at any time. All other functions run one at a time.
+# functions of sums.c at any time. All other functions run one at a time.
 ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),

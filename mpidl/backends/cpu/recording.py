@@ -1,9 +1,9 @@
 """Record the kernel calls of a training step on a CPU while the step runs.
 
-The module `program` replays the calls. A Recorder stores each library call with the
-addresses and numbers of its arguments. Kernels may read only memory that a replay fills too: arrays
-that earlier recorded calls wrote, inputs, learnables, and constants. If a kernel reads an array
-that was computed in another way, for example with NumPy, the step cannot be recorded. In this case
+The module `program` replays the calls. A Recorder stores each library call with the addresses and
+numbers of its arguments. Kernels may read only memory that a replay fills too: arrays that earlier
+recorded calls wrote, inputs, learnables, and constants. If a kernel reads an array that was
+computed in another way, for example with NumPy, the step cannot be recorded. In this case
 `Recorder.problem` says why, and the step itself continues normally.
 
 Temporary arrays come from an arena of the recorder. A replay writes to the same addresses.
@@ -159,7 +159,7 @@ class Recorder:
     def input(self, name, array):
         """Declare an array that each replay may replace by another array of the same shape.
 
-        The caller keeps the array alive until the end of the recording.
+        The caller must keep the array alive until the end of the recording.
         """
         if not array.flags.c_contiguous:
             self.refuse(f"the input {name} is not contiguous")
@@ -175,7 +175,7 @@ class Recorder:
         return array
 
     def call_python(self, function, writes=()):
-        """Let replays call function(), which writes `writes`, at this point of the step."""
+        """Let replays call function() at this point. The function writes the arrays `writes`."""
         self._parts[-1].append(function)
         for array in writes:
             self._write(array)

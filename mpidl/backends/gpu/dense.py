@@ -30,7 +30,7 @@ FOLDS = {
     "dense_dweight_short": (64, 64, 16),
     "dense_dweight_long": (64, 32, 256),
 }
-SHORTEST_RANGE = 8  # blocks; longer ranges are halved until there are enough to fill the GPU
+SHORTEST_RANGE = 8  # blocks; longer ranges are halved until the ranges fill the GPU
 
 
 def rows_of(value, name):

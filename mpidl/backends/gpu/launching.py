@@ -239,7 +239,7 @@ class Eager:
 
 
 def open(device):
-    """Make this process use a device, and return the device. None ends the use of a device."""
+    """Make this process use a device, and return the device. With None, use no device."""
     global _device, _sink
     _device, _sink = device, None if device is None else Eager(device)
     _constants.clear()

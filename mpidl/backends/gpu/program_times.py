@@ -10,7 +10,7 @@ from mpidl import phases
 
 
 class ProgramTimes:
-    """Measures spans of time on a GPU with events, and adds the spans to the GPU's track.
+    """Measures spans of time on a GPU with events, and adds the spans to the timeline.
 
     A segment that is captured as a graph is one span, because events inside a graph would change
     the graph. In other segments, the launches of each layer are one span.
@@ -75,7 +75,7 @@ class ProgramTimes:
 
 
 def segment_name(segment: list[Any]) -> str:
-    """Return a name made of the first and last operation's places: "forward / conv1 to conv2"."""
+    """Return a name from the first and the last place, such as "forward / conv1 to conv2"."""
     places = [operation.place for operation in segment if operation.place]
     if not places:
         return "other"
