@@ -462,7 +462,7 @@ class Backend(TrainingFunctions, Protocol):
         normalizations: Sequence[Any],
         tree: Tree,
     ) -> tuple[Lanes, list[Partial | None]]:
-        """Return the gradient of `add_relu`, which is the same for a and b, and its sums.
+        """Return the gradient of `add_relu` (the same for a and b), and sums over this gradient.
 
         Parameters
         ----------

@@ -114,7 +114,7 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    """Exchange nodes with all ranks; return the root. `matrix` (nodes, width) is this rank's part."""
+    """Exchange nodes with all ranks; return the root. `matrix` has a row per node of this rank."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:
