@@ -180,8 +180,8 @@ static int64_t transform_weights(struct pass *pass) {
     return winograd_conv_floats(w);
 }
 
-/* Compute the block's y from padded x, or its dx from padded dy. The addend of `finish` starts at
- * this block. */
+/* Compute the block's y from padded x, or the block's dx from padded dy. The addend of `finish`
+ * starts at this block. */
 static void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
                      const float *in, struct finish finish, float *out) {
     const struct winograd *w = &pass->shape;

@@ -31,7 +31,7 @@ void counter_begin(struct counter *counter, const struct tree *tree, int64_t fir
 /* Record that the caller has stored a value in slot `count`. The value ends before block `stop`. */
 void counter_push(struct counter *counter, int64_t stop);
 
-/* Return whether the caller must combine the two topmost values now, in the lower of their slots.
+/* Return whether the caller must combine the two topmost values now, in the lower of the two slots.
  * If so, the caller combines them, calls counter_pop, and calls this function again. */
 int counter_joins(const struct counter *counter);
 void counter_pop(struct counter *counter);

@@ -104,7 +104,7 @@ INLINE void sum_channel(const float *x, float *dx, const float *ring, const stru
 }
 
 /* Compute the gradient of a tile. `own` is a ring buffer for the products of the most recent
- * channels. Its number of rows is a power of two and at least the size of a window. The sum for a
+ * channels. The number of rows is a power of two and at least the size of a window. The sum for a
  * channel is complete `before` channels later. */
 INLINE void backward(const struct job *job, int64_t tile, double beta, float *own) {
     TILE(job, tile);

@@ -45,7 +45,7 @@ struct plan {
 /* A sum. The caller keeps the struct and its memory until all chunks have been taken. */
 struct sum {
     const struct plan *plan;
-    const int64_t *pieces; /* their number; per piece, number of values, node addresses */
+    const int64_t *pieces; /* their number; for each: number of values, addresses of own nodes */
     char *out;             /* (results, width); NULL if this rank needs no results */
     struct sum *next;
     int64_t chunks[STAGES]; /* chunks that have passed each stage */

@@ -25,7 +25,7 @@ enum {
     QUAD = 4,                         /* outputs of a register tile, if vectors hold images */
     INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
     MOST = 64,                        /* maximum number of tiles in a band */
-    BAND_BYTES = 512 << 10,           /* size of V and D for two lines of points */
+    BAND_BYTES = 512 << 10,           /* size of V and D, which hold two lines of points */
 };
 
 /* How the work for a shape is divided. The division depends only on the shape, except for the width

@@ -54,7 +54,7 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
     )
     size = conv2d_shape(image_shape, weight_shape, stride, padding, dilation)
     if min(size[1:]) < 1:
-        raise ValueError(f"conv2d: filters {weight_shape} leave no output of images {image_shape}")
+        raise ValueError(f"conv2d: filters {weight_shape} leave no output for images {image_shape}")
     return stride, padding, dilation, groups
 
 

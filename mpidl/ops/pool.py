@@ -74,7 +74,7 @@ def windows(
         raise ValueError(f"{name}: a window has at most {places} pixels, got size {size}")
     shape = pool2d_shape(image_shape, size, stride, padding)
     if min(shape) < 1:
-        raise ValueError(f"{name}: windows of {size} leave no output of images {image_shape}")
+        raise ValueError(f"{name}: windows of {size} leave no output for images {image_shape}")
     return Windows(size, stride, padding, shape)
 
 

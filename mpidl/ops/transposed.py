@@ -60,7 +60,7 @@ def _arguments(
     cropping = same_or_crops(name, cropping, weight_shape[2:], stride)
     size = transposed_conv2d_shape(image_shape, weight_shape, stride, cropping)
     if min(size) < 1:
-        raise ValueError(f"{name}: cropping {cropping} leaves no output of images {image_shape}")
+        raise ValueError(f"{name}: cropping {cropping} leaves no output for images {image_shape}")
     return stride, cropping
 
 
