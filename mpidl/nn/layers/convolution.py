@@ -137,7 +137,9 @@ class TransposedConv2D(Weighted):
         weight = (shape[0], self.filters, r, s)
         output = transposed_conv2d_shape(shape, weight, stride, cropping)
         if min(output) < 1:
-            raise ValueError(f"{self.name}: cropping {cropping} leaves no output for images {shape}")
+            raise ValueError(
+                f"{self.name}: cropping {cropping} leaves no output for images {shape}"
+            )
         initial = glorot_uniform(shape[0] * r * s, self.filters * r * s)
         return Built(output, self.learnables(weight, initial, self.filters))
 
