@@ -1,4 +1,4 @@
-"""The sum of two values and its ReLU as one op, such as the end of a residual block."""
+"""An op for the sum of two values followed by ReLU, as at the end of a residual block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, of the shape of `a`.
+        The result, with the shape of `a`.
     """
     backend, values = backends.of_value(a), (a, b)
     y = backend.add_relu(addend(a), addend(b))

@@ -3,7 +3,7 @@
 Most of these ops work on plain arrays, one block of 16 images at a time, like custom ops. Shapes
 broadcast as in NumPy. The first axis of a blocked value is the image axis. For example, a blocked
 value (N, C, H, W) times an array (C, 1, 1) scales each channel. A replicated value is an array with
-the same bytes on all ranks. A Partial is a sum that is not yet added up over the ranks.
+the same bytes on all ranks. A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations

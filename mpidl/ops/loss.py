@@ -1,6 +1,6 @@
 """Ops for losses of classification and regression, and counts of labels and correct predictions.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One-hot targets, and the cross-entropy of probabilities or scores with such targets.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations

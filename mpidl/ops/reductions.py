@@ -1,6 +1,6 @@
 """Ops for sums and means over the images of a mini-batch, and over axes of each image's array.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations
