@@ -8,11 +8,12 @@
 //   backward-data      a pixel of x       a channel             r, s, and a filter
 //   backward-weights   a filter           r, s, and a channel   a pixel of y, of one leaf
 //
-// A CTA computes a tile of 64 x 32 elements of the product within one group. The CTA loops over t
-// in chunks of 32, and loads both operands of a chunk into shared memory. Consecutive threads read
-// consecutive channels or filters of a pixel, so reads coalesce. Padding is read as zeros. A chunk
-// is added up by fused multiply-add in the order of t, and then the sums of the chunks are added in
-// order. So the order depends only on the shape, and the short sums keep the error small.
+// A CTA (block of threads) computes a tile of 64 x 32 elements of the product within one group. The
+// CTA loops over t in chunks of 32, and loads both operands of a chunk into shared memory.
+// Consecutive threads read consecutive channels or filters of a pixel, so reads coalesce. Padding
+// is read as zeros. A chunk is added up by fused multiply-add in the order of t, and then the sums
+// of the chunks are added in order. So the order depends only on the shape, and the short sums keep
+// the error small.
 //
 // Images are NHWC; weights are KRSC, i.e. (K, R, S, C/groups). Offsets within an image and within
 // the weights are int; the caller checks the sizes.

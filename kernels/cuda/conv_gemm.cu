@@ -8,7 +8,7 @@
 //
 //   forward        x (images, H, W, C), w (K, R, S, C/groups): row of x = p * stride - top + r * d
 //   backward-data  x is dy, w is transposed (conv_weights.cu): with t = p + top - r * d the row
-//                  of dy is t / stride, if that is an integer; H, W, C are the sizes of dy
+//                  of dy is t / stride, if this is an integer; H, W, C are the sizes of dy
 //
 // A block of threads computes BM x BN elements of y, and loops over k in steps of BK. The parts of
 // A and w for a step are copied to shared memory while earlier steps are multiplied. PRECISION 3 is

@@ -16,8 +16,8 @@ template <int WIDTH> __device__ __forceinline__ int turned(int k, int i) {
     return i ^ ((k / 4 * 8) & (WIDTH - 1));
 }
 
-// Returns `count` floats, at most 4, starting at p, and zeros in the rest of the quad. aligned:
-// whether whole quads are aligned to 16 bytes.
+// Returns `count` floats, at most 4, starting at p, and zeros in the rest of the quad. `aligned`
+// tells whether whole quads are aligned to 16 bytes.
 __device__ __forceinline__ float4 quad(const float* p, int count, int aligned) {
     if (aligned && count >= 4) return *(const float4*)p;
     float4 found;
@@ -168,7 +168,7 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
     }
 };
 
-// Returns one tile of a (rows x products) times b (products x columns), for the products k to
+// Returns one tile of a (rows x products) times b (products x columns), for products k to
 // `stop`. The products are contiguous in a and, if ALONG, also in b. blockIdx.x and blockIdx.y
 // select the columns and rows of the tile.
 template <int ROWS, int COLUMNS, int T, int U, bool ALONG>
