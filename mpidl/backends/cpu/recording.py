@@ -67,7 +67,7 @@ def owns(arrays):
 
 def address_of(array):
     """Return the address of an array's first element."""
-    return array.__array_interface__["data"][0]
+    return array.ctypes.data
 
 
 class _Place:
