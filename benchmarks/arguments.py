@@ -105,7 +105,8 @@ def _add_subject(parser, command):
     if command == "kernels":
         text = (
             "layers to measure, as network names; shapes: 3x3 convolutions of 20 to 128 channels; "
-            "dense: a fully connected layer of 9216 inputs and 4096 outputs at batch 32, on one " "thread, compared with BLAS (digits,cifar,shapes,dense)"
+            "dense: a fully connected layer of 9216 inputs and 4096 outputs at batch 32, on one "
+            "thread, compared with BLAS (digits,cifar,shapes,dense)"
         )
         networks = ["digits", "cifar", "shapes", "dense"]
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
