@@ -1,4 +1,4 @@
-"""Test operations, bytes and floors of passes, and the page of `benchmarks roofline`."""
+"""Test `benchmarks roofline`: operations, bytes and lower time bounds of passes, and the page."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_a_floor_is_the_larger_time():
 @needs_kernels
 @pytest.mark.parametrize(
     ("layer", "shape", "expected"),
-    [  # the factor by which Winograd needs fewer products, by Lavin and Gray's formula
+    [  # Winograd divides the number of products by this factor (Lavin and Gray's formula)
         (dl.Conv2D(3, 32, padding=1), (32, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
         (dl.Conv2D(3, 20, padding=1), (20, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
         # 10 x 10 pixels have 5 x 5 tiles of 2 x 2, or 3 x 3 tiles of 4 x 4, some of them partial
@@ -115,7 +115,7 @@ def rows_of(times):
 
 
 def test_sums_count_the_passes_of_a_step():
-    rows = rows_of([0.004, 0.010, 0.004])  # 0, 1 and 2 layers
+    rows = rows_of([0.004, 0.010, 0.004])  # times of layers 0, 1 and 2
     sums = {name: cells for name, *cells in roofline.sums_of(rows, 0.025)}
     assert sums["convolution, backward"] == ["10.0", "2.000", "20%"]
     assert sums["pooling"] == ["8.000", "4.000", "50%"]
@@ -144,7 +144,7 @@ def test_settings():
 
 @needs_kernels
 def test_a_small_network_is_measured(tmp_path, monkeypatch, capsys):
-    """The floors must follow from the counts and the peak; every pass must have a time."""
+    """Lower time bounds must follow from the counts and the peak. Every pass must have a time."""
     layers = [
         *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(2)),
         *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(10)),
