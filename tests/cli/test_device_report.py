@@ -1,4 +1,4 @@
-"""Test the report on the ranks of a job, with fictitious ranks and files of fictitious hosts."""
+"""Test the report on the ranks of a job with simulated ranks and simulated files of hosts."""
 
 import json
 import os
