@@ -22,7 +22,7 @@ def looks(dog, count, before=lambda: None):
 
 
 def test_a_call_that_does_not_return(dog, capsys):
-    looks(dog, 20)  # the rank computes
+    looks(dog, 20)  # the rank computes and calls no MPI
     assert dog.codes == []
     dog.describe = lambda operation, limit: f"{operation} has taken {limit} s"
     dog.record.begin("MPI_Comm_split", 3.0)
@@ -36,7 +36,7 @@ def test_a_wait_that_polls(dog):
     dog.record.begin("gop max", 3.0)
     looks(dog, 20, before=dog.record.renew)
     assert dog.codes == []
-    looks(dog, 6)  # a poll of MPI does not return
+    looks(dog, 6)  # an MPI poll does not return
     assert dog.codes == [1]
 
 
