@@ -111,7 +111,7 @@ def test_a_tiff_that_lacks_strips_is_refused(tmp_path):
     """A TIFF file with missing strips is an error, although Pillow returns black pixels."""
     path = save(tmp_path / "c" / "x.tif", pixels_of(0, 3, 6, 5))
     content = path.read_bytes()
-    tag = b"\x01\x01\x04\x00\x01\x00\x00\x00"  # 257, the height, is one long number
+    tag = b"\x01\x01\x04\x00\x01\x00\x00\x00"  # tag 257, the height: one 32-bit number
     place = content.index(tag) + len(tag)
     path.write_bytes(content[:place] + (600).to_bytes(2, "little") + content[place + 2 :])
     expected = "the image cannot be read: expected 5x600 pixels, found 1% of them: it is damaged"
