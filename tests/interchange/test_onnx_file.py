@@ -90,7 +90,7 @@ def test_unusable_files(tmp_path):
         path.write_bytes(content)
         assert refusal(dl.load_onnx, path).startswith(f"{path}: ")
     proto = model([CONV], {"w": WEIGHT}, SHAPE)
-    proto.graph.initializer[0].dims[0] = 1 << 50  # more than its data
+    proto.graph.initializer[0].dims[0] = 1 << 50  # larger than the data
     path.write_bytes(proto.SerializeToString())
     assert "not an ONNX file that can be read: " in refusal(dl.load_onnx, path)
     proto = model([CONV], {"w": WEIGHT}, SHAPE)
