@@ -60,7 +60,7 @@ def test_a_recorder_returns_the_records_of_the_file(tmp_path):
 
 
 def test_metrics_of_validations(tmp_path):
-    """They survive the file, a rewind and a resume with other metrics."""
+    """Metrics survive writing and reading the file, a rewind, and a resume with other metrics."""
     with Metrics(tmp_path / "metrics.jsonl") as records:
         for i, values in enumerate(({"f1": 0.25}, None, {"f1": math.nan, "iou": 0.5}), 1):
             records.record("validation", 1, i, 0.5, 0.1, None, 1.0, 0.75, metrics=values)
