@@ -22,7 +22,7 @@ def philox(counter, key, rounds=10):
 
 
 def test_the_plain_generator_has_the_published_values():
-    """The plain generator returns the known answers in Random123, the authors' library."""
+    """The plain generator returns the known answers of Random123, the authors' library."""
     zeros = philox([0] * 4, [0] * 2)
     assert zeros == [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
     ones = philox([MASK] * 4, [MASK] * 2)

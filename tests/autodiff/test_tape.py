@@ -10,7 +10,8 @@ from single_rank import SingleRank, assert_slopes, blocked, finite_differences, 
 import mpidl as dl
 from mpidl.autodiff import tape
 
-COUNTS = (5, 37, 64)  # numbers of images: fewer blocks than ranks; a partly filled last block; full blocks
+# Numbers of images: a single block, a partly filled last block, and four full blocks.
+COUNTS = (5, 37, 64)
 each_count = pytest.mark.parametrize("count", COUNTS)
 
 

@@ -82,7 +82,7 @@ def test_an_exit_code_0_in_the_middle_of_a_run_is_a_death(launched):
 
 
 def test_the_starts_of_a_job_have_a_token_and_numbers(launched):
-    """Each start gets the job's token and a number, which let it take over an earlier start's lock."""
+    """A start takes over the lock of an earlier start by the job's token and its own number."""
     assert launched("1 c1 0") == 0
     lines = [line.split() for line in (launched.folder / "numbers").read_text().splitlines()]
     assert len({token for token, _ in lines}) == 1

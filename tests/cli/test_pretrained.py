@@ -120,7 +120,7 @@ def test_the_weights_of_torchvision_expect_its_normalization(tmp_path):
     source = pretrained.load(resolved, None, images, None)
     assert source.net.normalization.name == "rescale-symmetric"
     net.normalization = dl.data.normalization("none", images)
-    for name, expected in (("a.h5", "none"), ("a.onnx", "zscore")):  # an ONNX file cannot specify "none"
+    for name, expected in (("a.h5", "none"), ("a.onnx", "zscore")):  # ONNX cannot store "none"
         network_files.save(net, tmp_path / name)
         resolved = resolve(weights=str(tmp_path / name), network="squeezenet1_1")
         source = pretrained.load(resolved, None, images, None)
