@@ -26,13 +26,13 @@ from mpidl.report import plots
 # Read before MPI is initialized: Open MPI also sets these variables in a process without mpirun.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
-# If this variable is set, Python writes line ends separately, and mpirun mixes ranks' lines.
+# With this variable, Python writes line ends separately, and mpirun mixes the ranks' lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 MPI = serial.load()  # initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# Tests on one rank only: tests that start mpirun, tests of kernels on an emulated GPU, and test
-# files without the word `world`.
+# Tests that run on one rank only: tests that start mpirun, tests of kernels on an emulated GPU,
+# and test files without the word `world`.
 TESTS = Path(__file__).resolve().parent
 SINGLE_RANK = {TESTS / "backends" / "gpu", TESTS / "launch", TESTS / "soak"}
 SINGLE_RANK |= {path for path in TESTS.rglob("test_*.py") if "world" not in path.read_text()}
@@ -141,7 +141,7 @@ def _is_selected(item, part):
         return False  # all ranks would repeat the same test
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
     if LAUNCHED_RANKS and item.get_closest_marker("slow_on_ranks"):
-        # This test runs on one rank. Another test compares the bytes on several ranks with it.
+        # This test checks one rank. Another test compares several ranks' bytes with one rank's.
         marks.append("ranks")
     if part is None:
         return not marks

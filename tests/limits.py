@@ -28,7 +28,7 @@ GRACE = 30  # seconds until faulthandler ends a process that ignores the alarm
 
 
 def slowness(seconds: float = 0.3) -> float:
-    """Measure how many times slower a core currently is than the reference machine; at least 1.
+    """Return how many times slower a core currently is than the reference, at least 1.
 
     Other work on the machine and a CPU quota slow this measurement as much as the tests.
     """
@@ -168,7 +168,7 @@ class Watch:
                 self._end_the_job(factor)
 
     def _is_hindmost_due(self, factor):
-        """Return whether this rank and all ranks at the earliest position are past their limits."""
+        """Return whether the limits of this rank and of all ranks at the earliest test are over."""
         now, rows = time.monotonic(), self.table.tolist()
         due = [now - start > factor * limit for _, start, limit, _ in rows]
         last = min(position for position, *_ in rows)

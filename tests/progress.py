@@ -18,7 +18,7 @@ import pytest
 VARIABLE = "MPIDL_TEST_RUN"
 TABLE = Path(__file__).with_name("durations.json")
 LINE_PERIOD = 10  # seconds between two lines
-PRIOR = 10  # seconds added to both times, so the first tests change the pace only slightly
+PRIOR = 10  # seconds added to the real and expected times, so a few tests hardly change the pace
 UNKNOWN = 0.2  # expected seconds of a test whose file is not in the table
 
 
@@ -58,7 +58,7 @@ def clock(seconds):
 
 
 class Progress:
-    """The pytest plugin that reports progress. Only the process that prints registers it."""
+    """The pytest plugin that reports progress, used only in the process that prints."""
 
     def __init__(self, config):
         self.run = Facts.of_environment()
@@ -76,7 +76,7 @@ class Progress:
         return seconds / count
 
     def expect(self, nodeids):
-        """Set the tests of the run. Another process may have collected them."""
+        """Set the tests of the run, which another process may have collected."""
         self.total = len(nodeids)
         self.expected = sum(map(self.weight, nodeids))
         self.start = self.last = time.monotonic()

@@ -31,7 +31,7 @@ MAX_PROCESSES = 16  # limit per run, because each process needs several hundred 
 
 
 class Run(NamedTuple):
-    """A run of pytest, under mpirun on `ranks` ranks. If `ranks` is 0, without mpirun on all cores.
+    """A run of pytest: under mpirun on `ranks` ranks, or without mpirun on all cores if 0.
 
     `spread` is pytest-xdist's `--dist`. With "loadfile", each module's fixtures run only once.
     """
@@ -53,7 +53,7 @@ class Run(NamedTuple):
         return max(sum(files) / processes, longest)
 
     def command(self, cores, arguments):
-        """Return the command line. `arguments` are arguments of pytest and may select tests."""
+        """Return the command line. `arguments` are pytest's arguments, which may select tests."""
         pytest = [sys.executable, "-m", "pytest"]
         if self.ranks:
             start = ["mpirun", "-n", str(self.ranks), *pytest]

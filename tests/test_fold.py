@@ -1,4 +1,4 @@
-"""Test the fold tree, its counter, and Partials. Loops over the ranks replace a job."""
+"""Test the fold tree, its counter, and Partials, with ranks that are simulated by loops."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def middle_of(start, stop):
 
 
 def node_of(start, stop):
-    """Return the tree over blocks start..stop-1 as nested pairs, as its definition says."""
+    """Return the tree over blocks start..stop-1 as nested pairs, following its definition."""
     if stop - start == 1:
         return (start,)
     middle = middle_of(start, stop)

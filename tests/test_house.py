@@ -1,4 +1,4 @@
-"""Test house.py's counts, and the repository's vague names, test names and test times."""
+"""Test house.py, and check the repository's names, its test files and their recorded times."""
 
 import collections
 
@@ -95,7 +95,7 @@ def test_tests_mirror_the_package():
 
 
 def test_names_of_test_files_are_unique():
-    """Names of test files are unique, because pytest imports test files by their bare names."""
+    """Names of test files are unique, because pytest imports them as top-level modules."""
     tests = house.ROOT / "tests"
     names = collections.Counter(path.name for path in tests.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

@@ -1,4 +1,4 @@
-"""Test that MATLAB's names and arguments raise a one-line error with an existing mpidl call."""
+"""Test that MATLAB's names and arguments raise one-line errors that name existing mpidl calls."""
 
 import inspect
 import re
@@ -104,7 +104,7 @@ def test_a_function_explains_unknown_arguments():
     "function", [dl.ImageFolder, dl.ArrayDatastore, dl.MinibatchQueue, dl.predict]
 )
 def test_arguments_of_matlab_in_the_functions(function):
-    """A MATLAB argument is not mistaken for an argument with a similar name, such as labelled."""
+    """A MATLAB argument is not mistaken for an argument with a similar name, such as `labelled`."""
     parameters = inspect.signature(function).parameters
     for name in {**matlab_names.ARGUMENTS, **matlab_names.REMARKS}:
         ours, remark = matlab_names.ARGUMENTS.get(name), matlab_names.REMARKS.get(name)

@@ -1,4 +1,4 @@
-"""Test that versions and dependencies in packaging/ match setup.cfg, and module files load."""
+"""Test that versions and dependencies in packaging/ match setup.cfg, and that module files load."""
 
 import configparser
 import re

@@ -105,7 +105,7 @@ def functions_of(name, member):
 
 
 def incomplete_annotations(name, function):
-    """Return a line for each parameter without a type, and for a result without a type or Any."""
+    """Return a line for each parameter without a type, and if the result has no type or is Any."""
     lines = [
         f"{name}: {parameter.name}"
         for parameter in inspect.signature(function).parameters.values()

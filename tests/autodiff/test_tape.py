@@ -98,7 +98,7 @@ def test_gradients_against_finite_differences(world, model):
 @each_count
 @each_model
 def test_one_result_on_any_number_of_ranks(world, model, count):
-    """The session's ranks compute a single rank's bytes, with and without `reduce`."""
+    """The session's ranks compute the same bytes as a single rank, with and without `reduce`."""
     p, single = learnables(model, np.float32), SingleRank()
     expected = dl.value_and_grad(model)(p, *data(single, count, np.float32))
     expected = bytes_of(single.gplus(expected))

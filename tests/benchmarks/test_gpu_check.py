@@ -54,7 +54,7 @@ def visible_gpus(*names):
 
 
 def test_the_floors_of_the_zoo():
-    """The GFLOP of a step and the lower bounds of times on an H200 equal known values."""
+    """A step's GFLOP and its lower time bounds on an H200 equal known values."""
     digits = floors.work(zoo.digits())
     products = 24 * 24 * 20 * (25 + 180 + 180) + 11520 * 10
     assert digits.products == products and digits.first == 24 * 24 * 20 * 25
@@ -164,7 +164,7 @@ def test_losses_that_differ_fail():
 
 
 class Runs:
-    """Replace the processes that `identity` starts: train in this process on an emulated GPU."""
+    """Runner for `identity` that trains on an emulated GPU, in this process."""
 
     def __init__(self, world, spoil=None):
         self.world, self.spoil, self.started = world, spoil, []
@@ -248,7 +248,7 @@ def needs_torch():
 
 
 class LocalSides(speed.Sides):
-    """Run both sides in this process: mpidl on the emulated GPU, PyTorch on the CPU."""
+    """Sides that run in this process: mpidl on the emulated GPU, PyTorch on the CPU."""
 
     def __init__(self, world, seconds):
         self.world, self.seconds, self.steps, self.torch = world, seconds, {}, True

@@ -72,7 +72,7 @@ def test_without_winograd_all_products_count():
 def test_passes_of_a_step():
     """Fused normalizations, ReLUs and additions must have no separate passes."""
     in_step = roofline.step_passes(zoo.digits())
-    assert in_step["conv1"] == {"forward", "dx", "dweight"}  # conv1 is first: no dx Case
+    assert in_step["conv1"] == {"forward", "dx", "dweight"}  # dx has no Case for the first layer
     assert in_step["conv2"] == {"fused forward", "fused backward"}
     assert in_step["batchnorm2"] == in_step["relu2"] == set()
     assert in_step["dense1"] == {"forward", "backward"}
@@ -101,7 +101,7 @@ def test_every_layer_has_passes_that_run():
         cases = {c.name: c for c in passes.layer_cases(net, layer, layer.name, 16)}
         assert bool(cases) == (type(layer) is not dl.Dropout)
         missing = in_step[layer.name] - set(cases)
-        assert missing <= {"dx"} or not cases  # for additions, and layers that read the images
+        assert missing <= {"dx"} or not cases  # additions and first layers lack dx
         for case in cases.values():
             case.run()
 

@@ -1,4 +1,4 @@
-"""Test the benchmark of the time to an accuracy: results and PyTorch's training, but no times."""
+"""Test the benchmark `time_to_accuracy`: its results and PyTorch's training, but no times."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Test comparisons with several versions of PyTorch, and with oneDNN's reference code."""
+"""Test comparisons with several versions of PyTorch, and the check for oneDNN's slow code."""
 
 import os
 import re

@@ -80,7 +80,7 @@ def test_a_timeline_needs_no_number():
 
 
 def test_a_command_without_common_options_shows_all(capsys):
-    """All options are shown, even if they have the same destination, under a heading at the end."""
+    """Without common options, --help shows all options, even those with the same destination."""
     parser = Parser("mpidl.none", "Do nothing.", quiet=False)
     for i in range(help_groups.SHORT_LIST + 1):
         parser.text(f"--flag-{i}", "N", f"Set {i}", dest="same")

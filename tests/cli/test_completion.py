@@ -21,7 +21,7 @@ echo "${COMPREPLY[@]}"
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """{shell: path of its script}."""
+    """{shell: path of its completion script}."""
     folder = tmp_path_factory.mktemp("scripts")
     commands = completion.described_commands()
     for shell, script in completion.SHELLS.items():

@@ -82,7 +82,7 @@ def test_an_exit_code_0_in_the_middle_of_a_run_is_a_death(launched):
 
 
 def test_the_starts_of_a_job_have_a_token_and_numbers(launched):
-    """A start takes over the lock of an earlier start by the job's token and its own number."""
+    """Each start gets the job's token and a number, to take over the lock of an earlier start."""
     assert launched("1 c1 0") == 0
     lines = [line.split() for line in (launched.folder / "numbers").read_text().splitlines()]
     assert len({token for token, _ in lines}) == 1
@@ -113,7 +113,7 @@ def test_an_exit_code_2_without_a_message_is_a_death(launched):
 
 
 def test_the_checkpoint_of_a_run_that_is_replaced(launched):
-    """If a job with --overwrite dies before removing an old checkpoint, it does not resume it."""
+    """A job with --overwrite that dies early does not resume from the checkpoint of an old run."""
     (launched.folder / "run").mkdir()
     (launched.folder / "run" / "checkpoint.h5").write_text("of another run")
     assert launched("1 c1 0", "--overwrite") == 0

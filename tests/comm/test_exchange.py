@@ -72,7 +72,7 @@ def algorithms(tree):
 
 
 def limits_of(algorithm, ranks, leaves, nodes, width):
-    """Return a rank's largest numbers of rounds, messages and values, from exchange.py's table."""
+    """Return a rank's maximum rounds, messages and values, from the table in exchange.py."""
     n, hops = len(nodes), math.ceil(math.log2(ranks))
     return {
         exchange.single_rank: (0, 0, 0),
@@ -213,7 +213,7 @@ def test_real_ranks_with_skewed_shares(world):
 def test_many_sums_at_once(world, bucket_bytes):
     """The reducer sums values that are pushed one by one, as in the backward pass.
 
-    Full buckets are sent at once, and `finish` waits for all sums.
+    Full buckets are sent immediately, and `finish` waits for all sums.
     """
     count, shapes = 7 * LANES - 1, [(9,), (1000, 300), (), (40, 25), (7,), (128, 64), (3,)]
     batch = share(count, world)

@@ -37,7 +37,7 @@ def queues_of(ranks):
 
 
 def moments(name, blocks, channels):
-    """Return each block's count, means and sums of squares. Some blocks have no images."""
+    """Return counts, means and sums of squared deviations. Some blocks have no images."""
     values = wide(name, blocks, 1 + 2 * channels).astype("f8")
     values[:, 0] = np.arange(blocks) % 3
     return np.abs(values)
@@ -141,7 +141,7 @@ def test_another_order_of_additions_gives_other_bytes():
 
 
 def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
-    """Rank 0 can be ahead of rank 1 by the number of slots, but not further."""
+    """Rank 0 can be ahead of rank 1 by as many sums as the queue has slots, but no further."""
     trees, queues = trees_of(2, 2, "equal"), queues_of(2)
     jobs = [Job(wide(n, 2, 6)) for n in range(sum_queue.SLOTS + 3)]
     first_sums = [job.of_rank(trees[0]) for job in jobs]

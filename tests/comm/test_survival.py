@@ -24,7 +24,7 @@ class Ranks:
         return value
 
     def task(self, *errors):
-        """Return a task that raises the errors one after another, one per call, then returns 7."""
+        """Return a task that raises one error per call, in the given order, and then returns 7."""
         errors = list(errors)
 
         def run():

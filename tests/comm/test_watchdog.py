@@ -50,7 +50,7 @@ def test_many_short_operations(dog):
 
 
 def test_a_launcher_that_has_ended(dog, monkeypatch, capsys):
-    """If its parent process changes, a rank ends, because the launcher has ended."""
+    """A rank ends if its parent process changes, because the launcher has ended."""
     monkeypatch.setenv("PMI_SIZE", "3")
     looks(dog, 1)
     assert dog.codes == []

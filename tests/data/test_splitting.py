@@ -1,4 +1,4 @@
-"""Test the folds of a cross-validation: stratified as in scikit-learn, disjoint, and keyed."""
+"""Test folds of a cross-validation: stratified as in scikit-learn, disjoint, and reproducible."""
 
 import numpy as np
 import pytest

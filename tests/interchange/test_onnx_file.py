@@ -180,7 +180,7 @@ def test_the_type_of_the_input(tmp_path):
 
 
 def test_constants_larger_than_allowed(tmp_path):
-    """A few bytes of a file could make the reader compute terabytes."""
+    """Without a limit, a few bytes of a file could make the reader compute terabytes."""
     long = np.ones(1 << 15, np.float32)
     for nodes, constants in (
         ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 20, 1 << 20, 3, 3])}),

@@ -21,7 +21,7 @@ module = importlib.import_module("mpidl.data.formats.digits")
 @pytest.fixture(scope="module")
 def drawn():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # raised if the bytes differ from the published bytes
+        warnings.simplefilter("error")  # mpidl warns if the bytes are not the published bytes
         return module.draw()
 
 

@@ -64,7 +64,7 @@ SIGNED = st.integers(-(2**63), 2**63 - 1)
     ),
 )
 def test_packed_headers(tmp_path_factory, attributes, arrays):
-    """Valid checksums with arbitrary shapes, types and attributes give no other error either."""
+    """Files with valid checksums but arbitrary contents give a datastore or a UserError."""
     path = tmp_path_factory.mktemp("packed") / "x.h5"
     if EXAMPLES:
         path = tmp_path_factory.getbasetemp() / "packed.h5"

@@ -89,7 +89,7 @@ def test_other_formats_are_refused_whatever_their_suffix(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's warning about the size
 def test_decompression_bombs(tmp_path, monkeypatch):
-    """Pillow's limit or the size in the header refuses images that decode to too many pixels."""
+    """Images with too many pixels are refused, by Pillow's limit or by the size in the header."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     for side in (40, 60):  # 1.6 times the limit, and more than twice
         bomb = save(tmp_path / "set" / "a" / "0.png", np.zeros((1, side, side), np.uint8))

@@ -1,4 +1,4 @@
-"""Test answers that the processes of a host share. Some tests use threads as processes."""
+"""Test answers that the processes of a host share. In some tests, threads replace processes."""
 
 import os
 import tempfile

@@ -106,7 +106,7 @@ def test_requests_are_repeated(server):
 
 
 def test_requests_are_cancelled_when_the_process_ends(server):
-    """Otherwise, asyncio may print "Task was destroyed but it is pending!" for open requests."""
+    """Cancelling avoids asyncio's message "Task was destroyed but it is pending!"."""
     server.faults = [503] * 1000  # the request is repeated until the process ends
     command = [sys.executable, "-c", UNFINISHED, server.url]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -210,7 +210,7 @@ def test_without_fsspec_or_a_package_for_the_store(monkeypatch, tmp_path):
     grow(tmp_path / "photos")
     url = f"file://{tmp_path}/photos"
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    configure_storage(requests=7)  # other settings, so another Store
+    configure_storage(requests=7)  # different settings create another Store
     expected = "expected the package fsspec, which is not installed: pip install 'mpidl[s3]'"
     assert refusal(ImageFolder, url) == f"file://: {expected}"
     monkeypatch.undo()

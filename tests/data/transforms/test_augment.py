@@ -138,13 +138,13 @@ def test_drawn_numbers_are_uniform_and_keyed():
         values = np.sort(getattr(drawn, name))
         assert low <= values[0] and values[-1] < high
         uniform = low + (high - low) * np.linspace(0, 1, n)
-        assert abs(values - uniform).max() < 0.05 * (high - low)  # Kolmogorov and Smirnov
+        assert abs(values - uniform).max() < 0.05 * (high - low)  # Kolmogorov-Smirnov test
     ranges = {"translate_x": (-4, 2), "translate_y": (-3, 3), "top": (0, 2), "left": (0, 0)}
     for name, (low, high) in ranges.items():
         values, counts = np.unique(getattr(drawn, name), return_counts=True)
         assert values.tolist() == list(range(low, high + 1))
         assert (abs(counts - n / len(values)) < 5 * np.sqrt(n / len(values)) + 1).all()
-    # the numbers are the same one by one and in any order, and differ by epoch and seed
+    # an image's numbers do not depend on the other images, but on epoch and seed
     order = np.array([17, 3, 3999])
     for few, numbers in zip(augmenter.draw(1, 2, order, SHAPE), drawn, strict=True):
         assert np.array_equal(few, numbers[order])
@@ -157,7 +157,7 @@ def test_drawn_numbers_are_uniform_and_keyed():
 
 
 def test_alternating_flips():
-    """The orientation alternates between epochs. In the first epoch, both are equally likely."""
+    """The orientation alternates between epochs. Its start is random, with equal chances."""
     indices = np.arange(3000)
     for directions in ("x", "y", "xy"):
         flips = {f"reflect_{direction}": True for direction in directions}

@@ -255,7 +255,7 @@ def test_a_bar_on_a_terminal(at_once):
 def test_the_bar_names_what_follows_the_last_iteration(at_once):
     stream = io.StringIO()
     with Console(0, stream=stream, width=80) as c:
-        with c:  # like the trainer, after which the command keeps the bar
+        with c:  # as the trainer does; afterwards, the command keeps the bar
             c.start(1, 3, 0, 1)
             wait_until(lambda: "first iteration" in without_escapes(stream))
             c.iteration(1, 3, 0.25, 100.0)
