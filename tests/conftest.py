@@ -78,7 +78,7 @@ def pytest_configure(config):
     if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
         raise pytest.UsageError(
             f"mpirun started {LAUNCHED_RANKS} ranks, {MPI.get_vendor()[0]} counts {SIZE}: "
-            "use the mpirun of the MPI that mpi4py loads"
+            "use the mpirun of mpi4py's MPI library"
         )
     if SIZE > 1:
         base = config.option.basetemp

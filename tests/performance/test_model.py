@@ -265,7 +265,7 @@ def test_a_slower_link_stops_scaling_earlier():
 
 
 def test_the_error_follows_the_noise():
-    """A record always gives the same error estimate. It grows with noise and is large enough."""
+    """A record's error estimate is reproducible, grows with noise, and covers the real error."""
     errors = []
     for noise in (0.0, 0.2):
         model = Model(record(noise))

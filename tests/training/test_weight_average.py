@@ -216,7 +216,7 @@ def test_trained_alone_and_with_an_average(world):
 
 
 def test_a_second_training_starts_its_average_anew(world):
-    """A second training with the same optimizer starts a new average, even if the old was NaN."""
+    """A second training with an optimizer starts a new average, even if the old average is NaN."""
     used, fresh = dl.SGDM(0.05, momentum=0), dl.SGDM(0.05, momentum=0)
     for kind in ("ema", "swa"):
         train(world, optimizer=used, average=kind)
