@@ -138,7 +138,7 @@ def test_the_last_picture_is_drawn_before_the_run_is_called_done(world, tmp_path
 
 
 def test_patience_and_the_best_network(world):
-    """When the learning rate gets high, the loss rises. The best network has the lowest loss."""
+    """The loss rises when the learning rate becomes high. The best network has the lowest loss."""
     options = {"validation": HELD_OUT, "validation_frequency": 1, "shuffle": "every-epoch"}
     options |= {
         "learn_rate_schedule": diverging_rate,

@@ -140,7 +140,7 @@ def test_datastores_know_how_their_images_were_preprocessed(tmp_path):
 
 
 def test_two_files_are_preprocessed_once(tmp_path):
-    """If `cover` were applied a second time, after cropping, images would be enlarged."""
+    """Images are preprocessed once. A second `cover`, after cropping, would enlarge them."""
     pixels = pixels_of(0, 6, 20, 30, 3)
     for part in ("train", "test"):
         datafiles.hdf5(tmp_path / f"{part}.h5", pixels, [0, 1, 2] * 2)
