@@ -1,4 +1,4 @@
-"""Test that the exchanges that one rank traces are the exchanges of several ranks."""
+"""Test that the exchanges traced on one rank are the exchanges that several ranks make."""
 
 import numpy as np
 import pytest
