@@ -339,7 +339,7 @@ def test_a_repeated_request_of_a_file_server(tmp_path, monkeypatch):
 
 
 def test_the_lock_of_a_process_that_is_known_to_have_ended_is_free_at_once(tmp_path):
-    """After rank 0 is lost, its successor takes over the lock immediately, even on another machine."""
+    """If rank 0 is lost, its successor immediately takes over its lock, even on another machine."""
     first = taken(tmp_path, machine="other")
     heir = LockFile(tmp_path, Holder.current({}), predecessor=first.holder.token)
     assert heir.attempt() is None
