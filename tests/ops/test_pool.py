@@ -202,7 +202,7 @@ def test_nan_stays(world):
         ({"size": 2, "padding": -1}, "padding must be an integer >= 0"),
         ({"size": 2, "padding": "valid"}, "padding must be an integer >= 0"),
         ({"size": (2, 3), "padding": (2, 0)}, r"padding must be smaller than size \(2, 3\)"),
-        ({"size": 7}, r"windows of \(7, 7\) leave no output of images \(2, 6, 6\)"),
+        ({"size": 7}, r"windows of \(7, 7\) leave no output for images \(2, 6, 6\)"),
     ],
 )
 def test_impossible_windows_are_refused(world, kind, options, message):

@@ -1,4 +1,4 @@
-"""Concatenate and split per-image values with kernels/cuda/concat.cu, and add them."""
+"""Add per-image values, and concatenate and split them with kernels/cuda/concat.cu."""
 
 import math
 
