@@ -29,7 +29,8 @@ class PartedBatch:
     count
         Number of images in the mini-batch, on all ranks.
     parts
-        The parts. The "mean" over the images of a part is their sum divided by `count`.
+        The parts. The "mean" over the images of a part is the sum over these images divided by
+        `count`.
     epoch, seed
         Epoch and seed of the samples, as in `Batch`.
     """

@@ -22,7 +22,7 @@ from mpidl.nn import layers as nn
 
 BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
 MAX_VALUES = 1 << 28  # largest number of values that a layer may compute from an image
-UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # their sum is 1: no scaling
+UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # the sum is 1, so nothing is scaled
 
 
 class Unsupported(Exception):
@@ -37,8 +37,9 @@ class Value(NamedTuple):
     layer, shape
         Name of the layer that computes the value, and shape of the layer's output.
     order
-        Order of the axes in the graph, if it differs from the layer: (1, 2, 0) if the graph's value
-        has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the orders agree.
+        Order of the axes in the graph, if it differs from the layer's order: (1, 2, 0) if the
+        graph's value has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the
+        orders agree.
     image
         Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
     """

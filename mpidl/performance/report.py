@@ -145,7 +145,7 @@ def fit_lines(fit: Mapping[str, Any], link: Sequence[float] | None) -> list[str]
     elif "between" not in fit["alpha_seconds"]:
         lines.append(
             "note: the probe ran on one node, so the prediction for several nodes uses the "
-            "network inside it; --link names another one"
+            "network inside the node; --link sets another network"
         )
     lines.append(
         f"Exchange: {_duration(fit['per_exchange_seconds'])} + messages, "
@@ -200,7 +200,9 @@ def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
         if (values := [check[name] for check in counted if check[name] is not None])
     ]
     if differences:
-        lines.append(f"Largest difference of prediction and measurement: {', '.join(differences)}")
+        lines.append(
+            f"Largest difference between prediction and measurement: {', '.join(differences)}"
+        )
     return lines
 
 

@@ -77,11 +77,11 @@ class Network(NamedTuple):
     shares_memory: bool = False
 
 
-ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # makes the clock count rounds of messages
+ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # the clock counts rounds of messages
 
 
 class _Receive:
-    """The request of a receive. `source` is the rank that sends the message."""
+    """The request for a message. `source` is the rank that sends the message."""
 
     __slots__ = ("source", "tag", "array")
 

@@ -32,7 +32,7 @@ def read(folder: str | os.PathLike[str]) -> str | None:
 
 
 def request(folder: str | os.PathLike[str], moment: str) -> None:
-    """Request the stop of the run in a folder. A run never sees an incomplete request.
+    """Ask the run in a folder to stop. A run never sees an incomplete request.
 
     Parameters
     ----------

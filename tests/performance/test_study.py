@@ -139,7 +139,7 @@ def test_checks_leave_out_shared_cores_and_one_rank(content):
     assert checks[2]["difference"] == pytest.approx(1000 * 2**0.8 / (1800 * 1.05 + 2.5) - 1)
     lines = report.check_lines(content["checks"])
     assert lines[-1] == (
-        "Largest difference of prediction and measurement: 8.0% of the speed, "
+        "Largest difference between prediction and measurement: 8.0% of the speed, "
         "3.2% of the efficiency"
     )
     del content["rows"][0]  # without a run on one rank, efficiencies have another base

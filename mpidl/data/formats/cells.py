@@ -3,7 +3,7 @@
 An image shows 4 to 12 ellipses of various sizes, angles and brightness on an uneven, noisy
 background. Ellipses may overlap. A pixel belongs to a cell if its centre is inside an ellipse.
 
-Every random number depends on the image's number as a key. As in `digits`, pixels are computed only
+The number of an image is a key of its random numbers. As in `digits`, pixels are computed only
 with sums, products, quotients and square roots, so every machine draws the same bytes.
 """
 

@@ -34,8 +34,8 @@ class Rows(NamedTuple):
     shape, dtype : tuple of int, dtype
         Shape and type of an entry. An encoded image file has shape () and type uint8.
     ends : ndarray or None
-        For encoded image files, the end of each file in bytes in their concatenation, int64 (n,).
-        None if all entries have the same size.
+        For encoded image files, the offset in bytes where each file ends if all files are
+        concatenated, int64 (n,). None if all entries have the same size.
     first : ndarray
         For each file, the number of its first image, int64 (files,).
     starts : ndarray

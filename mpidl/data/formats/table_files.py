@@ -229,8 +229,8 @@ class Table:
         labelled : bool
             Whether labels or targets are required.
         separator : str, optional
-            Separator of names in the column `labels`. By default, the one of `SEPARATORS` that
-            occurs in the column.
+            Separator of names in the column `labels`. By default, the separator in `SEPARATORS`
+            that occurs in the column.
 
         Raises
         ------
@@ -377,8 +377,8 @@ class Table:
             if value is None:
                 raise UserError(
                     f"{self.place(line, name)}: expected a number, found {_cell_text(cell)} "
-                    f"(without a column {LABEL} or {LABELS}, all columns but {PATH} and {SPLIT} "
-                    "are targets)"
+                    f"(without a column {LABEL} or {LABELS}, all columns except {PATH} and "
+                    f"{SPLIT} are targets)"
                 )
             values.append(value)
         return values

@@ -1,4 +1,4 @@
-"""Read objects completely or by byte ranges, also in advance, with the methods of local files."""
+"""Read objects whole or by byte ranges, and in advance, with the same methods as local files."""
 
 from __future__ import annotations
 

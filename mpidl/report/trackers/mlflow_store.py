@@ -1,4 +1,4 @@
-"""Record a run in a file store of MLflow: parameters, metrics, pictures and files."""
+"""Record a run in an MLflow file store: parameters, metrics, pictures and files."""
 
 from __future__ import annotations
 
