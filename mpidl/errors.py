@@ -38,7 +38,8 @@ class NotFinite(Fault):
     Attributes
     ----------
     description : str
-        Text that says what is not finite, and at which iteration. The message also has advice.
+        Text that says what is not finite, and at which iteration. The message of the exception also
+        contains advice.
     """
 
     def __init__(self, description: str, advice: str):

@@ -245,7 +245,7 @@ def network(
     ------
     UserError
         If the last layer cannot be replaced, or if --freeze-up-to does not name a layer before the
-        last one.
+        last layer.
     """
     run, net = resolved.run, source.net
     origin = resolved.sources["normalization"]

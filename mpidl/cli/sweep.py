@@ -115,7 +115,7 @@ def _table_only(parsed):
 
 
 class Command:
-    """The work of one start of the command.
+    """The work of one run of the command.
 
     Parameters
     ----------

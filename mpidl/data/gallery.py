@@ -115,7 +115,7 @@ def select_images(datastore: Datastore, rows: int) -> np.ndarray:
 def _resized(Image, image, factor):
     """Convert pixels (C, H, W) to a Pillow image, and scale its sides by `factor`.
 
-    Float pixels are scaled such that the smallest pixel becomes 0 and the largest becomes 255.
+    Float pixels are scaled so that the smallest pixel becomes 0 and the largest becomes 255.
     """
     if image.dtype != np.uint8:
         low, high = image.min(), image.max()

@@ -65,7 +65,7 @@ def part_blocks(count: int, parts: int) -> int:
     count : int
         Images in a full mini-batch.
     parts : int
-        The largest number of parts.
+        The maximum number of parts.
 
     Returns
     -------

@@ -108,7 +108,7 @@ class MinibatchQueue:
     Attributes
     ----------
     parts : int
-        Largest number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
+        Maximum number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
         `parts.PartedBatch`, and training steps compute its parts one after the other.
 
     Raises

@@ -26,7 +26,7 @@ LARGE = 1024  # number of elements; ONNX needs only smaller constants to infer s
 # All computed constants of a file may have MIN_ELEMENTS elements in total, plus ELEMENTS_PER_BYTE
 # for each byte of its weights, but at most MAX_ELEMENTS.
 MAX_ELEMENTS, MIN_ELEMENTS, ELEMENTS_PER_BYTE = 1 << 28, 1 << 22, 8
-LARGEST = 1 << 16  # largest accepted number of channels, rows or columns of an image
+LARGEST = 1 << 16  # maximum accepted number of channels, rows or columns of an image
 CHANNELS_LAST = (1, 2, 0)
 BEFORE_TRANSPOSE = ("Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub")
 FOLDABLE = frozenset(
@@ -63,7 +63,7 @@ class Model(NamedTuple):
     description : dict
         Metadata of the file, {key: text}.
     limit : int
-        Largest total number of elements of all constants that `compute_constant` may compute.
+        Maximum total number of elements of all constants that `compute_constant` may compute.
     computed : list of int
         Number of elements of each constant that `compute_constant` has computed.
     """

@@ -15,7 +15,7 @@ from mpidl.performance.simulation import Link
 HALF = 0.5  # scaling stops if the efficiency would fall below this value
 GAIN = 1.02  # scaling stops if twice as many ranks would give a smaller speed-up than this
 MOST_RANKS = 1024
-MOST_TRIED = 256  # largest number of ranks for which other options are tried
+MOST_TRIED = 256  # maximum number of ranks for which other options are tried
 # Half-width of the central 90 % of a normal distribution, in standard deviations.
 NINETY_PERCENT = 1.645
 

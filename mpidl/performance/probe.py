@@ -2,9 +2,9 @@
 
 A probe consists of rounds, and a round of turns. In a turn, some ranks of each node train at the
 same time, each rank separately. The ranks therefore compete for cores and memory as in a real run.
-They call `dl.train`, with a different number of blocks of 16 images per mini-batch in each turn. At
-the end of a round, all ranks train together, which shows how much longer a step takes than the sum
-of its parts. After all rounds, the ranks measure their network.
+The ranks call `dl.train`, with a different number of blocks of 16 images per mini-batch in each
+turn. At the end of a round, all ranks train together, which shows how much longer a step takes than
+the sum of its parts. After all rounds, the ranks measure their network.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure(
     Parameters
     ----------
     job : World
-        All ranks of the probe. They must fill their nodes as the ranks of a training run would.
+        All ranks of the probe. The ranks must fill their nodes as in a training run.
     net : Network
         The network, whose weights the probe changes.
     train_set : Datastore
@@ -188,7 +188,7 @@ def block_counts(largest: int, threads: int) -> list[int]:
     Parameters
     ----------
     largest : int
-        The largest number of blocks of a rank. It is limited to MOST_ROUNDS_OF_BLOCKS * T.
+        The largest number of blocks of a rank. The number is limited to MOST_ROUNDS_OF_BLOCKS * T.
     threads : int
         The number T of threads of a rank.
     """

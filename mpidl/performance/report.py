@@ -103,8 +103,8 @@ def _number(value, form):
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Return the lines below the table.
 
-    They report oversubscribed runs, equal weights and failed runs. With a prediction, they also
-    report fitted costs, the number of ranks at which scaling stops, and checks.
+    The lines report oversubscribed runs, equal weights and failed runs. With a prediction, they
+    also report fitted costs, the number of ranks at which scaling stops, and checks.
     """
     rows, lines = content["rows"], []
     finished = [row for row in rows if row["state"] == COMPLETE]

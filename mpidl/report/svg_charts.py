@@ -12,7 +12,7 @@ from mpidl.report.page.elements import element
 SIZE = 720, 270  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels
 MAX_POINTS = 600  # points of a line, a multiple of 4; more points would not be visible
-MAX_MARKS = 60  # largest number of marks; a line with more points has no marks
+MAX_MARKS = 60  # maximum number of marks; a line with more points has no marks
 LOG_RATIO = 20  # above this ratio of the largest to the smallest value, an axis is logarithmic
 # These colours are distinguishable with colour blindness and on paper.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5c00", "#56b4e9", "#e69f00", "#555555")

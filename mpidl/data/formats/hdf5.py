@@ -37,8 +37,8 @@ LAYOUTS = {
 }
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # first bytes of an HDF5 file
 MAX_CHUNK = 256 << 20  # largest chunk in bytes: HDF5 decodes a whole chunk at once
-MAX_READ = 16 << 20  # largest number of bytes read at once from a dataset without chunks
-RATIO = 1032  # largest compression ratio of deflate
+MAX_READ = 16 << 20  # maximum number of bytes read at once from a dataset without chunks
+RATIO = 1032  # maximum compression ratio of deflate
 
 
 class Rows(NamedTuple):

@@ -26,8 +26,8 @@ from typing import Any
 
 SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # the helper ends after this time in seconds without work
-STEP_SECONDS = 1.0  # longer pauses count as this time, because the job was suspended meanwhile
-OBJECTS = 10000  # largest number of objects that the helper reads per file
+STEP_SECONDS = 1.0  # longest step of a wait; if the job is suspended, only one step counts
+OBJECTS = 10000  # maximum number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
 SERVED_BYTES = 1 << 20  # the same limit for a file that this process sends to the helper
 GROWTH = 256 << 20  # address space in bytes that the helper may need in addition to CHUNKS chunks
@@ -72,7 +72,7 @@ def problem_of(
 
 def _ask_once(key):
     """Return the problem that one rank finds for all ranks of this host, or None."""
-    from mpidl.data.formats.shared_answer import shared_answer  # the helper must not import it
+    from mpidl.data.formats.shared_answer import shared_answer  # not imported by the helper
 
     answer = shared_answer(key, lambda: f"problem: {_ask(key[0], None) or ''}", 2 * SECONDS)
     return answer.removeprefix("problem: ") or None

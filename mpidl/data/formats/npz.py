@@ -29,7 +29,7 @@ ARRAYS = {
 }
 CLASSES = "classes"
 ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")  # first bytes of an archive and of an empty archive
-DEFLATE_RATIO = 1032  # largest compression ratio of deflate
+DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
 HEADER_READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,

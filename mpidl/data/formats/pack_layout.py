@@ -77,7 +77,7 @@ def chunks(first: np.ndarray, count: int, chunk_images: int) -> Iterator[tuple[i
     count : int
         Number of images.
     chunk_images : int
-        Largest number of images per chunk.
+        Maximum number of images per chunk.
     """
     edges = [*first.tolist(), count]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):

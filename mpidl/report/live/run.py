@@ -47,9 +47,9 @@ class LiveRun:
     status : Status or None
         The content of status.json.
     summary : dict or None
-        The content of summary.json; None until the run has ended and written it.
+        The content of summary.json; None until the run has ended and written the file.
     request : str or None
-        The requested stop: `stop_file.NOW`, `EPOCH` or None. It stays until the end of the run.
+        The requested stop: `stop_file.NOW`, `EPOCH` or None. The value stays until the run ends.
     version : int
         Number that increases when the records change.
     """
