@@ -141,13 +141,13 @@ def _shared_memory(report, by_host):
             problem = "there is no /dev/shm on {}: mount -t tmpfs tmpfs /dev/shm"
         elif memory.kind not in IN_MEMORY:
             problem = (
-                f"/dev/shm on {{}} is on a disk ({memory.kind}), and messages of MPI go through "
-                "it: mount -t tmpfs tmpfs /dev/shm"
+                f"/dev/shm on {{}} is on a disk ({memory.kind}), and MPI messages go through it: "
+                "mount -t tmpfs tmpfs /dev/shm"
             )
         elif memory.speed is not None and memory.speed < SLOW_BYTES:
             problem = (
-                f"/dev/shm on {{}} writes less than {SLOW_BYTES / 1e6:.0f} MB/s, and messages of "
-                "MPI go through it: check with free and top whether the host swaps or is busy"
+                f"/dev/shm on {{}} writes less than {SLOW_BYTES / 1e6:.0f} MB/s, and MPI messages "
+                "go through it: check with free and top whether the host swaps or is busy"
             )
         elif memory.free < cache_bytes:
             advice = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"

@@ -114,7 +114,7 @@ def slow_mpi(world: World) -> list[str]:
     if hosts < 2 or not _is_mpi_from_pip():
         return []
     return [
-        f"warning: {hosts} hosts with the MPI from pip, which may not use the cluster's fabric: "
+        f"warning: {hosts} hosts use the MPI from pip, which may not use the cluster's network: "
         "see run/install --system-mpi"
     ]
 

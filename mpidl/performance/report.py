@@ -149,7 +149,7 @@ def fit_lines(fit: Mapping[str, Any], link: Sequence[float] | None) -> list[str]
         )
     lines.append(
         f"Exchange: {_duration(fit['per_exchange_seconds'])} + messages, "
-        f"{fit['hidden']:.0%} of the gradients' exchange is hidden behind backward"
+        f"{fit['hidden']:.0%} of the gradient exchange overlaps with the backward pass"
     )
     lines.append(f"Ranks that train together: {fit['coupling']:.2f} x the time of these parts")
     lines.append(
@@ -163,7 +163,7 @@ def stop_line(stop: Mapping[str, Any]) -> str:
     if stop["ranks"] is None:
         return f"Scaling does not stop up to {stop['limit']} ranks"
     return (
-        f"Scaling stops at {stop['ranks']} rank(s): twice as many would lose most to "
+        f"Scaling stops at {stop['ranks']} rank(s): twice as many would lose most time to "
         f"{stop['reason']}"
     )
 

@@ -166,7 +166,7 @@ def test_table_and_notes(content):
     assert "Network inside a node: alpha 3 µs, beta 10 GB/s" in notes
     assert "Ranks that train together: 1.06 x the time of these parts" in notes
     point = notes.index(
-        "Scaling stops at 4 rank(s): twice as many would lose most to the exchange of sums"
+        "Scaling stops at 4 rank(s): twice as many would lose most time to the exchange of sums"
     )
     assert notes[point + 1 : point + 4] == [
         "  with --batch-size 256 it would stop at 8 ranks (other weights)",

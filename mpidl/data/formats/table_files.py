@@ -177,7 +177,7 @@ class Table:
         for name in columns:
             if not name or columns.count(name) > 1:
                 found_text = "an empty one" if not name else f"{printable(name)} twice"
-                raise UserError(f"{line}: expected different names of columns, found {found_text}")
+                raise UserError(f"{line}: expected different column names, found {found_text}")
         return columns
 
     def place(self, line: int, column: str | None = None) -> str:
