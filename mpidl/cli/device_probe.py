@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """The file system in which MPI libraries keep memory that the ranks of a host share."""
+    """The file system in which MPI libraries allocate the shared memory of a host."""
 
     kind: str = ""
     """Kind of file system, such as "tmpfs", or "" if it is not known."""

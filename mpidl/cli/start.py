@@ -275,9 +275,9 @@ def network(
 ) -> Network:
     """Build the network that --network names.
 
-    The seed determines the initial weights of a network of the zoo, or of the list of layers that a
-    user's function returns. A `Network` that the function returns keeps its learnables, state and
-    normalization.
+    The seed determines the initial weights of a network from the zoo, or of the layers in a list
+    that a user's function returns. A `Network` that the function returns keeps its learnables,
+    state and normalization.
 
     Parameters
     ----------

@@ -212,7 +212,7 @@ class Datastore:
         Returns
         -------
         Datastore
-            The selected images. Reading them reads from this datastore.
+            The selected images, which are read from this datastore.
         """
         return Subset(self, indices)
 

@@ -1,4 +1,4 @@
-"""Select the images of each part of a split and of each fold of a cross-validation."""
+"""Select the images for each part of a split and for each cross-validation fold."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 The probe (see `probe`) measures short training runs, messages and exchanges. A mini-batch consists
 of blocks of 16 images, which the ranks share. The predicted time of a step has these parts:
 
-- Compute: the time of the rank with the most blocks. The time is interpolated between the numbers
-  of blocks, and the numbers of computing ranks per node, that the probe measured.
+- Compute: the time of the rank with the most blocks. The time is interpolated between the measured
+numbers of blocks and of computing ranks per node.
 - Stragglers: at each sum that a step waits for, all N ranks wait for the slowest rank. The expected
   time of the slowest rank is the expected maximum of N measured times.
 - Exchanges: simulated with the algorithm that `comm.exchange` chooses, and with the costs of
@@ -12,7 +12,7 @@ of blocks of 16 images, which the ranks share. The predicted time of a step has 
   gradients overlaps with the backward pass.
 
 Ranks that train together are slower than the sum of these parts, because they compute at the same
-pace and lose cores while they wait. The probe measures the coupling, the factor of this slowdown,
+pace and lose cores while they wait. The probe measures the factor of this slowdown, the coupling,
 on its ranks. The model applies the coupling to every number of ranks above one.
 """
 
@@ -86,7 +86,7 @@ class Step:
 
 
 class Model:
-    """A model of the training step, which predicts its duration.
+    """A model that predicts the duration of a training step.
 
     Parameters
     ----------
@@ -251,9 +251,9 @@ class Model:
         return Step(*(factor * seconds for seconds in astuple(self.parts(ranks, setting, images))))
 
     def together(self, ranks: int, coupling: float) -> float:
-        """Return the factor between the time of a step on `ranks` ranks and the sum of its parts.
+        """Return the ratio of the time of a step on `ranks` ranks to the sum of its parts.
 
-        `coupling` is this factor on the ranks of the probe.
+        `coupling` is this ratio on the ranks of the probe.
         """
         reach = math.log2(ranks) / math.log2(self.record["ranks"])
         return 1 + (coupling - 1) * min(reach, 1.0)
@@ -266,7 +266,7 @@ class Model:
 
     @cached_property
     def coupling(self) -> float:
-        """Measured factor between the time of a step on all ranks and the sum of its parts."""
+        """Measured ratio of the time of a step on all ranks to the sum of its parts."""
         if self.coupled_seconds is None:
             return 1.0
         return self.coupled_seconds / self.parts(self.record["ranks"], self.setting).seconds

@@ -299,7 +299,7 @@ class Simulation:
         processes = [_Process(self.ranks[rank], steps) for rank, steps in exchanges]
         self.ready.extend(processes)
         collects = gc.isenabled()
-        gc.disable()  # up to a million messages exist at a time, and no message is part of a cycle
+        gc.disable()  # up to a million messages exist at a time, none in a reference cycle
         try:
             while self.ready:
                 self.ready.popleft().advance()

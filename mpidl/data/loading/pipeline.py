@@ -371,7 +371,7 @@ def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
     block_bytes : int
         Bytes of pixels per block.
     blocks, workers : int
-        Number of blocks of this rank, and number of its threads.
+        Number of blocks and number of threads of this rank.
     """
     share = blocks if workers == 1 else -(-blocks // workers)
     return max(1, min(share, -(-SPAN // max(block_bytes, 1))))
