@@ -59,7 +59,7 @@ class Batch:
     indices
         Dataset indices of the samples in this rank's share.
     epoch, seed
-        Epoch and seed. Random numbers, such as those of dropout, depend on both.
+        Epoch and seed. Random numbers, such as dropout masks, depend on both.
     device
         The object that stores the image counts and sample numbers in GPU memory. None if the values
         are in host memory.

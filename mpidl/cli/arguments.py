@@ -55,7 +55,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     Returns
     -------
     dict
-        The arguments that the user typed. Names are the training options, the names in
+        The arguments that the user typed. The keys are the training options, the names in
         `PREPROCESS` and `STORAGE`, and network, weights, new_layer_factor, freeze_up_to, data,
         test_data, validation_data, test_fraction, upload, mlflow, wandb, preview, out, resume,
         overwrite, monitor and config.

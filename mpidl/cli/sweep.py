@@ -255,7 +255,7 @@ class Command:
         return code
 
     def _prepare(self, group, folder):
-        """Record that a trial starts, print it, and return the arguments for mpidl.train."""
+        """Record and print the start of a trial, and return the arguments for mpidl.train."""
         typed = {**folder.options, "out": folder.path}
         verb = "starts"
         if folder.can_resume():
@@ -274,7 +274,7 @@ class Command:
         return typed
 
     def _record_end(self, group, folder, code, error):
-        """Record the end of a trial, print it and write the table."""
+        """Record and print the end of a trial, and write the table."""
         if error is not None:
             folder.write(FAILED, describe(error))
             self._print(group, folder, f"failed: {describe(error)}")

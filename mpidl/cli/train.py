@@ -353,7 +353,7 @@ def _validation_lines(result, settings):
 
 
 def _lock_folder(typed, lock, create=True):
-    """Lock the folder of --out or --resume; refuse a run that is not resumed or overwritten."""
+    """Lock the folder of --out or --resume; reject a run that is not resumed or overwritten."""
     option = "out" if "out" in typed else "resume"
     if option in typed:
         lock.take(typed[option], f"--{option} {{}}", create)

@@ -77,7 +77,7 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
     Parameters
     ----------
     path : path
-        FILE.py.
+        The Python file.
 
     Raises
     ------

@@ -253,7 +253,7 @@ class Builder:
         return self.add(node, layer, [x], **arrays)
 
     def is_read_once(self, x: Value) -> bool:
-        """Return whether a value is read exactly once, under all of its names together."""
+        """Return whether a value is read exactly once, counting reads under all of its names."""
         names = self.tensors[x.layer]
         return sum(self.readers[name] for name in names) - (len(names) - 1) == 1
 

@@ -1,7 +1,7 @@
 """Draw the figures of a scaling study.
 
 Each line has a different marker, dash pattern and colour, from the palette of Okabe and Ito. The
-figures are therefore readable in gray and for colour-blind people.
+figures are therefore readable in grayscale and by colour-blind people.
 """
 
 from __future__ import annotations

@@ -427,7 +427,7 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
 
 
 def allgather_seconds(size: int, nbytes: int, network: Network) -> float:
-    """Return the simulated seconds in which every rank sends `nbytes` bytes to every other rank."""
+    """Return the simulated seconds for sending `nbytes` bytes from each rank to all others."""
     if size == 1:
         return 0.0
     runs = tuple((rank, rank + 1) for rank in range(size))

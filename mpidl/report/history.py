@@ -242,7 +242,7 @@ def _number(value):
 def history(run: str | os.PathLike[str]) -> History:
     """Read the history of a run from its folder.
 
-    The run may still be in training. An incomplete last line of metrics.jsonl is ignored.
+    The run may still be training. An incomplete last line of metrics.jsonl is ignored.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Stop a run by the file `stop` in its folder, which contains "now" or "epoch"."""
+"""Stop a run with a file named `stop` in the run's folder. The file contains "now" or "epoch"."""
 
 import contextlib
 import os

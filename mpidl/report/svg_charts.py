@@ -214,7 +214,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _decades(low, high):
-    """Return powers of ten for a logarithmic axis; add 2 and 5 times each on a short axis."""
+    """Return powers of ten for a logarithmic axis; add 2 and 5 times each power on a short axis."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     step = max(1, (last - first) // 6)

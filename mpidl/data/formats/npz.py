@@ -50,7 +50,7 @@ def npz_file(
 
     - `images`: uint8 or floats, (n, C, H, W) or (n, H, W).
     - `labels`: n whole numbers of at least 0.
-    - `targets`: used if there are no labels, (n, ...), such as 0 or 1 for each of K labels, (n, K).
+    - `targets`: (n, ...), used if there are no labels. An example is 0 or 1 for each of K labels.
     - `images_test`, `labels_test`, `targets_test`: the same for the test set, optional.
     - `classes`: class names in the order of the labels, by default "0", "1", ...
 

@@ -4,7 +4,7 @@ The column `path` has the path of the image file relative to the folder of the t
 targets are in one of the following columns:
 
 - `label`: the name of the image's class.
-- `labels`: names of several classes with a separator.
+- `labels`: names of several classes, joined by a separator.
 - any other columns: numeric targets. If there are several columns and all of them hold only 0 and
   1, each column is a class, and an image may have several classes.
 

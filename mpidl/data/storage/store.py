@@ -74,7 +74,7 @@ class Store:
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
-        import asyncio  # imported here, because programs with local data need not spend 40 ms
+        import asyncio  # imported here to save 40 ms in programs with local data
 
         self._slots = asyncio.Semaphore(configuration.requests)
         self._requests: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()

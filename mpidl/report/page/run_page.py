@@ -244,7 +244,7 @@ def _metric_points(validation, metric):
 
 
 def _options(runs, names):
-    """Return two tables of options: differing between runs or from defaults, and the rest."""
+    """Return two tables: options that differ (between runs or from defaults), and the rest."""
     if not any(run.options for run in runs):
         return []
     everything = list(dict.fromkeys(name for run in runs for name in run.options))
