@@ -4,7 +4,7 @@ The probe (see `probe`) measures short training runs, messages and exchanges. A 
 of blocks of 16 images, which the ranks share. The predicted time of a step has these parts:
 
 - Compute: the time of the rank with the most blocks. The time is interpolated between the measured
-numbers of blocks and of computing ranks per node.
+  numbers of blocks and of computing ranks per node.
 - Stragglers: at each sum that a step waits for, all N ranks wait for the slowest rank. The expected
   time of the slowest rank is the expected maximum of N measured times.
 - Exchanges: simulated with the algorithm that `comm.exchange` chooses, and with the costs of
