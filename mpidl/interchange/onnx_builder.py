@@ -22,7 +22,7 @@ from mpidl.nn import layers as nn
 
 BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
 MAX_VALUES = 1 << 28  # maximum number of values that a layer may compute from an image
-UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # the sum is 1, so nothing is scaled
+UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # epsilon + variance is 1: no scaling
 
 
 class Unsupported(Exception):

@@ -97,8 +97,8 @@ class HDF5Datastore(Datastore):
         Name of the dataset of targets, (n, ...). Targets are used if there are no labels.
     layout : {"NHWC", "NCHW", "NHW"}, optional
         Order of the dimensions of `images`. By default, the attribute `layout` of the dataset or
-        the file gives the order. Without this attribute, the order is the one that gives 1 or 3
-        channels.
+        the file gives the order. Without this attribute, the order that gives 1 or 3 channels is
+        used.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
     labelled : bool

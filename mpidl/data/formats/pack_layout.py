@@ -98,7 +98,7 @@ def shard_header(number: int, identity: bytes) -> bytes:
 
 
 def check_shards(paths: Sequence[str], sizes: Sequence[int], identity: bytes) -> list[Stamp]:
-    """Return each shard's Stamp. Raise UserError if one is missing or of another set."""
+    """Return each shard's Stamp. Raise UserError if a shard is missing or from another set."""
     stamps = []
     for path, size in zip(paths, sizes, strict=True):
         try:
