@@ -40,7 +40,8 @@ NAMES: dict[str, str] = {
     "forward": "net(images)",
     "extractdata": "x.local(), the array of this rank's images",
     "focalCrossEntropy": "dl.softmax_cross_entropy(scores, labels, focal_gamma=2)",
-    "generalizedDice": "dl.dice_loss(scores, labels, generalized=True): 1 minus mean similarity",
+    "generalizedDice": "dl.dice_loss(scores, labels, generalized=True), which is 1 minus the mean "
+    "similarity over the images",
     "crossentropy": "dl.softmax_cross_entropy(scores, labels), or "
     "dl.cross_entropy(probabilities, targets)",
     "mse": "dl.mean_squared_error(outputs, targets)",
@@ -73,7 +74,7 @@ NAMES: dict[str, str] = {
     "crossval": "images.kfold(5), or `folds = 5` in the file of mpidl.sweep",
     "countEachLabel": "images.class_counts()",
     "categories": "images.classes",
-    "partition": "images.subset(range(rank, len(images), ranks)); dl.MinibatchQueue divides images",
+    "partition": "images.subset(range(rank, len(images), ranks)); not needed with dl.MinibatchQueue",
     "minibatchqueue": "dl.MinibatchQueue(images, batch_size, world=world)",
     "hasdata": _DATA,
     "next": _DATA,
