@@ -74,7 +74,8 @@ NAMES: dict[str, str] = {
     "crossval": "images.kfold(5), or `folds = 5` in the file of mpidl.sweep",
     "countEachLabel": "images.class_counts()",
     "categories": "images.classes",
-    "partition": "images.subset(range(rank, len(images), ranks)); not needed with dl.MinibatchQueue",
+    "partition": "images.subset(range(rank, len(images), ranks)); not needed with "
+    "dl.MinibatchQueue",
     "minibatchqueue": "dl.MinibatchQueue(images, batch_size, world=world)",
     "hasdata": _DATA,
     "next": _DATA,
