@@ -218,8 +218,8 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
 
 /* ---- rows of decoded pictures to planes ---- */
 
-/* The layout of a decoded picture; Python passes it as int64_t[5]. A pixel has `stride` bytes, of
- * which the first C are used. A row has `row` bytes. */
+/* The layout of a decoded picture; Python passes it as int64_t[5]. A pixel has `stride` bytes; only
+ * the first C bytes are used. A row has `row` bytes. */
 struct picture {
     int64_t C, H, W, stride, row;
 };
