@@ -18,24 +18,24 @@ BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",
     "roofline": "each pass of a training step against its floor, and the step as a whole",
-    "accuracy": "the errors of each layer's activations and gradients, next to PyTorch's",
+    "accuracy": "the errors of each layer's activations and gradients, compared with PyTorch's",
     "fold": "the cost of summing in a fixed order, against a plain Allreduce",
     "compare": "the training step against PyTorch's, in turns on the same cores",
-    "against": "the training step against that of another checkout of mpidl",
+    "against": "the training step against the step of another checkout of mpidl",
     "input": "reading, decoding and augmenting images, alone and during a training step",
     "s3": "epochs from an object store against epochs from local files",
     "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
     "interchange": "the scores of exported networks against onnxruntime's and PyTorch's",
-    "transfer": "the epochs and images to an accuracy, with and without pretrained weights",
+    "transfer": "the epochs and images needed for an accuracy, with and without pretrained weights",
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
-    "pretrained": "the scores with published weights against PyTorch's",
-    "sweep": "many models at once on groups of ranks, against one after another",
+    "pretrained": "the scores that published weights give, against PyTorch's",
+    "sweep": "many models trained at once on groups of ranks, against one after another",
     "timeline": "the cost of recording a timeline, and how much of a step its spans cover",
     "monitor": "epochs with the live page open, against epochs without it",
-    "logging": "metrics, event files for TensorBoard and the monitor, against no records",
-    "saves": "the cost of checkpoints and plots beside the training",
+    "logging": "the cost of metrics, event files for TensorBoard and the monitor",
+    "saves": "the cost of writing checkpoints and plots during a training",
     "large_batch": "the accuracy at several batch sizes, for the same images",
-    "time_to_accuracy": "the time to an accuracy, against PyTorch with the same recipe",
+    "time_to_accuracy": "the time to reach an accuracy, against PyTorch with the same recipe",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
@@ -112,7 +112,7 @@ def _add_subject(parser, command):
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
     elif command == "roofline":
         _add_settings(parser, "digits:128,cifar:64,resnet:64,alexnet:32")
-        parser.text("--page", "FILE", "also write the tables, with charts, as an HTML page to FILE")
+        parser.text("--page", "FILE", "also write the tables and charts to FILE, as an HTML page")
     else:
         text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another network of "
         text += "the zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
@@ -222,7 +222,7 @@ def _add_sweep(parser, command):
 def _add_monitor(parser, command):
     parser.text("--network", "NAME", "network of the zoo that fits the digits (digits)")
     parser.set_defaults(network="digits")
-    text = "further options of mpidl.train for the side with the page, in one word (none)"
+    text = "further options of mpidl.train for the side with the page, as one argument (none)"
     parser.text("--also", "OPTIONS", text, default="")
     _add_counts(
         parser,

@@ -20,6 +20,7 @@ does not call MPI.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -425,6 +426,26 @@ class Partial:
         ]
         total = _sum_of_present(*scaled, self.addend)
         return np.asarray(total, self.dtype).reshape(self.shape)
+
+    def finisher(self, roots: Sequence[np.ndarray]) -> Callable[[], Any]:
+        """Return a function that calls `finish` with arrays whose values change between calls.
+
+        Parameters
+        ----------
+        roots : sequence of ndarray
+            The array of the folded sum of each term.
+
+        Returns
+        -------
+        callable
+            A function without arguments that returns the total. If the total has no dimensions,
+            it may be a NumPy scalar.
+        """
+        if self.shape or len(self.terms) != 1 or self.addend is not None:
+            return functools.partial(self.finish, roots)
+        root, to_dtype = roots[0].reshape(()), self.dtype.type
+        scale = root.dtype.type(float(self.terms[0].scale))
+        return lambda: to_dtype(root[()] * scale)
 
     def local(self) -> np.ndarray:
         """Return this rank's sum for a Partial with a single term, without the term's factor.

@@ -7,8 +7,8 @@ enum { ROWS = 1024 }; /* rows of a tile; a row has the 16 lanes of a pixel */
 
 struct job {
     struct source part; /* (blocks, channels, pixels, 16) */
-    float *whole;       /* (blocks, all, pixels, 16), from the part's first channel on */
-    int64_t channels, pixels, rows, pitch; /* rows per block: of part, of whole */
+    float *whole;       /* (blocks, all, pixels, 16), starting at the part's first channel */
+    int64_t channels, pixels, rows, pitch; /* rows, pitch: rows per block of part and whole */
     int split;
 };
 

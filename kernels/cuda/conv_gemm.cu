@@ -8,7 +8,7 @@
 //
 //   forward        x (images, H, W, C), w (K, R, S, C/groups): row of x = p * stride - top + r * d
 //   backward-data  x is dy, w is transposed (conv_weights.cu): with t = p + top - r * d the row
-//                  of dy is t / stride, if that is an integer; H, W, C are the sizes of dy
+//                  of dy is t / stride, if this is an integer; H, W, C are the sizes of dy
 //
 // A block of threads computes BM x BN elements of y, and loops over k in steps of BK. The parts of
 // A and w for a step are copied to shared memory while earlier steps are multiplied. PRECISION 3 is
@@ -37,7 +37,7 @@ namespace {
 constexpr int BK = 32;
 constexpr int WARPS_N = BN / WN, THREADS = BM / WM * WARPS_N * 32;
 constexpr int MI = WM / 16, NJ = WN / 8;  // tiles of 16 x 8 per warp
-constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies per row; rows at once
+constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies per row; rows per pass
 constexpr int STAGE = (BM + BN) * BK;                         // floats
 static_assert(BM % WM == 0 && BN % WN == 0 && BM % STEP == 0 && WM % 16 == 0 && WN % 8 == 0, "");
 
@@ -46,7 +46,7 @@ struct alignas(16) Row {
     int h, w;      // forward: row and column of x at tap (0, 0); backward: t at tap (0, 0)
 };
 
-// Returns the place of element k of a row. Chunks of 4 are permuted so that 8 rows use all banks.
+// Returns the position of element k of a row. Chunks of 4 are permuted, so 8 rows use all banks.
 __device__ __forceinline__ int place(int row, int k) {
     return row * BK + ((((k >> 2) ^ row) & 7) << 2) + (k & 3);
 }
@@ -130,7 +130,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
 #if PRECISION == 3
-    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so they add only one step
+    float total[MI][NJ][4] = {};  // tensor cores may truncate, so `sum` covers only one step
 #endif
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {

@@ -350,11 +350,12 @@ class _BatchBuilder:
         moves = p.moves(indices, batch.epoch, batch.seed)
         fill_blocks(pixels, moves, p.normalization.arrays(), self.lanes[first:stop])
         if labels is not None:
-            for b in range(first, stop):
-                n = batch.valid(b)
-                block = labels[(b - first) * LANES :][:n]
-                self.labels[b, ..., :n] = np.moveaxis(block, 0, -1)
-                self.labels[b, ..., n:] = 0
+            full, rest = divmod(len(labels), LANES)  # only the last block can have fewer images
+            blocks = labels[: full * LANES].reshape(full, LANES, *labels.shape[1:])
+            self.labels[first : first + full] = np.moveaxis(blocks, 1, -1)
+            if rest:
+                self.labels[first + full, ..., :rest] = np.moveaxis(labels[-rest:], 0, -1)
+                self.labels[first + full, ..., rest:] = 0
 
     def result(self):
         """Return the prepared images and labels as Blocked values, or Unreadable."""

@@ -1,4 +1,4 @@
-"""Test `mpidl.convert` between all formats, with equal weights, byte for byte, and equal scores."""
+"""Test that `mpidl.convert` between all formats keeps the weights' bytes and the scores."""
 
 import json
 import re

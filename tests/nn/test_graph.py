@@ -252,7 +252,7 @@ ERRORS = {
     "no inputs": ([dl.ReLU(name="a"), dl.Add()], "add1: expected the names of two or more inputs"),
     "both": (
         [dl.ReLU(name="a"), dl.Add(inputs=("a", "images"), after="a")],
-        "add1: a layer with inputs cannot also have after",
+        "add1: a layer with `inputs` cannot also have `after`",
     ),
     "shapes": (
         [dl.Conv2D(3, 4, name="c"), dl.Add(inputs=("c", "images"))],

@@ -133,7 +133,7 @@ def test_a_run_without_times_of_ranks(plan):
 
 
 def test_checks_leave_out_shared_cores_and_one_rank(content):
-    """Negative control: the oversubscribed run is far from its prediction, and does not count."""
+    """Negative control: the oversubscribed run is far from its prediction, but does not count."""
     checks = {check["ranks"]: check for check in content["checks"]}
     assert [n for n, check in checks.items() if check["is_counted"]] == [2]
     assert checks[2]["difference"] == pytest.approx(1000 * 2**0.8 / (1800 * 1.05 + 2.5) - 1)

@@ -160,7 +160,7 @@ def test_a_batch_size_for_each_rank():
 
 
 def test_a_batch_size_and_one_for_each_rank(tmp_path):
-    """--batch-per-rank replaces the batch size of a config file; other conflicts are errors."""
+    """--batch-per-rank overrides a config file's batch size. Other conflicts are errors."""
     config, both = tmp_path / "size.toml", {"batch_per_rank": 8, "batch_size": 64}
     config.write_text("batch_size = 32\n")
     assert resolve({"batch_per_rank": 8}, config=config).options.batch_per_rank == 8
