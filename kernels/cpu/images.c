@@ -24,8 +24,8 @@ static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
 
-/* Convert whole blocks of floats that are neither moved, mirrored nor cropped. Each image has
- * `pixels` floats per channel. */
+/* Convert whole blocks of images of floats that are not shifted, mirrored or cropped. Each channel
+ * of an image has `pixels` floats. */
 static void blocks_of_floats(const float *images, int64_t blocks, int64_t channels, int64_t pixels,
                              int64_t of_pixels, const float *centre, const float *divisor,
                              float *lanes) {
@@ -53,7 +53,7 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes) {
     const struct crop *s = (const struct crop *)shape;
-    int64_t first = 0; /* the images before are converted */
+    int64_t first = 0; /* images before `first` are already converted */
     if (!mirrored && !top && !left && s->P == s->H && s->Q == s->W) {
         first = images / LANES * LANES;
         blocks_of_floats(pixels, images / LANES, s->C, s->H * s->W, s->of_pixels, centre, divisor,
@@ -218,8 +218,8 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
 
 /* ---- rows of decoded pictures to planes ---- */
 
-/* The layout of a decoded picture; Python passes it as int64_t[5]. A pixel has `stride` bytes, of
- * which the first C are used. A row has `row` bytes. */
+/* The layout of a decoded picture; Python passes it as int64_t[5]. A pixel has `stride` bytes; only
+ * the first C bytes are used. A row has `row` bytes. */
 struct picture {
     int64_t C, H, W, stride, row;
 };

@@ -42,7 +42,8 @@ struct plan {
     int64_t table[];
 };
 
-/* A sum. The caller keeps the struct and its memory until all chunks have been taken. */
+/* A sum of one or more arrays, the pieces. The caller keeps the struct and its memory until all
+ * chunks have been taken. */
 struct sum {
     const struct plan *plan;
     const int64_t *pieces; /* their number; for each: number of values, addresses of own nodes */

@@ -96,10 +96,10 @@ __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
 }
 
 // Splits a float into numbers for tensor cores, which read only the upper 19 bits. If TERMS is 3,
-// `high` is the nearest number of 19 bits, and `low` is exactly the remainder (12 bits, of which 11
-// are read). If TERMS is 1, half a unit of the last kept bit is added, so that dropping the lower
-// bits rounds to the nearest number. Infinity and NaN are not changed, because the addition could
-// turn them into numbers.
+// `high` is the nearest number of 19 bits, and `low` is exactly the remainder (12 bits; tensor
+// cores read 11 of them). If TERMS is 1, half a unit of the last kept bit is added, so that
+// dropping the lower bits rounds to the nearest number. Infinity and NaN are not changed, because
+// the addition could turn them into numbers.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
         high = (value + 0x1000u) & 0xffffe000u;

@@ -39,7 +39,7 @@ Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
 
 
 class Elementwise(Protocol):
-    """Type of a function of two values, one of which may be a replicated array or a scalar."""
+    """Type of a function of two values. One value may be a replicated array or a scalar."""
 
     __name__: str
 

@@ -39,7 +39,7 @@ def scalar(name, value):
 
 
 def numbers(values):
-    """Return `values`, some of which may come from `scalar`, as a float32 array for a kernel."""
+    """Return `values` as a float32 array for a kernel. Values may be results of `scalar`."""
     array = np.array(values, np.float32)
     if _recorder is not None:
         _recorder.constant(array)

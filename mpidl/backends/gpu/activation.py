@@ -123,8 +123,8 @@ def _slopes(slope, x):
     """
     if slope.size not in (1, x.dims[1]):
         raise ValueError(
-            f"prelu: on a GPU expected a slope per channel of {x}, got {slope.size} slopes: apply "
-            "it before flattening"
+            f"prelu: on a GPU, expected one slope per channel of {x}, got {slope.size} slopes: "
+            "apply prelu before flattening"
         )
     return slope, slope.size
 

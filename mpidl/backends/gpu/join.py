@@ -15,8 +15,8 @@ def rows_and_channels(name, x):
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
         raise ValueError(
-            f"{name}: on a GPU expected images or features, got flattened images {x.dims}: apply "
-            "it before flattening"
+            f"{name}: on a GPU, expected images or features, got flattened images {x.dims}: apply "
+            f"{name} before flattening"
         )
     return blocks * lanes * math.prod(pixels), channels
 
