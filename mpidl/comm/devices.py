@@ -66,7 +66,7 @@ def choose_device(
     """
     if device == "cpu":
         if gpus is not None:
-            raise UserError(f"--gpus {gpus}: expected --device gpu with it, found --device cpu")
+            raise UserError(f"--gpus {gpus}: expected --device gpu, found --device cpu")
         return None, []
     if world.neighbours is None:
         ranks, position = world.allgather(find_gpus(world.host)), world.rank
@@ -181,15 +181,15 @@ def slurm_gpus(
         numbers = []
     if numbers:
         listed = tuple(gpu for gpu in gpus if gpu.index in numbers)
-        # If the listed GPUs are not a proper subset, a cgroup hides the GPUs of other jobs, and
-        # CUDA has renumbered the visible GPUs.
+        # If the listed GPUs are not a proper subset of the visible GPUs, a cgroup hides the GPUs of
+        # other jobs, and CUDA has renumbered the visible GPUs.
         is_subset = len(numbers) < len(gpus) and len(listed) == len(numbers)
         return (listed if is_subset else gpus), ""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
     if count.isdigit() and int(count) < len(gpus):
         return gpus, (
             f"warning: Slurm gave this job {count} of the {len(gpus)} GPUs that are visible on "
-            f"{host}, but not which ones: name them with --gpus"
+            f"{host}, but does not say which ones: name them with --gpus"
         )
     return gpus, ""
 

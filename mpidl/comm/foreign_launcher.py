@@ -9,8 +9,8 @@ from mpidl.comm import failure, srun
 from mpidl.errors import UserError
 
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
-# For each MPI library from pip: a program next to Python that identifies the library, and the
-# environment variables of launchers that can start its ranks.
+# For each MPI library from pip: a program in the folder of the Python interpreter that identifies
+# the library, and the environment variables of launchers that can start its ranks.
 PROGRAMS = {MPICH: "mpiexec.hydra", OPEN_MPI: "prterun"}
 INTERFACES = {MPICH: ("PMI_FD", "PMI_PORT"), OPEN_MPI: ("PMIX_NAMESPACE",)}
 
@@ -19,7 +19,7 @@ def refuse(vendor: str) -> None:
     """Raise UserError if the launcher of this process cannot start ranks of an MPI library.
 
     Only launchers that are known to fail are refused. `failure.refuse_foreign_launcher` detects
-    others after MPI_Init.
+    other launchers after MPI_Init.
 
     Parameters
     ----------

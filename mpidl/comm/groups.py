@@ -22,14 +22,14 @@ from mpidl.errors import Fault, UserError
 T = TypeVar("T")
 
 GRACE = 1.0  # seconds for other ranks to raise the same error before their waits are cancelled
-PAUSE = 0.02  # seconds between two tests in a wait for other groups, which may last for hours
+PAUSE = 0.02  # seconds between two tests while waiting for other groups, possibly for hours
 
 
 class Neighbours(NamedTuple):
     """The ranks of all groups of a job, which share the cores and the GPUs of their hosts."""
 
     first: int
-    """Number in the job of this group's rank 0."""
+    """Rank in the job of this group's rank 0."""
     cores: list[tuple[str, Cores]]
     """Host and cores of each rank of the job."""
     gpus: list[RankGpus]
@@ -108,7 +108,7 @@ class Group:
         Parameters
         ----------
         task : callable
-            Function of the group's world.
+            Function that receives the group's world.
         record : callable
             Function that one rank calls with the exception if the group cannot continue after a
             failure. The job then ends with exit code 1. A group cannot continue if a rank does not

@@ -39,7 +39,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
-        # A handler of another library, shown as None, could not be restored afterwards.
+        # None stands for a handler that was not set from Python and could not be restored.
         if is_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
             self._previous = signal.signal(signal.SIGINT, self._add)
         return self

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpidl.comm.world import World
 
 Piece = tuple[int, Sequence[np.ndarray]]  # one value in a sum: its size, and this rank's nodes
-BUCKET_BYTES = 1 << 18  # size of the gradient of the dense layer in the digits network
+BUCKET_BYTES = 1 << 18  # size of a full bucket in bytes; a large gradient fills a bucket by itself
 
 
 class PendingExchange:
@@ -139,7 +139,7 @@ class Reducer:
         self._values[name] = Partial(shells, value.addend, value.shape, value.dtype)
         for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
-            # Moments cannot be packed next to each other, so they get a separate bucket.
+            # Moments cannot be packed side by side, so each of them gets a separate bucket.
             if self._bucket and (key != self._bucket_key or term.combine is not add):
                 self._send_bucket()
             self._bucket_key = key
@@ -207,7 +207,7 @@ class Reducer:
 
 
 def packed(pieces: Sequence[Piece], rows: int, dtype: np.dtype) -> np.ndarray:
-    """Return a matrix with one row per node, in which the values are next to each other."""
+    """Return a matrix with one row per node; each row contains all values side by side."""
     if len(pieces) == rows == 1:  # a single node needs no copy
         return np.reshape(pieces[0][1][0], (1, -1))
     matrix, offset = np.empty((rows, sum(size for size, _ in pieces)), dtype), 0

@@ -49,4 +49,4 @@ def advice(library: str) -> str:
     for kind in suitable_types:
         if kind in offered or not offered:
             return f"srun --mpi={kind}{listing}"
-    return f"srun with the --mpi that works with {library}{listing}, or its mpirun"
+    return f"srun with a value of --mpi that works with {library}{listing}, or its mpirun"

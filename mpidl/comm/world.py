@@ -46,7 +46,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "prod": np.multiply,
 }
 # Reductions that MPI performs itself, because their results do not depend on the order of the
-# ranks. MPI has no minimum or maximum of booleans; logical AND and OR replace them.
+# ranks. MPI has no minimum or maximum of booleans; logical AND and OR are used instead.
 MPI_OF_INTEGERS: dict[object, str] = {"min": "MIN", "max": "MAX"}
 MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}
 
@@ -83,8 +83,8 @@ class World(Messaging):
         that may use them, unless `dl.configure` or an earlier world has set a number. None leaves
         the number to a later call of `use_threads`.
     neighbours : Neighbours, optional
-        The ranks of all groups of the job, if this world is one of several groups. By default there
-        are no groups.
+        The ranks of all groups of the job, if this world is one of several groups. By default, the
+        job has no groups.
 
     Attributes
     ----------
@@ -233,7 +233,7 @@ class World(Messaging):
         """
         problem = ulfm.refusal(self.transport.MPI, self.size)
         if problem is None and self.device is not None:
-            problem = "expected --device cpu, found GPUs, whose sums cannot lose a rank"
+            problem = "expected --device cpu, found GPUs, whose sums do not survive lost ranks"
         if problem is None and self.neighbours is not None:
             problem = "expected one run per job, found several at a time"
         if problem is not None:
@@ -380,7 +380,7 @@ class World(Messaging):
 
     @staticmethod
     def _like(result, value):
-        """Return the result with the shape of the value, as a Python number if the value is one."""
+        """Return the result with the shape of the value, as a Python number if it is a number."""
         result = result.reshape(np.shape(value))
         return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
 
@@ -444,7 +444,7 @@ class World(Messaging):
     def barrier(self) -> None:
         """Wait until all ranks have called this method and rank 0 has handled all sent messages.
 
-        These are the messages that any rank passed to `send` before the barrier.
+        The sent messages are those that any rank passed to `send` before the barrier.
         """
         sent_count = self.gop("sum", self._sent_count)
         if self.rank == 0 and self._handler:
