@@ -99,7 +99,7 @@ def agreed(
 ) -> Generator[tuple, None, None]:
     """Yield each mini-batch after all ranks have read their parts of the mini-batch.
 
-    Before each mini-batch, the ranks agree whether to continue, so all ranks stop at the same
+    Before each mini-batch, the ranks agree on whether to continue, so all ranks stop at the same
     mini-batch. If the queue has `bad_images`, the ranks also agree on the images to skip.
 
     Parameters
@@ -216,8 +216,8 @@ def evaluate(
     progress : function, optional
         Function to call after each mini-batch, with the number of images evaluated so far.
     bad_images : BadImages, optional
-        Receives the images that cannot be read. The result then covers the other images. By
-        default, an image that cannot be read raises an error.
+        Receives the images that cannot be read. The result then excludes these images. By default,
+        an image that cannot be read raises an error.
     test_flips : {"none", "x", "y", "xy"}
         Average the scores over mirror images: left to right, top to bottom, or both ways.
 
@@ -410,7 +410,7 @@ def regression_errors(
     shape = losses.targets_shape(net, datastore) or ()
     if squeezed(shape) != squeezed(net.output_shape):
         raise UserError(
-            f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
+            f"{datastore.describe()}: expected targets of shape {net.output_shape}, like the "
             f"network's outputs, found {shape}"
         )
     _check_count(datastore)

@@ -25,9 +25,9 @@ def population_state(
     """Return the network's state with statistics over the whole training set. Collective.
 
     These population statistics replace the moving means and variances. One pass over the queue
-    computes them. In this pass, batch normalization runs as in training, and all other layers run
-    as in prediction (without dropout). The moments (count, mean, sum of squared deviations) of the
-    mini-batches are merged in order in float64. Frozen layers keep their state.
+    computes the statistics. In this pass, batch normalization runs as in training, and all other
+    layers run as in prediction (without dropout). The moments (count, mean, sum of squared
+    deviations) of the mini-batches are merged in order in float64. Frozen layers keep their state.
 
     Parameters
     ----------

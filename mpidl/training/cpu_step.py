@@ -27,9 +27,10 @@ GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step
 def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
     """Return whether the training step can be recorded.
 
-    A custom layer, loss, optimizer or transform may behave differently in each step, so a step that
-    contains one is not recorded. Two kinds of loss also prevent recording: a loss that divides by a
-    number that depends on the labels, and the loss of mixed labels, which NumPy computes.
+    Custom layers, losses, optimizers and transforms may behave differently in each step, so a step
+    that contains them is not recorded. Two kinds of loss also prevent recording: a loss that
+    divides by a number that depends on the labels, and the loss for labels mixed by mixup or
+    CutMix, which NumPy computes.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     named_loss = label_loss(loss)
@@ -134,7 +135,7 @@ class StepProgram:
         return self._recorder.problem
 
     def set_state(self, values: Mapping[str, np.ndarray]) -> None:
-        """Copy values into the state arrays of the program, which become those of the network."""
+        """Copy values into the program's state arrays, and let the network use these arrays."""
         arrays = self._tables[1]
         for name, array in arrays.items():
             if values[name] is not array:

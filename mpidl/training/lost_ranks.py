@@ -61,7 +61,7 @@ def restart_test(
     lock : RunLock
         The lock of the run's folder.
     result : Result
-        The result of the training, which includes the number of ranks lost before the test.
+        The result of the training run, including the number of ranks lost before the test.
     """
     if world.rank == 0:
         console.take_over()

@@ -112,7 +112,7 @@ def run(
     count : int
         Number of trials.
     attempt : callable
-        Function of the number of a trial, from 0, called on all ranks of a group.
+        Function that all ranks of a group call with the number of a trial, counted from 0.
     group : Group
         The group of this rank.
     signals : Signals
@@ -154,8 +154,8 @@ def _is_stopping(signals):
 def _claims_folder(world, parent):
     """Create a folder for the files that record which trials the groups have claimed.
 
-    Each claimed trial has a file. With messages instead of files, many MPI libraries would need a
-    rank that is computing to respond.
+    Each claimed trial has a file. Messages are not used, because in many MPI libraries a message
+    arrives only while its receiver calls MPI.
     """
     if parent is None and len(set(world.hosts)) > 1:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -190,7 +190,7 @@ def _claim(folder, index):
 
 
 def _touch(path):
-    """Create an empty file; return False if it exists."""
+    """Create an empty file; return False if the file already exists."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         return True
@@ -202,7 +202,7 @@ def _touch(path):
 
 @contextlib.contextmanager
 def _stops(folder, group, signals):
-    """Pass requests to stop between the groups through a file, and yield the path of the file.
+    """Within the block, pass stop requests between the groups through a file; yield its path.
 
     The first rank of each group runs a thread. The thread creates the file if its rank has received
     a request. If another group has created the file, the thread sends USR1 to its own process.

@@ -104,8 +104,8 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
     Raises
     ------
     UserError
-        On all ranks, if a layer does not read the images, if the datastore has no images or images
-        of another shape than the network, or if an image cannot be read.
+        On all ranks, if a layer does not read the images, if the datastore is empty, if its images
+        have other channels than the network or are too small, or if an image cannot be read.
 
     Notes
     -----

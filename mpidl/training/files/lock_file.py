@@ -185,7 +185,7 @@ class LockFile:
 
     def release(self) -> None:
         """Remove the lock if this process still holds it. Never raises OSError."""
-        remover = self.holder.renamed()  # keep the lock renewed until its file is removed
+        remover = self.holder.renamed()  # a claim needs a token other than the holder's
         claim = self._claim_of(self.holder.token)
         try:
             with self._part(remover) as part:
@@ -218,7 +218,7 @@ class LockFile:
 
     @staticmethod
     def _create(path, part, holder):
-        """Create a file with the content of `part`; return False if it exists."""
+        """Create a file with the content of `part`; return False if the file already exists."""
         try:
             os.link(part, path)
         except FileExistsError:

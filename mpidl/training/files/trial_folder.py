@@ -111,7 +111,7 @@ class TrialFolder(NamedTuple):
 
 def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
     """Return the folders of all trials of a sweep in the folder `out`."""
-    return [  # the names do not depend on the number of trials, because it may grow
+    return [  # the names do not depend on the number of trials, which may grow
         TrialFolder(os.path.join(out, f"trial-{i + 1:03}"), i + 1, sweep.options(i))
         for i in range(len(sweep.trials))
     ]

@@ -77,7 +77,7 @@ class Optimizer:
         parts, self._fused = _fused_tail(transforms)
         if self._fused is not None:
             parts = (*parts, self._fused)
-        # Prefix the number names of each part, because two parts may use the same name.
+        # Prefix the names of each part's scalars, because two parts may use the same name.
         self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(

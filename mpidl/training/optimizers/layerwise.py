@@ -76,7 +76,7 @@ class LambTrustRatio(LarsTrustRatio):
     """Multiply each update by |w| / |update|, where the update includes the weight decay.
 
     This is the layerwise adaptation in algorithm 2 of You et al., "Large batch optimization for
-    deep learning: training BERT in 76 minutes", 2020, with the identity as scaling function.
+    deep learning: training BERT in 76 minutes", 2020, with the identity as the scaling function.
 
     Parameters
     ----------

@@ -68,7 +68,7 @@ class NesterovMomentum(Momentum):
 
 
 def momentum_of(momentum: float, nesterov: bool | Literal["on", "off"]) -> Momentum:
-    """Return the transform of one of the two kinds of momentum."""
+    """Return a `NesterovMomentum` if `nesterov` is true or "on", else a `Momentum`."""
     is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
     return NesterovMomentum(momentum) if is_nesterov else Momentum(momentum)
 

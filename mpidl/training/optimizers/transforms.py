@@ -208,15 +208,14 @@ class WeightDecay(Transform):
     Parameters
     ----------
     l2 : float
-        The regularization factor of all parameters.
+        The regularization factor for all parameters.
     factors : dict, optional
         {name: factor} by which `l2` is multiplied for a parameter. By default 1 for names that end
         in ".weight", and as `exclude` determines for other names (biases, gamma, beta).
     exclude : {"biases-and-norms", "biases", "none"}
-        Parameters other than weights with the factor 0. "biases-and-norms" excludes biases and the
-        parameters of normalization layers, "biases" excludes only biases, and "none" excludes no
-        parameters. Parameters that are not excluded have the factor 1. A factor in `factors` other
-        than 0 takes precedence.
+        The parameters, other than weights, that have the factor 0: biases and the parameters of
+        normalization layers, only biases, or none. Parameters that are not excluded have the
+        factor 1. A factor in `factors` other than 0 takes precedence.
     """
 
     counts_steps = False

@@ -37,7 +37,7 @@ from mpidl.training.options.training_options import (
 from mpidl.training.schedules import ENDING
 
 WEIGHTS = "weights"  # source of a normalization that is stored in the weight file
-RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml without options
+RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that contain no options
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES: dict[str, Rule] = {
     **{name: rule_of(declared) for name, declared in OPTIONS.items()},

@@ -83,7 +83,7 @@ class RunOptions:
     audit_every: int = option(
         at_least(0),
         "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
-        "with wrong bytes; 0 compares the weights only when a checkpoint is written",
+        "whose weights differ; 0 compares the weights only when a checkpoint is written",
         default=0,
     )
     on_nan: Literal["stop", "rollback"] = choice(
@@ -107,8 +107,8 @@ class RunOptions:
     )
     verbose_every: int = option(
         at_least(0),
-        "Iterations between log lines, with at most one line every 5 s; 0 logs an iteration only "
-        "if the run ends with it in the middle of an epoch",
+        "Iterations between log lines, with at most one line every 5 s; 0 logs no iteration, "
+        "except the last iteration of a run that ends in the middle of an epoch",
         default=50,
         matlab="VerboseFrequency",
     )

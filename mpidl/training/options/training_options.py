@@ -237,8 +237,8 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         Returns
         -------
         tuple of int or None
-            The entries of `worker_load` times 1000, one per rank. None for equal shares. This
-            includes "measured", which starts with equal shares.
+            The entries of `worker_load` times 1000, one per rank. None for equal shares, with which
+            "measured" also starts.
 
         Raises
         ------
