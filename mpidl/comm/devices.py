@@ -50,7 +50,7 @@ def choose_device(
     device : {"auto", "cpu", "gpu"}
         "auto" chooses GPUs if every rank has one, and CPUs otherwise.
     gpus : str, optional
-        Indices of the GPUs to use, in order, such as "0,2". By default all GPUs.
+        Indices of the GPUs to use, in order, such as "0,2". The default is all GPUs.
 
     Returns
     -------
@@ -232,7 +232,7 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
     device : {"auto", "gpu"}
         "auto" chooses CPUs if a rank has no GPU.
     gpus : str, optional
-        Value of --gpus. By default all GPUs are used.
+        Value of --gpus. By default, all GPUs are used.
 
     Returns
     -------

@@ -202,7 +202,7 @@ def _meet(transport, failed=False, seconds=math.inf, progress=None):
     """Wait until all ranks are about to exit, and return the lowest rank that failed.
 
     The result is the number of ranks if no rank failed, and None if a rank is missing after
-    `seconds`. By default the wait has no time-out, because other ranks may have work to finish. If
+    `seconds`. By default, the wait has no time-out, because other ranks may have work to finish. If
     another rank times out while it waits for this rank, that rank's error message names this rank.
     """
     failed_rank = np.array([transport.rank if failed else transport.size])

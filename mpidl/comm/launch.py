@@ -57,7 +57,7 @@ def launch(
         Number of ranks. The default is the number of tasks of the Slurm allocation or, outside
         Slurm, the number of cores that this process may use.
     timeout : float, optional
-        Seconds after which all ranks are terminated. By default there is no limit.
+        Seconds after which all ranks are terminated. By default, there is no limit.
     show : {"rank 0", "all", "none"}
         Ranks whose output is shown as soon as it arrives. "rank 0" also shows the stderr output of
         the other ranks. Lines of ranks other than 0 have a prefix, such as "rank 1: ".

@@ -236,7 +236,7 @@ class Messaging:
         combine : callable
             Function that combines two nodes: ``combine(left, right)`` returns their parent.
         name : str
-            Name of the sum in a timeline. By default the current part of the training step.
+            Name of the sum in a timeline. The default is the current part of the training step.
 
         Returns
         -------
@@ -267,7 +267,7 @@ class Messaging:
         dtype : dtype
             Data type of the nodes.
         name : str
-            Name of the sum in a timeline. By default the current part of the training step.
+            Name of the sum in a timeline. The default is the current part of the training step.
         out : ndarray, optional
             Memory for the root if the sum is computed in shared memory. By default, new memory is
             allocated.

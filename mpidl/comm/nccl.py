@@ -132,7 +132,7 @@ def cuda_aware(
     Parameters
     ----------
     libraries : iterable of str, optional
-        Paths of MPI libraries. By default the libraries that this process has loaded.
+        Paths of MPI libraries. The default is the libraries that this process has loaded.
     environ : mapping, optional
         Environment variables.
     """

@@ -84,7 +84,7 @@ class Reducer:
         Size in bytes at which a bucket is considered full.
     kernel_hook : callable, optional
         Function that advances exchanges. Long kernels call it about every millisecond until
-        `finish`. By default kernels call no function.
+        `finish`. By default, kernels call no function.
     """
 
     def __init__(

@@ -150,8 +150,8 @@ class Transport:
         progress : callable, optional
             Function to call between two calls of `is_ready`.
         timeout : float, optional
-            Longest wait in seconds. By default `self.timeout`. After this time, the method prints
-            which ranks do not respond, and aborts the job.
+            Longest wait in seconds. The default is `self.timeout`. After this time, the method
+            prints which ranks do not respond, and aborts the job.
         """
         start = time.monotonic()
         outer = self._acts.begin(operation, self.timeout)

@@ -71,7 +71,8 @@ class World(Messaging):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        MPI communicator. By default COMM_WORLD or, inside a sweep, the communicator of the group.
+        MPI communicator. The default is COMM_WORLD or, inside a sweep, the communicator of the
+        group.
     timeout : float, optional
         Longest wait for other ranks in seconds. After this time, the job ends with a message that
         names the ranks that do not respond.
@@ -199,7 +200,7 @@ class World(Messaging):
         device : {"auto", "cpu", "gpu"}
             "auto" uses GPUs if every rank has one, and CPUs otherwise.
         gpus : str, optional
-            Indices of the GPUs to use, such as "0,2". By default all GPUs.
+            Indices of the GPUs to use, such as "0,2". The default is all GPUs.
 
         Returns
         -------
@@ -464,7 +465,7 @@ class World(Messaging):
         Parameters
         ----------
         error : BaseException, optional
-            The error of this rank. By default this rank has no error.
+            The error of this rank. By default, this rank has no error.
 
         Raises
         ------

@@ -196,7 +196,7 @@ def evaluate(
     datastore : Datastore
         Images with labels, or with targets that the loss compares with the outputs.
     world : World, optional
-        The ranks that share the images; by default all ranks.
+        The ranks that share the images. The default is all ranks.
     batch_size : int
         Images per mini-batch.
     prefetch : int
@@ -385,7 +385,7 @@ def regression_errors(
         Images with targets, such as images or scalars. The targets must have the shape of the
         network's outputs, except for axes of length 1.
     world : World, optional
-        The ranks that share the images; by default all ranks.
+        The ranks that share the images. The default is all ranks.
     batch_size : int
         Images per mini-batch.
     bad_images : BadImages, optional

@@ -294,7 +294,7 @@ def of_run(
     balancer : LoadBalancer or None
         Measures the speed of the ranks. None if the shares do not depend on speed.
     rollback : Rollback, optional
-        Keeps the state to which the run returns if its loss is not finite. By default such a loss
+        Keeps the state to which the run returns if its loss is not finite. By default, such a loss
         ends the run.
     """
     recorder = notebook.recorder()

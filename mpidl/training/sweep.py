@@ -49,10 +49,10 @@ def sweep(
     ranks_per_model : int
         Number of consecutive ranks per group. It must divide the number of ranks.
     world : World, optional
-        The ranks to divide into groups. By default all ranks of the job.
+        The ranks to divide into groups. The default is all ranks of the job.
     folder : path, optional
         Existing folder, visible on all hosts, for the files through which the groups share the
-        trials. By default the system's temporary folder. If the ranks are on several hosts, the
+        trials. The default is the system's temporary folder. If the ranks are on several hosts, the
         default is $MPIDL_CACHE, or ~/.cache/mpidl if this variable is not set.
 
     Returns

@@ -99,7 +99,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
         The training images. The patches come from 4,096 random images, which the seed of the
         network determines. If there are fewer images, the patches come from all images.
     world : World, optional
-        The ranks that share the work. By default only this rank.
+        The ranks that share the work. The default is only this rank.
 
     Raises
     ------

@@ -276,7 +276,7 @@ def save_model(
         One class name for each output of the network, or [] if the network predicts numbers. By
         default `net.classes`, which `dl.train` sets.
     normalization : str, optional
-        Name of the normalization to record if `net.normalization` is None. By default
+        Name of the normalization to record if `net.normalization` is None. The default is
         "rescale-zero-one".
 
     Raises

@@ -240,7 +240,7 @@ class RunWriter:
         The ranks.
     last_iteration : int, optional
         Iteration of the checkpoint from which the run resumes. Records of later iterations are
-        removed from metrics.jsonl. By default the run is new.
+        removed from metrics.jsonl. By default, the run is new.
 
     Attributes
     ----------

@@ -188,10 +188,10 @@ class Adam(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors, at least 0 and below 1, by which m and v decay in each step. By default 0.9 and
-        0.999.
+        Factors, at least 0 and below 1, by which m and v decay in each step. The defaults are 0.9
+        and 0.999.
     epsilon : float
         A small number added to the square root in the denominator.
     l2 : float
@@ -243,15 +243,15 @@ class AdamW(Solver):
     Parameters
     ----------
     l2 : float, optional
-        The weight decay, called `weight_decay` in PyTorch. By default 0.01. The moments do not
+        The weight decay, called `weight_decay` in PyTorch. The default is 0.01. The moments do not
         include the decay, and the decay is not clipped.
     l2_factors : dict, optional
         {name: factor} of the weight decay; see `WeightDecay`.
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors, at least 0 and below 1, by which the moments decay in each step. By default 0.9 and
-        0.999.
+        Factors, at least 0 and below 1, by which the moments decay in each step. The defaults are
+        0.9 and 0.999.
     epsilon : float
         A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional

@@ -141,7 +141,7 @@ class LARS(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 1, because the ratio is a few thousandths.
+        Learning rate. The default is 1, because the ratio is a few thousandths.
     momentum : float
         Fraction of the previous step that is added to the current step.
     trust_coefficient : float
@@ -209,15 +209,15 @@ class LAMB(AdamW):
     Parameters
     ----------
     l2 : float, optional
-        The decoupled weight decay. By default 0.01.
+        The decoupled weight decay. The default is 0.01.
     l2_factors : dict, optional
         {name: factor} of the weight decay; see `WeightDecay`. Updates of a learnable with the
         factor 0 are not scaled.
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors, at least 0 and below 1, by which the moments decay in each step. By default 0.9 and
-        0.999.
+        Factors, at least 0 and below 1, by which the moments decay in each step. The defaults are
+        0.9 and 0.999.
     epsilon : float
         A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional

@@ -92,9 +92,9 @@ class RMSProp(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     squared_gradient_decay_factor : float, optional
-        Factor, at least 0 and below 1, by which v decays in each step. By default 0.9.
+        Factor, at least 0 and below 1, by which v decays in each step. The default is 0.9.
     epsilon : float
         A small number added to sqrt(v).
     l2 : float

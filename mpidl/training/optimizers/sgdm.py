@@ -102,7 +102,7 @@ class SGDM(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 0.01.
+        Learning rate. The default is 0.01.
     momentum : float
         Fraction of the previous step that is added to the current step.
     l2 : float

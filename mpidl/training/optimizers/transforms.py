@@ -109,7 +109,7 @@ class Updates:
         numbers : sequence
             Scalar arguments of the formula.
         factors : list of float, optional
-            Factor of the learning rate for each parameter. By default all factors are 1.
+            Factor of the learning rate for each parameter. By default, all factors are 1.
         """
         self.add_decays()
         factors = [1.0] * len(self.names) if factors is None else factors

@@ -205,7 +205,7 @@ def write_options(
     versions : mapping
         Software versions, {"python": "3.11.7", ...}, as returned by `versions_of`.
     weights_file : mapping, optional
-        Path and SHA-256 of the weight file. By default no weight file is recorded.
+        Path and SHA-256 of the weight file. By default, no weight file is recorded.
     """
     import tomli_w
 

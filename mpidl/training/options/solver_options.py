@@ -382,7 +382,7 @@ class SolverOptions:
         datastore : Datastore
             The training set, from which "balanced" weights are computed.
         world : World, optional
-            The ranks that share the reading of targets. By default this rank reads all targets.
+            The ranks that share the reading of targets. By default, this rank reads all targets.
 
         Returns
         -------

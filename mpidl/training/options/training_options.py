@@ -358,7 +358,7 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     value : object
         The value to check.
     spelled : str, optional
-        The option as the user wrote it, for the error message. By default `name`.
+        The option as the user wrote it, for the error message. The default is `name`.
     text : bool
         Whether the value comes from text, such as a command line. If true, strings such as "12" are
         converted to numbers.

@@ -171,7 +171,7 @@ class TrackingHook:
         folder : path or None
             The folder of the run; None if the run has no folder.
         test : Evaluation, optional
-            The evaluation on the test set. By default there was no test.
+            The evaluation on the test set. By default, there was no test.
         state : {"finished", "stopped"}
             Whether the run ended as planned or was stopped.
 
