@@ -23,7 +23,7 @@ from typing import NamedTuple
 # never returns to the interpreter. Launchers and batch systems do not use real-time signals.
 STACK_SIGNAL = signal.SIGRTMIN + 5
 STACK_SECONDS = 0.4  # longest wait for the stacks of other processes
-TEXT_BYTES = 240  # longest text in the file
+TEXT_BYTES = 240  # largest size of the text in the file
 PAGE = 4096  # the first page of the file contains the act; the stacks follow
 _ACTIVITY = Struct(f"{TEXT_BYTES}s")
 _ACT = Struct(f"<d?{TEXT_BYTES}s")  # start time, whether the operation is running, name
@@ -77,9 +77,9 @@ class ActRecord:
     operation : str or None
         The wait or MPI call that the main thread has begun and not ended; None if there is none.
     limit : float
-        Longest allowed time in seconds between two calls of `renew` during an operation.
+        Longest allowed time in seconds between two calls to `renew` during an operation.
     count : int
-        A counter that changes at the start and end of each act and at each call of `renew`.
+        A counter that changes at the start and end of each act and at each call to `renew`.
     """
 
     def __init__(self) -> None:

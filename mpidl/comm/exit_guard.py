@@ -17,7 +17,7 @@ import sys
 import time
 
 FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # shortest and longest time between two checks
-LATER_SECONDS = 1.0  # extra time, in which a rank in MPI_Finalize may report the process first
+LATER_SECONDS = 1.0  # extra time, so that a rank in MPI_Finalize can report the process first
 LONGEST_STEP = 1.0  # if more time passes between two checks, all processes were suspended
 STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
 SIGKILL = 9  # as in the module `signal`, which would take too long to import

@@ -1,4 +1,4 @@
-"""End a job on all ranks after an uncaught exception, a signal or a wrong launcher."""
+"""End a job on all ranks after an uncaught exception, a signal or a start by a wrong launcher."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def refuse(vendor: str) -> None:
 
 
 def right_mpirun(vendor: str) -> str:
-    """Return the mpirun of an MPI library: its path if it is next to Python, or a description."""
+    """Return the mpirun of an MPI library: its path in the folder of Python, or a description."""
     folder = os.path.dirname(sys.executable)
     if _is_from_pip(vendor):
         return os.path.join(folder, "mpirun")

@@ -102,8 +102,8 @@ class Group:
         """Call `task(world)` on all ranks of the group, and return the outcome on all of them.
 
         `world` consists of the ranks of the group. During the call, `World()` returns a world of
-        the same ranks. If some ranks raise an exception while others wait for them, the waits are
-        cancelled, and the group continues with new communicators.
+        the same ranks. If some ranks raise an exception while other ranks wait for them, the waits
+        are cancelled, and the group continues with new communicators.
 
         Parameters
         ----------

@@ -14,11 +14,11 @@ from mpidl.errors import UserError
 from mpidl.files import write_whole
 
 NAME = "hang-report.txt"  # name of the file in the folder of the run
-MAX_RANKS = 16  # most silent and most waiting ranks in the message; the file describes all ranks
+MAX_RANKS = 16  # limit for silent and for waiting ranks in the message; the file lists all ranks
 
 
 class Peer(NamedTuple):
-    """The host of a rank, and the location where other ranks on this host find its acts."""
+    """The host of a rank, and the location of its act file for other ranks on this host."""
 
     host: str
     address: acts.Address

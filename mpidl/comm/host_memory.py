@@ -19,7 +19,7 @@ The work is done by kernels/cpu/sums.c, because the counts must be written and r
 order, which NumPy does not guarantee.
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
-host exchanges these nodes by messages, as `exchange` does among ranks, and distributes the root
+host exchanges these nodes in messages, as `exchange` does among ranks, and distributes the root
 through a second set of slots. Large sums are divided into segments, which the first few ranks of
 each host exchange in parallel. The roots are distributed in the order of the sums, although their
 messages may arrive in a different order.
@@ -101,7 +101,7 @@ class HostMemory:
         size = queue_bytes(stop - first)
         self.up = SumQueue(memory[:size], rank - first, stop - first, patience, first)
         self.down = SumQueue(memory[-size:], rank - first, stop - first, patience, first)
-        # Number of exchanges between hosts that have started, and that have reached `self.down`.
+        # Numbers of exchanges between hosts that have started and that have reached `self.down`.
         self._roots = self._passed_roots = 0
 
     @classmethod
@@ -165,7 +165,7 @@ class HostMemory:
     def exchange(
         self, tag: int, tree: Tree, pieces: Sequence[Piece], combine: Combine, out: np.ndarray
     ) -> Steps:
-        """Fold the nodes of all ranks; a generator like those in the module `exchange`.
+        """Fold the nodes of all ranks, as a generator like those in the module `exchange`.
 
         Parameters
         ----------

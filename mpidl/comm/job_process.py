@@ -28,7 +28,7 @@ LOOK_SECONDS = 1.0  # time between two checks for children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child process
 SUSPENDED_SECONDS = 5.0  # if more time passes between two checks, all processes were suspended
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
-TAIL_LINES = 400  # number of the last lines of stderr that are kept
+TAIL_LINES = 400  # number of lines that are kept from the end of stderr
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
 
 

@@ -166,8 +166,8 @@ class JobCommand:
 def _ranks_on(hosts, ranks, host_count):
     """Return how many ranks fit on `hosts`, at most `ranks`.
 
-    If the number for a host is unknown, assume that `ranks` were placed evenly on `host_count`
-    hosts.
+    If the number for a host is unknown, assume that `ranks` ranks were placed evenly on
+    `host_count` hosts.
     """
     room = sum(hosts.values())
     if not all(hosts.values()):

@@ -94,7 +94,7 @@ def launch(
     training, they end, and `launch` raises KeyboardInterrupt. A second interrupt ends all ranks at
     once.
 
-    Each rank runs the calling script again to define its functions, like Python's multiprocessing.
+    As in Python's multiprocessing, each rank runs the calling script again to define its functions.
     Code that must run only once must be inside `if __name__ == "__main__":`.
 
     Arguments and results are passed in files, in a folder that only the current user can read. The

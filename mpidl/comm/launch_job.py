@@ -1,4 +1,4 @@
-"""Manage a running mpirun for `launch`: start it, show its output, pass on interrupts, end it."""
+"""Run mpirun for `launch`: start it, show its output, pass on interrupts, and end it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpidl.comm.launcher import environment
 
 SIZE_VARIABLE = "MPIDL_LAUNCHED"  # set to the number of ranks for each rank that `launch` starts
 ERROR_GRACE = 0.5  # seconds to wait for errors of other ranks and for remaining output
-TERMINATION_GRACE = 5.0  # seconds that mpirun has to end its ranks before all are killed
+TERMINATION_GRACE = 5.0  # seconds that mpirun has to end its ranks before all processes are killed
 KILL_GRACE = 0.5  # the value of TERMINATION_GRACE after a second interrupt
 INTERRUPTED = "Interrupted: stopping; interrupt again to end all ranks at once"
 

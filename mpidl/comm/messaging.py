@@ -344,7 +344,7 @@ class Messaging:
 
         def is_complete():
             nonlocal wait_in_library
-            if wait_in_library is not None:  # first wait in the library: faster than polling
+            if wait_in_library is not None:  # waiting in the library is faster than polling
                 wait_in_library()
                 wait_in_library = None
             self.progress()  # advances all exchanges, including this one

@@ -108,7 +108,7 @@ class RecordedWorld:
         return MessageReducer(self) if self.memory is None else SharedGradients(self)
 
     def at_fixed_place(self, value: Any) -> Any:
-        """Return a view of a Partial or array at a fixed address; it does not own the memory."""
+        """Return a view of a Partial or array at a fixed address, without owning its memory."""
         if not isinstance(value, Partial):
             return self.recorder.fix(np.asarray(value))
         fix = self.recorder.fix

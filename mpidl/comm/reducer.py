@@ -71,7 +71,7 @@ class PendingExchange:
 class Reducer:
     """Sums named values over the ranks, starting each sum as soon as its value is available.
 
-    Partials are packed into buckets in the order of the calls of `push`. In a backward pass, this
+    Partials are packed into buckets in the order of the calls to `push`. In a backward pass, this
     order is the same on every rank. A full bucket is sent at once. A Partial may consist of several
     terms, which are summed separately. A bucket contains only terms with the same tree, dtype and
     operation; any other term starts a new bucket.

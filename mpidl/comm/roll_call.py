@@ -172,7 +172,7 @@ class RollCall:
         return status.source, message
 
     def _collect(self, operation, tag, messages: dict[int, Any], seconds, count):
-        """Add up to `count` messages to `messages`; return other ranks that have timed out."""
+        """Receive up to `count` messages into `messages`; return other ranks that timed out."""
         deadline, rivals = time.monotonic() + seconds, set()
         while time.monotonic() < deadline and len(messages) < count:
             while self.transport.control.Iprobe(tag=tag):

@@ -69,7 +69,7 @@ class HostSum:
 
 
 class SumQueue:
-    """A queue of the incomplete sums of one rank, with the slots through which they are computed.
+    """The queue of a rank's incomplete sums, with the slots through which they are computed.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class SumQueue:
     rank, ranks : int
         Number of this rank among the ranks that share the memory, and number of these ranks.
     patience : float
-        Longest wait inside a call of the kernel library, in seconds.
+        Longest wait inside a call to the kernel library, in seconds.
     first : int
         Rank in the world of the first rank that shares the memory, for error messages.
 

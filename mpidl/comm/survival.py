@@ -38,7 +38,7 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
         Function without arguments.
     recover : callable
         Function without arguments that is called after each loss, before the task is repeated. If
-        more ranks are lost during this call, it is repeated too.
+        more ranks are lost during this call, the call is repeated too.
 
     Returns
     -------

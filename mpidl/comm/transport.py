@@ -148,7 +148,7 @@ class Transport:
         operation : str
             Name of the awaited operation, for messages about a time-out.
         progress : callable, optional
-            Function to call between two calls of `is_ready`.
+            Function to call between two calls to `is_ready`.
         timeout : float, optional
             Longest wait in seconds. The default is `self.timeout`. After this time, the method
             prints which ranks do not respond, and aborts the job.

@@ -55,7 +55,7 @@ SHARED_ERRORS = (FolderInUse, StorageFault, LostLock)
 
 
 class LostRank(NamedTuple):
-    """The original number and the host of a rank that ended while the others continued."""
+    """The original number and the host of a rank that ended while other ranks continued."""
 
     rank: int
     host: str
@@ -82,7 +82,7 @@ class World(Messaging):
     threads : int or None, optional
         Number of threads that the kernels use on each rank. 0 divides the cores among the ranks
         that may use them, unless `dl.configure` or an earlier world has set a number. None leaves
-        the number to a later call of `use_threads`.
+        the number to a later call to `use_threads`.
     neighbours : Neighbours, optional
         The ranks of all groups of the job, if this world is one of several groups. By default, the
         job has no groups.
@@ -148,7 +148,7 @@ class World(Messaging):
         self.device: CudaDevice | None = None
         self.counts: Counts | None = None
         self.mover: NcclMover | MpiMover | None = None
-        # the arguments of the last call of `use_device`
+        # the arguments of the last call to `use_device`
         self.device_request: tuple[str, str | None] | None = None
         self._one_rank = OneRank()  # sums values on a single rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
@@ -242,7 +242,7 @@ class World(Messaging):
         self.outlives_ranks = True
 
     def continue_with(self, transport: Transport, survivors: Sequence[int]) -> None:
-        """Shrink the world to the remaining ranks after others were lost.
+        """Shrink the world to the remaining ranks after other ranks were lost.
 
         Collective over the remaining ranks. Shared arrays stay valid, but their memory is not freed
         before the process ends.
@@ -459,8 +459,8 @@ class World(Messaging):
     def raise_if_any(self, error: BaseException | None = None) -> None:
         """Raise an error on all ranks if any rank passes an error.
 
-        An error that only one rank can detect, such as a corrupt image or a full disk, thereby ends
-        all ranks at the same point of the program.
+        If only one rank can detect an error, such as a corrupt image or a full disk, this method
+        ends all ranks at the same point of the program.
 
         Parameters
         ----------

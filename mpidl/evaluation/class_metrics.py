@@ -207,7 +207,7 @@ class Tally:
         self.ranking = Ranking(classes) if needs_ranking else None
 
     def add(self, scores: Blocked, labels: Blocked) -> None:
-        """Count the predictions for this rank's images of a mini-batch.
+        """Count the predictions for this rank's images in a mini-batch.
 
         Parameters
         ----------
@@ -259,7 +259,7 @@ class Tally:
             self.ranking.add(x.reshape(shape), rows[1], counted)
 
     def metrics(self, world: Any) -> ClassMetrics:
-        """Return the metrics of the images of all ranks. Collective."""
+        """Return the metrics for the images of all ranks. Collective."""
         sums = world.gop("sum", np.stack([self.correct, self.predicted, self.labelled]))
         correct, predicted, labelled = sums
         values, per_class = _of_counts(correct, predicted, labelled, has_labels=self.has_labels)

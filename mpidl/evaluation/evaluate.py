@@ -105,7 +105,7 @@ def agreed(
     Parameters
     ----------
     batches : generator
-        A generator of this rank's part of each mini-batch.
+        A generator that yields this rank's part of each mini-batch.
     world : World
         The ranks that share the mini-batches.
     signals : Signals, optional
@@ -389,9 +389,9 @@ def regression_errors(
     batch_size : int
         Images per mini-batch.
     bad_images : BadImages, optional
-        As for `evaluate`.
+        See `evaluate`.
     test_flips : {"none", "x", "y", "xy"}
-        As for `evaluate`.
+        See `evaluate`.
 
     Returns
     -------

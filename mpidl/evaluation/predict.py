@@ -150,7 +150,7 @@ def classify(
     Parameters
     ----------
     net, images, world, batch_size, test_flips, everywhere
-        As for `predict`.
+        See `predict`.
     names : bool
         Whether to return the names of the classes, ``net.classes``, instead of their indices.
 
@@ -230,7 +230,7 @@ def activations(
     layer : str
         Name of the layer.
     net, images, world, batch_size, everywhere
-        As for `predict`.
+        See `predict`.
 
     Returns
     -------
@@ -260,7 +260,7 @@ def outputs(net: Network, images: Blocked) -> np.ndarray:
 
 
 def probabilities(net: Network, images: Blocked) -> np.ndarray:
-    """Return the probabilities (after sigmoid) of this rank's labels, (n, K, ...)."""
+    """Return the label probabilities (after sigmoid) of this rank's images, (n, K, ...)."""
     return ops.sigmoid(net.logits(images, Sigmoid)).local()
 
 
@@ -312,7 +312,7 @@ def by_batch(
         Receives the images that cannot be read. These images are skipped. By default, such an image
         raises an error.
     test_flips : {"none", "x", "y", "xy"}
-        As for `predict`.
+        See `predict`.
 
     Yields
     ------

@@ -52,7 +52,8 @@ class Ranking:
         -------
         (ndarray, ndarray)
             Two float64 arrays of shape (K,). Both values of a class are NaN if the class has no
-            positive images or a NaN score. Its area is also NaN if it has no negative images.
+            positive images or a NaN score. The area is also NaN if the class has no negative
+            images.
         """
         empty = np.zeros((self.classes, 0), np.uint8)
         scores = np.concatenate([empty.astype(np.float32), *self._scores], axis=1)

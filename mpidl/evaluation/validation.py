@@ -118,11 +118,11 @@ class Validation:
     Parameters
     ----------
     options : TrainingOptions
-        Options of the run. Their `validation` may be None.
+        Options of the run. `options.validation` may be None.
     world : World
         The ranks of the run.
     loss : str or function
-        The loss, as for `evaluate`.
+        The loss; see `evaluate`.
 
     Attributes
     ----------

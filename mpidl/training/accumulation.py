@@ -1,4 +1,4 @@
-"""Compute the gradients of a mini-batch part by part, so that less memory is needed.
+"""Compute the gradients of a mini-batch one part at a time, to save memory.
 
 The sums have the same bytes as sums over the whole mini-batch.
 """
@@ -36,7 +36,7 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
     net : Network
         The network, which is not changed.
     images, targets : Blocked
-        A mini-batch with parts.
+        A mini-batch that is divided into parts.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
 
 
 def check(options: Any, loss: Any, device: Any) -> None:
-    """Raise UserError if the options request an accumulation of gradients that is impossible.
+    """Raise UserError if the options request gradient accumulation that this run cannot perform.
 
     Parameters
     ----------

@@ -96,7 +96,7 @@ def _measuring_copy(net):
 
 
 def _blank(array):
-    """Return zeros with the shape and device of `array`. On the host, they are float64."""
+    """Return zeros with the shape and device of `array`, as float64 on the host."""
     if isinstance(array, np.ndarray):
         return np.zeros(array.shape)
     return backends.of_array(array).zeros_like(array)

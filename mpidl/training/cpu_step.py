@@ -54,7 +54,7 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
 class StepProgram:
     """A program that replays the kernel calls of a training step on the host.
 
-    The constructor replaces the network's learnables and state by copies. The program updates
+    The constructor replaces the network's learnables and state with copies. The program updates
     these copies and the arrays of the optimizer in place.
 
     Parameters
@@ -73,7 +73,7 @@ class StepProgram:
     batch : Batch
         The recorded mini-batch.
     state : dict
-        {name: array}: the new state of the network, computed by the last call of `gradient`.
+        {name: array}: the new state of the network, computed by the last call to `gradient`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StepProgram:
     def record_gradient(
         self, objective: Callable[..., Any], images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Compute the value, gradients and new state for a mini-batch, and record the kernels."""
+        """Compute the objective, gradients and new state for a mini-batch; record the kernels."""
         self._set_samples(images.batch)
         self._recorder.input("images", images.lanes)
         self._recorder.input("targets", targets.lanes)
@@ -243,7 +243,7 @@ def _formats(tables):
 
 
 def _set_tables(net, optimizer, tables):
-    """Set the arrays of the network and the optimizer to the arrays of these tables."""
+    """Set the arrays of the network and the optimizer to the arrays in these tables."""
     net.parameters, net.state, *state_arrays = map(dict, tables)
     optimizer.state_arrays.update(zip(optimizer.state_arrays, state_arrays, strict=True))
 

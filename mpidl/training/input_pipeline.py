@@ -230,7 +230,7 @@ def prepare(
         are computed from `datastore`.
     bad_images : BadImages, optional
         Receives the images that cannot be read. The queue and the statistics skip these images. By
-        default an unreadable image is an error.
+        default, an unreadable image is an error.
 
     Returns
     -------

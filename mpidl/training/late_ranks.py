@@ -86,5 +86,5 @@ class LateRanks:
 
 
 def _median_of_others(values):
-    """Return for each rank the median of the other ranks' values, ignoring NaN."""
+    """Return, for each rank, the median of the other ranks' values, ignoring NaN."""
     return np.array([np.nanmedian(np.delete(values, rank)) for rank in range(len(values))])

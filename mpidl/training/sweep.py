@@ -41,9 +41,9 @@ def sweep(
     Parameters
     ----------
     function : callable
-        Function of a trial and the `World` of a group, called on each rank of the group. The
-        function may train with `dl.train(..., world=world)`. Within the function, `dl.World()` also
-        returns a world of the ranks of the group.
+        Function that is called with a trial and the `World` of a group, on each rank of the group.
+        The function may train with `dl.train(..., world=world)`. Within the function, `dl.World()`
+        also returns a world of the ranks of the group.
     trials : iterable
         The trials, such as dictionaries of options. All ranks must pass the same trials.
     ranks_per_model : int

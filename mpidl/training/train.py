@@ -77,11 +77,12 @@ def train(
     facts : mapping, optional
         Additional facts to store in the checkpoints.
     signals : Signals, optional
-        An entered `Signals` object, for callers that also watch for signals before and after
-        training. By default, this function watches for signals itself.
+        A `Signals` object in whose `with` block this function is called, for callers that also
+        watch for signals before and after training. By default, this function watches for signals
+        itself.
     lock : RunLock, optional
         The lock of `out`, for callers that also write to the folder before and after training. By
-        default this function creates the lock.
+        default, this function creates the lock.
 
     Returns
     -------

@@ -345,7 +345,7 @@ class Trainer:
         """Add step results to the position, then pass the results to the `iteration` hooks.
 
         If the iterator `results` raises a Fault because a loss is not finite, the hooks still
-        receive all earlier results. A hook that calls `wait` or `save` causes a nested call of this
+        receive all earlier results. A hook that calls `wait` or `save` causes a nested call to this
         method. A nested call only adds its results to the position; the outermost call passes all
         results to the hooks.
         """

@@ -30,7 +30,7 @@ from mpidl.ops import check
 IMAGES = 4096  # number of training images whose patches are used
 CHUNK = 256  # number of images that the ranks read together at a time
 BITS = 11  # number of bits of the absolute value of a rounded pixel
-POSITIONS = 1 << 14  # largest number of patches in a matrix product, unless one image has more
+POSITIONS = 1 << 14  # most patches in a matrix product, unless a single image has more patches
 EPSILON = 5e-4  # this fraction of the pixels' mean variance is added to the variance of each axis
 SWEEPS = 60  # largest number of sweeps in `eigen`; 27 x 27 matrices need 8 sweeps
 

@@ -53,7 +53,7 @@ class TrialFolder(NamedTuple):
         return os.path.basename(self.path)
 
     def state(self) -> str:
-        """Return one of `STATES`. The state of a killed trial stays "running"."""
+        """Return the state of the trial, one of `STATES`. A killed trial stays "running"."""
         return self._record().get("state", WAITING)
 
     def row(self) -> dict[str, Any]:

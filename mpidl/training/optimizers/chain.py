@@ -38,13 +38,13 @@ class Optimizer:
     Parameters
     ----------
     learning_rate : float
-        The learning rate. Schedules assign the attribute of the same name.
+        The learning rate. Schedules assign to the attribute of the same name.
     *transforms : Transform
         The transforms, in the order in which they change the gradients.
     learning_rate_factors : dict, optional
         {name: factor} by which the learning rate of a parameter is multiplied, 1 by default. A
         parameter with the factor 0 does not change and needs no gradient. `net.factors` contains
-        the factors of a network's layers, for use as in `SGDM(0.01, **net.factors)`.
+        the factors of a network's layers. Pass them as in `SGDM(0.01, **net.factors)`.
 
     Attributes
     ----------

@@ -37,8 +37,8 @@ class LarsTrustRatio(Transform):
         The trust coefficient.
     factors : dict, optional
         {name: factor} of the weight decay, as for `WeightDecay`. Updates of a parameter with the
-        factor 0 are not scaled. Without an entry, the factor is 1 for names that end in ".weight"
-        and 0 for other names.
+        factor 0 are not scaled. For names without an entry, the factor is 1 if the name ends in
+        ".weight", and 0 otherwise.
     exclude : str
         Parameters without weight decay, as for `WeightDecay`. Their updates are not scaled.
 
