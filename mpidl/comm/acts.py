@@ -75,7 +75,7 @@ class ActRecord:
     address : Address
         Location of the file, which other processes pass to `look_at`.
     operation : str or None
-        The wait or MPI call that the main thread has begun and not ended; None if there is none.
+        Name of the wait or MPI call that the main thread has begun but not ended, or None.
     limit : float
         Longest allowed time in seconds between two calls to `renew` during an operation.
     count : int

@@ -174,7 +174,7 @@ class HostMemory:
         tree : Tree
             The reduction tree over the blocks.
         pieces : sequence of Piece
-            Size and this rank's nodes of each value in the sum.
+            For each value in the sum, its size and this rank's nodes.
         combine : callable
             Function that combines two nodes.
         out : ndarray, shape (width,)

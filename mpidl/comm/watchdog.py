@@ -62,7 +62,7 @@ class Watchdog:
             previous = now
 
     def look(self, seconds: float) -> None:
-        """End the process if the current operation exceeds its limit, or the launcher has ended.
+        """End the process if the current operation exceeds its limit or if the launcher has ended.
 
         Parameters
         ----------

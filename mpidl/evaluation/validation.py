@@ -262,7 +262,7 @@ class Validation:
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 
     def of_the_result(self) -> tuple[float | None, float | None]:
-        """Return the validation loss and accuracy of the network that the run returns, or None."""
+        """Return the validation loss and accuracy of the returned network; None if unknown."""
         if self.best:
             return self.loss, self.accuracy
         return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)

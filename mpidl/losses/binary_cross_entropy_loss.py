@@ -148,8 +148,8 @@ class BinaryCrossEntropy(LabelLoss):
             )
         if shape is None and squeezed(outputs):
             raise UserError(
-                f"{dataset}: --loss binary-crossentropy: expected a network with one output for "
-                f"images with one label, or targets 0 and 1 of shape {outputs}, found outputs of "
+                f"{dataset}: --loss binary-crossentropy: expected a network with one output (for "
+                f"one label per image) or targets 0 and 1 of shape {outputs}, found outputs of "
                 f"shape {outputs} and one label per image"
             )
         if shape is not None and squeezed(shape) != squeezed(outputs):

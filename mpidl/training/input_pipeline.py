@@ -225,8 +225,8 @@ def prepare(
     world : World
         The ranks of the run.
     checkpoint_tables : dict, optional
-        Tables of a checkpoint, including the statistics of the normalization. If given, the network
-        must already have the checkpoint's learnables. By default, the statistics and the filters
+        Tables of a checkpoint, including the statistics of the normalization. The network must
+        already have the learnables of this checkpoint. By default, the statistics and the filters
         are computed from `datastore`.
     bad_images : BadImages, optional
         Receives the images that cannot be read. The queue and the statistics skip these images. By

@@ -213,9 +213,9 @@ class WeightDecay(Transform):
         {name: factor} by which `l2` is multiplied for a parameter. The default is 1 for names that
         end in ".weight". For other names (biases, gamma, beta), `exclude` determines the default.
     exclude : {"biases-and-norms", "biases", "none"}
-        The parameters, other than weights, that have the factor 0: biases and the parameters of
-        normalization layers, only biases, or none. Parameters that are not excluded have the
-        factor 1. A factor in `factors` other than 0 takes precedence.
+        Which parameters other than weights have the factor 0: biases and the parameters of
+        normalization layers ("biases-and-norms"), only biases ("biases"), or none ("none"). All
+        other parameters have the factor 1. A factor in `factors` other than 0 takes precedence.
     """
 
     counts_steps = False
