@@ -1,4 +1,4 @@
-"""End a job on all ranks after an uncaught exception, a signal or a start by a wrong launcher."""
+"""End a job on all ranks after an uncaught exception or a signal, or if its launcher is wrong."""
 
 from __future__ import annotations
 

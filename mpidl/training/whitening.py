@@ -84,7 +84,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
 
     The patches are parts of the normalized images, with the size of the layer's filters. Each
     filter is a principal axis of the patches, divided by the standard deviation along this axis.
-    Axes with large deviations come first. If there are more filters than axes, the remaining
+    Axes with larger deviations come first. If there are more filters than axes, the remaining
     filters are the negatives of the first filters, for a ReLU that follows the layer. If the layer
     has a bias, the bias subtracts the mean patch.
 

@@ -74,7 +74,7 @@ class AdamMoments(Transform):
         return {"correction": self.correction(-1.0, step)}
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the backends' formula "adam".
+        """Return the arguments for the backends' formula "adam".
 
         Parameters
         ----------
@@ -197,9 +197,9 @@ class Adam(Solver):
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The L2 term is added before the gradient is clipped.
     decay_exclude : str
@@ -246,7 +246,7 @@ class AdamW(Solver):
         The weight decay, called `weight_decay` in PyTorch. The default is 0.01. The moments do not
         include the decay, and the decay is not clipped.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
     learning_rate : float, optional
         Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
@@ -255,7 +255,7 @@ class AdamW(Solver):
     epsilon : float
         A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The clipped gradient does not include the decay.
     decay_exclude : str

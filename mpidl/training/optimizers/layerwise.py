@@ -36,11 +36,11 @@ class LarsTrustRatio(Transform):
     coefficient : float
         The trust coefficient.
     factors : dict, optional
-        {name: factor} of the weight decay, as for `WeightDecay`. Updates of a parameter with the
-        factor 0 are not scaled. For names without an entry, the factor is 1 if the name ends in
-        ".weight", and 0 otherwise.
+        Multiplier of the weight decay of each parameter, {name: factor}; see `WeightDecay`.
+        Updates of a parameter with the factor 0 are not scaled. For names without an entry, the
+        factor is 1 if the name ends in ".weight", and 0 otherwise.
     exclude : str
-        Parameters without weight decay, as for `WeightDecay`. Their updates are not scaled.
+        Parameters without weight decay; see `WeightDecay`. Their updates are not scaled.
 
     Notes
     -----
@@ -81,9 +81,9 @@ class LambTrustRatio(LarsTrustRatio):
     Parameters
     ----------
     factors : dict, optional
-        {name: factor} of the weight decay, as for `LarsTrustRatio`.
+        Multiplier of the weight decay of each parameter, {name: factor}; see `LarsTrustRatio`.
     exclude : str
-        Parameters without weight decay, as for `LarsTrustRatio`.
+        Parameters without weight decay; see `LarsTrustRatio`.
     """
 
     method = "lamb"
@@ -149,10 +149,10 @@ class LARS(Solver):
     l2 : float
         The weight decay. It is added after the gradient is clipped.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`. Updates of a learnable with the
-        factor 0 are not scaled.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
+        Updates of a learnable with the factor 0 are not scaled.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`.
     nesterov : bool
@@ -211,8 +211,8 @@ class LAMB(AdamW):
     l2 : float, optional
         The decoupled weight decay. The default is 0.01.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`. Updates of a learnable with the
-        factor 0 are not scaled.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
+        Updates of a learnable with the factor 0 are not scaled.
     learning_rate : float, optional
         Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
@@ -221,7 +221,7 @@ class LAMB(AdamW):
     epsilon : float
         A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The weight decay is added after the gradient is clipped.
     decay_exclude : str
