@@ -294,7 +294,7 @@ def _lines_about_cpus(ranks, lacking):
     reasons = _by_host((ranks[r].host, ranks[r].reason) for r in lacking)
     if len(lacking) < len(ranks):
         hosts = ", ".join(dict.fromkeys(report.host for report in ranks if report.gpus))
-        return [f"note: all ranks compute on CPUs: there are GPUs on {hosts}, none on {reasons}"]
+        return [f"note: all ranks compute on CPUs: found GPUs on {hosts}, but none on {reasons}"]
     is_unusable = any(report.driver_count for report in ranks)
     return [f"note: computing on CPUs: no usable GPU on {reasons}"] if is_unusable else []
 

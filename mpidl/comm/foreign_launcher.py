@@ -40,14 +40,14 @@ def refuse(vendor: str) -> None:
     summary = f"the launcher started {tasks} tasks ({variable}={tasks})"
     if (vendor, launcher) in ((OPEN_MPI, MPICH), (MPICH, OPEN_MPI)):
         raise UserError(
-            f"{summary}: mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
+            f"{summary} with mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
             f"{right_mpirun(vendor)}"
         )
     if launcher == "srun" and _is_from_pip(vendor):
         if not any(name in os.environ for name in INTERFACES[vendor]):
             # Only rank 0 prints the advice. Other ranks avoid running srun.
             advice = srun.advice(vendor) if failure.launched_rank() == 0 else "another --mpi"
-            raise UserError(f"{summary}: an srun that cannot start {vendor}; expected {advice}")
+            raise UserError(f"{summary}: this srun cannot start {vendor}; expected {advice}")
 
 
 def right_mpirun(vendor: str) -> str:
