@@ -108,7 +108,7 @@ class MinibatchQueue:
     Attributes
     ----------
     parts : int
-        Largest number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
+        Maximum number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
         `parts.PartedBatch`, and training steps compute its parts one after the other.
 
     Raises
@@ -278,7 +278,7 @@ class MinibatchQueue:
         return self.bad_images.readable_indices(indices, self.datastore)
 
     def _repaired(self, batches, runs, epoch):
-        """Generate the mini-batches. Repeat a mini-batch with unreadable images without them.
+        """Generate the mini-batches. Prepare a mini-batch again without its unreadable images.
 
         If a mini-batch has unreadable images, `agreed` sends the unreadable images of all ranks to
         this generator. All ranks then prepare the mini-batch again, because their shares change.
@@ -318,7 +318,7 @@ def epoch_images(datastore: Datastore, sampling: str) -> int:
 
 
 def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "global") -> None:
-    """Raise UserError if the images do not fill a single mini-batch; all would be discarded."""
+    """Raise UserError if the images do not fill one mini-batch and would all be discarded."""
     if (count := epoch_images(datastore, sampling)) < batch_size:
         raise UserError(
             f"{datastore.describe()}: --partial-minibatch discard: expected images for at least "

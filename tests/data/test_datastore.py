@@ -88,7 +88,7 @@ def test_a_split_by_counts():
     assert "at least 0, found -1" in refusal(store.split, -1)
     for sizes in ((0.9, "randomized"), (0.9, 1), (True,), ()):
         text = refusal(store.split, *sizes)
-        assert "or images per label such as 100, 20" in text and "at random, by seed=" in text
+        assert "or images per label such as 100, 20" in text and "at random (see seed=)" in text
     for sizes in (0.7, 0.4), (float("nan"),), (-0.1, 0.5), (np.inf,):
         assert "which add up to at most 1" in refusal(store.split, *sizes)
     assert "expected images with labels to count" in refusal(unlabelled.class_counts)

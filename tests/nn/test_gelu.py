@@ -13,7 +13,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def branched(approximate="none"):
-    """Return a network in which two other layers read GELU's input, and two read its output."""
+    """Return a network in which several layers read the input and the output of a GELU."""
     return dl.Network(
         [
             dl.Conv2D(3, 4, name="scores"),

@@ -234,7 +234,7 @@ def test_outputs_live_until_their_last_reader(world):
         layer.name = name
     images, _ = batch_of(world)
     dl.Network(layers, SHAPE)(images)
-    # a and b are in memory while c is computed, a and c for d, and later only one output
+    # a and b are in memory while c is computed, a and c while d is computed, then one output
     assert alive_counts == [0, 1, 2, 2, 1, 1, 1]
 
 

@@ -108,7 +108,7 @@ def test_frozen_layers():
     assert [layer.name for layer in second.layers if not layer.trainable] == frozen
     old = network().freeze("dense1")
     assert dl.transfer(old, NAMES)["dense1"].trainable
-    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # kept, but must be trained
+    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # the layer is kept and trained
 
 
 def test_refused_arguments():

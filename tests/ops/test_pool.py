@@ -225,7 +225,7 @@ def test_a_maximum_has_windows_of_at_most_256_pixels(world):
 @each_kind
 @pytest.mark.parametrize("size, stride", [(3, 2), (2, 2), (4, 3), ((5, 2), (1, 3)), (2, 4)])
 def test_same_padding_against_pytorch(world, kind, size, stride):
-    """Compare with PyTorch on padded images. The end may be padded by one more pixel."""
+    """Compare with PyTorch on padded images. The end may have one more pixel than the start."""
     torch, functional = torch_functions()
     x = numbers("images", 18, 2, 7, 10)
     (top, bottom), (left, right) = pads((7, 10), as_pair(size), as_pair(stride), "same")

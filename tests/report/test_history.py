@@ -131,4 +131,4 @@ def test_a_recorder_grows_beyond_the_memory_that_it_has_reserved(reserved, monke
     recorder.cut(120)
     recorder.add({"kind": "iteration", "epoch": 2, "iteration": 121})
     assert recorder.history().iteration.iteration[-2:].tolist() == [120, 121]
-    assert first.iteration.iteration.tolist() == [*range(1, 21)]  # a copy
+    assert first.iteration.iteration.tolist() == [*range(1, 21)]  # `first` is a copy

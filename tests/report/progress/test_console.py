@@ -17,7 +17,7 @@ from mpidl.report.progress.bar import Field, compose
 
 
 def report_run(run_console, validation=None):
-    """Call a console like a run of 2 epochs with 3 iterations each."""
+    """Call a console's methods as a run of 2 epochs with 3 iterations each does."""
     with run_console as c:
         c.header(network="digits", test_data="1000 images")
         c.start(2, 6)

@@ -20,7 +20,7 @@ SIZE = "HEIGHTxWIDTH such as 224x192, or 224"
 
 
 def refused(call, *args, **keywords):
-    """Return the message of the UserError that the call raises; it must be one line."""
+    """Return the message of the UserError that the call raises. The message must be one line."""
     with pytest.raises(UserError) as error:
         call(*args, **keywords)
     assert "\n" not in str(error.value)
