@@ -36,7 +36,7 @@ HELD_TO = {
         },
     ),
 }
-SAME_LOSS = 1e-4  # a larger relative difference of the first losses means different computations
+SAME_LOSS = 1e-4  # if the first losses differ by more (relatively), the computations differ
 STEPS_COMPARED = 3
 
 
@@ -110,12 +110,12 @@ def other_sides(options: argparse.Namespace) -> dict[str, OtherSide]:
 
 
 def check_onednn(name: str, side: turns.Side) -> dict[str, int]:
-    """Return the oneDNN implementations in a step of a side.
+    """Return the oneDNN implementations that a side's step uses.
 
     Raises
     ------
     Fault
-        If one of them is reference code.
+        If one of the implementations is reference code.
     """
     counts = side.ask("implementations")[0]
     onednn.refuse_reference(name, counts)
@@ -168,7 +168,7 @@ def _add_versions(table, versions):
 
 
 def take_turns(our, sides, rounds):
-    """Time each side next to ours.
+    """Time each side in turns with ours.
 
     Parameters
     ----------
@@ -177,13 +177,13 @@ def take_turns(our, sides, rounds):
     sides : dict of str to Side
         The other sides by name.
     rounds : int
-        Number of turns of each other side. Our side takes a turn next to each of them.
+        Number of turns of each other side. Our side takes a turn next to each of these turns.
 
     Returns
     -------
     dict of str to list of tuple
-        For each side and round: our seconds per step, and the side's seconds per step. Both are
-        means over a turn.
+        For each side and round: our seconds per step, and the side's seconds per step. Both times
+        are means over a turn.
     """
     both = {"ours": our, **sides}
     counts = {name: turns.steps_for(side.mean_step(2)) for name, side in both.items()}

@@ -69,8 +69,8 @@ def _measure_round(options, ranks):
 def measure_this_world(options: argparse.Namespace) -> dict | None:
     """Time fold and plain sums in turns on the current ranks; return the record on rank 0.
 
-    Also measure which part of the gradient exchange overlaps with the backward pass: 1 - (wait at
-    the end of backward) / (time of the exchange alone).
+    Also measure the fraction of the gradient exchange that overlaps with the backward pass: 1 -
+    (wait at the end of backward) / (time of the exchange alone).
     """
     subject.configure(options)
     steps = {}

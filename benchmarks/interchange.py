@@ -107,7 +107,7 @@ def _onnxruntime_scores(path, images):
 
 
 def _pytorch_scores(name, path, images):
-    """Load torchvision's names into torchvision's network, and return its scores."""
+    """Load the file with torchvision's names into torchvision's network, and return its scores."""
     import safetensors.torch
     import torch
 

@@ -58,7 +58,7 @@ def main(options: argparse.Namespace) -> dict | None:
     Raises
     ------
     Fault
-        If the memory of a rank is not flat.
+        If the memory of a rank grows by more than `--percent`.
     """
     world = World(timeout=options.timeout, threads=1)
     ranks = world.gather(train(world, options.steps, options.warm_up))

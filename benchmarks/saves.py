@@ -55,7 +55,7 @@ class Turns:
         self.start_time = self.used_before = 0.0
 
     def step(self, run: Trainer) -> None:
-        """If a step was the last one of its turn, end the turn and begin the next turn."""
+        """If a step was the last step of its turn, end the turn and begin the next turn."""
         turn, steps = divmod(run.position.iteration - 1, self.iterations)
         if steps:
             return

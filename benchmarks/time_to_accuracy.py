@@ -1,4 +1,4 @@
-"""`python -m benchmarks time_to_accuracy`: train to an accuracy, alternating with PyTorch.
+"""`python -m benchmarks time_to_accuracy`: time training to an accuracy, alternately with PyTorch.
 
 Both sides use the same recipe: the network and its initial weights, the learning rate of each
 iteration, Nesterov momentum, label smoothing, the moving average of the weights, and the random
@@ -114,7 +114,7 @@ def open_images(path: str) -> tuple[Any, Any]:
 
 
 def recipe(job: argparse.Namespace, seed: int) -> TrainingOptions:
-    """Return the options of both sides; mini-batches are full, so PyTorch compiles only once."""
+    """Return the options of both sides. All mini-batches are full, so PyTorch compiles once."""
     return TrainingOptions.from_recipe(
         job.network,
         epochs=job.epochs,
@@ -126,7 +126,7 @@ def recipe(job: argparse.Namespace, seed: int) -> TrainingOptions:
 
 
 class Clock:
-    """Hook that measures the time and the accuracy of each epoch; tests are not timed."""
+    """Hook that measures the time and the accuracy of each epoch, without the time of the tests."""
 
     def __init__(self, test, accuracy: float) -> None:
         self.test, self.accuracy = test, accuracy

@@ -1,10 +1,11 @@
-"""`python -m benchmarks transfer`: measure the savings by pretraining, in epochs and images.
+"""`python -m benchmarks transfer`: measure how many epochs and images pretraining saves.
 
 A network learns the first half of the classes of a data set from all images of these classes. For
-each number of images per class, two networks then learn the other half: one starts from the
-pretrained weights with a new last layer, the other from initial weights. Both see the same images
-in the same order, for the same number of epochs. Each side uses the learning rate that gives it the
-highest median accuracy over the seeds. The accuracy on test images is measured after each epoch.
+each number of images per class, two networks then learn the other half of the classes. One network
+starts from the pretrained weights with a new last layer, the other network from initial weights.
+Both networks see the same images in the same order, for the same number of epochs. Each network
+uses the learning rate with its highest median accuracy over the seeds. The accuracy on test images
+is measured after each epoch.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 
 SIDES = ("pretrained", "initial weights")
-RATES = (0.001, 0.003, 0.01, 0.03)  # learning rates that each side tries
+RATES = (0.001, 0.003, 0.01, 0.03)  # learning rates that are tried for each network
 NEW_LAYER_FACTOR = 10.0
 QUIET: dict[str, Any] = {"plots": "none", "verbose": "off", "verbose_every": 0}
 

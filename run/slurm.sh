@@ -35,7 +35,7 @@ choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for Slurm's
     esac
     srun_mpi=${MPIDL_SRUN_MPI:-$srun_mpi}
     [ -n "$srun_mpi" ] || return 0
-    local types # a heading, one type per line, perhaps a line "versions available: ..."
+    local types # a heading, one type per line, and perhaps a line "versions available: ..."
     types=$(srun --mpi=list 2>&1 | sed '1d; s/^srun://; s/.*://' | tr -s '[:space:],' ' ')
     case " $types " in
     *" $srun_mpi "*) ;;
@@ -44,7 +44,7 @@ choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for Slurm's
     esac
 }
 
-stop_step() { # a trap: note that Slurm requests a stop, and pass the request to the step, if any
+stop_step() { # trap handler: record Slurm's request to stop, and pass it to a running step
     asked=yes is_interrupted=yes
     [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null
 }
@@ -54,7 +54,7 @@ run() { # run COMMAND...: run a command, pass requests to stop to it as USR1, an
     [ -z "$asked" ] || return 0
     "$@" &
     step=$!
-    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # in case it came before `step` was set
+    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # for a request before `step` was set
     is_interrupted=yes
     while [ -n "$is_interrupted" ]; do # a signal interrupts `wait`, but not the step
         is_interrupted=""
@@ -95,12 +95,12 @@ wait_for_slurm() { # wait up to 90 s until Slurm's controller answers
 
 read_facts() { facts=$(scontrol --oneliner show job "$job" 2>/dev/null); }
 
-fact() { # fact NAME: print a value that read_facts got from Slurm, such as JobState
+fact() { # fact NAME: print a value that read_facts has read from Slurm, such as JobState
     [[ " $facts" =~ \ $1=([^\ ]*) ]] && printf '%s\n' "${BASH_REMATCH[1]}"
 }
 
 # scancel, preemption and requeuing send the same signals. Only these facts distinguish them.
-is_ending() { # succeed if Slurm is ending the job; in the grace time of a preemption, it is not
+is_ending() { # succeed if Slurm is ending the job, which is false in the grace time of a preemption
     [[ $(fact JobState) =~ ^(COMPLETING|CANCELLED)$ ]]
 }
 
@@ -111,8 +111,8 @@ is_preempted() { # preemption may send TERM only to the ranks, and no signal to 
 finish() { # requeue the job if Slurm stopped it and it can continue; exit with code
     say "exit code $code"
     # Code 75 means a checkpoint. A code above 128 means a signal: the request to stop, if it
-    # reached a rank before Python started, or srun -K's signal to ranks that took longer than the
-    # others.
+    # reached a rank before Python started, or the signal that srun -K sends to ranks that took
+    # longer than the other ranks.
     [ $code = 75 ] || [ $code -gt 128 ] || exit $code
     wait_for_slurm # the job must keep its place in the queue even if the controller restarts
     read_facts
@@ -132,15 +132,15 @@ step="" is_interrupted=""
 trap stop_step USR1 TERM
 PATH=$venv/bin:$PATH
 export PATH
-# The ID of an array's last task equals the ID of the array, so include the task's number.
+# The job ID of an array's last task equals the array's ID, so include the task's number.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 say "job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_NTASKS:-?} tasks on" \
     "$SLURM_JOB_NODELIST"
 choose_srun_mpi
 
-# Replace the fields of Slurm's --output in arguments: %j is the job, %A the array, %a the task in
-# it, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
+# Replace Slurm's fields (as in --output) in arguments: %j is the job, %A the array, %a the task of
+# the array, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
 fill_fields() { # fill_fields WORD: set word to WORD with the values of its fields
     local rest=$1 is_url=""
     word=""

@@ -152,7 +152,7 @@ def run(command, seconds):
 
 
 def verdict(folder, stages, outcomes):
-    """Return two lists of messages: about failures, and about unfinished optional stages."""
+    """Return two lists of messages: failures, and optional stages that did not finish."""
     problems, notes = [], []
     for stage in stages:
         record = report.load(folder, stage.name)

@@ -91,6 +91,9 @@ class RecordedWorld:
             return sums
         places = {key: self.at_fixed_place(value) for key, value in values.items()}
         self._totals_of_results = lambda: self._ranks.gplus(places)
+        if self.size == 1 and all(isinstance(value, Partial) for value in places.values()):
+            roots = {key: [t.nodes[0] for t in value.terms] for key, value in places.items()}
+            self._totals_of_results = _totals(places, roots)
         return self._ranks.gplus(values)
 
     def results(self) -> dict[Any, Any]:
@@ -227,7 +230,12 @@ class SharedReducer(Reducer):
         return sums
 
     def _totals(self, values, roots):
-        self.totals_of_replay = functools.partial(super()._totals, values, roots)
+        partials = {name: value for name, value in values.items() if isinstance(value, Partial)}
+        roots_by_name = {
+            name: [roots[name, index].reshape(value.shape) for index in range(len(value.terms))]
+            for name, value in partials.items()
+        }
+        self.totals_of_replay = _totals(partials, roots_by_name)
         return super()._totals(values, roots)
 
 
@@ -256,8 +264,8 @@ class SharedGradients(SharedReducer):
     def _compute(self):
         totals = self.totals_of_replay()
         for name in self._computed:
-            self._ranks.gradients[name] = totals[name]
-            self._recorder.inputs.set_address(f"gradient of {name}", address_of(totals[name]))
+            self._ranks.gradients[name] = total = np.asarray(totals[name])
+            self._recorder.inputs.set_address(f"gradient of {name}", address_of(total))
 
 
 class MessageReducer:
@@ -304,3 +312,12 @@ class MessageReducer:
         sums = self._world.gradients = self._reducer.finish()
         for name in self._sums:
             self._recorder.inputs.set_address(f"gradient of {name}", address_of(sums[name]))
+
+
+def _totals(partials, roots):
+    """Return a function that returns {name: total} for the current values of the roots.
+
+    `partials` is {name: Partial}, and `roots` is {name: [root of each term]}.
+    """
+    finishers = {name: value.finisher(roots[name]) for name, value in partials.items()}
+    return lambda: {name: finish() for name, finish in finishers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import operator
@@ -84,13 +85,15 @@ class StepProgram:
         net.state = {name: _copied(array) for name, array in net.state.items()}
         optimizer.prepare(net.parameters)
         self._tables = [dict(table) for table in _tables(net, optimizer)]
-        self._arrays, self._settings = _arrays(net, optimizer), _settings(net, optimizer)
+        self._arrays = _arrays(net, optimizer)
+        self._settings = [copy.copy(setting) for setting in _settings(net, optimizer)]
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
         self._world = world.recorded(self._recorder)
         self._counts = self._recorder.constant(images.batch.counts())
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
-        self._formats = _format(images), _format(targets)
+        self._uses_samples = False  # whether a recorded kernel uses the sample numbers
+        self._formats = _facts(images.batch), _format(images), _format(targets)
         self.state: dict[str, np.ndarray] = {}
         self._gradients: dict[str, np.ndarray] = {}
         self._program: Any = None
@@ -166,13 +169,8 @@ class StepProgram:
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
         """Return whether the program can be replayed for this mini-batch."""
-        facts, recorded = (
-            (batch.count, batch.total, batch.tree, batch.seed)
-            for batch in (images.batch, self.batch)
-        )
         return (
-            facts == recorded
-            and (_format(images), _format(targets)) == self._formats
+            (_facts(images.batch), _format(images), _format(targets)) == self._formats
             and images.lanes.flags.c_contiguous
             and targets.lanes.flags.c_contiguous
         )
@@ -181,9 +179,10 @@ class StepProgram:
         self, images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Replay the computation of the value, the gradients and the new state, and return them."""
-        self._set_samples(images.batch)
         inputs = self._program.inputs
-        inputs.set_number("epoch", images.batch.epoch)
+        if self._uses_samples:
+            self._set_samples(images.batch)
+            inputs.set_number("epoch", images.batch.epoch)
         inputs.set_address("images", recording.address_of(images.lanes))
         inputs.set_address("targets", recording.address_of(targets.lanes))
         self._program.run(GRADIENT)
@@ -204,6 +203,7 @@ class StepProgram:
 
     def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
         """Return the epoch and the sample numbers. Each replay sets both."""
+        self._uses_samples = True
         return recording.scalar("epoch", batch.epoch), self._samples
 
     def per_image(self, batch: Batch) -> float:
@@ -212,6 +212,11 @@ class StepProgram:
 
     def _set_samples(self, batch):
         self._samples[: len(batch.indices)] = batch.indices
+
+
+def _facts(batch):
+    """Return the properties of a mini-batch that must be equal in all replays."""
+    return batch.count, batch.total, batch.tree, batch.seed
 
 
 def _format(blocked):
@@ -250,9 +255,8 @@ def _set_tables(net, optimizer, tables):
 
 def _settings(net, optimizer):
     """Return all settings that affect the kernel calls of a training step."""
-    parts = [*net.layers, *optimizer.transforms]
-    options = net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
-    return options, [dict(vars(part)) for part in parts]
+    options = net.batchnorm, net.fuse, settings.winograd, optimizer.learning_rate_factors
+    return [*options, *map(vars, net.layers), *map(vars, optimizer.transforms)]
 
 
 def digest(

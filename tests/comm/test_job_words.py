@@ -1,4 +1,4 @@
-"""Test the parsing of a job's command line, and the command for fewer hosts."""
+"""Test the parsing of a job's command line, and the command that restarts it on fewer hosts."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Test parsing the output of `srun --mpi=list`, and the advice for an MPI library."""
+"""Test parsing the output of `srun --mpi=list`, and the command that mpidl suggests."""
 
 import pytest
 

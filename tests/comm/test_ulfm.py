@@ -1,6 +1,6 @@
-"""Test which MPI libraries and launchers let a job survive lost ranks, and which errors do so.
+"""Test which MPI libraries and launchers let a job survive a loss of ranks.
 
-An error of MPI counts as a loss of ranks only in some cases.
+Also test which MPI errors count as a loss of ranks.
 """
 
 from types import SimpleNamespace

@@ -107,7 +107,7 @@ def test_results_only_on_rank_0(world):
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_activations(fuse, world):
-    """Fused layers must have activations, and the last layer's must equal the outputs."""
+    """Fused layers must have activations. Those of the last layer must equal the outputs."""
     net, store = small(), labelled(35)
     net.fuse = fuse
     expected = by_layer(net, store.images)

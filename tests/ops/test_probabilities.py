@@ -145,7 +145,7 @@ def test_the_gradient_of_targets_needs_no_logarithm_of_numpy(world, monkeypatch)
         return value, dx.lanes.tobytes()
 
     class OtherCPU:
-        """NumPy with exp and log that round differently."""
+        """A replacement for NumPy whose exp and log round differently."""
 
         def __getattr__(self, name):
             return getattr(np, name)

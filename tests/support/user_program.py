@@ -1,4 +1,4 @@
-"""User's program for `test_types`: mypy reports the types of values at `reveal_type`.
+"""A user's program for `test_types`, in which mypy reports types at `reveal_type`.
 
 The program is only type-checked, never run.
 """

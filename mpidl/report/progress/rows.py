@@ -118,7 +118,7 @@ class Table:
             self.columns.remove(optional.pop(0))
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
-        """Return the line of a row, given as {column: text}. The header precedes it if due."""
+        """Return the line of a row, given as {column: text}, after the header if it is due."""
         header = [] if self.rows % HEADER_ROWS else self._header()
         self.rows += 1
         return [*header, self._line(cells).rstrip()]

@@ -1,4 +1,4 @@
-"""Define the hook that records a run in a file store of MLflow."""
+"""Define the hook that records a run in an MLflow file store."""
 
 from __future__ import annotations
 
