@@ -160,7 +160,7 @@ class Clock:
 
 
 def serve_ours(job: argparse.Namespace, address: str) -> int:
-    """Answer questions until the other end closes the connection; return the exit code."""
+    """Answer the questions of the benchmark until it ends (see `turns`); return the exit code."""
     world = World()
     images, test = open_images(job.data)
 

@@ -193,7 +193,7 @@ class Model:
 
 
 def main() -> None:
-    """Answer questions until the other end closes the connection."""
+    """Answer the questions of the benchmark (see `turns`) until it closes the connection."""
     job, address = subject.join(None, 0)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(job.threads)

@@ -24,7 +24,7 @@ PRODUCT_SIZE = 8192  # size of square matrices; their product keeps the tensor c
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection. `argv` has the address."""
+    """Answer the questions of the benchmark at the address in `argv`; see `turns`."""
     (address,) = sys.argv[1:] if argv is None else argv
     steps = {}
 
