@@ -32,7 +32,7 @@ AGREE = 1e-10  # largest allowed difference between the two float64 steps
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("accuracy")
     notes = subject.configure(options)
     versions = configuration.versions_of("none")
@@ -278,7 +278,7 @@ def _pixels_at(pool, x, positions):
 
 
 def _summarize(by_seed):
-    """Print the table of medians over the seeds; return the same figures for the record."""
+    """Print the table of medians over the seeds; return the same figures for the JSON file."""
     names = by_seed[0]["ours"]
     sides = [side for side in ("ours", "torch") if side in by_seed[0]]
 

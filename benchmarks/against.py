@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record.
+    """Run the benchmark and return its results for the JSON file.
 
     Raises
     ------

@@ -41,7 +41,7 @@ STEPS_COMPARED = 3
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     ranks, threads = options.ranks, options.threads
     if not (options.libraries or options.predict or options.torch):
         torch_step.require("compare")
@@ -125,7 +125,7 @@ def check_onednn(name: str, side: turns.Side) -> dict[str, int]:
 def compare_time(
     options: argparse.Namespace, other_sides: Mapping[str, OtherSide], folder: str
 ) -> dict:
-    """Time all sides in turns and return the record."""
+    """Time all sides in turns and return the results."""
     with contextlib.ExitStack() as stack:
         our = stack.enter_context(our_side(options, folder))
         description = our.ask("describe")[0]
@@ -202,7 +202,7 @@ def evaluate(
     losses: Mapping[str, list],
     versions: Mapping[str, str] | None = None,
 ) -> dict:
-    """Print the table of the times from `take_turns`, and return the record entries for them.
+    """Print the table of the times from `take_turns`, and return the entries for the JSON file.
 
     `versions` has the PyTorch version of each side, and "" for other libraries.
     """
@@ -268,7 +268,7 @@ def evaluate(
 def compare_memory(
     options: argparse.Namespace, other_sides: Mapping[str, OtherSide], folder: str
 ) -> dict:
-    """Measure the peak memory of each side in fresh processes and return the record."""
+    """Measure the peak memory of each side in fresh processes and return the results."""
     with our_side(options, folder) as our:
         description = our.ask("describe")[0]
         our_mib = sum(our.ask("memory", 3)) / 2**20

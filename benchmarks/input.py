@@ -33,7 +33,7 @@ FILE_SIDE = 256  # height and width in pixels of the files that are cropped
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     if machine.is_launched():
         raise UserError("bench input starts its own processes: run it without mpirun")
     if options.memory:

@@ -34,7 +34,7 @@ COLUMNS = {
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("interchange")
     for package in ("onnxruntime", "safetensors"):
         if importlib.util.find_spec(package) is None:

@@ -31,7 +31,7 @@ HEAD = ("layer", "pass", "ms", "GFLOP/s", "of peak", "GB/s", "of copy", "time / 
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("kernels")
     notes = subject.configure(options)
     options.network = ", ".join(options.networks)

@@ -36,7 +36,7 @@ SETTINGS: dict[int, dict[str, Any]] = {
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("large_batch")
     unknown = [size for size in options.batch_sizes if size not in SETTINGS]
     if unknown:

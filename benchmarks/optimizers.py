@@ -24,7 +24,7 @@ PAIRS = {
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("optimizers")
     torch_step.require("optimizers")
     os.sched_setaffinity(0, machine.cores_of(1, options.threads)[0])

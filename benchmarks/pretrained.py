@@ -34,7 +34,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # SHA-256 of the
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("pretrained")
     missing = [n for n in ("torch", PACKAGE) if importlib.util.find_spec(n) is None]
     if missing:

@@ -38,7 +38,7 @@ NEEDS = {TENSORBOARD: "tensorboardX", MONITOR: "mpidl.monitor"}
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record on rank 0.
+    """Run the benchmark; on rank 0, return its results for the JSON file.
 
     Raises
     ------

@@ -72,7 +72,7 @@ class Row(NamedTuple):
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("roofline")
     notes = subject.configure(options)
     yardsticks = kernels.Yardsticks(options.threads)

@@ -90,7 +90,7 @@ def _processor_seconds(process):
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record on rank 0."""
+    """Run the benchmark; on rank 0, return its results for the JSON file."""
     world = World(timeout=options.timeout, threads=options.threads)
     side = SIDE.get(options.network, 32)
     net = zoo.NETWORKS[options.network]((3, side, side), CLASSES, seed=options.seed)

@@ -33,7 +33,7 @@ TASK = ("network", "data", "epochs", "threads", "accuracy", "seed")
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("time_to_accuracy")
     torch_step.require("time_to_accuracy")
     cores = machine.cores_of(1, options.threads)[0]
@@ -80,7 +80,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def summarize(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Print the ratio of the times, and return the figures for the record.
+    """Print the ratio of the times, and return the figures for the JSON file.
 
     Raises
     ------

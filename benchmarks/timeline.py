@@ -78,7 +78,7 @@ class Turns:
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record on rank 0."""
+    """Run the benchmark; on rank 0, return its results for the JSON file."""
     subject.configure(options)
     world = World(timeout=options.timeout, threads=options.threads)
     net = subject.network(options.network, options.image, options.seed)

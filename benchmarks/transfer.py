@@ -31,7 +31,7 @@ QUIET: dict[str, Any] = {"plots": "none", "verbose": "off", "verbose_every": 0}
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("transfer")
     world = World()
     first_half, images, test = load_halves(options.data, options.test_images)
@@ -120,7 +120,7 @@ def check_end(result):
 
 
 def summarize(curves, options, classes):
-    """Print a table of medians over the seeds, and return its rows for the record."""
+    """Print a table of medians over the seeds, and return its rows for the JSON file."""
     targets = [f"epochs, images to {accuracy:g}" for accuracy in options.accuracies]
     table, rows = [["images per class", "weights", "rate", *targets, "accuracy at the end"]], []
     for per_class in options.per_class:

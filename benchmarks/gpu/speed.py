@@ -33,7 +33,7 @@ COMPILE_SECONDS = 45  # minimum time left for starting a compiled variant
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     gpus = visible()
     if not gpus.gpus:
         raise UserError(f"bench gpu requires a GPU that mpidl can use: {gpus.reason}")
