@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name. None means the command line of this process.
+        Command-line arguments. None means the arguments of this process.
     quiet : bool
         Whether --help prints nothing. True on all ranks except one.
 
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Raises
     ------
     UserError
-        If a word is unknown or a value is invalid.
+        If an option or sub-command is unknown, or if a value is invalid.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     width = max(map(len, BENCHMARKS)) + 2
@@ -395,7 +395,7 @@ class Layout(NamedTuple):
 
 
 def _torch_versions(text):
-    """Return the words of --torch."""
+    """Return the items of the value of --torch."""
     words = text.split(",")
     for word in words:
         if os.sep not in word and not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", word):

@@ -59,7 +59,7 @@ class GpuStep(torch_step.TorchStep):
     batch : int
         Number of images in the mini-batch.
     variant, precision : str
-        Words; see the module's docstring.
+        Variant and precision of the step, as described in the module's docstring.
     image : sequence of int or None
         Image shape (C, H, W). None means the default shape of the network.
     device : str

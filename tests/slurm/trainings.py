@@ -46,7 +46,7 @@ class Training:
 
 
 def start(cluster, folder, name, words, out, options=(), nodes=2, tasks=2, checkout=launcher.ROOT):
-    """Submit run/NAME.slurm with `words`, and return the Training in `out`.
+    """Submit run/NAME.slurm with the arguments `words`, and return the Training in `out`.
 
     `options` are for sbatch, and `checkout` is the folder that contains run/.
     """
