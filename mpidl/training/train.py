@@ -105,9 +105,9 @@ def train(
     Notes
     -----
     The options determine whether the final network is the network of the last iteration or the
-    network with the lowest validation loss. They also determine whether batch normalization uses
-    moving or population statistics. Checkpoints always contain the network of the last iteration
-    with moving statistics.
+    network with the lowest validation loss. The options also determine whether batch normalization
+    uses moving or population statistics. Checkpoints always contain the network of the last
+    iteration with moving statistics.
     """
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)
