@@ -42,7 +42,7 @@ ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
 FASHION = "/usr/share/datasets/fashion-mnist"  # Debian: dataset-fashion-mnist
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # declared as training options
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -104,9 +104,9 @@ def _add_subject(parser, command):
     """Add the options for the network and the rounds, then the options of one sub-command."""
     if command == "kernels":
         text = (
-            "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
+            "layers to measure, as network names; shapes: 3x3 convolutions of 20 to 128 channels; "
             "dense: a fully connected layer of 9216 inputs and 4096 outputs at batch 32, on one "
-            "thread, next to BLAS (digits,cifar,shapes,dense)"
+            "thread, compared with BLAS (digits,cifar,shapes,dense)"
         )
         networks = ["digits", "cifar", "shapes", "dense"]
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
@@ -117,7 +117,7 @@ def _add_subject(parser, command):
         text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another network of "
         text += "the zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
         parser.text("--network", "NAME", text, default="digits")
-    text = "shape of an image (the network's, else 1x28x28)"
+    text = "shape of an image (the network's default, or 1x28x28)"
     parser.text("--image", "CxHxW", text, type=_image)
     if command != "roofline":
         parser.add_options("batch_size")
@@ -126,12 +126,12 @@ def _add_subject(parser, command):
     if command != "accuracy":
         _add_counts(parser, ROUNDS)
     if command in ("step", "fold"):
-        text = "numbers of ranks to start; their processes run in turns"
+        text = "numbers of ranks to start; groups of different size run in turns"
         if command == "fold":
             text += " (1,2, or the ranks that mpirun started)"
             parser.text("--ranks", "N,N,...", text, type=rank_counts)
         else:
-            text += "; 2x1 is 2 ranks of 1 thread each"
+            text += "; 2x1 is 2 ranks with 1 thread each"
             parser.text("--ranks", "N,NxT,...", text, type=_layouts)
             text = "with --ranks, also time the steps within dl.train"
             parser.add_argument("--train", action="store_true", help=text)
@@ -142,7 +142,7 @@ def _add_subject(parser, command):
         parser.add_options("batchnorm")
     if command == "accuracy":
         _add_counts(
-            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are their medians")
+            parser, ("seeds", 3, "seeds of weights and mini-batches; errors are medians of all")
         )
     if command == "compare":
         _add_compare(parser)
@@ -161,7 +161,7 @@ def _add_s3(parser, command):
         ("images", 2000, "number of images"),
         ("batch-size", 128, "images per mini-batch"),
         ("threads", 2, "threads of the training step"),
-        ("requests", 16, "requests to the store at a time"),
+        ("requests", 16, "concurrent requests to the store"),
         ("cache-mb", 1000, "size of the node's cache of images"),
         ("rounds", 5, "number of rounds; results are medians over rounds"),
     )
@@ -198,7 +198,7 @@ def _add_input(parser, command):
 
 
 def _add_against(parser, command):
-    parser.add_argument("checkout", metavar="CHECKOUT", help="the other checkout's folder")
+    parser.add_argument("checkout", metavar="CHECKOUT", help="folder of the other checkout")
     networks = ["digits", "cifar", "resnet"]
     text = f"the network ({', '.join(networks)}; digits)"
     one_of = functools.partial(_one_of, "--network", candidates=networks)
@@ -227,7 +227,7 @@ def _add_monitor(parser, command):
     _add_counts(
         parser,
         ("ranks", 2, "number of ranks"),
-        ("epochs", 10, "epochs after the first one"),
+        ("epochs", 10, "epochs after the first epoch"),
         ROUNDS,
     )
 
@@ -254,10 +254,10 @@ def _add_memory(parser, command):
     parser.add_options("timeout")
     _add_counts(
         parser,
-        ("steps", 100_000, "steps of the training"),
-        ("warm-up", 1000, "step of the first sample"),
+        ("steps", 100_000, "steps to train"),
+        ("warm-up", 1000, "step at which the first sample is taken"),
     )
-    text = "largest growth since the first sample, in per cent (1)"
+    text = "largest allowed growth since the first sample, in percent (1)"
     parser.text("--percent", "X", text, default=1.0, type=float)
 
 
@@ -270,7 +270,7 @@ def _add_large_batch(parser, command):
     _add_counts(
         parser,
         ("epochs", 20, "epochs of each training"),
-        ("seeds", 1, "seeds; results are medians over them"),
+        ("seeds", 1, "seeds; results are medians over seeds"),
     )
 
 
@@ -283,7 +283,7 @@ def _add_time_to_accuracy(parser, command):
     parser.text("--network", "NAME", text, default="fashion", type=one_of)
     text = "accuracy to reach (0.92)"
     parser.text("--accuracy", "X", text, default=0.92, type=float)
-    text = f"ways to run PyTorch; the fastest trains ({','.join(VARIANTS)})"
+    text = f"ways to run PyTorch; the fastest one is used for training ({','.join(VARIANTS)})"
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
@@ -292,7 +292,7 @@ def _add_time_to_accuracy(parser, command):
         parser,
         ("epochs", 5, "epochs of the schedule"),
         ("threads", 2, "threads of each side"),
-        ("rounds", 2, "trainings of each side, alternating; the ratio is of medians"),
+        ("rounds", 2, "alternating trainings of each side; the ratio compares medians"),
     )
 
 
@@ -339,7 +339,7 @@ def _add_transfer(parser, command):
 def _add_compare(parser):
     text = "ranks of mpidl, and processes of DistributedDataParallel over gloo"
     _add_counts(parser, ("ranks", 1, text))
-    text = f"ways to run PyTorch; the fastest is compared ({','.join(VARIANTS)})"
+    text = f"ways to run PyTorch; the fastest one is compared ({','.join(VARIANTS)})"
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )

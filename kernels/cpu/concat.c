@@ -25,7 +25,7 @@ static void copy_tile(void *argument, int64_t tile, float *own) {
                (size_t)((stop - row) * LANES) * sizeof *from);
         return;
     }
-    while (row < stop) { /* channel by channel */
+    while (row < stop) { /* copy channel by channel */
         int64_t channel = row / job->pixels;
         int64_t end = least(stop, (channel + 1) * job->pixels) * LANES;
         struct norm n = norm_of(s, channel);

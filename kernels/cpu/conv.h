@@ -54,7 +54,7 @@ struct direct {
     int64_t taps;            /* channels of the group times taps of the filter */
     const int32_t *offset;   /* offset of each tap from the pixel, in floats */
     const float *weight;     /* [outputs / 4][taps][4]; the last tile may be narrower */
-    const float *bias;       /* or NULL */
+    const float *bias;       /* NULL for no bias */
     int64_t outputs;
     float *out;              /* first pixel of the first output */
     struct finish finish;    /* the addend starts at the same pixel as `out` */

@@ -173,7 +173,7 @@ static void dweight_tile(void *argument, int64_t number, float *own) {
 /* Return whether stores of the gradient bypass the caches. This requires rows that start at cache
  * lines. */
 static int streams(const struct dense *d) {
-    const int64_t large = 4 << 20; /* floats */
+    const int64_t large = 4 << 20; /* in floats */
     return d->outputs * d->features >= large && d->features % LANES == 0 &&
            (uintptr_t)d->nodes % (LANES * sizeof(float)) == 0;
 }

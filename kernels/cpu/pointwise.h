@@ -20,7 +20,7 @@ struct pointwise {
     struct finish finish;
     double *rows; /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
-    float *dweight; /* or NULL */
+    float *dweight; /* NULL if not needed */
     int64_t nodes;
     const struct tree *tree;
 };

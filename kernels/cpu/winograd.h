@@ -23,9 +23,9 @@
  * of tiles, x must be zero, and so must dy for dweight. x has at least winograd_extent(rows, m, r)
  * rows and winograd_extent(columns, m, r) columns. */
 struct winograd {
-    int64_t inputs, outputs; /* channels */
+    int64_t inputs, outputs; /* numbers of channels */
     int64_t rows, columns;   /* pixels of the output */
-    int m, r;                /* one of EACH_SIZE */
+    int m, r;                /* a pair of EACH_SIZE */
 };
 
 /* Expand SIZE(m, r) for each size of tiles and filters, with n = 4, 6 or 8. */

@@ -38,7 +38,7 @@ constexpr int BK = 32;
 constexpr int WARPS_N = BN / WN, THREADS = BM / WM * WARPS_N * 32;
 constexpr int MI = WM / 16, NJ = WN / 8;  // tiles of 16 x 8 per warp
 constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies per row; rows per pass
-constexpr int STAGE = (BM + BN) * BK;                         // floats
+constexpr int STAGE = (BM + BN) * BK;                         // floats per stage
 static_assert(BM % WM == 0 && BN % WN == 0 && BM % STEP == 0 && WM % 16 == 0 && WN % 8 == 0, "");
 
 struct alignas(16) Row {
@@ -63,7 +63,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], stride_h = shape[8], stride_w = shape[9];
     const int dilation_h = shape[12], dilation_w = shape[13];
-    const int CG = C / shape[14], KG = K / shape[14];  // per group
+    const int CG = C / shape[14], KG = K / shape[14];  // channels and filters per group
     const int KD = shape[6] * S * CG, steps = (KD + BK - 1) / BK;
     const int tiles_n = (KG + BN - 1) / BN;
 

@@ -152,7 +152,7 @@ class Watch:
     def _end(self, reason):
         """Print a line and end the process, after which the launcher ends the other ranks."""
         rank = failure.launched_rank()
-        # If several ranks detect a problem, let the lowest of them print its line.
+        # If several ranks detect a problem, let the lowest of these ranks print its line.
         if self._is_over.wait(0.3 * min(rank, 10)):
             return
         text = f"mpidl: rank {rank} on host {platform.node()}: MPI did not start {reason}"

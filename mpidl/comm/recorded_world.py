@@ -63,7 +63,7 @@ class RecordedWorld:
         if not isinstance(value, Partial):
             self.recorder.refuse("it sums a value that is not a Partial over the ranks")
             return self.world.gplus(value)
-        if self.size == 1 and value.is_root:  # the node is the sum
+        if self.size == 1 and value.is_root:  # this node already is the sum
             return value.finish([np.reshape(value.terms[0].nodes[0], value.shape)])
         total = arenas.empty(value.shape, value.dtype)
         if self.memory is not None and value.is_root:
@@ -97,7 +97,7 @@ class RecordedWorld:
         return self._ranks.gplus(values)
 
     def results(self) -> dict[Any, Any]:
-        """Return the sums of the results of the replayed step, {key: array}."""
+        """Return the results of the replayed step, summed over the ranks, as {key: array}."""
         if self.memory is not None:
             waited = self.memory.up.take_waited()
             phases.move(phases.WAIT, waited)
@@ -111,7 +111,7 @@ class RecordedWorld:
         return MessageReducer(self) if self.memory is None else SharedGradients(self)
 
     def at_fixed_place(self, value: Any) -> Any:
-        """Return the same Partial or array at a fixed address, without ownership of the memory."""
+        """Return a view of a Partial or array at a fixed address, without owning its memory."""
         if not isinstance(value, Partial):
             return self.recorder.fix(np.asarray(value))
         fix = self.recorder.fix
@@ -245,7 +245,7 @@ class SharedGradients(SharedReducer):
     def __init__(self, ranks: RecordedWorld) -> None:
         super().__init__(ranks, kernel_hook=ranks.world.advance)
         self._ranks = ranks
-        self._computed: list[str] = []  # names of gradients that must be computed from their roots
+        self._computed: list[str] = []  # names of gradients to compute from their roots
 
     def push(self, name: str, value: Partial | Any) -> None:
         if isinstance(value, Partial) and not value.is_root:

@@ -40,7 +40,7 @@ class LabelLoss(abc.ABC):
         images : Blocked
             Images (N, C, H, W).
         labels : Blocked
-            Labels or targets, as for `of_scores`.
+            Labels or targets; see `of_scores`.
 
         Returns
         -------

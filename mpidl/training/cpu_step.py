@@ -28,9 +28,10 @@ GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step
 def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
     """Return whether the training step can be recorded.
 
-    A custom layer, loss, optimizer or transform may behave differently in each step, so a step that
-    contains one is not recorded. Two kinds of loss also prevent recording: a loss that divides by a
-    number that depends on the labels, and the loss of mixed labels, which NumPy computes.
+    Custom layers, losses, optimizers and transforms may behave differently in each step, so a step
+    that contains them is not recorded. Two kinds of loss also prevent recording: a loss that
+    divides by a number that depends on the labels, and the loss for labels mixed by mixup or
+    CutMix, which NumPy computes.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     named_loss = label_loss(loss)
@@ -54,7 +55,7 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
 class StepProgram:
     """A program that replays the kernel calls of a training step on the host.
 
-    The constructor replaces the network's learnables and state by copies. The program updates
+    The constructor replaces the network's learnables and state with copies. The program updates
     these copies and the arrays of the optimizer in place.
 
     Parameters
@@ -73,7 +74,7 @@ class StepProgram:
     batch : Batch
         The recorded mini-batch.
     state : dict
-        {name: array}: the new state of the network, computed by the last call of `gradient`.
+        {name: array}: the new state of the network, computed by the last call to `gradient`.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class StepProgram:
     def record_gradient(
         self, objective: Callable[..., Any], images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Compute the value, gradients and new state for a mini-batch, and record the kernels."""
+        """Compute the objective, gradients and new state for a mini-batch; record the kernels."""
         self._set_samples(images.batch)
         self._recorder.input("images", images.lanes)
         self._recorder.input("targets", targets.lanes)
@@ -137,7 +138,7 @@ class StepProgram:
         return self._recorder.problem
 
     def set_state(self, values: Mapping[str, np.ndarray]) -> None:
-        """Copy values into the state arrays of the program, which become those of the network."""
+        """Copy values into the program's state arrays, and let the network use these arrays."""
         arrays = self._tables[1]
         for name, array in arrays.items():
             if values[name] is not array:
@@ -247,7 +248,7 @@ def _formats(tables):
 
 
 def _set_tables(net, optimizer, tables):
-    """Set the arrays of the network and the optimizer to the arrays of these tables."""
+    """Set the arrays of the network and the optimizer to the arrays in these tables."""
     net.parameters, net.state, *state_arrays = map(dict, tables)
     optimizer.state_arrays.update(zip(optimizer.state_arrays, state_arrays, strict=True))
 

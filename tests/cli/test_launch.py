@@ -144,7 +144,7 @@ def test_a_stop(launched):
 def test_invalid_words(launched):
     with pytest.raises(UserError, match="^unknown option --epoch: did you mean --epochs"):
         launched("0", "--epoch", "3")
-    with pytest.raises(UserError, match="^launch: expected the command of a training after --"):
+    with pytest.raises(UserError, match="^launch: expected a training command after --"):
         launch.main(["--restarts", "3"])
     with pytest.raises(UserError, match="^--restarts must be at least 0, found -1"):
         launch.parse(["--restarts", "-1", "--", "mpirun"])

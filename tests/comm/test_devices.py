@@ -105,7 +105,7 @@ def test_auto_uses_gpus_if_every_rank_has_one():
     gpus, (line,) = assign_gpus([seeing("A"), seeing("", "node1")], "auto")
     assert gpus is None
     assert line == (
-        "note: all ranks compute on CPUs: there are GPUs on node0, none on node1 (no NVIDIA driver)"
+        "note: all ranks compute on CPUs: found GPUs on node0, but none on node1 (no NVIDIA driver)"
     )
     unusable = RankGpus("node0", (), "CuPy is not installed", driver_count=2)
     gpus, (line,) = assign_gpus([unusable], "auto")

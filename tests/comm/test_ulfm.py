@@ -39,7 +39,7 @@ def enabled(monkeypatch):
         (
             mpi(),
             {"PMIX_NAMESPACE": "slurm.pmix.12.0"},
-            "srun, which ends the job with its first rank",
+            "srun, which ends the job when a rank ends",
         ),
         (mpi(is_revoked=lacking), {}, "an Open MPI that was compiled without ULFM"),
     ],

@@ -258,7 +258,7 @@ def test_the_table(world, tmp_path):
             "roc-auc",
             "not per pixel",
         ),
-        (classifier, lambda: with_targets(), "mse", "f1", "no metrics of classes"),
+        (classifier, lambda: with_targets(), "mse", "f1", "no class metrics"),
     ],
 )
 def test_unusable_names_are_refused(world, net, store, loss, names, message):

@@ -223,7 +223,7 @@ def test_arguments_are_checked(world):
     blank = dl.ArrayDatastore(pixels(5))
     wide = dl.ArrayDatastore(pixels(5), np.arange(5))
     image = dl.Network([dl.Conv2D(1, 2)], SHAPE)
-    outputs = r"expected targets of shape \(4,\), as the network's outputs, found \(3,\)"
+    outputs = r"expected targets of shape \(4,\), like the network's outputs, found \(3,\)"
     shapes = r"of shape \(2, 6, 5\), which the network expects, found \(1, 6, 5\)"
     for function, network, data, options, text in (
         (dl.evaluate, net, blank, {}, "the images have no labels"),

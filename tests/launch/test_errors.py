@@ -96,7 +96,7 @@ DEVICES = {
     "none of that number": (["--gpus", "0,1"], "--gpus 0,1: expected a GPU that mpidl can train"),
     "for no GPU": (
         ["--device", "cpu", "--gpus", "0"],
-        "--gpus 0: expected --device gpu with it, found --device cpu",
+        "--gpus 0: expected --device gpu, found --device cpu",
     ),
 }
 

@@ -32,7 +32,7 @@ __all__ = [
 def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
     """Return the hooks that the options of a command request.
 
-    The caller must call `conclude` of each hook.
+    The caller must call the method `conclude` of each hook.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object
     Raises
     ------
     UserError
-        If a hook is to be added and the run has no folder.
+        If a hook must be added and the run has no folder.
     """
     hooks = list(hooks)
     if options.tensorboard != "on" or any(isinstance(hook, TensorBoardHook) for hook in hooks):
