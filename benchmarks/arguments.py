@@ -42,7 +42,7 @@ ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
 FASHION = "/usr/share/datasets/fashion-mnist"  # Debian: dataset-fashion-mnist
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # declared as training options
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:

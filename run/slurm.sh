@@ -1,6 +1,5 @@
 # Functions of the job scripts train.slurm, sweep.slurm and scaling.slurm. The scripts source this
-# file after they have set `script` and `venv`, and after a trap that sets `asked` when Slurm sends
-# a signal.
+# file after they have set `script`, `venv` and a trap that sets `asked` when Slurm sends a signal.
 # shellcheck shell=bash disable=SC2154
 
 say() { echo "$script: $(date +%FT%T) $*"; }
@@ -66,7 +65,7 @@ run() { # run COMMAND...: run a command, pass requests to stop to it as USR1, an
 
 run_ranks() { # run_ranks MODULE ARGUMENT...: run a module on all tasks; retry once if start fails
     # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one rank fails.
-    # A failing rank waits for the others, because -K would replace their exit codes.
+    # A failing rank waits for the other ranks, because -K would replace their exit codes.
     local task='trap : USR1 TERM; "$@"; code=$?; [ $code = 0 ] || sleep 2; exit $code' before
     local python=(python)
     # A signal that arrives before Python runs stays pending until mpidl takes it (coreutils 8.31).
@@ -84,7 +83,7 @@ run_ranks() { # run_ranks MODULE ARGUMENT...: run a module on all tasks; retry o
     fi
 }
 
-list_results() { # without the lock file, which a step leaves if it is killed at its start
+list_results() { # print a checksum of the listing of $out; ignore a killed step's lock
     ls -lAR --full-time --ignore='*run.lock*' "$out" 2>/dev/null | cksum
 }
 

@@ -162,7 +162,7 @@ def iterations(out):
 
 
 def rehash(path):
-    """Return the SHA-256 of the weights in a model file, computed with h5py alone.
+    """Return the SHA-256 of the weights in a model file, computed only with h5py.
 
     The hash covers all learnables, then all state, layer by layer, as little-endian float32 in C
     order.

@@ -239,7 +239,7 @@ def main(options):
     for name in options.parser or ():
         if name not in parsers.PARSERS:
             sys.exit(f"no parser {name}: expected one of {', '.join(parsers.PARSERS)}")
-    # Each input is written to a file, which is faster on a file system in memory.
+    # Each input is written to a file. Writing is faster on a file system in memory.
     with tempfile.TemporaryDirectory(prefix="mpidl-inputs-", dir=_memory()) as folder:
         fuzzing = Fuzzing(options, folder)
         try:
