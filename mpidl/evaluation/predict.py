@@ -79,10 +79,10 @@ def predict(
     softmax : bool, optional
         Whether to convert the outputs to class scores with softmax. Softmax applies to each image
         or, if the outputs have shape (K, H, W), to each pixel. Softmax is not applied twice if the
-        network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
-        have no targets, and the network was not trained to predict numbers or several labels per
-        image. Otherwise the default is False. If `net.loss` is None, a final `Sigmoid` layer means
-        that the network predicts several labels.
+        network ends in `Softmax`. The default is False if the outputs do not have shape (K,), if
+        the images have targets, or if the network was trained to predict numbers or several labels
+        per image. Otherwise the default is True. If `net.loss` is None, a final `Sigmoid` layer
+        means that the network predicts several labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
