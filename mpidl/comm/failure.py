@@ -239,7 +239,7 @@ class Signals:
     agreed : bool
         Whether the ranks have agreed to stop.
     look : callable or None
-        Function that checks for another kind of stop request, such as a file. It returns the name
+        Function that checks for another kind of stop request, such as a file, and returns the name
         of the request, or None.
     """
 

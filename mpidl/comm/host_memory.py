@@ -1,11 +1,11 @@
 """Sum values over the ranks of a host in shared memory, without messages.
 
 Each rank of a host has slots in a window of shared memory. A sum is divided into chunks. All ranks
-start the same sums in the same order, so they number the chunks of all sums identically, and a
-chunk has the same slot number on every rank. Each rank copies its nodes of the reduction tree into
-its slot, and then counts the chunk as placed. Each rank also knows which blocks the other ranks
-own, and therefore where their nodes are in the slots. When all ranks have placed a chunk, they fold
-(sum) its nodes in one of two ways:
+start the same sums in the same order and number the chunks of all sums identically. A chunk
+therefore has the same slot number on every rank. Each rank copies its nodes of the reduction tree
+into its slot, and then counts the chunk as placed. Each rank also knows which blocks the other
+ranks own, and therefore where their nodes are in the slots. When all ranks have placed a chunk,
+they fold (sum) its nodes in one of two ways:
 
 - directly: every rank folds all values. The ranks do this if all nodes of a chunk together need at
   most twice the size of a slot.

@@ -20,7 +20,7 @@ from mpidl.errors import UserError
 if TYPE_CHECKING:
     from mpidl.comm.failure import Signals
 
-# Environment variable of all processes of a job. Its value stays the same if the job is restarted.
+# Environment variable of all processes of a job. The value stays the same if the job is restarted.
 VARIABLE = "MPIDL_JOB_TOKEN"
 START_VARIABLE = "MPIDL_JOB_START"  # environment variable: how many times the job was started
 POLL_SECONDS = 0.2  # time between two checks for the end of the launcher

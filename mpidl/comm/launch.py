@@ -47,12 +47,12 @@ def launch(
     Parameters
     ----------
     function : callable
-        Function to call on each rank, with the rank's `World` as its first argument. It may be
-        defined in a module, in the running script or in a notebook. Functions defined in a
+        Function to call on each rank, with the rank's `World` as its first argument. The function
+        may be defined in a module, in the running script or in a notebook. Functions defined in a
         notebook, lambdas and nested functions require cloudpickle
         (`pip install 'mpidl[notebook]'`).
     *arguments
-        Further arguments of the function. They must be picklable; each rank gets a copy.
+        Further arguments of the function, which must be picklable. Each rank gets a copy.
     ranks : int, optional
         Number of ranks. The default is the number of tasks of the Slurm allocation or, outside
         Slurm, the number of cores that this process may use.

@@ -311,7 +311,7 @@ class Messaging:
         if self._has_host_memory is None:
             if self.size > 1 and builds.kernels() is not None:  # the same on all ranks
                 # The MPI calls in `allocate` cannot be cancelled. This exchange ensures that all
-                # ranks reach them.
+                # ranks reach these calls.
                 inbox = [np.zeros(1, np.uint8) for _ in range(self.size)]
                 self.allgather_into(inbox, inbox[self.rank], "the start of sums in shared memory")
                 self._host_memory = HostMemory.allocate(self.transport)

@@ -110,8 +110,8 @@ class Watch:
     """Context manager that ends this process if its block takes longer than a time-out.
 
     Time during which this process itself was stopped does not count. The process also ends if the
-    launcher has ended. Under mpirun, the process also ends if another rank on this host has ended,
-    because MPI_Init would wait for that rank, and mpirun may not notice it.
+    launcher has ended. Under mpirun, the process also ends if another rank on this host has ended:
+    MPI_Init would wait for that rank, and mpirun may not notice that the rank has ended.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ class RollCall:
     Parameters
     ----------
     transport : Transport
-        The connection to the other ranks. It also stores the activity of this rank.
+        The connection to the other ranks, which also stores the activity of this rank.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -44,7 +44,7 @@ class Transport:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Communicator. It is duplicated twice: once for arrays and once for control messages.
+        Communicator to duplicate: once for arrays, and once for control messages.
     timeout : float
         Longest wait in seconds. After this time, the transport prints which ranks do not respond,
         and aborts the job.
@@ -62,7 +62,7 @@ class Transport:
     hosts : list of str
         Host name of each rank.
     timeout : float
-        Longest wait in seconds. It may be changed.
+        Longest wait in seconds. This value may be changed.
     oversubscribed : bool
         Whether this host has more ranks than cores that the ranks may use. If so, waiting ranks
         yield the cores to other ranks.

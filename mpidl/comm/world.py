@@ -333,8 +333,8 @@ class World(Messaging):
         Parameters
         ----------
         operation : {"and", "or", "min", "max", "sum", "prod"} or callable
-            The reduction. A callable receives two arrays and returns the combined array. It is
-            applied in rank order.
+            The reduction. A callable receives two arrays and returns the combined array. mpidl
+            applies the callable in rank order.
         value : array_like
             Number or array, with the same shape and dtype on all ranks.
 
@@ -405,8 +405,8 @@ class World(Messaging):
         value : Partial, array_like, dict, list or tuple
             The value of this rank. A Partial, dict, list or tuple requires the operation "sum".
         op : {"sum", "prod", "min", "max", "and", "or"} or callable, optional
-            The reduction. A callable receives two arrays and returns the combined array. It is
-            applied in rank order.
+            The reduction. A callable receives two arrays and returns the combined array. mpidl
+            applies the callable in rank order.
 
         Returns
         -------
@@ -556,7 +556,7 @@ class World(Messaging):
     def close(self) -> None:
         """Free the GPU, the shared arrays and the communicators; the world is unusable afterwards.
 
-        Collective. Calling this method is optional. It limits the memory of a process that creates
+        Collective. Calling this method is optional, but limits the memory of a process that creates
         many worlds.
         """
         if self.device is not None:

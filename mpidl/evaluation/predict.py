@@ -78,11 +78,11 @@ def predict(
         Number of images per mini-batch, over all ranks.
     softmax : bool, optional
         Whether to convert the outputs to class scores with softmax. Softmax applies to each image
-        or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
-        network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
-        have no targets, and the network was not trained to predict numbers or several labels per
-        image. Otherwise it is False. If `net.loss` is unknown, a final `Sigmoid` layer means that
-        the network predicts several labels.
+        or, if the outputs have shape (K, H, W), to each pixel. Softmax is not applied twice if the
+        network ends in `Softmax`. The default is False if the outputs do not have shape (K,), if
+        the images have targets, or if the network was trained to predict numbers or several labels
+        per image. Otherwise the default is True. If `net.loss` is None, a final `Sigmoid` layer
+        means that the network predicts several labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool

@@ -30,7 +30,7 @@ def trained_loss(
     dict or None
         "name" is the name of the loss in LOSSES. "ignore_label" is the ignored label, if there is
         one. "negative" is the name of class 0, if the network's only output is the score of the
-        other class. The value is None if the loss is a user's function.
+        other class. The value is None if the loss is a user-defined function.
     """
     named_loss = label_loss(loss)
     if named_loss is None:
@@ -69,7 +69,7 @@ def loss_of(net: Network) -> str | Callable[..., Any] | None:
     Returns
     -------
     str, callable or None
-        A value for the argument `loss` of `evaluate`. It does not include weights of classes.
+        A value for the argument `loss` of `evaluate`, without class weights.
     """
     if net.loss is None:
         return None

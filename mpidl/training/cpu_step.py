@@ -149,8 +149,8 @@ class StepProgram:
         """Return whether the program matches the current network and optimizer.
 
         A hook may have replaced arrays, possibly on this rank only. If the new arrays have the
-        expected shapes and types, their values are copied into the program's arrays, which then
-        become the arrays of the network and the optimizer again.
+        expected shapes and types, their values are copied into the program's arrays. The network
+        and the optimizer then use the program's arrays again.
         """
         if _settings(self._net, self._optimizer) != self._settings:
             return False

@@ -47,7 +47,7 @@ def sweep(
     trials : iterable
         The trials, such as dictionaries of options. All ranks must pass the same trials.
     ranks_per_model : int
-        Number of consecutive ranks per group. It must divide the number of ranks.
+        Number of consecutive ranks per group. This number must divide the number of ranks.
     world : World, optional
         The ranks to divide into groups. The default is all ranks of the job.
     folder : path, optional

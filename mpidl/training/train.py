@@ -67,8 +67,8 @@ def train(
         Whether to replace another run that `out` may contain.
     optimizer : optional
         A built-in optimizer such as `SGDM(0.05)`, or a custom object. A custom object needs an
-        attribute `learning_rate`, a method `__call__(parameters, gradients)` that returns new
-        parameters, and the methods `state()` and `load_state(state)` for the arrays that
+        attribute `learning_rate` and a method `__call__(parameters, gradients)` that returns new
+        parameters. It also needs the methods `state()` and `load_state(state)` for the arrays that
         checkpoints keep. On a GPU, a custom object also needs the other methods of `Optimizer`.
         This argument replaces the options that describe an optimizer, such as `solver`, `l2` and
         `gradient_threshold`. Schedules start from the optimizer's learning rate.
@@ -105,9 +105,9 @@ def train(
     Notes
     -----
     The options determine whether the final network is the network of the last iteration or the
-    network with the lowest validation loss. They also determine whether batch normalization uses
-    moving or population statistics. Checkpoints always contain the network of the last iteration
-    with moving statistics.
+    network with the lowest validation loss. The options also determine whether batch normalization
+    uses moving or population statistics. Checkpoints always contain the network of the last
+    iteration with moving statistics.
     """
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)

@@ -62,8 +62,8 @@ class Trainer:
     folder : RunFolder
         The results folder.
     spec : list or None
-        Description of the transforms of an optimizer that the caller of `train` passed. It must be
-        the same when the run is resumed. None if the options describe the optimizer.
+        Description of the transforms of an optimizer that the caller of `train` passed. A resumed
+        run must have the same description. None if the options describe the optimizer.
     hooks : iterable of object
         The user's hooks.
 

@@ -113,7 +113,7 @@ class WeightAverage:
         Returns
         -------
         Network
-            The copy. It shares the state and the frozen learnables with `net`.
+            The copy, which shares the state and the frozen learnables with `net`.
         """
         averaged = net.bind(self.optimizer.averages)
         averaged.training = net.training

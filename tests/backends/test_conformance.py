@@ -201,7 +201,7 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
 
 
 SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
-SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others compute each image alone
+SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # other functions have no sums
 
 
 @on_cases("gpu", [c for c in SHARED if not c.numbers_only], each_function_once=True)

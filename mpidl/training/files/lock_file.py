@@ -6,8 +6,8 @@ apply to one node only, so the existence of the file is the lock:
 - A process takes the lock with `link`, which creates the file with its content in one step and
   fails if the file exists.
 - The holder of the lock renews it by updating the file's modification time. The clocks of two nodes
-  are never compared: any change to this time counts as a renewal, and the age of the lock is
-  measured relative to a file that was just written in the same folder.
+  are never compared. Any change to the modification time counts as a renewal, and the age of the
+  lock is measured relative to a file that was just written in the same folder.
 - To take over the lock of a holder that has ended, a process first creates a claim file, whose name
   contains the holder's token. Only one process can create this file. If that process ends too,
   another process takes over its claim in the same way.

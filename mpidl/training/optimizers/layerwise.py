@@ -147,7 +147,7 @@ class LARS(Solver):
     trust_coefficient : float
         Factor in the ratio.
     l2 : float
-        The weight decay. It is added after the gradient is clipped.
+        The weight decay, which is added after the gradient is clipped.
     l2_factors : dict, optional
         Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
         Updates of a learnable with the factor 0 are not scaled.

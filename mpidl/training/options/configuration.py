@@ -129,9 +129,8 @@ def resolve(
 def _refuse_two_batch_sizes(values, sources, order):
     """Raise UserError if a batch size per rank would silently override the user's batch size.
 
-    A batch size per rank would do so if two conditions hold: the user set the batch size on the
-    command line or in a config file, and the batch size per rank comes from a source with the same
-    or lower precedence.
+    This would happen if the user set the batch size on the command line or in a config file, and
+    the batch size per rank came from a source with the same or lower precedence.
     """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")

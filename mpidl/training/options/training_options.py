@@ -310,7 +310,7 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that remain valid when other options override the recipe.
 
     If `overrides` change the solver, the recipe's options that depend on the solver are dropped.
-    These are the options in `SOLVER_NAMES`, and options whose default differs between the two
+    These options are those in `SOLVER_NAMES`, and those whose defaults differ between the two
     solvers. The recipe's `scale_rate` is dropped if the learning rate is overridden or dropped, or
     if `linear_scaling` is set.
 

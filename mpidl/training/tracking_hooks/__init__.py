@@ -1,10 +1,10 @@
 """Hooks that record a run for TensorBoard, MLflow, and Weights & Biases.
 
-The hooks pass the following data to a tracker: each record of metrics.jsonl, the options, a gallery
-of augmented images, histograms of the learnables and their gradients after each epoch, and the
-confusion matrix at the end. All ranks call the hooks, but only rank 0 imports the tracker's library
-and writes. If rank 0 fails to write, the run writes a checkpoint at the end of the epoch and ends
-on all ranks.
+The hooks pass to a tracker the options, a gallery of augmented images, and each record of
+metrics.jsonl. They also pass histograms of the learnables and their gradients after each epoch, and
+the confusion matrix at the end. All ranks call the hooks, but only rank 0 imports the tracker's
+library and writes. If rank 0 fails to write, the run writes a checkpoint at the end of the epoch
+and ends on all ranks.
 """
 
 from __future__ import annotations
