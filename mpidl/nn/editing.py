@@ -61,8 +61,8 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
                     f"{new[name].shape} after the new layers: replace its layer too"
                 )
             new[name] = np.array(old[name])
-    kept = {*net.unwhitened, *new_names.values()}
-    edited.unwhitened = [name for name in edited.unwhitened if name in kept]
+    layer_names = {*net.unwhitened, *new_names.values()}
+    edited.unwhitened = [name for name in edited.unwhitened if name in layer_names]
     return edited
 
 
