@@ -416,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // rows (leaves): for each leaf, the number of correct elements: the logit is > 0 and the target is
-// 1, or neither. Labels other than 0 and 1 do not count.
+// 1, or neither is true. Labels other than 0 and 1 do not count.
 extern "C" __global__ void __launch_bounds__(256)
     loss_binary_correct(const float* __restrict__ logits, const float* __restrict__ targets,
                         const int* __restrict__ labels, const int* __restrict__ valid,

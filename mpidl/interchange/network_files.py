@@ -25,7 +25,7 @@ from mpidl.training.files import model_file
 
 SUFFIXES = (".h5", ".onnx", ".safetensors")
 IMAGES = 4  # number of images whose scores are compared
-LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
+LIMIT = 1e-4  # largest accepted difference between scores, relative to the largest score
 
 # A function that builds a network from the shape (C, H, W) of an image and the number of outputs.
 Build: TypeAlias = Callable[[tuple[int, ...], int], Network]
@@ -154,7 +154,7 @@ def load_into(
     def renamed(names):
         try:
             return weights.rename(net, arrays, names, path)
-        except UserError:  # two arrays with one name
+        except UserError:  # two arrays with the same name
             return {}
 
     expected = net.parameters.keys() | net.state.keys()

@@ -82,8 +82,8 @@ class Network:
     Raises
     ------
     ValueError
-        If a layer reads an output that no earlier layer has, or does not accept the shape of its
-        input, or if no layer reads the output of a layer other than the last one.
+        If a layer reads an output that no earlier layer produces, or does not accept the shape of
+        its input. Also raised if no layer reads the output of a layer before the last one.
     TypeError
         If `layers` is not a list of layers.
     """
@@ -125,7 +125,7 @@ class Network:
         self.plan_runs()
 
     def plan_runs(self) -> None:
-        """Determine again which layers run as one op. Call this after changing the layers."""
+        """Determine again which layers run as one op. Call this after a change of the layers."""
         self._plan = Plan(self.layers, self.reads)
 
     @property
@@ -441,8 +441,7 @@ class Network:
         images : Blocked or Var
             Normalized images (N, C, H, W).
         activation : type
-            If the last layer is of this class, it is left out. For example, `Sigmoid` for
-            independent labels.
+            Class of a last layer to leave out. Use `Sigmoid` for networks with independent labels.
 
         Returns
         -------
@@ -477,13 +476,13 @@ class Network:
         Returns
         -------
         Blocked or np.ndarray
-            Probabilities, a Blocked value or an array (n, K) like the argument.
+            Probabilities: a Blocked value if `images` is one, else an array (n, K).
 
         Raises
         ------
         TypeError
-            If `images` is an array and the network is on a GPU, or if its type is not a real number
-            type.
+            If `images` is an array and the network is on a GPU, or if the dtype of the array is not
+            a real number type.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))

@@ -1,6 +1,6 @@
 """Ops for losses of classification and regression, and counts of labels and correct predictions.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def softmax_cross_entropy(
     labels
         Integers from 0 to K-1, (N,) or (N, ...), or probabilities of the classes, such as one-hot
         targets. Probabilities are floats in the shape of the scores. For probabilities, the result
-        is the mean of -sum(labels * log softmax(logits)), and label_smoothing is the only option.
+        is the mean of -sum(labels * log softmax(logits)), and only the option label_smoothing is
+        supported.
     class_weights
         Weight of each class, (K,). The result is a weighted mean: the weight of a label is the
         weight of its class. By default, all weights are 1.

@@ -1,6 +1,6 @@
 """One-hot targets, and the cross-entropy of probabilities or scores with such soft targets.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Parti
     Notes
     -----
     A probability below the smallest normal number of its dtype is replaced by this number, so the
-    loss stays finite. `softmax_cross_entropy` computes the loss from scores before the softmax. It
-    is more accurate and faster, and has kernels for GPUs.
+    loss stays finite. `softmax_cross_entropy` computes the loss from scores before the softmax.
+    That function is more accurate and faster, and has kernels for GPUs.
     """
     p: Blocked = value_of(probabilities)
     check_scores("cross_entropy", p)

@@ -1,4 +1,4 @@
-"""Hooks, which the trainer calls between training steps, such as to validate and to write files.
+"""Hooks, which the trainer calls between training steps, for example to validate the network.
 
 A hook is an object with one or more of the methods below. The trainer calls these methods on every
 rank, so a hook may use collective operations. The hooks are called in list order, except for
@@ -13,7 +13,8 @@ rank, so a hook may use collective operations. The hooks are called in list orde
     finish(trainer)             after the last mini-batch of the run, before the network is
                                 finalized (choice of the best network, population statistics)
     end(trainer)                after the network is finalized; the run's files are then complete
-    lost(trainer)               after ranks were lost, before the others repeat the iteration
+    lost(trainer)               after ranks were lost, before the remaining ranks repeat the
+                                iteration
 
 `trainer.stop()` ends the run after the current mini-batch, on all ranks.
 """
@@ -299,7 +300,7 @@ def of_run(
     balancer : LoadBalancer or None
         Measures the speed of the ranks. None if the shares do not depend on speed.
     rollback : Rollback, optional
-        Keeps the state to which the run returns if its loss is not finite. By default such a loss
+        Keeps the state to which the run returns if its loss is not finite. By default, such a loss
         ends the run.
     """
     recorder = notebook.recorder()

@@ -50,10 +50,10 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
     if options.batchnorm == "local":
-        raise UserError("--batchnorm local: on GPUs the statistics are global; use --device cpu")
+        raise UserError("--batchnorm local: on GPUs, the statistics are global; use --device cpu")
     if balancer:
         raise UserError(
-            "--worker-load measured: on GPUs the shares are fixed when the step is recorded; "
+            "--worker-load measured: on GPUs, the shares are fixed when the step is recorded; "
             "give numbers, or use --device cpu"
         )
     missing = [
@@ -61,8 +61,8 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     ]
     if missing:
         raise UserError(
-            f"optimizer: {type(optimizer).__name__} has no {', '.join(missing)}, which a GPU's "
-            "recorded step needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
+            f"optimizer: {type(optimizer).__name__} has no {', '.join(missing)}, which a recorded "
+            "step on a GPU needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
         )
     queue = DeviceQueue(*arguments, **queue_options)
     graphs = options.graphs != "off"

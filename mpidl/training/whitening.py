@@ -30,7 +30,7 @@ from mpidl.ops import check
 IMAGES = 4096  # number of training images whose patches are used
 CHUNK = 256  # number of images that the ranks read together at a time
 BITS = 11  # number of bits of the absolute value of a rounded pixel
-POSITIONS = 1 << 14  # largest number of patches in a matrix product, unless one image has more
+POSITIONS = 1 << 14  # most patches in a matrix product, unless a single image has more patches
 EPSILON = 5e-4  # this fraction of the pixels' mean variance is added to the variance of each axis
 SWEEPS = 60  # largest number of sweeps in `eigen`; 27 x 27 matrices need 8 sweeps
 
@@ -76,7 +76,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
 
     The patches are parts of the normalized images, with the size of the layer's filters. Each
     filter is a principal axis of the patches, divided by the standard deviation along this axis.
-    Axes with large deviations come first. If there are more filters than axes, the remaining
+    Axes with larger deviations come first. If there are more filters than axes, the remaining
     filters are the negatives of the first filters, for a ReLU that follows the layer. If the layer
     has a bias, the bias subtracts the mean patch.
 
@@ -92,13 +92,13 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
         The training images. The patches come from 4,096 random images, which the seed of the
         network determines. If there are fewer images, the patches come from all images.
     world : World, optional
-        The ranks that share the work. By default only this rank.
+        The ranks that share the work. The default is only this rank.
 
     Raises
     ------
     UserError
-        On all ranks, if a layer does not read the images, if the datastore has no images or images
-        of another shape than the network, or if an image cannot be read.
+        On all ranks, if a layer does not read the images, if the datastore is empty, if its images
+        have other channels than the network or are too small, or if an image cannot be read.
 
     Notes
     -----

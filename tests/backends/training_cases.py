@@ -71,7 +71,7 @@ def dice_losses(classes, pixels, label, large):
     def gradient(backend, a):
         _, slopes = backend.dice(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])
         d = backend.dice_dp(a["p"], a["labels"], slopes, 0.37, a["counts"])
-        return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # the reference has float64
+        return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # reference: float64
 
     weights = np.linspace(0.5, 2, classes)
     for name, rule in {
@@ -99,7 +99,7 @@ SCORES += [(2, (3, 87))]  # an image is split into two leaves of different sizes
 def losses(classes, pixels):
     label = f"{classes} classes" + (f", {pixels}" if pixels else "")
     scores = Draw("lanes", (classes, *pixels), -8, 8)
-    large = {"numbers_only": pixels == (3, 87)}  # option of cases of functions without sums
+    large = {"numbers_only": pixels == (3, 87)}  # for cases of functions without sums
     labelled = {"logits": scores, "labels": labels(classes, *pixels)}
     yield Case("softmax", label, {"logits": scores}, 1e-14, True, **large)
     yield Case(

@@ -36,7 +36,7 @@ def single(pictures, tmp_path_factory):
     [
         (2, [], {}),
         pytest.param(3, [], {}, marks=SLOW),
-        # one GPU per rank and a CUDA-aware MPI; sums above the limit go through host memory
+        # one GPU per rank and a CUDA-aware MPI; larger sums than the limit go through host memory
         pytest.param(2, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000"}, marks=SLOW),
         pytest.param(3, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000000"}, marks=SLOW),
         pytest.param(2, ["--graphs", "off"], {}, marks=SLOW),
@@ -102,7 +102,7 @@ def test_options_that_decide_during_the_training(pictures, tmp_path):
 def test_targets(kind, network, loss, resident, pairs, tmp_path):
     """Training on images with targets gives the same bytes on 1 and 3 ranks.
 
-    The mini-batches have 50 and 31 images. Two of three ranks have none of the 9 test images.
+    The mini-batches have 50 and 31 images. Of three ranks, two have none of the 9 test images.
     """
     words = ["--loss", loss, "--epochs", 2, "--validation-data", "test"]
     for ranks in (1, 3):
@@ -113,7 +113,7 @@ def test_targets(kind, network, loss, resident, pairs, tmp_path):
 
 @pytest.mark.slow("gpu")
 def test_predict(single, pictures, tmp_path):
-    """Ranks that share a GPU must write the same scores and activations."""
+    """Ranks that share a GPU must write the same scores and activations as a single rank."""
     files = {}
     for ranks in (1, 2):
         words = ["predict", "--device", "gpu", "--model", single / "model.h5", "--data", pictures]
@@ -125,7 +125,7 @@ def test_predict(single, pictures, tmp_path):
 
 
 def write_sweep(path, data, **tables):
-    """Write the file of a sweep on GPUs, and return its path."""
+    """Write a sweep file for GPUs, and return its path."""
     train = {"device": "gpu", "batch_size": 50, "threads": 1, "epochs": 1, "timeout": 30}
     train |= {"network": NETWORK, "data": str(data)}
     path.write_text(tomli_w.dumps({"train": train, **tables}))

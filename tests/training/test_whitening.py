@@ -1,4 +1,4 @@
-"""Test whitening filters: comparison with NumPy, any number of ranks, and filters that are kept."""
+"""Test whitening filters: agreement with NumPy and between ranks, and which filters are kept."""
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def test_crops_few_images_and_constant_images(world):
 
 
 class Unshared:
-    """A faulty world, in which each rank gets its own value instead of the sum over ranks."""
+    """A faulty world: each rank gets its own value instead of the sum over the ranks."""
 
     def __init__(self, world):
         self.rank, self.size, self.raise_if_any = world.rank, world.size, world.raise_if_any
@@ -112,7 +112,7 @@ class Unshared:
 def test_one_result_on_any_number_of_ranks(world, count, monkeypatch):
     """The filters have the same bytes, even if ranks have no images and chunks differ in scale.
 
-    A chunk has 16 images. The negative control uses ranks that do not add up their sums.
+    A chunk has 16 images. In the negative control, ranks do not add up their sums.
     """
     monkeypatch.setattr(whitening, "CHUNK", 16)
     monkeypatch.setattr(whitening, "POSITIONS", 100)

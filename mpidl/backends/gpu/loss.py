@@ -219,7 +219,7 @@ def _apart(y, target):
 
 
 def _pixel_by_pixel(value):
-    """Return (channels, pixels) of images, or (elements, 1) of values with one possible order."""
+    """Return (channels, pixels), or (elements, 1) if pixel order and feature order are the same."""
     if not _by_image(value):
         raise ValueError(f"errors: expected values stored image by image, got {value}")
     elements, channels = math.prod(value.dims[1:-1]), value.dims[1]

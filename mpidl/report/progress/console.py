@@ -58,7 +58,7 @@ class Console:
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs, self.iterations, self.completed, self.has_validation = 0, 0.0, 0, False
         self.metrics: tuple[str, ...] = ()
-        self.depth = 0  # number of nested `with` blocks; the end of the outermost removes the bar
+        self.depth = 0  # number of nested `with` blocks; at 0, the bar is removed
         self.first_epoch = 1
         self.is_started = False  # whether the run has started and not finished
         self.stages: list[Stage] = []  # the current stage is last

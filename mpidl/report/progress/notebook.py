@@ -1,7 +1,7 @@
 """Show a run in a notebook while it trains: rank 0 writes records, and the notebook draws them.
 
-`dl.launch` calls `record_in` on rank 0. Each training then writes a file of JSON lines to the
-folder of the launch, which the launching process reads.
+`dl.launch` calls `record_in` on rank 0. Each training run then writes a file of JSON lines to the
+folder of the launch. The launching process reads these files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _folder: str | None = None
 
 
 def record_in(folder: str) -> None:
-    """Let each following training of this process write its progress to a folder."""
+    """Make the next training runs of this process write their progress to a folder."""
     global _folder
     _folder = folder
 
 
 def recorder() -> Recorder | None:
-    """Return the recorder of a new training, or None if `record_in` has not been called."""
+    """Return the recorder of a new training run, or None if `record_in` has not been called."""
     if _folder is None:
         return None
     count = sum(name.startswith(PREFIX) for name in os.listdir(_folder))
@@ -41,7 +41,7 @@ def recorder() -> Recorder | None:
 
 
 class Recorder:
-    """Writes the progress of a training to a file of JSON lines."""
+    """Writes the progress of a training run to a file of JSON lines."""
 
     def __init__(self, path: str) -> None:
         self.file, self.flush_time = open(path, "w"), 0.0
@@ -61,7 +61,7 @@ class Recorder:
 
 
 class Run:
-    """The progress of one training, as read from its file."""
+    """The progress of one training run, as read from its file."""
 
     def __init__(self, path: str) -> None:
         self.file, self.partial = open(path), ""
@@ -166,7 +166,7 @@ class Run:
 
 
 class LiveDisplay:
-    """Shows the trainings of a launch in the output of a notebook cell.
+    """Shows the training runs of a launch in the output of a notebook cell.
 
     Parameters
     ----------

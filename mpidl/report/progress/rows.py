@@ -166,7 +166,7 @@ class Table:
             del self.columns[optional.pop(0)]
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
-        """Return the lines of a row, given as {column: text}. The header precedes it if due."""
+        """Return the lines of a row, given as {column: text}, after the header if it is due."""
         header = [] if self.rows % HEADER_ROWS else self._header()
         self.rows += 1
         names = [name for name in self.metrics_below if VALIDATION + name in cells]

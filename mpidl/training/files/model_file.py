@@ -128,7 +128,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
         raise Torn("it is missing") from error
     except IsADirectoryError as error:
         raise Torn("it is a folder, not a file") from error
-    except Exception as error:  # damaged bytes make h5py raise many types
+    except Exception as error:  # damaged bytes make h5py raise many types of exceptions
         reason = str(error).split("\n")[0] or type(error).__name__
         raise Torn(f"it cannot be read: {reason}") from error
     groups = ((table, arrays.items()) for table, arrays in tables.items())
@@ -282,10 +282,10 @@ def save_model(
     net : Network
         The network.
     classes : iterable of str, optional
-        One class name for each output of the network, or [] if the network predicts numbers. By
-        default `net.classes`, which `dl.train` sets.
+        One class name for each output of the network, or [] if the network predicts numbers. The
+        default is `net.classes`, which `dl.train` sets.
     normalization : str, optional
-        Name of the normalization to record if `net.normalization` is None. By default
+        Name of the normalization to record if `net.normalization` is None. The default is
         "rescale-zero-one".
 
     Raises

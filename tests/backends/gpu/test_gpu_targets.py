@@ -104,7 +104,7 @@ class ReadProgram:
 
 
 def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size=24, **options):
-    """Check that a program reads the same mini-batches as the CPU; return the DeviceQueue."""
+    """Check that a program reads the same mini-batches as the CPU. Return the DeviceQueue."""
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     queue = device_queue.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **options)
     host = dl.MinibatchQueue(store, size, 3, **options)
@@ -149,7 +149,7 @@ def test_images_with_neither_labels_nor_targets(world, monkeypatch):
 def test_images_and_labels_of_a_function_are_staged(world, function, ranges, monkeypatch):
     options = queue_options(ranges, "none" if ranges else "zscore", paired(40))
     if function is add_noise:
-        options.pop("normalization")  # it is for the channels of the original images
+        options.pop("normalization")  # computed for the original channels
     assert_same_batches(paired(60), world, monkeypatch, function=function, **options)
 
 

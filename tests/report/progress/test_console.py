@@ -17,7 +17,7 @@ from mpidl.report.progress.bar import Field, compose
 
 
 def report_run(run_console, validation=None):
-    """Call a console like a run of 2 epochs with 3 iterations each."""
+    """Call a console's methods as a run of 2 epochs with 3 iterations each does."""
     with run_console as c:
         c.header(network="digits", test_data="1000 images")
         c.start(2, 6)
@@ -43,7 +43,7 @@ def without_escapes(stream):
 
 
 def screen_lines(stream):
-    """Return all contents of a terminal's lines, in order, without trailing spaces."""
+    """Return all texts that a terminal's lines have had, in order, without surrounding spaces."""
     return [line.strip() for line in re.split(r"[\r\n]+", without_escapes(stream)) if line.strip()]
 
 
@@ -319,7 +319,7 @@ def test_a_bar_on_a_terminal(at_once):
 def test_the_bar_names_what_follows_the_last_iteration(at_once):
     stream = io.StringIO()
     with Console(0, stream=stream, width=80) as c:
-        with c:  # like the trainer, after which the command keeps the bar
+        with c:  # as the trainer does; afterwards, the command keeps the bar
             c.start(1, 3, 0, 1)
             wait_until(lambda: "first iteration" in without_escapes(stream))
             c.iteration(1, 3, 0.25, 100.0)
@@ -342,7 +342,7 @@ def test_a_stage_before_the_run_has_a_line_without_a_bar(at_once):
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_output_of_others_keeps_its_stream(stream, capsys, at_once):
-    """A bar on stderr does not capture a command's output to a file or a pipe."""
+    """A bar on stderr does not capture the output of a command to a file or a pipe."""
     with Console(0, stream=getattr(sys, stream), width=80) as c:
         c.start(1, 3)
         print("a result")

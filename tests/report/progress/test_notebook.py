@@ -39,7 +39,7 @@ def displays(monkeypatch):
 
 @pytest.fixture
 def recorded(monkeypatch, tmp_path):
-    """Let trainings of this test record their progress in a folder, and return the folder."""
+    """Make this test's trainings record their progress in a folder. Return the folder."""
     monkeypatch.setattr(notebook, "_folder", str(tmp_path))
     return tmp_path
 
@@ -77,7 +77,7 @@ def test_each_training_has_a_display(recorded, displays, world):
         display.draw_time = 0.0
         display.update()
     assert len(displays) == 2
-    display.update()  # too soon
+    display.update()  # too soon after the last update
     display.update(is_last=True)  # no more changes
     assert [len(updates) for _, updates in displays] == [1, 1]
 
