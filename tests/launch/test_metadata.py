@@ -11,12 +11,12 @@ import pytest
 
 pytestmark = pytest.mark.slow("jobs")
 
-# A shell command with which strace writes the calls of each rank to a separate file.
+# A shell command that runs strace and writes the calls of each rank to a separate file.
 TRACE = """
 exec strace -f -y -qq -e trace=%file,getdents64 -o "$0-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" "$@"
 """
 CALL = re.compile(r'\d+ +(\w+)\((?:AT_FDCWD\S*, )?(?:(\d+)<([^>]*)>|"([^"]*)")(.*)')
-MOST_CALLS = 3000  # largest number of calls of a rank in one iteration, without calls on images
+MOST_CALLS = 3000  # largest number of calls that a rank may make in one iteration, except on images
 
 
 @pytest.fixture(scope="module")
