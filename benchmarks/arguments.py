@@ -33,7 +33,7 @@ BENCHMARKS = {
     "timeline": "the cost of recording a timeline, and how much of a step its spans cover",
     "monitor": "epochs with the live page open, against epochs without it",
     "logging": "the cost of metrics, event files for TensorBoard and the monitor",
-    "saves": "the cost of writing checkpoints and plots during a training",
+    "saves": "the cost of writing checkpoints and plots during a training run",
     "large_batch": "the accuracy at several batch sizes, for the same images",
     "time_to_accuracy": "the time to reach an accuracy, against PyTorch with the same recipe",
     "memory": "whether the memory of a rank stays the same in a long training",

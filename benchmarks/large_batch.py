@@ -1,6 +1,6 @@
 """`python -m benchmarks large_batch`: measure the accuracy at several batch sizes.
 
-All trainings see the same images for the same number of epochs. The batch size determines the
+All runs see the same images for the same number of epochs. The batch size determines the
 options in `SETTINGS`, which docs/large-batches.md explains. The rest is always the same: the digits
 network, its initial weights, and a cosine schedule.
 """

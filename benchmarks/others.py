@@ -18,7 +18,7 @@ from mpidl.training.options import configuration
 
 
 def main(argv=None):
-    """Answer the questions of the benchmark (see `turns`) until it closes the connection.
+    """Serve the requests of the benchmark (see `turns`) until it closes the connection.
 
     `argv` holds the task, as JSON, and the address of the socket.
     """

@@ -19,11 +19,11 @@ from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 
-WARM_UP = 4  # steps of a training that are not timed; the first two are recorded and checked
+WARM_UP = 4  # untimed steps; the first step is recorded, and the second checks the recording
 
 
 def main(argv=None):
-    """Answer the questions of the benchmark (see `turns`) until it closes the connection.
+    """Serve the requests of the benchmark (see `turns`) until it closes the connection.
 
     `argv` holds the task, as JSON, and the address of the socket.
     """
@@ -56,7 +56,7 @@ def main(argv=None):
         return turns.timed_steps(step, count, world.barrier)
 
     def training(count):
-        """Return the seconds of the last `count` steps of a training."""
+        """Return the seconds of each of the last `count` steps of a training run."""
         return training_step_seconds(job, world, images, labels, count)
 
     turns.serve(address, world.rank, describe, losses, memory, steps, training)
@@ -64,7 +64,7 @@ def main(argv=None):
 
 
 def training_step_seconds(job, world, images, labels, count):
-    """Run `dl.train` on copies of a mini-batch; return the seconds of its last steps."""
+    """Run `dl.train` on copies of a mini-batch; return the seconds of each timed step."""
     times = []
 
     class Clock:
@@ -109,7 +109,7 @@ def side(
     threads : int or None
         Threads of each rank. None means the option --threads.
     plain : bool
-        Whether MPI_Allreduce computes the sums instead of the fold.
+        Whether to compute the sums with MPI_Allreduce instead of the fold.
     variables : dict or None
         Environment variables to add.
     """

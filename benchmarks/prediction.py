@@ -1,7 +1,8 @@
 """Define a prediction pass over a mini-batch in memory for each library.
 
-The images are an array (N, C, H, W), and the result is an array of scores (N, K) before softmax. A
-library that keeps images in another layout therefore also converts them.
+The images are an array (N, C, H, W), and the result is an array of scores (N, K) before softmax.
+The time of a pass includes all conversions between these arrays and the library's own layout. Only
+PyTorch's variants "channels_last" convert the images in advance.
 """
 
 import tempfile
@@ -31,7 +32,10 @@ def serve(
     labels: np.ndarray,
     *actions: Callable,
 ) -> None:
-    """Answer a Side's questions with predictions as steps, or with `actions`; see `turns.serve`."""
+    """Serve the requests of a `turns.Side`: each step is one prediction.
+
+    `actions` handle further requests; see `turns.serve`.
+    """
 
     def losses(count):
         return [mean_loss(scores(), labels)]

@@ -1,6 +1,6 @@
-"""`python -m benchmarks saves`: measure the cost of checkpoints and plots in a training.
+"""`python -m benchmarks saves`: measure the cost of checkpoints and plots in a run.
 
-One training consists of turns, which are runs of consecutive steps. In every second turn, a
+One training run consists of turns, which are sequences of steps. In every second turn, a
 checkpoint and progress.png are written, as at the end of an epoch. A turn ends when its files are
 written, so it contains the whole cost of the files: the time that the ranks wait, and the processor
 time of the writing process. The cost is the difference between neighbouring turns. Under mpirun,

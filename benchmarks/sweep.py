@@ -31,7 +31,7 @@ def main(options: argparse.Namespace) -> dict:
     Raises
     ------
     Fault
-        If a training fails, or if the sides give different weights.
+        If a training run fails, or if the sides give different weights.
     """
     machine.refuse_launcher("sweep")
     print(

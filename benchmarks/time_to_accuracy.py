@@ -27,7 +27,7 @@ from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 
-PATIENCE = 3600.0  # maximum duration of a training in seconds
+PATIENCE = 3600.0  # maximum duration of a training run in seconds
 QUIET: dict[str, Any] = {"plots": "none", "verbose": "off", "verbose_every": 0}
 TASK = ("network", "data", "epochs", "threads", "accuracy", "seed")
 
@@ -73,7 +73,7 @@ def _side(name, module, options, cores, folder):
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Describe the result of a training in words."""
+    """Describe the result of a training run in words."""
     curve = ", ".join(f"{accuracy:.4f}" for accuracy in result["accuracies"])
     time_text = "not reached" if result["seconds"] is None else f"{result['seconds']:.1f} s"
     return f"{time_text}; {result['images_per_second']:.0f} images/s; accuracies {curve}"
@@ -85,7 +85,7 @@ def summarize(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     Raises
     ------
     Fault
-        If a training has not reached the accuracy.
+        If a training run has not reached the accuracy.
     """
     times = {name: [result["seconds"] for result in side] for name, side in results.items()}
     if any(seconds is None for side in times.values() for seconds in side):
@@ -160,7 +160,7 @@ class Clock:
 
 
 def serve_ours(job: argparse.Namespace, address: str) -> int:
-    """Answer the questions of the benchmark until it ends (see `turns`); return the exit code."""
+    """Serve the requests of the benchmark until it ends (see `turns`); return the exit code."""
     world = World()
     images, test = open_images(job.data)
 

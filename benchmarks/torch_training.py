@@ -193,7 +193,7 @@ class Model:
 
 
 def main() -> None:
-    """Answer the questions of the benchmark (see `turns`) until it closes the connection."""
+    """Serve the requests of the benchmark (see `turns`) until it closes the connection."""
     job, address = subject.join(None, 0)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(job.threads)
@@ -222,7 +222,7 @@ def main() -> None:
         return {"versions": {"torch": torch.__version__}, "arithmetic": arithmetic}
 
     def variants(names):
-        """Time some steps of each variant, and keep the fastest variant for the trainings."""
+        """Time some steps of each variant, and keep the fastest variant for the training runs."""
         nonlocal fastest
         seconds, failed = {}, {}
         net, size = network(job.seed), options.batch_size

@@ -114,7 +114,7 @@ def accuracies(net, images, test, options, rate, seed, world):
 
 
 def check_end(result):
-    """Raise UserError if a signal ended a training early."""
+    """Raise UserError if a signal ended a training run early."""
     if result.stopped:
         raise UserError(f"{result.stopped}: stopped")
 

@@ -2,8 +2,8 @@
 
 Sides can be compared only if they run within the same minutes on the same cores, and if waiting
 sides do not disturb the running side. Each side is therefore a group of processes that sleep in a
-read from a socket until they get a question. During this read, neither MPI nor OpenMP threads spin.
-Messages are lines of JSON.
+read from a socket until they receive a request. During this read, neither MPI nor OpenMP threads
+spin. Messages are lines of JSON.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Lost(Exception):
 
 
 class Side:
-    """A group of processes that answer questions. `close` ends the processes.
+    """A group of processes that serve requests. `close` ends the processes.
 
     Parameters
     ----------
@@ -173,9 +173,9 @@ def last_message(output: str) -> str:
 
 
 def serve(address: str, rank: int, *actions: Callable) -> None:
-    """Answer the questions of a Side until it closes the connection.
+    """Serve the requests of a `Side` until it closes the connection.
 
-    A process of the Side calls this function. Each question names one of `actions`.
+    A process of the `Side` calls this function. Each request names one of `actions`.
     """
     functions = {action.__name__: action for action in actions}
     with socket.socket(socket.AF_UNIX) as connection:

@@ -58,7 +58,7 @@ def _settings_are_restored():
 
 @pytest.fixture
 def without_plots(monkeypatch):
-    """Do not draw progress.png, because drawing takes longer than most tests' trainings."""
+    """Do not draw progress.png, because drawing takes longer than most tests' training runs."""
     monkeypatch.setattr(plots, "progress", lambda *paths: False)
 
 
@@ -74,7 +74,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow(part): a cross-check that --slow PART selects")
     config.addinivalue_line("markers", "slow_on_ranks: under mpirun, slow(ranks)")
-    config.addinivalue_line("markers", "timeout(seconds): time limit of one test, see limits.py")
+    config.addinivalue_line("markers", "timeout(seconds): time limit for one test, see limits.py")
     if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
         raise pytest.UsageError(
             f"mpirun started {LAUNCHED_RANKS} ranks, {MPI.get_vendor()[0]} counts {SIZE}: "

@@ -71,7 +71,7 @@ def settled(value, expected) -> bool:
 
 
 class Alarm:
-    """The time limit of tests in a single process: a late test fails, and the next test runs."""
+    """The time limit for tests in a single process: a late test fails, and the next test runs."""
 
     def __init__(self):
         self.stderr = os.dup(2)  # before pytest captures it
@@ -109,7 +109,7 @@ class Alarm:
 
 
 class Watch:
-    """The time limit of tests under mpirun, if all ranks are on this host.
+    """The time limit for tests under mpirun, if all ranks are on this host.
 
     Each rank writes the number of its current test to a table in memory shared by all ranks. The
     first rank whose limit expires names the test that the other ranks wait for, lets every rank

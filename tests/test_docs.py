@@ -1,7 +1,7 @@
 """Test that the documents are correct: Python blocks run; commands, options, names and links exist.
 
 The Python blocks of a document share a namespace. A small data set replaces the digits, `photos` is
-a small folder of images, and trainings of more than MOST_EPOCHS epochs end after one iteration.
+a small folder of images, and runs of more than MOST_EPOCHS epochs end after one iteration.
 """
 
 import dataclasses

@@ -86,7 +86,7 @@ def test_notebooks_run(path, monkeypatch):
     ]
 
 
-# Parts of a training's output that differ between runs.
+# Parts of a training run's output that differ between runs.
 TIMES = re.compile(r"(Images/s: )\d+|(Elapsed: |time: )[\d:]+")
 
 

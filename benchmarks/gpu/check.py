@@ -113,7 +113,7 @@ def _arguments(argv):
     parser.text(
         "--stages", "NAME,NAME,...", "run only these stages (all)", default=NAMES, type=_stages
     )
-    text = "time limit of all stages in seconds (%(default)s)"
+    text = "time limit for all stages in seconds (%(default)s)"
     parser.text("--limit", "SECONDS", text, default=LIMIT, type=count("--limit"))
     return parser.parse(argv)
 

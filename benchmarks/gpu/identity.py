@@ -20,14 +20,14 @@ ITERATIONS, STOP = 90, 40
 
 
 def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIONS, stop=STOP):
-    """Run trainings and compare their weights and losses.
+    """Train repeatedly, and compare the weights and losses.
 
     Parameters
     ----------
     report : Report
         Receives the checks.
     start : callable
-        `start(name, ranks, options, out=None, resume=False)` runs a training and returns
+        `start(name, ranks, options, out=None, resume=False)` trains and returns
         {"losses", "sha256"}, or raises UserError.
     ranks : tuple of int
         Numbers of ranks to compare with 1 rank.
@@ -96,7 +96,7 @@ class Starter:
     data : str
         File for `training.digits`.
     left : callable
-        Returns the time limit of the next run in seconds.
+        Returns the time limit for the next run in seconds.
     """
 
     def __init__(self, folder, data, left):

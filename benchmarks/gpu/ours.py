@@ -20,7 +20,7 @@ DELAY_BYTES = 1 << 28  # bytes copied before a step, while the step's kernels qu
 
 
 def main(argv=None):
-    """Answer the questions of the benchmark at the address in `argv`; see `turns`."""
+    """Serve the requests of the benchmark at the address in `argv`; see `turns`."""
     (address,) = sys.argv[1:] if argv is None else argv
     world, steps = World(threads=None), {}
     world.use_device("gpu")

@@ -2,7 +2,7 @@
 
 FOLDER/NAME.json holds the results, even if the stage is stopped early. `python -m
 benchmarks.gpu.stage small` is the program for compute-sanitizer: it runs all ops on a few images
-and a short training.
+and a short training run.
 """
 
 import importlib.util

@@ -24,7 +24,7 @@ PRODUCT_SIZE = 8192  # size of square matrices; their product keeps the tensor c
 
 
 def main(argv=None):
-    """Answer the questions of the benchmark at the address in `argv`; see `turns`."""
+    """Serve the requests of the benchmark at the address in `argv`; see `turns`."""
     (address,) = sys.argv[1:] if argv is None else argv
     steps = {}
 

@@ -1,6 +1,6 @@
 """Train on the GPU, compare the losses with the CPU's, and compare weights byte for byte.
 
-`python -m benchmarks.gpu.training TASK` runs one training, on any number of ranks. TASK is a JSON
+`python -m benchmarks.gpu.training TASK` trains once, on any number of ranks. TASK is a JSON
 object (see `main`).
 """
 

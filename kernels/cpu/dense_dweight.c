@@ -3,7 +3,7 @@
  *
  * A leaf of the gradient is as large as the weights, so leaves are never written to memory.
  * Instead, a small tile of the weights is processed at a time: the leaves of all blocks are
- * computed one after the other and folded in registers and caches. Only this rank's nodes are
+ * computed one after another and folded in registers and caches. Only this rank's nodes are
  * written to memory. */
 #include "dense.h"
 #include "mpidl.h"

@@ -45,7 +45,7 @@ int counter_slots(int64_t blocks);
 struct leaves {
     const struct tree *tree;
     int64_t size;
-    float *nodes; /* the result: the nodes of this rank, one after the other */
+    float *nodes; /* the result: the nodes of this rank, one after another */
     int64_t node_count;
     float *room; /* for values that do not fit into `nodes` */
     int slots;

@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
 // nodes (ranges, outputs, features): dy^T x for each range of blocks, where a leaf is a block of 16
 // images. blockIdx.z is the number of the range.
 //
-// Leaves are folded one after the other. If bit l of i is set, level l holds the node of 2^l leaves
+// Leaves are folded one after another. If bit l of i is set, level l holds the node of 2^l leaves
 // that leaf i must be combined with. Leaf i is added to the nodes of the levels below its first 0
 // bit, and the sum is stored at that level. The last leaf is added to all levels that hold a node.
 // So LEVELS registers per element are enough for 2^LEVELS leaves. If `plain`, all leaves are added

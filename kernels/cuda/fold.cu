@@ -90,7 +90,8 @@ __device__ __forceinline__ typename M::Value folded(const E* x, long long first,
   return value;
 }
 
-// Returns the fold of at most 4 rows, without a counter, because code to merge moments is large.
+// Returns the fold of at most 4 rows. Unlike `folded`, this function inlines `combined` only three
+// times, because the code that merges moments is large.
 template <class M, class E>
 __device__ __forceinline__ typename M::Value folded_few(const E* x, long long first, int n,
                                                         int column, int width) {
@@ -157,9 +158,10 @@ fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
   fold_node<2, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
 }
 
-// Computes the root of a tree from its nodes, which are the rows of `values` in order. order[row] =
-// (first leaf, level), where a node of level l has at most 2^l leaves. Each thread processes one
-// column.
+// Computes the root of a tree from nodes that together contain each leaf once. The rows of `values`
+// are the values of these nodes, from left to right. For the node of row i, order[2 * i] is the
+// first leaf, and order[2 * i + 1] is the level l. The node has 2^l leaves, or fewer if it is the
+// last node. Each thread processes one column.
 template <class M, class E>
 __device__ __forceinline__ void combine_nodes(const E* values, const int* order, E* root, int rows,
                                               int width) {

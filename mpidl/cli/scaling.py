@@ -92,7 +92,7 @@ def _parser(quiet):
     parser.text(
         "--ranks",
         "N,N,...",
-        "Numbers of ranks on which to train, one after the other; default: 1, 2, 4, ... up to the "
+        "Numbers of ranks on which to train, one after another; default: 1, 2, 4, ... up to the "
         "number of cores, or none with --predict",
         type=rank_counts,
     )

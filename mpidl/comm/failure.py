@@ -1,4 +1,4 @@
-"""End a job on all ranks after an uncaught exception or a signal, or if its launcher is wrong."""
+"""End all ranks of a job together after exceptions and signals, and check the job's launcher."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def refuse_foreign_launcher(size: int, library: str) -> None:
         library = library.split(",")[0].splitlines()[0].strip()
         expected = f"the launcher of {library}, such as "
         expected += os.path.join(os.path.dirname(sys.executable), "mpirun")
-        if variable == "SLURM_STEP_NUM_TASKS" and launched_rank() == 0:  # the rank that prints
+        if variable == "SLURM_STEP_NUM_TASKS" and launched_rank() == 0:  # only rank 0 prints
             expected = srun.advice(library)
         raise UserError(
             f"the launcher started {tasks} tasks ({variable}={tasks}), but MPI sees one rank: "
@@ -96,7 +96,11 @@ _transport: Transport | None = None  # transport of this process's largest world
 
 
 def abort_on_exception(transport: Transport) -> None:
-    """Install a hook that ends the job on all ranks after an uncaught exception on this rank."""
+    """End the job on all ranks after an uncaught exception on this rank.
+
+    If there are several ranks, install an exception hook and an exit function. The exit function
+    waits for the other ranks.
+    """
     global _transport
     previous_size = 0 if _transport is None else _transport.size
     if transport.size > previous_size:  # keep the transport of a larger world
@@ -108,7 +112,7 @@ def abort_on_exception(transport: Transport) -> None:
 
 
 def replace_transport(old: Transport, new: Transport) -> None:
-    """After a loss of ranks, let the hook use the transport of the remaining ranks."""
+    """After a loss of ranks, let the hook and the exit function use the new transport."""
     global _transport
     if _transport is old:
         _transport = new
@@ -141,7 +145,7 @@ def _leave_together():
         transport.activity = LEAVING
         _meet(transport, progress=Departure(transport).look)
     if transport.has_left and not ulfm.lost_ranks(transport.MPI.COMM_WORLD):
-        # After a cancelled wait or a loss of ranks, do not finalize MPI: it ends with the process.
+        # After a cancelled wait or a loss of ranks, the process ends without finalizing MPI.
         start_exit_guard(transport)
         transport.finalize()
 
@@ -151,9 +155,10 @@ def run(main: Callable[[], int]) -> None:
 
     After a UserError, the process prints one line to stderr and exits with code 2. After a Fault,
     it prints one line and exits with code 1. If all ranks raise the error, only rank 0 prints it.
-    If a single rank raises the error, that rank prints it and ends the job. A KeyboardInterrupt,
-    such as after a second SIGINT, prints one line and ends the job at once. If a rank calls
-    sys.exit with a nonzero code while other ranks continue, the job ends with this code.
+    If a single rank raises the error, that rank prints it and ends the job. After a
+    KeyboardInterrupt, for example from a second SIGINT, the process prints one line and ends the
+    job at once. If a rank calls sys.exit with a nonzero code while other ranks continue, the job
+    ends with this code.
     """
     startup.end_imports()
     try:
@@ -234,10 +239,10 @@ class Signals:
     Attributes
     ----------
     name : str or None
-        Name of the last signal that this rank received. The ranks agree on a stop between two
-        mini-batches.
+        Name of the last signal that this rank received, or of the request that `look` found. None
+        if this rank has no stop request.
     agreed : bool
-        Whether the ranks have agreed to stop.
+        Whether the ranks have agreed to stop. They decide this between two mini-batches.
     look : callable or None
         Function that checks for another kind of stop request, such as a file, and returns the name
         of the request, or None.

@@ -133,7 +133,7 @@ class RollCall:
         operation : str
             Name of the operation.
         limit : float
-            Time limit of the operation, in seconds.
+            Time limit for the operation, in seconds.
         """
         transport, own_rank = self.transport, self.transport.rank
         ranks = self._ranks_of_host(transport.hosts[own_rank])

@@ -2,7 +2,7 @@
 
 import subprocess
 
-SECONDS = 10  # time limit of `srun --mpi=list`, which only reads Slurm's files
+SECONDS = 10  # time limit for `srun --mpi=list`, which only reads Slurm's files
 # {start of the library's version string: values of --mpi that work, the best value first}
 TYPES = {"MPICH": ("pmi2", "pmix"), "Open MPI": ("pmix",), "Intel": ("pmi2",), "MVAPICH": ("pmi2",)}
 

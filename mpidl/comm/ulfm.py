@@ -36,7 +36,7 @@ def refusal(mpi: Any, size: int) -> str | None:
     Parameters
     ----------
     mpi : module
-        `mpi4py.MPI`, or its substitute.
+        `mpi4py.MPI`, or its substitute for one rank (`comm.serial`).
     size : int
         Number of ranks.
 
@@ -112,7 +112,8 @@ def lost_ranks(comm: MPI.Comm) -> list[int]:
 def raise_if_lost(mpi: Any, comm: MPI.Comm) -> None:
     """Raise an MPI error if this rank knows that a rank of a communicator has ended.
 
-    A wait in shared memory must call this function, because it sends no message that would fail.
+    Code that waits on shared memory must call this function, because such a wait sends no message
+    that could fail.
 
     Parameters
     ----------

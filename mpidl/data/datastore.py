@@ -117,7 +117,7 @@ class Datastore:
         Returns
         -------
         ndarray or None
-            Sizes (n,), int64. None if the images of this set are not unchanged image files.
+            Sizes (n,), int64. None unless every image of this set is an unmodified image file.
         """
         return None
 
@@ -137,7 +137,7 @@ class Datastore:
         raise TypeError(f"{type(self).__name__} has no image files")
 
     def name(self, i: int) -> str:
-        """Return the name of image i for tables: its path, or "image 17".
+        """Return the name that tables show for image i: its path, or a text such as "image 17".
 
         Parameters
         ----------
@@ -364,8 +364,9 @@ class Datastore:
 class Derived(Datastore):
     """Base class of sets derived from a parent set.
 
-    The shapes, types, labels and classes are copied from the parent. Methods that a subclass does
-    not override are forwarded to the parent.
+    The shapes, types, labels and classes are copied from the parent. The methods of this class
+    call the parent's methods unless a subclass overrides them. `encoded_sizes` and `read_encoded`
+    are not forwarded, because the images may differ from the parent's image files.
     """
 
     def __init__(self, parent: Datastore):

@@ -1,4 +1,4 @@
-"""Divide mini-batches into parts, which a training step computes one after the other.
+"""Divide mini-batches into parts, which a training step computes one after another.
 
 A block holds 16 images. A part consists of 2**k consecutive blocks, which form a node of the
 mini-batch's reduction tree. Folding the sums of the parts therefore gives the same bytes as folding
@@ -19,7 +19,7 @@ from mpidl.blocks import LANES, Batch, Blocked, Ranks, blocks_of, share
 
 @dataclass(frozen=True, eq=False)
 class PartedBatch:
-    """A mini-batch whose parts are divided among the ranks one by one.
+    """A mini-batch in parts. Each part is divided among all ranks.
 
     A `Blocked` value with this batch holds this rank's blocks of the first part, followed by its
     blocks of the second part, and so on.
@@ -91,7 +91,7 @@ def share_parts(
     indices : ndarray
         Sample numbers of all images of the mini-batch, (count,).
     **options
-        Further arguments of `blocks.share`.
+        Further arguments of `mpidl.blocks.share`.
 
     Returns
     -------

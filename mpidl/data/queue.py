@@ -109,7 +109,7 @@ class MinibatchQueue:
     ----------
     parts : int
         Maximum number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
-        `parts.PartedBatch`, and training steps compute its parts one after the other.
+        `parts.PartedBatch`, and training steps compute its parts one after another.
 
     Raises
     ------

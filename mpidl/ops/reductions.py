@@ -54,7 +54,10 @@ def _entry_sum(x, *, axes, keepdims, divisor):
 
 @op(blocks=True)
 def multiply_partial(x: Partial, factor: Array | float) -> WithVjp[Partial]:
-    """Multiply a Partial by a scalar that is the same on all ranks and may be differentiated."""
+    """Multiply a Partial by a scalar that is the same on all ranks.
+
+    Only a Partial of a single number can be differentiated with respect to the scalar.
+    """
     value = float(np.asarray(factor))
 
     def vjp(dy, needs):
@@ -75,7 +78,7 @@ def sum(x: Blocked, axis: Literal[0] = 0, *, keepdims: bool = False) -> Partial:
 @overload
 def sum(x: Blocked, axis: Axes, *, keepdims: bool = False) -> Partial | Blocked: ...
 def sum(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial | Blocked | Var:
-    """Return the sum over axes. Axis 0 counts the images of the global mini-batch.
+    """Return the sum over axes. Axis 0 runs over the images of the global mini-batch.
 
     Parameters
     ----------
@@ -83,9 +86,9 @@ def sum(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial 
         One element per image, (N,), or one array per image, (N, ...).
     axis
         The axis or axes to sum over; negative numbers count from the last axis. The default is the
-        axis of images.
+        image axis.
     keepdims
-        Whether the summed axes stay, with size 1. The axis of images cannot stay.
+        Whether to keep the summed axes with size 1. The image axis cannot be kept.
 
     Returns
     -------
@@ -111,7 +114,7 @@ def mean(x: Blocked, axis: Literal[0] = 0, *, keepdims: bool = False) -> Partial
 @overload
 def mean(x: Blocked, axis: Axes, *, keepdims: bool = False) -> Partial | Blocked: ...
 def mean(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial | Blocked | Var:
-    """Return the mean over axes. Axis 0 counts the images of the global mini-batch.
+    """Return the mean over axes. Axis 0 runs over the images of the global mini-batch.
 
     A mean over images includes the images of all ranks. `mean` raises the same errors as `sum`.
 
@@ -122,7 +125,7 @@ def mean(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial
     axis
         The axis or axes to average over, as in `sum`.
     keepdims
-        Whether the averaged axes stay, with size 1. The axis of images cannot stay.
+        Whether to keep the averaged axes with size 1. The image axis cannot be kept.
 
     Returns
     -------

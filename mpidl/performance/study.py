@@ -1,4 +1,4 @@
-"""Train on several numbers of ranks, one after the other, and read the results."""
+"""Train on several numbers of ranks, one after another, and read the results."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def restart_test(
     console : Console
         The console of the run.
     signals : Signals
-        The stop requests of this rank. The ranks must agree on a stop again.
+        The stop requests of this rank. The function resets `agreed`, so the remaining ranks must
+        agree on a stop again.
     lock : RunLock
         The lock of the run's folder.
     result : Result
@@ -95,7 +96,7 @@ class IterationStart:
         self.is_kept = world.outlives_ranks
         self.losses, self._losses_before = 0, len(world.lost_ranks)
         self._is_reached = self.is_kept  # whether the trainer is at the start of an iteration
-        self._number = self._kept_number = 0  # number of starts; rollbacks do not decrease it
+        self._number = self._kept_number = 0  # number of starts; `Rollback` does not decrease it
         self._time = self._kept_time = time.monotonic()
         self._arrays: dict[str, dict[str, np.ndarray]] = {}
         self._facts: dict[str, Any] = {}

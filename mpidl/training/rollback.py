@@ -25,8 +25,8 @@ class Rollback:
 
     A state is kept at the start, after each epoch and every `checkpoint_every` iterations. A killed
     run resumes from a checkpoint of one of these states, so it rolls back to the same states as an
-    uninterrupted run. A checkpoint written at another iteration, such as after a signal, also
-    stores the kept state.
+    uninterrupted run. A checkpoint written at another iteration, for example after a signal,
+    also stores the kept state.
     """
 
     def __init__(self) -> None:

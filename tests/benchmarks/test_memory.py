@@ -1,6 +1,6 @@
 """Test how `python -m benchmarks memory` judges the growth of memory.
 
-tests/launch/test_benchmarks.py runs the command with real trainings.
+tests/launch/test_benchmarks.py runs the command and really trains.
 """
 
 import types

@@ -1,4 +1,4 @@
-"""Test that mpidl.launch restarts a training that dies. A script replaces mpirun and training."""
+"""Test that mpidl.launch restarts a run that dies. A script replaces mpirun and the training."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Test trainings that start from a weight file: their options and the conversion of images."""
+"""Test training runs that start from a weight file: their options and the conversion of images."""
 
 import hashlib
 

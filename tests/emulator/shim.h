@@ -9,7 +9,7 @@
 // - Shared memory starts as NaN (bytes 0xFF), like all memory of the emulated device.
 // - There are three schedules (order 0 forward, 1 reverse, 2 random). A warp runs as far as it can
 //   before the next warp runs, so a missing barrier changes the results.
-// - Threads that never wait run one after the other on one fiber, like a plain loop.
+// - Threads that never wait run one after another on one fiber, like a plain loop.
 #pragma once
 #define MPIDL_EMULATED
 #include <math.h>

@@ -21,7 +21,7 @@ MOST_CALLS = 3000  # largest number of calls that a rank may make in one iterati
 
 @pytest.fixture(scope="module")
 def calls(pictures, tmp_path_factory):
-    """Return the system calls of a training on 2 ranks, and the folder of the run.
+    """Return the system calls of a training run on 2 ranks, and the folder of the run.
 
     The calls are {rank: [(name, path, rest of the line)]}.
     """

@@ -71,7 +71,7 @@ def test_without_bokeh_the_option_names_the_extra(pictures, tmp_path):
 
 
 def start(ranks, pictures, out, *options):
-    """Start an endless training with --monitor; return the job and the URL of its page."""
+    """Start an endless training run with --monitor; return the job and the URL of its page."""
     words = ["--batch-size", 50, *jobs.ENDLESS, "--verbose", "off", "--monitor", *options]
     words = jobs.command("train", *words, network=jobs.SMALL, data=pictures, out=out)
     job = launcher.start(ranks, *words, env=jobs.without_plots() | {"RUN": out})

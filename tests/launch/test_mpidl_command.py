@@ -76,7 +76,7 @@ def test_a_working_directory_that_was_removed(monkeypatch):
 
 
 def words_of_a_training(script, pictures, folder, *options):
-    """Return the arguments for a training with a network file that imports another file."""
+    """Return the arguments for a training run with a network file that imports another file."""
     networks = launcher.ROOT / "tests" / "launch" / "networks.py"
     (folder / "mine.py").write_text("from beside import small\n")
     (folder / "beside.py").write_text(networks.read_text())

@@ -1,4 +1,4 @@
-"""Test that `mpidl.launch` restarts a training that dies, with the same weights at the end."""
+"""Test that `mpidl.launch` restarts a run that dies, and that the final weights are the same."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ OPTIONS = ["--batch-size", 50, "--epochs", 15, "--checkpoint-every", 2, "--timeo
 
 
 def words_of(out, data, *options, restarts=3, network=jobs.SMALL):
-    """Return the arguments for a training of 60 iterations on two ranks under mpidl.launch."""
+    """Return the arguments for a run of 60 iterations on two ranks under mpidl.launch."""
     words = jobs.command("train", *OPTIONS, *options, network=network, data=data, out=out)
     return ["-m", "mpidl.launch", "--restarts", restarts, "--", *launcher.command(2, *words)]
 

@@ -229,7 +229,7 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     text = r"SIG\w+: 2 trial\(s\) stopped with a checkpoint, 1 not trained; to continue, run the "
     assert re.fullmatch(text + "same command again", result.stdout.splitlines()[-1])
 
-    # A resumed training cannot have fewer iterations, so use the limit of the longer training.
+    # A resumed run cannot have fewer iterations, so use the limit of the longer run.
     end = max(jobs.iterations(out / f"trial-00{i}")[-1] for i in (1, 2)) + 3
     for path in out.glob("*/trial.json"):  # as if the sweep file had always had this limit
         path.unlink()

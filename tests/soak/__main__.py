@@ -6,9 +6,9 @@
     python -m tests.soak inputs --seed 1 --count 1000000 --log inputs.jsonl
     python -m tests.soak inputs --seed 1 --parser ONNX --first 4711 --count 1
 
-`kills` starts a training repeatedly, and kills, stops or interrupts its processes at random moments
-until the run ends (see kills.py). The log has a line of JSON per start, with the drawn values and
-the results. --replay reads the drawn values from a log.
+`kills` starts a training run repeatedly, and kills, stops or interrupts its processes at random
+moments until the run ends (see kills.py). The log has a line of JSON per start, with the drawn
+values and the results. --replay reads the drawn values from a log.
 
 `inputs` feeds damaged files to all parsers, or to the parser that --parser names (see inputs.py).
 The log has a line for each problem.

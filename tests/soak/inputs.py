@@ -1,10 +1,11 @@
 """Feed damaged files to every parser of mpidl.
 
-Input number i of a parser is a valid file that `mutations.hostile` has damaged with random numbers
-of the key (seed, parser, i). The parser must accept the input, or raise a UserError of one short
-line. Problems are any other exception, a signal, more than MEMORY of address space, more than
-CPU_SECONDS of work, and more than WAIT_SECONDS in total. An input with a problem is kept next to
-the log, with the traceback.
+Input number i of a parser is a valid file that `mutations.hostile` has damaged. The random numbers
+of the damage depend on the seed, the parser and i. The parser must accept the input, or raise a
+UserError with a message of one short line. Each of the following is a problem: another exception, a
+signal, more than MEMORY bytes of additional address space, more than CPU_SECONDS of CPU time, or
+more than WAIT_SECONDS of elapsed time. An input with a problem is kept next to the log, with the
+traceback.
 
 Forked processes read SHARE inputs each, so a crash ends only one of these processes. Each process
 writes the number of its current input to shared memory.
@@ -33,9 +34,9 @@ import parsers
 from mpidl.data.formats import hdf5_probe
 
 MEMORY = 600 << 20  # bytes of address space that an input may add
-HARD_MEMORY = 8 << 30  # limit of address space in bytes, which protects this machine
-CPU_SECONDS, WAIT_SECONDS = 20, 600  # limits of work and of elapsed time
-PROBE_SECONDS = 3.0  # limit of the process that checks HDF5 files before mpidl reads them
+HARD_MEMORY = 8 << 30  # limit on added address space in bytes, which protects this machine
+CPU_SECONDS, WAIT_SECONDS = 20, 600  # limits on CPU time and on elapsed time
+PROBE_SECONDS = 3.0  # limit on the process that checks HDF5 files before mpidl reads them
 SHARE, SLOW_SHARE = 8000, 1000
 STATE = struct.Struct("<qdd")  # number of the input, and time and CPU time at its start
 
@@ -57,14 +58,14 @@ def cpu_time(pid):
 
 
 class Worker:
-    """A child process that reads the inputs `first` to `last` of one parser."""
+    """A child process that reads the inputs from `first` to `last` - 1 of one parser."""
 
     def __init__(self, seed, name, first, last, folder):
         self.seed, self.name, self.first, self.last = seed, name, first, last
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.state = mmap.mmap(-1, STATE.size)
         self.problem = None
-        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # while preparing the file
+        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # no input yet
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
@@ -74,7 +75,7 @@ class Worker:
         self.state[:] = STATE.pack(number, time.monotonic(), time.process_time())
 
     def _run(self):
-        """Read the inputs and end the process, with its errors in the file `error`."""
+        """Read the inputs, write errors to the file `error`, and end the process."""
         code = 1
         try:
             sys.stderr = open(self.folder / "error", "w")

@@ -1,4 +1,4 @@
-"""Kill trainings at random moments, and resume them on other numbers of ranks.
+"""Kill training runs at random moments, and resume them on other numbers of ranks.
 
 A chain is one run. Each start has a random number of ranks and a random fault:
 
@@ -35,10 +35,10 @@ from mpidl.training.files import checkpoint, model_file
 from . import private
 from .processes import Job, send
 
-TIMEOUT = 6  # --timeout of the trainings
+TIMEOUT = 6  # --timeout of the training runs
 HANG_SECONDS = 30  # time after a fault in which all processes must end
 STOP_SECONDS = TIMEOUT + 2 + 20  # 20 s more, because ranks may still be starting
-RUN_SECONDS = 300  # limit of an undisturbed training
+RUN_SECONDS = 300  # limit on an undisturbed training run
 YOUNG_SECONDS = 2.0  # mpidl removes older segments of dead jobs
 DISK_MEGABYTES = 8
 FILE_BYTES = 8000  # limit on file size, less than a checkpoint

@@ -1,4 +1,4 @@
-"""Start a training, and find the processes to kill and the remaining processes."""
+"""Start a training run, and find the processes to kill and the remaining processes."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ PROXIES = ("hydra_pmi_proxy", "prted")
 
 
 class Job:
-    """A started training. All of its processes have `mark` in their environment."""
+    """A started training run. All of its processes have `mark` in their environment."""
 
     def __init__(self, words, folder, mark):
         self.mark = f"{MARK}={mark}\0".encode()

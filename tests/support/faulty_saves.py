@@ -34,7 +34,7 @@ def arguments(iteration):
 
 
 def save(folder, iteration=9):
-    """Write a checkpoint as a training does."""
+    """Write a checkpoint as a training run does."""
     BackgroundWriter().save(str(folder), *arguments(iteration), str(folder / "metrics.jsonl"))
 
 

@@ -14,9 +14,10 @@ from mpidl.blocks import LANES
 from mpidl.deferred import NormalizedInput
 from mpidl.fold import Partial, Term, add, merge_moments
 
-SAVING = 8  # minimum number of channels for Winograd's algorithm in gradients
-FEW = 16  # the same in forward passes with "auto", if numbers of channels are multiples of 8
-MANY = 32  # the same, for any numbers of channels
+# Minimum numbers of channels for Winograd's algorithm:
+SAVING = 8  # in gradients and, with "fast" and filters larger than 3x3, in forward passes
+FEW = 16  # in forward passes with "auto" and 3x3 filters, for multiples of 8 channels
+MANY = 32  # in forward passes with "auto", for all filters and any numbers of channels
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,8 +45,9 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
 def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
     """Return the number of rows (or columns) of the padded gradient, as in `lay_out_dy` of conv.c.
 
-    Padding before the first output covers filter taps that reach beyond this output. Padding after
-    the last output covers the remaining pixels of the image.
+    The padding before the first output extends to the output that the last filter tap reaches from
+    the first pixel. The padding after the last output extends to the output that the first filter
+    tap reaches from the last pixel.
     """
     reach = max(dilation * (taps - 1) - before, 0)
     beyond = (pixels - 1 + before) // stride - (outputs - 1)
@@ -74,12 +76,13 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
     direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
     layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In forward passes, an error
-    can flip a ReLU. Therefore "auto" uses tiles of 2x2, and only "fast" uses tiles of 4x4.
+    can change the sign of a ReLU's input. Therefore "auto" uses tiles of 2x2 there, and only "fast"
+    uses tiles of 4x4.
 
     Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
     do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
     the transforms would cost more than they save. With "auto", forward passes with fewer than MANY
-    channels use direct sums, too. The exception are 3x3 filters with at least FEW channels if both
+    channels use direct sums, too. The exception is 3x3 filters with at least FEW channels if both
     numbers of channels are multiples of 8. Networks with other numbers of channels, such as
     `zoo.digits` with 20, keep the weights that direct sums give.
 

@@ -1,7 +1,8 @@
 """Prepare images with the C kernels.
 
-Every function runs only in the calling thread. Several threads may call the functions at the same
-time to prepare mini-batches in advance.
+The module `backends.training_interface` documents the functions, except `planes_of_arrow`. Every
+function runs only in the calling thread. Several threads may call the functions at the same time to
+prepare mini-batches in advance.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""Compute softmax, losses, sums of errors and their gradients with the C kernels."""
+"""Compute softmax, losses, sums of errors and their gradients with the C kernels.
+
+The module `backends.training_interface` documents the functions.
+"""
 
 import math
 

@@ -91,7 +91,7 @@ class Inputs:
 
 
 class Program:
-    """A recorded training step, divided into parts that the caller runs one after the other.
+    """A recorded training step, divided into parts that the caller runs one after another.
 
     Parameters
     ----------

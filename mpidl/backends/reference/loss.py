@@ -1,4 +1,7 @@
-"""Compute softmax, losses, sums of errors and their gradients in NumPy."""
+"""Compute softmax, losses, sums of errors and their gradients in NumPy.
+
+The module `backends.training_interface` documents the functions.
+"""
 
 import numpy as np
 

@@ -18,15 +18,21 @@ Each group also has the following attributes:
     chunk_images  maximum number of images per chunk
     preprocess    the `Preprocess` applied to the images, as JSON, optional
     files_fingerprint
-                  fingerprint of encoded images, for conversions such as `--resize`, optional
+                  digest of the packed image files, for conversions such as `--resize`, optional
 
-The attributes of the root group are format, format_version, classes and sha256. The attribute
-sha256 is a digest of everything except images, encoded images and targets, because the checksums
-cover these datasets. Files with encoded images or shards have format_version 2.
+The attributes of the root group are `format`, `format_version`, `classes` and `sha256`. `sha256` is
+a digest of the other datasets and attributes, except `format` and `format_version`. For `images`,
+`encoded` and `targets`, it covers only the shapes and types, because `checksums` covers the
+contents. Files with encoded images or shards have `format_version` 2.
 
 In a sharded set, images, encoded images and targets are in separate files, the shards (see
-`pack_layout`). The root group then has the attributes shards (the prefix of the shards' file names)
-and shard_id, and the dataset shard_sizes, (shards,) int64. Each group also has:
+`pack_layout`). The root group then has three more entries:
+
+    shards       attribute: the prefix of the shards' file names
+    shard_id     attribute: the SHA-256 in the header of every shard, in hex
+    shard_sizes  (shards,) int64: size of each shard in bytes
+
+Each group also has:
 
     entries     attribute: number of images, and shape and dtype of images and targets, as JSON
     shard_rows  (shards, 3) int64: for each shard, the number of its first image, the offset of
@@ -352,7 +358,7 @@ def _rows(file, part, name, now):
 
 
 def content(file: h5py.File) -> str:
-    """Return the SHA-256, in hex, of everything in a packed file except the `LARGE` datasets."""
+    """Return the SHA-256, in hex, that the attribute `sha256` of a packed file must have."""
     total = hashlib.sha256()
     parts = [part for part in PARTS if part in file]
     facts = [text_of(hdf5.attribute(file, "classes"))]

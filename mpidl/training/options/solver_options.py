@@ -83,7 +83,7 @@ class SolverOptions:
     )
     accumulate: int = option(
         at_least(1),
-        "Compute each mini-batch in up to this many parts, one after the other, to save memory; "
+        "Compute each mini-batch in up to this many parts, one after another, to save memory; "
         "--batch-size counts the images of all parts, and batch-norm statistics are computed "
         "separately for each part",
         default=1,

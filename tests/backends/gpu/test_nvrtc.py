@@ -1,4 +1,4 @@
-"""Test NVRTC and the cache of cubins: a kernel is compiled once per host, even after crashes."""
+"""Test NVRTC and the cache of cubins, with concurrent processes and with damaged files."""
 
 import os
 import signal
@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[3]
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.installed(), reason="no NVRTC: pip install nvidia-cuda-nvrtc"
 )
-# The program of several concurrent processes. It records each compilation, which is slow.
+# A program that several processes run at the same time. `make` replaces the compiler: it appends a
+# line to the file argv[1], and then waits argv[2] seconds.
 PROCESS = """
 import os, sys, time
 from mpidl.backends.gpu import cubins

@@ -1,4 +1,6 @@
-"""Test that any bytes of a data file give a datastore or a one-line UserError, in little memory.
+"""Test that a data file with arbitrary contents yields a datastore or a one-line UserError.
+
+Reading the file must not use much memory.
 
 The inputs are random bytes after a valid header, and valid files in which a few bytes are changed,
 removed, repeated or cut off. Files that open are also read. The module `fuzzing` chooses the

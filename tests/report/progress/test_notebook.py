@@ -39,7 +39,7 @@ def displays(monkeypatch):
 
 @pytest.fixture
 def recorded(monkeypatch, tmp_path):
-    """Make this test's trainings record their progress in a folder. Return the folder."""
+    """Make this test's training runs record their progress in a folder. Return the folder."""
     monkeypatch.setattr(notebook, "_folder", str(tmp_path))
     return tmp_path
 

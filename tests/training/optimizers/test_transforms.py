@@ -140,9 +140,9 @@ def test_a_decay_after_the_moments_is_decoupled():
 
 
 def test_epsilon_is_added_before_or_after_the_correction():
-    """Adding epsilon before or after the bias correction matters only if epsilon is large."""
+    """The two places to add epsilon give different results only if epsilon is large."""
     weights, gradients = arrays(0, np.float64), arrays(1, np.float64)
-    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # as in the first step
+    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # the first step
     for name, g in gradients.items():
         np.testing.assert_allclose(corrected[name], g / (np.abs(g) + 0.1), rtol=1e-12)
         other = AdamMoments(epsilon=0.1)(weights, gradients)[name]
@@ -188,7 +188,7 @@ def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
 
 
 class Scale(Transform):
-    """A transform with a number whose name another transform may also use."""
+    """A transform with the number "scale". A chain may contain several such transforms."""
 
     def __init__(self, factor):
         self.factor = factor
