@@ -1,10 +1,10 @@
 """`python -m benchmarks`: measure mpidl and other libraries alternately, and print ratios.
 
 Each sub-command has a module. A "side" of a comparison is a library or a way to run it. The sides
-run in separate processes, which take turns (`turns`): mpidl's in `ours`, PyTorch's in `theirs`, and
-other libraries' in `others`. `subject` defines the network and the mini-batch for all sides.
-`mpidl_step` and `torch_step` implement the training step. `report` writes JSON files and tables,
-and `gpu` contains the GPU benchmarks.
+run in separate processes, which take turns (`turns`). `ours` implements mpidl's side, `theirs`
+PyTorch's side, and `others` the sides of other libraries. `subject` defines the network and the
+mini-batch for all sides. `mpidl_step` and `torch_step` implement the training step. `report` writes
+JSON files and tables, and `gpu` contains the GPU benchmarks.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from mpidl.cli import start
 from mpidl.comm import failure
 from mpidl.errors import Fault
 
-# The modules of sub-commands with other names; a module "logging" would hide Python's module.
+# Modules of sub-commands whose names differ; a module "logging" would hide Python's module.
 MODULES = {"gpu": "gpu.speed", "logging": "records"}
 
 

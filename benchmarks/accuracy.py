@@ -1,10 +1,11 @@
 """`python -m benchmarks accuracy`: measure the errors of each layer's activations and gradients.
 
-The exact values come from the same training step in float64. mpidl's NumPy reference and PyTorch,
-which share no code, both compute it. Rounding may change the sign at a ReLU or the largest pixel of
-a window. In any library, the gradients below would then differ by 1e-3, although the sums are
-precise. Each float64 step therefore reuses the decisions of the float32 step that it is compared
-with: which activations were positive, and which pixel of each window was the largest.
+The exact values come from the same training step in float64. Both mpidl's NumPy reference and
+PyTorch, which share no code, compute this step. Rounding may change the sign at a ReLU or the
+position of the largest pixel in a pooling window. In any library, the gradients of earlier layers
+would then differ by 1e-3, although the sums are precise. Each float64 step therefore reuses the
+decisions of the float32 step that it is compared with: which activations were positive, and which
+pixel of each window was the largest.
 
 Errors are relative: |a - b| / |b| in the Euclidean norm, and the largest |a - b| divided by the
 largest |b|. Arrays whose exact value is zero have no relative error and are omitted. An example is
@@ -26,12 +27,12 @@ from mpidl.nn.layers import LayerContext
 from mpidl.text import pip_install
 from mpidl.training.options import configuration
 
-ZERO = 1e-9  # arrays below this fraction of the largest gradient hold only rounding errors
+ZERO = 1e-9  # gradients below this fraction of the largest gradient hold only rounding errors
 AGREE = 1e-10  # largest allowed difference between the two float64 steps
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("accuracy")
     notes = subject.configure(options)
     versions = configuration.versions_of("none")
@@ -84,7 +85,7 @@ def zero_gradients(exact):
 
 
 def errors(arrays, exact):
-    """Return {name: (Euclidean, largest) relative error}, without gradients that are zero."""
+    """Return {name: (Euclidean, largest) relative error}, except for gradients that are zero."""
     skipped = zero_gradients(exact)
     pairs = {}
     for name, array in arrays.items():
@@ -104,8 +105,8 @@ def our_step(net, images, labels):
     Returns
     -------
     dict, dict
-        The first maps layers to activations and "layer.name" to gradients. The second has only the
-        activations. If several layers run as one op, only the last of these layers has an
+        The first dict maps layers to activations and "layer.name" to gradients. The second dict has
+        only the activations. If several layers run as one op, only the last of these layers has an
         activation.
     """
     batch = share(len(images), OneRank())
@@ -277,7 +278,7 @@ def _pixels_at(pool, x, positions):
 
 
 def _summarize(by_seed):
-    """Print the table of medians over the seeds; return the same figures for the record."""
+    """Print the table of medians over the seeds; return the same figures for the JSON file."""
     names = by_seed[0]["ours"]
     sides = [side for side in ("ours", "torch") if side in by_seed[0]]
 
@@ -297,7 +298,7 @@ def _summarize(by_seed):
             rows[-1] += [f"{ratios[name]:.2f}"] if ratios else []
     report.print_table(rows)
     figures = {
-        "measure": "error: Euclidean norm of the difference over that of the float64 array; "
+        "measure": "error: Euclidean norm of the difference over the norm of the float64 array; "
         "max_error: largest difference over the largest element",
         "zero_gradients": by_seed[0]["zero"],
         "error": norm["ours"],

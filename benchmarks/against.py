@@ -1,7 +1,8 @@
-"""`python -m benchmarks against CHECKOUT`: compare our training step with another checkout's.
+"""`python -m benchmarks against CHECKOUT`: compare the training steps of two checkouts.
 
-The two steps run in separate processes on one core, in turns. A third process runs this checkout
-again. Its difference from the first process shows the noise of the measurement.
+The steps of this checkout and of CHECKOUT run in separate processes on one core, in turns. A third
+process runs the step of this checkout a second time. The difference between the two processes of
+this checkout shows the noise of the measurement.
 """
 
 import argparse
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record.
+    """Run the benchmark and return its results for the JSON file.
 
     Raises
     ------

@@ -18,31 +18,31 @@ BENCHMARKS = {
     "step": "each part of the training step; with --ranks, how the step scales",
     "kernels": "each layer and pass against the peak of the core",
     "roofline": "each pass of a training step against its floor, and the step as a whole",
-    "accuracy": "the errors of each layer's activations and gradients, next to PyTorch's",
+    "accuracy": "the errors of each layer's activations and gradients, compared with PyTorch's",
     "fold": "the cost of summing in a fixed order, against a plain Allreduce",
     "compare": "the training step against PyTorch's, in turns on the same cores",
-    "against": "the training step against that of another checkout of mpidl",
+    "against": "the training step against the step of another checkout of mpidl",
     "input": "reading, decoding and augmenting images, alone and during a training step",
     "s3": "epochs from an object store against epochs from local files",
     "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
     "interchange": "the scores of exported networks against onnxruntime's and PyTorch's",
-    "transfer": "the epochs and images to an accuracy, with and without pretrained weights",
+    "transfer": "the epochs and images needed for an accuracy, with and without pretrained weights",
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
-    "pretrained": "the scores with published weights against PyTorch's",
-    "sweep": "many models at once on groups of ranks, against one after another",
+    "pretrained": "the scores that published weights give, against PyTorch's",
+    "sweep": "many models trained at once on groups of ranks, against one after another",
     "timeline": "the cost of recording a timeline, and how much of a step its spans cover",
     "monitor": "epochs with the live page open, against epochs without it",
-    "logging": "metrics, event files for TensorBoard and the monitor, against no records",
-    "saves": "the cost of checkpoints and plots beside the training",
+    "logging": "the cost of metrics, event files for TensorBoard and the monitor",
+    "saves": "the cost of writing checkpoints and plots during a training",
     "large_batch": "the accuracy at several batch sizes, for the same images",
-    "time_to_accuracy": "the time to an accuracy, against PyTorch with the same recipe",
+    "time_to_accuracy": "the time to reach an accuracy, against PyTorch with the same recipe",
     "memory": "whether the memory of a rank stays the same in a long training",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
 FASHION = "/usr/share/datasets/fashion-mnist"  # Debian: dataset-fashion-mnist
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # also training options
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # declared as training options
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name. None means the command line of this process.
+        Command-line arguments. None means the arguments of this process.
     quiet : bool
         Whether --help prints nothing. True on all ranks except one.
 
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Raises
     ------
     UserError
-        If a word is unknown or a value is invalid.
+        If an option or sub-command is unknown, or if a value is invalid.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     width = max(map(len, BENCHMARKS)) + 2
@@ -104,20 +104,20 @@ def _add_subject(parser, command):
     """Add the options for the network and the rounds, then the options of one sub-command."""
     if command == "kernels":
         text = (
-            "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
+            "layers to measure, as network names; shapes: 3x3 convolutions of 20 to 128 channels; "
             "dense: a fully connected layer of 9216 inputs and 4096 outputs at batch 32, on one "
-            "thread, next to BLAS (digits,cifar,shapes,dense)"
+            "thread, compared with BLAS (digits,cifar,shapes,dense)"
         )
         networks = ["digits", "cifar", "shapes", "dense"]
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
     elif command == "roofline":
         _add_settings(parser, "digits:128,cifar:64,resnet:64,alexnet:32")
-        parser.text("--page", "FILE", "also write the tables, with charts, as an HTML page to FILE")
+        parser.text("--page", "FILE", "also write the tables and charts to FILE, as an HTML page")
     else:
         text = "digits, cifar, resnet, alexnet, vgg16, resnet18, resnet50 or another network of "
         text += "the zoo, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)"
         parser.text("--network", "NAME", text, default="digits")
-    text = "shape of an image (the network's, else 1x28x28)"
+    text = "shape of an image (the network's default, or 1x28x28)"
     parser.text("--image", "CxHxW", text, type=_image)
     if command != "roofline":
         parser.add_options("batch_size")
@@ -126,12 +126,12 @@ def _add_subject(parser, command):
     if command != "accuracy":
         _add_counts(parser, ROUNDS)
     if command in ("step", "fold"):
-        text = "numbers of ranks to start; their processes run in turns"
+        text = "numbers of ranks to start; groups of different size run in turns"
         if command == "fold":
             text += " (1,2, or the ranks that mpirun started)"
             parser.text("--ranks", "N,N,...", text, type=rank_counts)
         else:
-            text += "; 2x1 is 2 ranks of 1 thread each"
+            text += "; 2x1 is 2 ranks with 1 thread each"
             parser.text("--ranks", "N,NxT,...", text, type=_layouts)
             text = "with --ranks, also time the steps within dl.train"
             parser.add_argument("--train", action="store_true", help=text)
@@ -142,7 +142,7 @@ def _add_subject(parser, command):
         parser.add_options("batchnorm")
     if command == "accuracy":
         _add_counts(
-            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are their medians")
+            parser, ("seeds", 3, "seeds of weights and mini-batches; errors are medians of all")
         )
     if command == "compare":
         _add_compare(parser)
@@ -161,7 +161,7 @@ def _add_s3(parser, command):
         ("images", 2000, "number of images"),
         ("batch-size", 128, "images per mini-batch"),
         ("threads", 2, "threads of the training step"),
-        ("requests", 16, "requests to the store at a time"),
+        ("requests", 16, "concurrent requests to the store"),
         ("cache-mb", 1000, "size of the node's cache of images"),
         ("rounds", 5, "number of rounds; results are medians over rounds"),
     )
@@ -198,7 +198,7 @@ def _add_input(parser, command):
 
 
 def _add_against(parser, command):
-    parser.add_argument("checkout", metavar="CHECKOUT", help="the other checkout's folder")
+    parser.add_argument("checkout", metavar="CHECKOUT", help="folder of the other checkout")
     networks = ["digits", "cifar", "resnet"]
     text = f"the network ({', '.join(networks)}; digits)"
     one_of = functools.partial(_one_of, "--network", candidates=networks)
@@ -222,12 +222,12 @@ def _add_sweep(parser, command):
 def _add_monitor(parser, command):
     parser.text("--network", "NAME", "network of the zoo that fits the digits (digits)")
     parser.set_defaults(network="digits")
-    text = "further options of mpidl.train for the side with the page, in one word (none)"
+    text = "further options of mpidl.train for the side with the page, as one argument (none)"
     parser.text("--also", "OPTIONS", text, default="")
     _add_counts(
         parser,
         ("ranks", 2, "number of ranks"),
-        ("epochs", 10, "epochs after the first one"),
+        ("epochs", 10, "epochs after the first epoch"),
         ROUNDS,
     )
 
@@ -254,10 +254,10 @@ def _add_memory(parser, command):
     parser.add_options("timeout")
     _add_counts(
         parser,
-        ("steps", 100_000, "steps of the training"),
-        ("warm-up", 1000, "step of the first sample"),
+        ("steps", 100_000, "steps to train"),
+        ("warm-up", 1000, "step at which the first sample is taken"),
     )
-    text = "largest growth since the first sample, in per cent (1)"
+    text = "largest allowed growth since the first sample, in percent (1)"
     parser.text("--percent", "X", text, default=1.0, type=float)
 
 
@@ -270,7 +270,7 @@ def _add_large_batch(parser, command):
     _add_counts(
         parser,
         ("epochs", 20, "epochs of each training"),
-        ("seeds", 1, "seeds; results are medians over them"),
+        ("seeds", 1, "seeds; results are medians over seeds"),
     )
 
 
@@ -283,7 +283,7 @@ def _add_time_to_accuracy(parser, command):
     parser.text("--network", "NAME", text, default="fashion", type=one_of)
     text = "accuracy to reach (0.92)"
     parser.text("--accuracy", "X", text, default=0.92, type=float)
-    text = f"ways to run PyTorch; the fastest trains ({','.join(VARIANTS)})"
+    text = f"ways to run PyTorch; the fastest one is used for training ({','.join(VARIANTS)})"
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
@@ -292,7 +292,7 @@ def _add_time_to_accuracy(parser, command):
         parser,
         ("epochs", 5, "epochs of the schedule"),
         ("threads", 2, "threads of each side"),
-        ("rounds", 2, "trainings of each side, alternating; the ratio is of medians"),
+        ("rounds", 2, "alternating trainings of each side; the ratio compares medians"),
     )
 
 
@@ -339,7 +339,7 @@ def _add_transfer(parser, command):
 def _add_compare(parser):
     text = "ranks of mpidl, and processes of DistributedDataParallel over gloo"
     _add_counts(parser, ("ranks", 1, text))
-    text = f"ways to run PyTorch; the fastest is compared ({','.join(VARIANTS)})"
+    text = f"ways to run PyTorch; the fastest one is compared ({','.join(VARIANTS)})"
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
@@ -395,7 +395,7 @@ class Layout(NamedTuple):
 
 
 def _torch_versions(text):
-    """Return the words of --torch."""
+    """Return the items of the value of --torch."""
     words = text.split(",")
     for word in words:
         if os.sep not in word and not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", word):

@@ -36,12 +36,12 @@ HELD_TO = {
         },
     ),
 }
-SAME_LOSS = 1e-4  # a larger relative difference of the first losses means different computations
+SAME_LOSS = 1e-4  # if the first losses differ by more (relatively), the computations differ
 STEPS_COMPARED = 3
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     ranks, threads = options.ranks, options.threads
     if not (options.libraries or options.predict or options.torch):
         torch_step.require("compare")
@@ -110,12 +110,12 @@ def other_sides(options: argparse.Namespace) -> dict[str, OtherSide]:
 
 
 def check_onednn(name: str, side: turns.Side) -> dict[str, int]:
-    """Return the oneDNN implementations in a step of a side.
+    """Return the oneDNN implementations that a side's step uses.
 
     Raises
     ------
     Fault
-        If one of them is reference code.
+        If one of the implementations is reference code.
     """
     counts = side.ask("implementations")[0]
     onednn.refuse_reference(name, counts)
@@ -125,7 +125,7 @@ def check_onednn(name: str, side: turns.Side) -> dict[str, int]:
 def compare_time(
     options: argparse.Namespace, other_sides: Mapping[str, OtherSide], folder: str
 ) -> dict:
-    """Time all sides in turns and return the record."""
+    """Time all sides in turns and return the results."""
     with contextlib.ExitStack() as stack:
         our = stack.enter_context(our_side(options, folder))
         description = our.ask("describe")[0]
@@ -168,7 +168,7 @@ def _add_versions(table, versions):
 
 
 def take_turns(our, sides, rounds):
-    """Time each side next to ours.
+    """Time each side in turns with ours.
 
     Parameters
     ----------
@@ -177,13 +177,13 @@ def take_turns(our, sides, rounds):
     sides : dict of str to Side
         The other sides by name.
     rounds : int
-        Number of turns of each other side. Our side takes a turn next to each of them.
+        Number of turns of each other side. Our side takes a turn next to each of these turns.
 
     Returns
     -------
     dict of str to list of tuple
-        For each side and round: our seconds per step, and the side's seconds per step. Both are
-        means over a turn.
+        For each side and round: our seconds per step, and the side's seconds per step. Both times
+        are means over a turn.
     """
     both = {"ours": our, **sides}
     counts = {name: turns.steps_for(side.mean_step(2)) for name, side in both.items()}
@@ -202,7 +202,7 @@ def evaluate(
     losses: Mapping[str, list],
     versions: Mapping[str, str] | None = None,
 ) -> dict:
-    """Print the table of the times from `take_turns`, and return the record entries for them.
+    """Print the table of the times from `take_turns`, and return the entries for the JSON file.
 
     `versions` has the PyTorch version of each side, and "" for other libraries.
     """
@@ -268,7 +268,7 @@ def evaluate(
 def compare_memory(
     options: argparse.Namespace, other_sides: Mapping[str, OtherSide], folder: str
 ) -> dict:
-    """Measure the peak memory of each side in fresh processes and return the record."""
+    """Measure the peak memory of each side in fresh processes and return the results."""
     with our_side(options, folder) as our:
         description = our.ask("describe")[0]
         our_mib = sum(our.ask("memory", 3)) / 2**20

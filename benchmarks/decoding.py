@@ -23,7 +23,7 @@ from mpidl.errors import Fault
 
 FILES = 64  # maximum number of files to read
 TURNS = 4  # turns per round
-BUFFERS, LARGEST_BUFFER = 200, 9000  # their number and largest size in bytes; half are freed
+BUFFERS, LARGEST_BUFFER = 200, 9000  # number and largest size in bytes; half are freed
 
 
 def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:

@@ -22,7 +22,7 @@ OPTIONS = ("network", "batch_size", "threads", "batchnorm", "rounds", "iteration
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     launched = machine.is_launched()
     if launched and options.ranks:
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> dict | None:
 
 
 def measure_fresh_processes(options: argparse.Namespace) -> dict:
-    """Time the fold, plain sums, and the fold again as a control; return the record.
+    """Time the fold, plain sums, and the fold again as a control; return the results.
 
     The memory addresses of a process change its times by more than the cost of the fold. Every
     round therefore starts new processes, which take turns.
@@ -67,10 +67,10 @@ def _measure_round(options, ranks):
 
 
 def measure_this_world(options: argparse.Namespace) -> dict | None:
-    """Time fold and plain sums in turns on the current ranks; return the record on rank 0.
+    """Time fold and plain sums in turns on the current ranks; return the results on rank 0.
 
-    Also measure which part of the gradient exchange overlaps with the backward pass: 1 - (wait at
-    the end of backward) / (time of the exchange alone).
+    Also measure the fraction of the gradient exchange that overlaps with the backward pass: 1 -
+    (wait at the end of backward) / (time of the exchange alone).
     """
     subject.configure(options)
     steps = {}
@@ -145,7 +145,7 @@ def _print_times(ranks, times):
 
 
 def _figures(times):
-    """Return the figures for the record, each as a dict by number of ranks."""
+    """Return the figures for the JSON file, each as a dict by number of ranks."""
     ratios = {str(ranks): _ratios(seconds) for ranks, seconds in times.items()}
     figures: dict[str, dict] = {}
     for i, name in enumerate(("overhead", "control")):

@@ -1,10 +1,10 @@
 """`python -m benchmarks input`: measure reading, decoding and augmenting images during training.
 
 For each kind of file and number of workers, the benchmark measures the images per second of the
-pipeline alone, of the step alone, and of both together. The benchmark also reports two ratios: the
-time of an epoch from a packed file to the time from memory, and the cost of decoding, cropping and
-mirroring to the cost of decoding with Pillow. `input_memory` implements --memory, and `packs`
-implements --packs.
+pipeline alone, of the step alone, and of both together. The benchmark also reports two ratios. The
+first is the time of an epoch from a packed file divided by the time from memory. The second is the
+cost of decoding, cropping and mirroring divided by the cost of decoding with Pillow. `input_memory`
+implements --memory, and `packs` implements --packs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FILE_SIDE = 256  # height and width in pixels of the files that are cropped
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     if machine.is_launched():
         raise UserError("bench input starts its own processes: run it without mpirun")
     if options.memory:
@@ -106,7 +106,8 @@ def measure_input(options: argparse.Namespace, folder: str) -> dict:
     -------
     dict
         {kind of file: {number of workers: figures}}. The figures are summaries of "pipeline",
-        "step" and "both", and "share", the rate of "both" divided by the lower of the other rates.
+        "step" and "both", and "share", the rate of "both" divided by the lower of the other two
+        rates.
     """
     shape, figures = (3, options.side, options.side), {}
     if options.network == "light":

@@ -52,7 +52,7 @@ class MemoryUse(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record, with MiB by number of ranks."""
+    """Run the benchmark and return its results for the JSON file, in MiB by number of ranks."""
     count = images_in(options.gigabytes * 10**9, options.side)
     store = RepeatedImages(options.side, count)
     counts = {"whole": len(store), "cut": min(options.batch_size, len(store))}

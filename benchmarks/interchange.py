@@ -34,7 +34,7 @@ COLUMNS = {
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("interchange")
     for package in ("onnxruntime", "safetensors"):
         if importlib.util.find_spec(package) is None:
@@ -107,7 +107,7 @@ def _onnxruntime_scores(path, images):
 
 
 def _pytorch_scores(name, path, images):
-    """Load torchvision's names into torchvision's network, and return its scores."""
+    """Load the file with torchvision's names into torchvision's network, and return its scores."""
     import safetensors.torch
     import torch
 

@@ -2,8 +2,8 @@
 
 GFLOP/s are effective: the number of operations of the direct algorithm (two per multiply-add)
 divided by the time. Winograd kernels can therefore exceed the peak. Passes that mostly move memory
-are reported in GB/s and compared with the speed of a copy. Their bytes count once each array that
-must be read or written. Large fully connected layers are also compared with one BLAS sgemm of the
+are reported in GB/s and compared with the speed of a copy. The bytes count each array that must be
+read or written once. Large fully connected layers are also compared with one BLAS sgemm of the
 whole mini-batch, called through NumPy. On one thread, times are processor time, so that other
 programs disturb them less.
 """
@@ -31,7 +31,7 @@ HEAD = ("layer", "pass", "ms", "GFLOP/s", "of peak", "GB/s", "of copy", "time / 
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("kernels")
     notes = subject.configure(options)
     options.network = ", ".join(options.networks)
@@ -105,7 +105,7 @@ def table_row(case, figures):
 
 
 class Yardsticks:
-    """Peak rates of the core for products and for copies. They are measured next to each case.
+    """Peak rates of the core for products and for copies. The rates are measured next to each case.
 
     `clock` measures processor time for one thread, else the time of day.
     """

@@ -1,8 +1,8 @@
 """`python -m benchmarks large_batch`: measure the accuracy at several batch sizes.
 
-All trainings see the same images for the same number of epochs. The batch size
-determines the options in `SETTINGS`, which docs/large-batches.md explains. Everything else is the
-same: the digits network, its initial weights, and a cosine schedule.
+All trainings see the same images for the same number of epochs. The batch size determines the
+options in `SETTINGS`, which docs/large-batches.md explains. The rest is always the same: the digits
+network, its initial weights, and a cosine schedule.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SETTINGS: dict[int, dict[str, Any]] = {
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("large_batch")
     unknown = [size for size in options.batch_sizes if size not in SETTINGS]
     if unknown:

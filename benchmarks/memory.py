@@ -53,12 +53,12 @@ class MemorySampler:
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record on rank 0.
+    """Run the benchmark; on rank 0, return its results for the JSON file.
 
     Raises
     ------
     Fault
-        If the memory of a rank is not flat.
+        If the memory of a rank grows by more than `--percent`.
     """
     world = World(timeout=options.timeout, threads=1)
     ranks = world.gather(train(world, options.steps, options.warm_up))

@@ -34,7 +34,7 @@ OPTIONS = ("network", "ranks", "epochs", "rounds", "also")
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record. Raise Fault if a job fails."""
+    """Run the benchmark and return its results for the JSON file. Raise Fault if a job fails."""
     machine.refuse_launcher("monitor")
     print(
         f"{options.epochs} epochs of {options.network} after the first one, "

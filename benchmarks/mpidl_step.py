@@ -61,7 +61,7 @@ class EagerStep:
     world : World
         The ranks that share the mini-batch.
     batchnorm : str
-        Kind of batch-normalization statistics, "global" or "local".
+        Kind of batch-norm statistics, "global" or "local".
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Find which oneDNN implementations compute PyTorch's convolutions and matrix products.
 
 oneDNN has fast implementations for the processors and types that it knows, and plain reference code
-for all others. The reference code is many times slower, so a comparison with it says nothing about
-PyTorch.
+for all other processors and types. The reference code is many times slower, so a comparison with it
+says nothing about PyTorch.
 """
 
 import collections
@@ -44,7 +44,7 @@ def implementations(output: str) -> dict[str, int]:
 
 
 def refuse_reference(side: str, counts: Mapping[str, int]) -> None:
-    """Raise Fault if the result `counts` of `implementations` has reference code.
+    """Raise Fault if `counts`, a result of `implementations`, contains reference code.
 
     `side` is the name of the side that executed the primitives.
     """

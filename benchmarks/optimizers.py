@@ -24,7 +24,7 @@ PAIRS = {
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("optimizers")
     torch_step.require("optimizers")
     os.sched_setaffinity(0, machine.cores_of(1, options.threads)[0])
@@ -62,8 +62,8 @@ def main(options: argparse.Namespace) -> dict:
 def fill(name: str, memory: np.ndarray) -> np.ndarray:
     """Fill a float32 array with random numbers in [0.1, 1.1) and return it.
 
-    The same name gives the same numbers. An optimizer's epsilon is small compared with such
-    gradients, wherever the formula adds it.
+    The same name gives the same numbers. Compared with such gradients, an optimizer's epsilon is
+    small, so it does not matter where the formula adds it.
     """
     memory[...] = keyed.uniform(0, f"bench {name}", memory.size) + 0.1
     return memory

@@ -18,7 +18,7 @@ from mpidl.training.options import configuration
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection.
+    """Answer the questions of the benchmark (see `turns`) until it closes the connection.
 
     `argv` holds the task, as JSON, and the address of the socket.
     """

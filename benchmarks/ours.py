@@ -23,7 +23,7 @@ WARM_UP = 4  # steps of a training that are not timed; the first two are recorde
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection.
+    """Answer the questions of the benchmark (see `turns`) until it closes the connection.
 
     `argv` holds the task, as JSON, and the address of the socket.
     """

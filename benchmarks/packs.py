@@ -41,8 +41,9 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     -------
     dict
         By number of workers, and then by pack: a summary of the images per second, and two ratios
-        to the folder (medians over all turns): images per second of time, and of processor time.
-        "size" has the bytes of the packs divided by the bytes of decoded pixels.
+        to the folder (medians over all turns). The ratios compare images per second of elapsed
+        time and of processor time. "size" has the bytes of the packs divided by the bytes of
+        decoded pixels.
 
     Raises
     ------

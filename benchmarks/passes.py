@@ -1,6 +1,7 @@
 """List the passes of layers, with the minimum numbers of operations and bytes.
 
-`kernels` compares the time of each pass with the peak of the core, `roofline` with a lower bound.
+`kernels` compares the time of each pass with the peak of the core, and `roofline` compares it with
+a lower bound.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def reads_images(net: Network, layer: Layer) -> bool:
 
 
 def layer_cases(net: Network, layer: Layer, name: str, batch_size: int) -> Iterator[Case]:
-    """Yield the Cases of a layer, called `name`; a layer that reads the images has no dx pass."""
+    """Yield the Cases of a layer named `name`; a layer that reads the images has no dx pass."""
     for case in _cases(name, net, layer, batch_size):
         if not (case.name == "dx" and reads_images(net, layer)):
             yield case
@@ -161,7 +162,7 @@ def _conv(backend, layer, x, dy, weights, batch):
     below, above = source(x), source(dy.copy())
     after = (above, *(np.ones(dy.shape[1], np.float32),) * 3)
 
-    # fused like in training: normalization and ReLU, and the moments for the next layer
+    # fused as in training: normalization and ReLU, and the moments for the next layer
     def fused_forward():
         return backend.conv2d_moments(below, weight, bias, *args, counts, tree)
 
@@ -175,7 +176,7 @@ def _conv(backend, layer, x, dy, weights, batch):
 
 
 def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, args: tuple) -> list:
-    """Count the operations of a convolution's forward, dx and dweight passes by Winograd.
+    """Count the operations of a convolution's forward, dx and dweight passes with Winograd.
 
     Parameters
     ----------

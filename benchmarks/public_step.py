@@ -1,7 +1,7 @@
 """Run a training step with only public names of mpidl, so that any version can run this file.
 
-`against` starts this file as a process in which another checkout is first on Python's path. The
-file imports nothing from `benchmarks`, which that checkout may lack.
+`against` starts this file as a process in which another checkout is first on Python's path. This
+file imports nothing from `benchmarks`, which the other checkout may lack.
 """
 
 import json

@@ -1,9 +1,10 @@
 """`python -m benchmarks logging`: measure the cost of metrics, event files and the monitor.
 
-The sides take turns to train one epoch of the digits network: without records, with metrics.jsonl,
-with event files for TensorBoard as well, and with `mpidl.monitor` as well. The time of an
-epoch begins after the first mini-batch and ends when all records are written. It does not include
-drawing the gallery and starting the monitor. Under mpirun, the launched ranks train together.
+The sides take turns to train one epoch of the digits network. One side writes no records, and the
+other sides add metrics.jsonl, then event files for TensorBoard, then `mpidl.monitor`. The time of
+an epoch begins after the first mini-batch and ends when all records are written. It does not
+include drawing the gallery and starting the monitor. Under mpirun, the launched ranks train
+together.
 """
 
 import argparse
@@ -37,7 +38,7 @@ NEEDS = {TENSORBOARD: "tensorboardX", MONITOR: "mpidl.monitor"}
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record on rank 0.
+    """Run the benchmark; on rank 0, return its results for the JSON file.
 
     Raises
     ------

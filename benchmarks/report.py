@@ -115,8 +115,8 @@ def _cell(text):
 class Report:
     """Checks, notes, facts and tables of one stage.
 
-    Every addition is printed and written to the file immediately. If a stage runs out of time, the
-    file therefore contains everything up to that moment.
+    Every addition is printed and written to the file immediately. Therefore, if a stage runs out of
+    time, the file contains everything up to that moment.
 
     Parameters
     ----------

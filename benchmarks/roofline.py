@@ -1,11 +1,11 @@
 """`python -m benchmarks roofline`: compare passes of a training step with their floors.
 
-The floor of a pass is a lower bound of its time, the larger of two times. One is the time of the
-products at the measured peak of the core's multiply-adds, counted after Winograd's transforms. The
-other is the time of reading or writing each array once, at the measured speed of updates in place.
-`kernels` and this command time single passes in the same way. The replayed step of `dl.train` is
-timed as a whole. Work that the step fuses into a convolution, such as batch normalization, does not
-increase the floor of the step.
+The floor of a pass is a lower bound on its time: the larger of two times. The first is the time of
+the products at the measured peak of the core's multiply-adds, counted after Winograd's transforms.
+The second is the time of reading or writing each array once, at the measured speed of updates in
+place. `kernels` and this command time single passes in the same way. This command also times the
+replayed step of `dl.train` as a whole. Work that the step fuses into a convolution, such as batch
+normalization, does not increase the floor of the step.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class Row(NamedTuple):
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("roofline")
     notes = subject.configure(options)
     yardsticks = kernels.Yardsticks(options.threads)
@@ -226,12 +226,12 @@ def render(record: dict, peaks: str, sections: Sequence[Any]) -> bytes:
     texts = (
         f"{machine_text}; {peaks}. Measured by python -m benchmarks roofline. On one thread, "
         "times are processor time.",
-        "The floor of a pass is a lower bound of its time, the larger of two times. One is the "
-        "time of the products at the peak, counted after Winograd's transforms. The other is the "
-        "time of reading or writing each array once at the speed of the update. Passes on arrays "
-        "that fit into a cache can be faster than the floor. Passes are timed one by one. The "
-        'column "in a step" counts the layers of this shape for which the step runs the pass in '
-        "this form.",
+        "The floor of a pass is a lower bound on its time: the larger of two times. The first is "
+        "the time of the products at the peak, counted after Winograd's transforms. The second is "
+        "the time of reading or writing each array once at the speed of the update. Passes on "
+        "arrays that fit into a cache can be faster than the floor. Passes are timed one by one. "
+        'The column "in a step" counts the layers of this shape for which the step runs the pass '
+        "in this form.",
     )
     paragraphs = (element("p", text) for text in texts)
     return page(title, STYLE, element("h1", title), *paragraphs, *sections)

@@ -26,7 +26,7 @@ EPOCHS = ("first", "second", "second, --cache-dir")
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     if machine.is_launched():
         raise UserError("bench s3 is one process: run it without mpirun")
     if not settings.is_remote(options.url or ""):

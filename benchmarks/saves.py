@@ -55,7 +55,7 @@ class Turns:
         self.start_time = self.used_before = 0.0
 
     def step(self, run: Trainer) -> None:
-        """If a step was the last one of its turn, end the turn and begin the next turn."""
+        """If a step was the last step of its turn, end the turn and begin the next turn."""
         turn, steps = divmod(run.position.iteration - 1, self.iterations)
         if steps:
             return
@@ -90,7 +90,7 @@ def _processor_seconds(process):
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record on rank 0."""
+    """Run the benchmark; on rank 0, return its results for the JSON file."""
     world = World(timeout=options.timeout, threads=options.threads)
     side = SIDE.get(options.network, 32)
     net = zoo.NETWORKS[options.network]((3, side, side), CLASSES, seed=options.seed)

@@ -16,14 +16,14 @@ from mpidl.training.options import configuration
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     if options.ranks and machine.is_launched():
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
     return measure_scaling(options) if options.ranks else measure_parts(options)
 
 
 def measure_parts(options: argparse.Namespace) -> dict | None:
-    """Time the parts of a step on the current ranks; return the record on rank 0."""
+    """Time the parts of a step on the current ranks; return the results on rank 0."""
     notes = subject.configure(options)
     world = World(timeout=options.timeout)
     net = subject.network(options.network, options.image, options.seed)
@@ -150,7 +150,7 @@ def timed_kernels(clock: Callable[[], float]) -> Iterator[dict[str, list]]:
 
 
 def measure_scaling(options: argparse.Namespace) -> dict:
-    """Time a step on several numbers of ranks and threads in turns. Return the record."""
+    """Time a step on several numbers of ranks and threads in turns. Return the results."""
     layouts = {str(layout): layout for layout in options.ranks}
     keywords = {name: layout._asdict() for name, layout in layouts.items()}
     first, training_times = next(iter(layouts)), {name: [] for name in layouts}

@@ -48,7 +48,7 @@ def network(
 
 
 def light(input_shape, classes: int) -> list:
-    """Return the layers of a small network whose step takes as long as reading its images."""
+    """Return the layers of a network whose step takes about as long as reading its images."""
     return [Conv2D(7, 8, stride=5), ReLU(), AveragePool2D(2), Dense(classes)]
 
 

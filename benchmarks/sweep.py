@@ -26,7 +26,7 @@ OPTIONS = ("network", "ranks", "models", "iterations", "rounds")
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record.
+    """Run the benchmark and return its results for the JSON file.
 
     Raises
     ------

@@ -13,7 +13,7 @@ from benchmarks import machine, onednn, prediction, subject, torch_step, turns
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection.
+    """Answer the questions of the benchmark (see `turns`) until it closes the connection.
 
     `argv` holds the task, as JSON, and the address of the socket.
     """

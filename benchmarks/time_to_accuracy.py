@@ -1,4 +1,4 @@
-"""`python -m benchmarks time_to_accuracy`: train to an accuracy, alternating with PyTorch.
+"""`python -m benchmarks time_to_accuracy`: time training to an accuracy, alternately with PyTorch.
 
 Both sides use the same recipe: the network and its initial weights, the learning rate of each
 iteration, Nesterov momentum, label smoothing, the moving average of the weights, and the random
@@ -33,7 +33,7 @@ TASK = ("network", "data", "epochs", "threads", "accuracy", "seed")
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("time_to_accuracy")
     torch_step.require("time_to_accuracy")
     cores = machine.cores_of(1, options.threads)[0]
@@ -80,7 +80,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def summarize(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Print the ratio of the times, and return the figures for the record.
+    """Print the ratio of the times, and return the figures for the JSON file.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def open_images(path: str) -> tuple[Any, Any]:
 
 
 def recipe(job: argparse.Namespace, seed: int) -> TrainingOptions:
-    """Return the options of both sides; mini-batches are full, so PyTorch compiles only once."""
+    """Return the options of both sides. All mini-batches are full, so PyTorch compiles once."""
     return TrainingOptions.from_recipe(
         job.network,
         epochs=job.epochs,
@@ -126,7 +126,7 @@ def recipe(job: argparse.Namespace, seed: int) -> TrainingOptions:
 
 
 class Clock:
-    """Hook that measures the time and the accuracy of each epoch; tests are not timed."""
+    """Hook that measures the time and the accuracy of each epoch, without the time of the tests."""
 
     def __init__(self, test, accuracy: float) -> None:
         self.test, self.accuracy = test, accuracy
@@ -160,7 +160,7 @@ class Clock:
 
 
 def serve_ours(job: argparse.Namespace, address: str) -> int:
-    """Answer questions until the other end closes the connection; return the exit code."""
+    """Answer the questions of the benchmark until it ends (see `turns`); return the exit code."""
     world = World()
     images, test = open_images(job.data)
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks timeline`: measure the cost of a timeline, and the coverage of its spans.
 
 One training run consists of turns, which are runs of consecutive steps. Turns of the kind "on"
-record spans; turns of the kinds "off" and "again" record none, and their difference is the noise.
-Under mpirun, all ranks train together.
+record spans. Turns of the kinds "off" and "again" record no spans, and their difference shows the
+noise. Under mpirun, all ranks train together.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Turns:
     seconds : dict
         {kind: seconds per step of each turn}
     coverage : list of float
-        Fraction of the iterations that the spans of this rank cover, for each turn with spans.
+        Fraction of the iterations' time that this rank's spans cover, for each turn with spans.
     spans_per_step : float
         Number of spans of this rank per step.
     """
@@ -50,7 +50,7 @@ class Turns:
         self.turn = self.steps = 0
 
     def step(self, run: Trainer) -> None:
-        """If a step was the last one of its turn, end the turn and begin the next turn."""
+        """If a step was the last step of its turn, end the turn and begin the next turn."""
         phases.iteration_ends(run.position.iteration)
         kind = self.kinds[self.turn]
         if self.steps == 0:  # the first step of a turn is not measured
@@ -78,7 +78,7 @@ class Turns:
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record on rank 0."""
+    """Run the benchmark; on rank 0, return its results for the JSON file."""
     subject.configure(options)
     world = World(timeout=options.timeout, threads=options.threads)
     net = subject.network(options.network, options.image, options.seed)

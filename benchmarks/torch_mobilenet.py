@@ -1,4 +1,4 @@
-"""MobileNetV2 in PyTorch, the runtime of published weights. Importing this module needs torch."""
+"""Define PyTorch's MobileNetV2 for published weights. Importing this module needs torch."""
 
 from torch import nn
 
@@ -10,7 +10,7 @@ def conv_norm(channels, filters, size=1, stride=1, groups=1):
 
 
 class InvertedResidual(nn.Module):
-    """1x1 convolution, 3x3 convolution per channel and 1x1 convolution, with a sum around them."""
+    """A 1x1 convolution, a 3x3 convolution per channel and a 1x1 convolution, with a shortcut."""
 
     def __init__(self, channels, filters, stride, expansion):
         super().__init__()
@@ -27,7 +27,7 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """MobileNetV2 with torchvision's names of modules."""
+    """MobileNetV2 with torchvision's module names."""
 
     def __init__(self, classes):
         super().__init__()

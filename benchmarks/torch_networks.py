@@ -1,7 +1,7 @@
-"""The networks of torchvision, written with torch.nn and torchvision's names of modules.
+"""Define torchvision's networks with torch.nn, using torchvision's module names.
 
-They are the reference for `mpidl.nn.zoo.torchvision`, because a CPU build of torchvision is not
-available everywhere.
+These networks are the reference for `mpidl.nn.zoo.torchvision`, because a CPU build of torchvision
+is not available everywhere.
 """
 
 import torch
@@ -23,7 +23,7 @@ def classifier(features, classes, dropout_first):
 
 
 class Stacked(nn.Module):
-    """AlexNet and VGG: features, adaptive pooling, classifier."""
+    """AlexNet or VGG: features, adaptive pooling, classifier."""
 
     def __init__(self, features, size, last):
         super().__init__()

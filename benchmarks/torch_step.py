@@ -115,7 +115,7 @@ class TorchStep:
         return self.loss.item()
 
     def check_compiled(self) -> None:
-        """Raise UserError if torch.compile compiled nothing. It may skip a model silently."""
+        """Raise UserError if torch.compile compiled nothing, which it does not report itself."""
         if not self.compiles:
             return
         from torch._dynamo.utils import counters

@@ -1,4 +1,4 @@
-"""Train a network of the zoo by its recipe in PyTorch.
+"""Train a network of the zoo in PyTorch with mpidl's recipe.
 
 `python -m benchmarks time_to_accuracy` starts this side of the comparison as `python -m
 benchmarks.torch_training TASK ADDRESS`. The images are one tensor in memory. A few tensor
@@ -19,7 +19,7 @@ from mpidl.nn import Network, zoo
 from mpidl.training.schedules import rate_of
 from mpidl.training.whitening import whiten
 
-ATTEMPTS = 10  # rectangles drawn per image; the first that fits is erased
+ATTEMPTS = 10  # rectangles drawn per image; the first rectangle that fits is erased
 WARM_UP, TIMED = 3, 15  # steps of each variant
 TEST_BATCH = 1000
 
@@ -193,7 +193,7 @@ class Model:
 
 
 def main() -> None:
-    """Answer questions until the other end closes the connection."""
+    """Answer the questions of the benchmark (see `turns`) until it closes the connection."""
     job, address = subject.join(None, 0)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(job.threads)

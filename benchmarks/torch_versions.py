@@ -1,8 +1,8 @@
-"""Find the versions of PyTorch to compare with, each installed for a separate Python.
+"""Find the versions of PyTorch to compare with, each in a separate Python environment.
 
 A process can import only one version. Versions other than the installed version are therefore in
 virtual environments: the user's environments, or environments that `find` creates in
-build/torch-VERSION. The latter use all other packages of this environment.
+build/torch-VERSION. Created environments take all other packages from this environment.
 """
 
 import os

@@ -1,10 +1,11 @@
-"""`python -m benchmarks transfer`: measure the savings by pretraining, in epochs and images.
+"""`python -m benchmarks transfer`: measure how many epochs and images pretraining saves.
 
 A network learns the first half of the classes of a data set from all images of these classes. For
-each number of images per class, two networks then learn the other half: one starts from the
-pretrained weights with a new last layer, the other from initial weights. Both see the same images
-in the same order, for the same number of epochs. Each side uses the learning rate that gives it the
-highest median accuracy over the seeds. The accuracy on test images is measured after each epoch.
+each number of images per class, two networks then learn the other half of the classes. One network
+starts from the pretrained weights with a new last layer, the other network from initial weights.
+Both networks see the same images in the same order, for the same number of epochs. Each network
+uses the learning rate with its highest median accuracy over the seeds. The accuracy on test images
+is measured after each epoch.
 """
 
 import argparse
@@ -24,13 +25,13 @@ from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train
 
 SIDES = ("pretrained", "initial weights")
-RATES = (0.001, 0.003, 0.01, 0.03)  # learning rates that each side tries
+RATES = (0.001, 0.003, 0.01, 0.03)  # learning rates that are tried for each network
 NEW_LAYER_FACTOR = 10.0
 QUIET: dict[str, Any] = {"plots": "none", "verbose": "off", "verbose_every": 0}
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     machine.refuse_launcher("transfer")
     world = World()
     first_half, images, test = load_halves(options.data, options.test_images)
@@ -119,7 +120,7 @@ def check_end(result):
 
 
 def summarize(curves, options, classes):
-    """Print a table of medians over the seeds, and return its rows for the record."""
+    """Print a table of medians over the seeds, and return its rows for the JSON file."""
     targets = [f"epochs, images to {accuracy:g}" for accuracy in options.accuracies]
     table, rows = [["images per class", "weights", "rate", *targets, "accuracy at the end"]], []
     for per_class in options.per_class:

@@ -1,4 +1,4 @@
-"""Configuration of Sphinx for the documentation site, which `run/site` builds.
+"""Configure Sphinx for the documentation site, which `run/site` builds.
 
 The source folder is the checkout, so links between pages work both on the site and in the
 repository. `../ARCHITECTURE.md` is a page, and links to files that are not pages become downloads.

@@ -1,7 +1,7 @@
-"""Draw the pictures of the documentation, with the commands and functions that users run.
+"""Draw most pictures of the documentation, with the commands and functions that users run.
 
-    python docs/make_pictures.py all pictures, to docs/pictures python docs/make_pictures.py NAME
-    ... these
+    python docs/make_pictures.py             # all these pictures, to docs/pictures
+    python docs/make_pictures.py NAME ...    # only the named pictures
 
 Terminal pictures need tmux, the report needs Chromium, and the others need `pip install
 '.[plots]'`. docs/run_notebooks.py, docs/run_tutorial.py and docs/pictures_monitor.py draw the other
@@ -185,7 +185,7 @@ def activations():
 
 
 def blocks():
-    """Draw a mini-batch in blocks of 16 images, divided among 1, 2 and 3 ranks."""
+    """Draw a mini-batch as blocks of 16 images, divided among 1, 2 and 3 ranks."""
     figure = new_figure(8, 2.3)
     axes = figure.add_subplot()
     count = 7
@@ -215,7 +215,7 @@ def fold():
     ends = share_ends(7, 3)
 
     def draw(first, stop, is_below_gray):
-        """Draw the node of blocks `first` to ``stop - 1``, and return its position."""
+        """Draw the node of the blocks `first` to ``stop - 1``, and return its position."""
         ranks = {int(np.searchsorted(ends, block, side="right")) for block in range(first, stop)}
         is_gray = len(ranks) > 1
         if stop - first == 1:
@@ -246,7 +246,7 @@ def fold():
 
 
 def distances(world, iterations):
-    """Train on the world's ranks and return the weights after each iteration, as one array each."""
+    """Train on the world's ranks. Return one array of all weights for each iteration."""
     images = dl.data.digits(world).split(0.9, seed=0)[0]
     net = dl.nn.zoo.digits(images.image_shape, 10, seed=0)
     queue = dl.MinibatchQueue(images, 128, seed=0, world=world)
@@ -265,7 +265,7 @@ def distances(world, iterations):
 
 
 def plain_distances(world, iterations):
-    """Return the weights like `distances`, but with sums by MPI_Allreduce as in other libraries."""
+    """Return the same as `distances`, but sum with MPI_Allreduce as other libraries do."""
     return distances(dl.World(plain=True), iterations)
 
 

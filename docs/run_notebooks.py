@@ -1,7 +1,7 @@
 """Run notebooks and store their outputs and pictures.
 
-    python docs/run_notebooks.py [NAME ...] all notebooks in docs/notebooks, or these python
-    docs/run_notebooks.py white_paper the white paper with all of its figures
+    python docs/run_notebooks.py                # all notebooks in docs/notebooks
+    python docs/run_notebooks.py white_paper    # only the white paper, with all of its figures
 
 If a cell has a tag "picture-NAME", its picture is also written to docs/pictures. The notebooks
 start ranks with `dl.launch` and need `pip install 'mpidl[docs,plots,notebook]'`.

@@ -1,9 +1,9 @@
-"""Predict the angle by which a digit is rotated: a network with one number as output.
+"""Predict the angle by which a digit is rotated, with a network that outputs one number.
 
-The embedded digits are rotated by -30 to 30 degrees. The network is the network of MATLAB's example
-"Train Convolutional Neural Network for Regression". The script reports the errors on 1,000 other
-digits: the root mean square error, the mean absolute error, and the fraction of angles that are
-correct within 10 degrees.
+The embedded digits are rotated by -30 to 30 degrees. The network comes from MATLAB's example "Train
+Convolutional Neural Network for Regression". The script reports the errors on 1,000 other digits:
+the root mean square error, the mean absolute error, and the fraction of angles that are correct
+within 10 degrees.
 
     mpirun -n 2 python examples/angle.py [EPOCHS]
 """

@@ -1,4 +1,4 @@
-"""Find cells in images: train a U-Net on the embedded set, and measure intersection over union.
+"""Find cells in images: train a U-Net on the embedded set, and measure the intersection over union.
 
 The set has 800 training images and 200 test images. Each image shows 4 to 12 cells with noise. Its
 target is the class of each pixel: 1 in a cell, else 0. Images and masks are mirrored together.

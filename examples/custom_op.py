@@ -43,7 +43,7 @@ def model_loss(w, images, labels):
 
 
 def initial(image_shape, classes):
-    """Return the initial learnables, {name: float32 array}: uniform numbers, keyed by name."""
+    """Return the initial learnables {name: float32 array}: random numbers, keyed by name."""
     c, h, width = image_shape
     features = 8 * ((h - 5) // 2 + 1) * ((width - 5) // 2 + 1)
     shapes = {

@@ -28,7 +28,7 @@ class Noisy(dl.data.Datastore):
     def read(self, indices):
         found = self.targets(indices)
         for image, i in zip(found, indices, strict=True):
-            # The image is the key: its noise is the same for every rank, thread and epoch.
+            # The index is the key, so an image has the same noise on every rank and in every epoch.
             numbers = dl.keyed.uniform(self.seed, "noise", image.size, sample=int(i))
             image += self.strength * (2 * numbers.reshape(image.shape) - 1)
         return found

@@ -1,10 +1,10 @@
-"""MATLAB's parallel training loop, as in its documentation: every rank has its own partition.
+"""Run the parallel training loop of MATLAB's documentation, in which every rank has a partition.
 
 Each rank shuffles and reads its own images, normalizes with its own statistics, and weights its
 loss and gradients by its part of the mini-batch. The ranks add up the losses and gradients as plain
 arrays, and then pool the running state. The loop works, and demonstrates gop and gplus. However,
 the weights depend on the number of ranks. Each epoch ends as soon as one rank runs out of images,
-and the other ranks drop their remaining images. custom_loop.py has neither fault, and is shorter.
+and the other ranks drop their remaining images. custom_loop.py has neither problem and is shorter.
 
     mpirun -n 4 python examples/matlab_loop.py [FOLDER OF IMAGES] [EPOCHS]
 """
@@ -19,9 +19,9 @@ def model_loss(net, images, labels):
 
 
 def aggregate_state(world, weight, before, after, decay=0.1):
-    """Return the running state of the mini-batch, pooled from the ranks' updates of the old state.
+    """Return the running state, pooled over the ranks, which updated the old state separately.
 
-    The statistics of a rank's own images are (after - (1 - decay) * before) / decay. The variance
+    The statistics of a rank's images are (after - (1 - decay) * before) / decay. The variance
     of all images is the mean of the variances plus the variance of the means.
     """
     own = {name: (after[name] - (1 - decay) * old) / decay for name, old in before.items()}

@@ -1,4 +1,4 @@
-"""Transfer learning step by step, as in MATLAB's "Deep Learning with MATLAB and Multiple GPUs".
+"""Demonstrate transfer learning with the steps of MATLAB's white paper on multiple GPUs.
 
 A network learns the first half of the classes of a data set from many images. With a new last
 layer, it then learns the other half from 20 images per class. The default data are Fashion-MNIST if
@@ -6,8 +6,8 @@ Debian's package dataset-fashion-mnist is installed, else the embedded digits.
 
     mpirun -n 2 python examples/transfer.py [DATA] [EPOCHS] [EPOCHS OF PRETRAINING]
 
-Like the white paper, the example scales the mini-batch and the learning rate by the number of
-ranks, so its weights depend on that number.
+Like the white paper "Deep Learning with MATLAB and Multiple GPUs", the example scales the
+mini-batch and the learning rate by the number of ranks, so its weights depend on that number.
 """
 
 import os
@@ -44,8 +44,8 @@ def main(data=None, epochs=40, pretraining_epochs=3):
     test = halves(test)[1]
     few, _ = images.split(min(1.0, PER_CLASS / max(np.bincount(images.labels))))
 
-    # Get a pretrained network. The white paper loads AlexNet, which dl.load_model, dl.load_onnx or
-    # dl.load_weights could do.
+    # Get a pretrained network. The white paper loads AlexNet, for which mpidl has dl.load_model,
+    # dl.load_onnx and dl.load_weights.
     pretrained = dl.nn.zoo.digits(images.image_shape, len(first_half.classes))
     options = dl.TrainingOptions.from_recipe(
         "digits", epochs=int(pretraining_epochs), plots="none", verbose="off"
@@ -85,7 +85,7 @@ def main(data=None, epochs=40, pretraining_epochs=3):
         print(evaluation.confusion)
     world.report(accuracy=evaluation.accuracy)
 
-    # The same training without the pretrained weights, for comparison.
+    # For comparison, train in the same way without the pretrained weights.
     scratch = dl.nn.zoo.digits(images.image_shape, len(few.classes))
     dl.train(scratch, few, options, world=world)
     accuracy = dl.evaluate(scratch, test, world=world).accuracy

@@ -90,7 +90,7 @@ def read(name):
 
 
 def sources_key():
-    """Return a hash of the sources, headers and flags. Libraries contain it as a string."""
+    """Return a hash of the sources, headers and flags. Libraries contain this hash as a string."""
     digest = hashlib.sha256()
     for path in [os.path.join(SOURCES, name) for name in sorted(os.listdir(SOURCES))] + [__file__]:
         if path.endswith((".c", ".h", ".py")):
@@ -115,7 +115,7 @@ def declarations():
 
 
 def calls():
-    """Return a case for each function of mpidl.h that play.c can call, numbered by position."""
+    """Return C code with a case for each function of mpidl.h that play.c can call, by position."""
     functions = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", declarations())
     cases = []
     for number, (_, name, parameters) in enumerate(functions):
@@ -168,7 +168,7 @@ def _run(command):
 
 @contextlib.contextmanager
 def _replaced(path):
-    """Yield the name of a new file. At the end of the `with` block, it replaces `path`.
+    """Yield the name of a new file. At the end of the `with` block, the new file replaces `path`.
 
     If the block raises an exception, the new file is removed. The name is unique, because two hosts
     may compile in the same file system at the same time.
@@ -256,7 +256,7 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
     version = _run([*compiler, "--version"]).stdout
     os.makedirs(OBJECTS, exist_ok=True)
     os.makedirs(folder, exist_ok=True)
-    # symbols must be defined, except for those of a sanitizer's library
+    # all symbols must be defined, except symbols of a sanitizer's library
     link = ["-shared"] if extra else ["-shared", "-Wl,-z,defs"]
     failures, warnings = {}, {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -289,17 +289,17 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("builds", nargs="*", metavar="BUILD", help=f"of {', '.join(builds())}")
+    add("builds", nargs="*", metavar="BUILD", help=f"default: {', '.join(builds())}")
     add("--cc", help="the C compiler (CC, else cc, gcc or clang)")
-    add("--flags", default="", help="further flags of the compiler")
-    add("--out", help="folder of the libraries (kernels/lib)")
-    add("--sanitize", action="store_true", help="with ASan and UBSan, into kernels/lib/sanitize")
-    add("--if-needed", action="store_true", help="only outdated builds; no compiler is no error")
+    add("--flags", default="", help="additional compiler flags")
+    add("--out", help="folder for the libraries (kernels/lib)")
+    add("--sanitize", action="store_true", help="use ASan and UBSan; write to kernels/lib/sanitize")
+    add("--if-needed", action="store_true", help="compile outdated builds, if there is a compiler")
     options = parser.parse_args()
     names = options.builds or builds()
     for name in names:
         if name not in BUILDS:
-            parser.error(f"expected a build of {', '.join(BUILDS)}, found {name}")
+            parser.error(f"expected one of {', '.join(BUILDS)}, found {name}")
     folder = options.out or (os.path.join(LIB, "sanitize") if options.sanitize else LIB)
     if options.if_needed:
         names = [name for name in names if not is_current(name, folder)]

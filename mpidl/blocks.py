@@ -60,7 +60,7 @@ class Batch:
     indices
         Dataset indices of the samples in this rank's share.
     epoch, seed
-        Epoch and seed. Random numbers, such as those of dropout, depend on both.
+        Epoch and seed. Random numbers, such as dropout masks, depend on both.
     device
         The object that stores the image counts and sample numbers in GPU memory. None if the values
         are in host memory.
@@ -234,7 +234,7 @@ def share(
     Returns
     -------
     Batch
-        The mini-batch, with the share of this rank, which may be empty.
+        The mini-batch with this rank's share. The share may be empty.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
@@ -245,7 +245,7 @@ def share(
 
 
 class Blocked:
-    """A value with one entry per image, held by the rank that owns the image's block.
+    """A value with one entry per image. Each rank holds the entries of its own images.
 
     Parameters
     ----------
@@ -278,7 +278,7 @@ class Blocked:
 
     @property
     def stored_array(self) -> np.ndarray:
-        """An array of the value's type in the value's memory, which is computed already."""
+        """An array of this value that is already in memory, for example to find the backend."""
         return self.lanes
 
     @property

@@ -33,13 +33,13 @@ class DeferredInput(NamedTuple):
 
 
 class NormalizedInput(DeferredInput):
-    """The operand from which a backend computes (x - mean) * scale + beta per channel, no ReLU."""
+    """The operand from which a backend computes (x - mean) * scale + beta without a ReLU."""
 
     __slots__ = ()
 
 
 class DeferredValue(Blocked):
-    """A batch normalization, perhaps with ReLU, that is stored as the normalization's input.
+    """A batch normalization, perhaps with a ReLU, stored as the input of the normalization.
 
     The property `lanes` computes the value on each access and does not keep it.
 
@@ -89,16 +89,16 @@ class DeferredValue(Blocked):
 
 
 class DeferredNormalization(DeferredValue):
-    """A batch normalization that is stored as its input, a `NormalizedInput`.
+    """A batch normalization stored as a `NormalizedInput`.
 
-    Additions normalize while they read it (see `addend`). Other ops read its `lanes`.
+    Additions normalize the stored input while they read it (see `addend`). Other ops read `lanes`.
     """
 
     __slots__ = ()
 
 
 class DeferredActivation(DeferredValue):
-    """The ReLU of a batch normalization, stored as the normalization's input.
+    """The ReLU of a batch normalization, stored as the input of the normalization.
 
     Backends normalize while they read `source`.
     """
@@ -117,8 +117,8 @@ class DeferredActivation(DeferredValue):
 def readable(value: Blocked) -> np.ndarray | DeferredInput:
     """Return the operand for a backend function that needs the value's image shape.
 
-    The operand is a DeferredInput for a DeferredActivation that has the image shape of its input.
-    In all other cases, the operand is the array of lanes.
+    If the value is a DeferredActivation with the image shape of its stored input, the operand is a
+    DeferredInput. Otherwise, the operand is the array of lanes.
     """
     if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
         return value.lanes
@@ -160,7 +160,7 @@ class SumOfCotangents(Blocked):
     Attributes
     ----------
     parts
-        The two cotangents in order, or the sum alone.
+        The two cotangents in order, or only the sum once it has been computed.
     """
 
     __slots__ = ("parts",)

@@ -1,4 +1,4 @@
-"""Base classes of arrays in device memory, which other code can recognize without GPU imports."""
+"""Base classes by which code recognizes arrays in device memory without importing GPU modules."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Exceptions: errors of the user, runs that cannot continue, and failures of other ranks."""
+"""Exceptions: user errors, runs that cannot continue, and failures of other ranks."""
 
 from __future__ import annotations
 
 from mpidl.text import printable
 
-LONGEST = 1000  # maximum number of characters in a message, because it may quote a file
+LONGEST = 1000  # maximum length of a message in characters; a message may quote a file
 
 
 class UserError(Exception):
@@ -33,12 +33,13 @@ class Fault(Exception):
 
 
 class NotFinite(Fault):
-    """Raised if the loss or the weights of a training are NaN or infinite.
+    """Raised if the loss or the weights become NaN or infinite during training.
 
     Attributes
     ----------
     description : str
-        Text that says what is not finite, and at which iteration. The message also has advice.
+        Text that says what is not finite, and at which iteration. The message of the exception also
+        contains advice.
     """
 
     def __init__(self, description: str, advice: str):

@@ -19,11 +19,11 @@ from mpidl.errors import LostLock, StorageFault, UserError
 from mpidl.text import printable
 
 T = TypeVar("T")
-MAX_REASON = 300  # maximum length in characters, because a library's error may quote the file
+MAX_REASON = 300  # maximum length in characters; a library's error may quote the file
 
 
 class Stamp(NamedTuple):
-    """Size and last write time of a file, by which changes of the file are detected.
+    """Size and last write time of a file, for detecting changes to the file.
 
     For an object in an object store, `written` is a digest of the object's version.
     """

@@ -20,6 +20,7 @@ does not call MPI.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -79,8 +80,8 @@ def split_blocks(leaves: int, ranks: int, load: tuple[int, ...] | None = None) -
     load
         One non-negative weight per rank; by default, all weights are equal. The number of blocks of
         a rank is proportional to the weight and rounded down. The remaining blocks go to the ranks
-        with the largest remainders; if remainders are equal, to the lowest rank. A rank with the
-        weight 0 gets no blocks.
+        with the largest remainders; if remainders are equal, to the lowest rank. A rank with weight
+        0 gets no blocks.
 
     Returns
     -------
@@ -158,8 +159,8 @@ class Counter:
     """A binary counter that folds values in the order of their blocks.
 
     A value that completes a node is combined with the value on its left at once. If the result
-    completes a larger node, it is combined with the next value on the left, like a carry in a
-    binary addition. At most about log2(leaves) values are kept at a time.
+    completes a larger node, it is combined with the next value on the left, like a carry in binary
+    addition. At most about log2(leaves) values are kept at a time.
 
     Parameters
     ----------
@@ -214,7 +215,7 @@ class Counter:
             If a block of this rank was not pushed, or if a value does not fit `shape` or `dtype`.
         """
         if self.next != self.tree.run[1]:
-            raise ValueError(f"folded blocks up to {self.next}, this rank's end at {self.tree.run}")
+            raise ValueError(f"folded blocks up to {self.next}, but this rank owns {self.tree.run}")
         for value in self.values:
             if value.dtype != dtype or value.size != np.prod(shape, dtype=int):
                 raise ValueError(
@@ -428,8 +429,28 @@ class Partial:
         total = _sum_of_present(*scaled, self.addend)
         return np.asarray(total, self.dtype).reshape(self.shape)
 
+    def finisher(self, roots: Sequence[np.ndarray]) -> Callable[[], Any]:
+        """Return a function that calls `finish` with arrays whose values change between calls.
+
+        Parameters
+        ----------
+        roots : sequence of ndarray
+            The array of the folded sum of each term.
+
+        Returns
+        -------
+        callable
+            A function without arguments that returns the total. If the total has no dimensions,
+            it may be a NumPy scalar.
+        """
+        if self.shape or len(self.terms) != 1 or self.addend is not None:
+            return functools.partial(self.finish, roots)
+        root, to_dtype = roots[0].reshape(()), self.dtype.type
+        scale = root.dtype.type(float(self.terms[0].scale))
+        return lambda: to_dtype(root[()] * scale)
+
     def local(self) -> np.ndarray:
-        """Return the sum over this rank's blocks of the only term, without its factor.
+        """Return this rank's sum for a Partial with a single term, without the term's factor.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Restart a training whenever it dies: `python -m mpidl.launch -- mpirun ...` (see --help)."""
+"""Restart a training run whenever it dies: `python -m mpidl.launch -- mpirun ...` (see --help)."""
 
 from mpidl.cli.launch import main
 from mpidl.comm import failure

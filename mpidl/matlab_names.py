@@ -16,7 +16,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _DATA = "`for images, labels in queue.epoch(epoch)` of dl.MinibatchQueue(images, batch_size)"
-_RANKS = "`mpirun -n N python FILE.py` starts the ranks, and dl.launch(function, ranks=N) in Python"
+_RANKS = "`mpirun -n N python FILE.py`, or dl.launch(function, ranks=N) within Python"
 _GRADIENT = "dl.value_and_grad(loss)(net, images, labels), where loss(net, images, labels) is yours"
 _NETWORK = "dl.Network([...], input_shape); layers name their inputs (after=, inputs=)"
 _SCORES = "the network's scores and a loss of dl.TrainingOptions(loss=...)"
@@ -40,7 +40,8 @@ NAMES: dict[str, str] = {
     "forward": "net(images)",
     "extractdata": "x.local(), the array of this rank's images",
     "focalCrossEntropy": "dl.softmax_cross_entropy(scores, labels, focal_gamma=2)",
-    "generalizedDice": "dl.dice_loss(scores, labels, generalized=True), which is 1 minus its mean",
+    "generalizedDice": "dl.dice_loss(scores, labels, generalized=True), which is 1 minus the mean "
+    "similarity over the images",
     "crossentropy": "dl.softmax_cross_entropy(scores, labels), or "
     "dl.cross_entropy(probabilities, targets)",
     "mse": "dl.mean_squared_error(outputs, targets)",
@@ -73,7 +74,8 @@ NAMES: dict[str, str] = {
     "crossval": "images.kfold(5), or `folds = 5` in the file of mpidl.sweep",
     "countEachLabel": "images.class_counts()",
     "categories": "images.classes",
-    "partition": "images.subset(range(rank, len(images), ranks)); dl.MinibatchQueue needs none",
+    "partition": "images.subset(range(rank, len(images), ranks)); not needed with "
+    "dl.MinibatchQueue",
     "minibatchqueue": "dl.MinibatchQueue(images, batch_size, world=world)",
     "hasdata": _DATA,
     "next": _DATA,
@@ -87,7 +89,7 @@ NAMES: dict[str, str] = {
     "dagnetwork": _NETWORK,
     "SeriesNetwork": _NETWORK,
     "addLayers": "net.with_layers([...]), or dl.Network([...], input_shape)",
-    "connectLayers": "`inputs=` of dl.Add, dl.Concat and custom layers, `after=` of the others",
+    "connectLayers": "`inputs=` of dl.Add, dl.Concat and custom layers, `after=` of other layers",
     "assembleNetwork": _NETWORK,
     "analyzeNetwork": "dl.analyze(net)",
     "replaceLayer": 'net.replace_layers({"fc": dl.Dense(10)})',
@@ -134,8 +136,8 @@ NAMES: dict[str, str] = {
     "parpool": _RANKS,
     "gcp": "dl.World()",
     "spmd": _RANKS,
-    "parfor": "dl.sweep(function, trials), a training for each rank or group of ranks",
-    "parfeval": "dl.sweep(function, trials), a training for each rank or group of ranks",
+    "parfor": "dl.sweep(function, trials), one training run per rank or group of ranks",
+    "parfeval": "dl.sweep(function, trials), one training run per rank or group of ranks",
     "fetchOutputs": "the list that dl.sweep(function, trials) returns",
     "batch": "`sbatch run/train.slurm`",
     **dict.fromkeys(("spmdIndex", "labindex"), "dl.World().rank, from 0"),

@@ -23,11 +23,12 @@ import numpy as np
 KINDS = ("other", "input", "compute", "wait", "sum")
 OTHER, INPUT, COMPUTE, WAIT, SUM = range(len(KINDS))
 
-# Tracks of spans. Spans on the track SUMS may overlap; on the other tracks, spans are nested.
+# Tracks, which are the rows of the timeline. Spans on the track SUMS may overlap; on the other
+# tracks, spans are nested.
 MAIN, SUMS, GPU, ITERATIONS = "main", "sums", "gpu", "iterations"
 
 SPAN = np.dtype([("start", "<i8"), ("end", "<i8"), ("label", "<u4"), ("size", "<u4")])
-BRIEF = 5_000  # minimum duration in nanoseconds of stored spans of polling
+BRIEF = 5_000  # in nanoseconds; shorter spans of polling are not stored
 
 _pack = Struct("<qqII").pack_into
 _totals, _kind, _since = [0] * len(KINDS), OTHER, now()
@@ -67,7 +68,7 @@ class Spans:
         Parameters
         ----------
         track : str
-            Name of a thread, or one of the tracks defined in this module.
+            Row of the timeline: the name of a thread, or a track such as `MAIN`.
         category : str
             Kind of the span, such as "wait".
         name : str

@@ -77,7 +77,7 @@ def host_list(hosts: Iterable[str]) -> str:
     hosts : iterable of str
         Names of hosts, possibly with repetitions.
     """
-    groups: dict[tuple[str, str], dict[str, None]] = {}  # {(before, after the number): numbers}
+    groups: dict[tuple[str, str], dict[str, None]] = {}  # {(text before, text after): numbers}
     for host in dict.fromkeys(hosts):
         match = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", host)
         before, number, after = match.groups() if match else (host, "", "")
@@ -105,7 +105,7 @@ def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:
 def did_you_mean(
     name: object, candidates: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> str:
-    """Return ": did you mean X?" for the candidate most similar to a name, or "" if none is.
+    """Return ": did you mean X?" for the candidate most similar to a name, or "".
 
     Case, dashes and underscores are ignored. `synonyms` maps names from other libraries to
     candidates. The keys of `synonyms` are in lower case, without dashes and underscores.

@@ -61,14 +61,14 @@ choose_environment() { # set venv, the folder of the environment, and mpi, the k
     mpi=${MPIDL_MPI:-${held:-mpich}}
     # With two MPIs in one environment, each MPI would load libraries of the other.
     [ -z "$held" ] || [ "$held" = "$mpi" ] ||
-        die "$venv was made with MPI '$held', not '$mpi': name another folder in MPIDL_VENV"
+        die "$venv was created with MPI '$held', not '$mpi': name another folder in MPIDL_VENV"
 }
 
 use_environment() { # put the environment first on PATH and set variables for Python and MPI
     PATH=$venv/bin:$PATH # otherwise mpirun would start another Python
     export PATH
     unset PYTHONDONTWRITEBYTECODE # otherwise each process compiles the package again
-    unset PYTHONUNBUFFERED # otherwise line ends are written separately, and lines of ranks mix
+    unset PYTHONUNBUFFERED # otherwise line ends are written separately, and the ranks' lines mix
     if [ "$mpi" != mpich ]; then # Open MPI refuses root and more ranks than cores by default
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
@@ -126,12 +126,12 @@ make_environment() { # create the environment unless it has pip and a new enough
     if [ -e "$venv/pyvenv.cfg" ]; then
         clear=--clear # its Python is missing, or the environment is incomplete
     elif [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
-        die "$venv is not empty and holds no Python >= 3.10 with pip: name another in MPIDL_VENV"
+        die "$venv is not empty and has no Python >= 3.10 with pip: set MPIDL_VENV to another folder"
     fi
     python=$(find_python) || die "Python 3.10 or newer is missing ($python)"
     "$python" -c 'import ensurepip, venv; ensurepip.version()' 2>/dev/null ||
         die "Python's venv module is missing: apt-get install ${python##*/}-venv"
-    say "making $venv, once, with MPI '$mpi'"
+    say "creating $venv (once) with MPI '$mpi'"
     local output
     output=$(mktemp) || die "cannot create a file in ${TMPDIR:-/tmp}"
     if ! watched "creating the environment" "$output" "$python" -m venv $clear "$venv"; then
@@ -234,7 +234,7 @@ find_checkout_first() { # let "import mpidl" find the checkout before a folder o
     rm -f "$packages"/__editable__.mpidl-*.pth
 }
 
-explain_pip() { # explain_pip LOG: print one line that says why pip failed, and exit
+explain_pip() { # explain_pip LOG: print a line that explains why pip failed, and exit
     local offline='NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|unreachable'
     if grep -qE "$offline|Failed to establish|Connection refused" "$1"; then
         die "pip cannot reach the package index; without internet: run/install --help (log: $1)"

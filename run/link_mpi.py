@@ -3,11 +3,11 @@
     .venv/bin/python run/link_mpi.py
 
 mpi4py loads libmpi.so.12 (the ABI "mpich", also of Intel MPI and Cray MPICH) or libmpi.so.40 (the
-ABI "openmpi"). The library must belong to the `mpirun` on PATH. If mpi4py finds no library, or
-another MPI's, this program looks for the library of that mpirun. It then compiles an empty library
-with the expected name that loads the real library by its path. The empty library is in the folder
-`lib` of the environment, where mpi4py looks first. A symbolic link would not work, because the
-loader uses the name inside the file, which for Debian's MPICH is libmpich.so.12.
+ABI "openmpi"). The library must belong to the `mpirun` on PATH. If mpi4py finds no library, or the
+library of another MPI, this program looks for the library of that mpirun. It then compiles an empty
+library with the expected name that loads the real library by its path. The empty library is in the
+folder `lib` of the environment, where mpi4py looks first. A symbolic link would not work, because
+the loader uses the name inside the file, which for Debian's MPICH is libmpich.so.12.
 
 Set MPI4PY_LIBMPI to the path of the library if this program cannot find it.
 """
@@ -48,7 +48,7 @@ def main() -> str:
     Raises
     ------
     SystemExit
-        If no library fits. The exception has a one-line reason.
+        If no suitable library exists. The exception has a one-line reason.
     """
     if sys.prefix == sys.base_prefix:
         sys.exit(f"expected the Python of a virtual environment, found {sys.executable}")
@@ -133,7 +133,7 @@ def compile_link(library: str, link: Path) -> None:
     compiler = os.environ.get("CC", "").split() or [shutil.which("cc") or "gcc"]
     words = [*compiler, "-shared", "-nostdlib", "-x", "c", os.devnull, "-x", "none"]
     with tempfile.TemporaryDirectory() as folder:
-        stand_in = f"{folder}/library.so"  # the linker records the name in the library
+        stand_in = f"{folder}/library.so"  # the linker records its soname in the link
         try:
             for more in (
                 ["-o", stand_in, f"-Wl,-soname,{library}"],

@@ -1,6 +1,5 @@
 # Functions of the job scripts train.slurm, sweep.slurm and scaling.slurm. The scripts source this
-# file after they have set `script` and `venv`, and after a trap that sets `asked` when Slurm sends
-# a signal.
+# file after they have set `script`, `venv` and a trap that sets `asked` when Slurm sends a signal.
 # shellcheck shell=bash disable=SC2154
 
 say() { echo "$script: $(date +%FT%T) $*"; }
@@ -35,7 +34,7 @@ choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for Slurm's
     esac
     srun_mpi=${MPIDL_SRUN_MPI:-$srun_mpi}
     [ -n "$srun_mpi" ] || return 0
-    local types # a heading, one type per line, perhaps a line "versions available: ..."
+    local types # a heading, one type per line, and perhaps a line "versions available: ..."
     types=$(srun --mpi=list 2>&1 | sed '1d; s/^srun://; s/.*://' | tr -s '[:space:],' ' ')
     case " $types " in
     *" $srun_mpi "*) ;;
@@ -44,7 +43,7 @@ choose_srun_mpi() { # set srun_mpi, the value of srun's --mpi; empty for Slurm's
     esac
 }
 
-stop_step() { # a trap: note that Slurm requests a stop, and pass the request to the step, if any
+stop_step() { # trap handler: record Slurm's request to stop, and pass it to a running step
     asked=yes is_interrupted=yes
     [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null
 }
@@ -54,7 +53,7 @@ run() { # run COMMAND...: run a command, pass requests to stop to it as USR1, an
     [ -z "$asked" ] || return 0
     "$@" &
     step=$!
-    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # in case it came before `step` was set
+    [ -z "$asked" ] || kill -USR1 "$step" 2>/dev/null # for a request before `step` was set
     is_interrupted=yes
     while [ -n "$is_interrupted" ]; do # a signal interrupts `wait`, but not the step
         is_interrupted=""
@@ -66,7 +65,7 @@ run() { # run COMMAND...: run a command, pass requests to stop to it as USR1, an
 
 run_ranks() { # run_ranks MODULE ARGUMENT...: run a module on all tasks; retry once if start fails
     # srun does not inherit --cpus-per-task from the job. With -K, all ranks end if one rank fails.
-    # A failing rank waits for the others, because -K would replace their exit codes.
+    # A failing rank waits for the other ranks, because -K would replace their exit codes.
     local task='trap : USR1 TERM; "$@"; code=$?; [ $code = 0 ] || sleep 2; exit $code' before
     local python=(python)
     # A signal that arrives before Python runs stays pending until mpidl takes it (coreutils 8.31).
@@ -84,7 +83,7 @@ run_ranks() { # run_ranks MODULE ARGUMENT...: run a module on all tasks; retry o
     fi
 }
 
-list_results() { # without the lock file, which a step leaves if it is killed at its start
+list_results() { # print a checksum of the listing of $out; ignore a killed step's lock
     ls -lAR --full-time --ignore='*run.lock*' "$out" 2>/dev/null | cksum
 }
 
@@ -95,12 +94,12 @@ wait_for_slurm() { # wait up to 90 s until Slurm's controller answers
 
 read_facts() { facts=$(scontrol --oneliner show job "$job" 2>/dev/null); }
 
-fact() { # fact NAME: print a value that read_facts got from Slurm, such as JobState
+fact() { # fact NAME: print a value that read_facts has read from Slurm, such as JobState
     [[ " $facts" =~ \ $1=([^\ ]*) ]] && printf '%s\n' "${BASH_REMATCH[1]}"
 }
 
 # scancel, preemption and requeuing send the same signals. Only these facts distinguish them.
-is_ending() { # succeed if Slurm is ending the job; in the grace time of a preemption, it is not
+is_ending() { # succeed if Slurm is ending the job, which is false in the grace time of a preemption
     [[ $(fact JobState) =~ ^(COMPLETING|CANCELLED)$ ]]
 }
 
@@ -111,8 +110,8 @@ is_preempted() { # preemption may send TERM only to the ranks, and no signal to 
 finish() { # requeue the job if Slurm stopped it and it can continue; exit with code
     say "exit code $code"
     # Code 75 means a checkpoint. A code above 128 means a signal: the request to stop, if it
-    # reached a rank before Python started, or srun -K's signal to ranks that took longer than the
-    # others.
+    # reached a rank before Python started, or the signal that srun -K sends to ranks that took
+    # longer than the other ranks.
     [ $code = 75 ] || [ $code -gt 128 ] || exit $code
     wait_for_slurm # the job must keep its place in the queue even if the controller restarts
     read_facts
@@ -132,15 +131,15 @@ step="" is_interrupted=""
 trap stop_step USR1 TERM
 PATH=$venv/bin:$PATH
 export PATH
-# The ID of an array's last task equals the ID of the array, so include the task's number.
+# The job ID of an array's last task equals the array's ID, so include the task's number.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 say "job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_NTASKS:-?} tasks on" \
     "$SLURM_JOB_NODELIST"
 choose_srun_mpi
 
-# Replace the fields of Slurm's --output in arguments: %j is the job, %A the array, %a the task in
-# it, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
+# Replace Slurm's fields (as in --output) in arguments: %j is the job, %A the array, %a the task of
+# the array, and %% a percent sign. In URLs, a percent sign before two hexadecimal digits stays.
 fill_fields() { # fill_fields WORD: set word to WORD with the values of its fields
     local rest=$1 is_url=""
     word=""

@@ -26,13 +26,13 @@ from mpidl.report import plots
 # Read before MPI is initialized: Open MPI also sets these variables in a process without mpirun.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
-# If the variable is set, Python writes line ends separately, and mpirun mixes ranks' lines.
+# With this variable, Python writes line ends separately, and mpirun mixes the ranks' lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 MPI = serial.load()  # initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# Tests on one rank only: tests that start mpirun, tests of kernels on an emulated GPU, and test
-# files without the word `world`.
+# Tests that run on one rank only: tests that start mpirun, tests of kernels on an emulated GPU,
+# and test files without the word `world`.
 TESTS = Path(__file__).resolve().parent
 SINGLE_RANK = {TESTS / "backends" / "gpu", TESTS / "launch", TESTS / "soak"}
 SINGLE_RANK |= {path for path in TESTS.rglob("test_*.py") if "world" not in path.read_text()}
@@ -70,7 +70,7 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugins that create the folders and the reporter
+@pytest.hookimpl(tryfirst=True)  # before pytest's plugins create the folders and the reporter
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow(part): a cross-check that --slow PART selects")
     config.addinivalue_line("markers", "slow_on_ranks: under mpirun, slow(ranks)")
@@ -78,7 +78,7 @@ def pytest_configure(config):
     if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
         raise pytest.UsageError(
             f"mpirun started {LAUNCHED_RANKS} ranks, {MPI.get_vendor()[0]} counts {SIZE}: "
-            "use the mpirun of the MPI that mpi4py loads"
+            "use the mpirun of mpi4py's MPI library"
         )
     if SIZE > 1:
         base = config.option.basetemp
@@ -99,8 +99,8 @@ def pytest_configure(config):
 def pytest_sessionstart(session):
     config = session.config
     if RANK > 0:
-        # One rank writes the cache. All ranks read it and select the same tests. `-p
-        # no:cacheprovider` leaves the configuration without a cache.
+        # Only rank 0 writes pytest's cache. All ranks read the cache, so they select the same
+        # tests. With `-p no:cacheprovider`, the configuration has no cache.
         if hasattr(config, "cache"):
             config.cache.set = lambda key, value: None
     elif not hasattr(config, "workerinput"):
@@ -138,10 +138,10 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_selected(item, part):
     if LAUNCHED_RANKS and "world" not in item.fixturenames:
-        return False  # all ranks would run the same test
+        return False  # all ranks would repeat the same test
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
     if LAUNCHED_RANKS and item.get_closest_marker("slow_on_ranks"):
-        # Another test compares the bytes on several ranks with one rank, on which this test runs.
+        # This test checks one rank. Another test compares several ranks' bytes with one rank's.
         marks.append("ranks")
     if part is None:
         return not marks
@@ -173,7 +173,7 @@ def pytest_internalerror(excrepr):
 
 
 def _end_the_job(title, report):
-    """Print a failure of this rank and abort all ranks. A session of one rank continues."""
+    """Print a failure of this rank and abort all ranks. A session on one rank continues."""
     if SIZE == 1:
         return
     text = getattr(report, "longreprtext", None) or str(report)
@@ -192,5 +192,5 @@ def pytest_sessionfinish(session, exitstatus):
         MPI.COMM_WORLD.barrier()  # other ranks may use a folder of this rank
         folder = Path(session.config.option.basetemp)
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty yet; the last rank removes it
+        with contextlib.suppress(OSError):  # fails while the folder has files of other ranks
             folder.parent.rmdir()

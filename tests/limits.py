@@ -1,7 +1,7 @@
 """Limit the time of tests, scaled by the machine's speed, and print the stacks of hanging tests.
 
-The limits are pytest-timeout's: `timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`. A
-limit is in seconds of an idle machine. When a limit expires, this module measures the machine's
+The limits are pytest-timeout's: `timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`.
+Limits are in seconds on an idle machine. When a limit expires, this module measures the machine's
 speed. On a machine three times slower, a test gets three times as long. A whole run has no limit.
 
 In a single process, a test past its limit fails at its current line, and the next test runs. Under
@@ -28,9 +28,9 @@ GRACE = 30  # seconds until faulthandler ends a process that ignores the alarm
 
 
 def slowness(seconds: float = 0.3) -> float:
-    """Return the factor by which a core is slower than the reference now, at least 1.
+    """Return how many times slower a core currently is than the reference, at least 1.
 
-    Other work on the machine and a CPU quota slow this measurement as they slow the tests.
+    Other work on the machine and a CPU quota slow this measurement as much as the tests.
     """
     chunk, hashed, start = bytes(1 << 16), 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
@@ -40,7 +40,7 @@ def slowness(seconds: float = 0.3) -> float:
 
 
 def exceeded(start: float, seconds: float) -> bool:
-    """Return whether more than `seconds` seconds of an idle machine have passed since `start`.
+    """Return whether the time since `start` is more than `seconds` seconds on an idle machine.
 
     `start` is a value of time.monotonic().
     """
@@ -49,7 +49,7 @@ def exceeded(start: float, seconds: float) -> bool:
 
 
 def wait_until(condition, seconds: float = 0.01) -> None:
-    """Wait until condition() is true, calling it every `seconds`.
+    """Wait until condition() is true, calling it every `seconds` seconds.
 
     The test's time limit ends a wait that never succeeds.
     """
@@ -98,7 +98,7 @@ class Alarm:
         if elapsed < limit:
             self._arm(limit - elapsed)
             return
-        # The teardown has a limit too, which leaves time to end a job.
+        # The limit starts again for the teardown, which may have to end a job.
         self.start, self.limit = time.monotonic(), max(self.limit, TEARDOWN)
         self._arm(self.limit)
         with tempfile.TemporaryFile("w+") as file:
@@ -111,9 +111,9 @@ class Alarm:
 class Watch:
     """The time limit of tests under mpirun, if all ranks are on this host.
 
-    Each rank writes its position to a table in memory shared by all ranks. The first rank whose
-    limit expires names the test that the others wait for, lets every rank write its stack, and ends
-    the job.
+    Each rank writes the number of its current test to a table in memory shared by all ranks. The
+    first rank whose limit expires names the test that the other ranks wait for, lets every rank
+    write its stack, and ends the job.
     """
 
     POSITION, START, LIMIT, PID = range(4)
@@ -136,14 +136,14 @@ class Watch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def number(self, items):
-        """Number the tests, whose list is the same on all ranks. The numbers are the positions."""
+        """Set the list of tests, which is the same on all ranks. A position is an index in it."""
         self.names |= {i: item.nodeid for i, item in enumerate(items)}
         self.names[len(items)] = "the end of the run"
         self.positions = {item: i for i, item in enumerate(items)}
         self.cancel()
 
     def enter_last(self):
-        """Set the position to the end of the run, where ranks wait for each other."""
+        """Set this rank's position to the end of the run, where ranks wait for each other."""
         self.enter(len(self.positions), 60)
 
     def set(self, item, limit):
@@ -168,7 +168,7 @@ class Watch:
                 self._end_the_job(factor)
 
     def _is_hindmost_due(self, factor):
-        """Return whether this rank and all ranks at the earliest position are past their limits."""
+        """Return whether the limits of this rank and of all ranks at the earliest test are over."""
         now, rows = time.monotonic(), self.table.tolist()
         due = [now - start > factor * limit for _, start, limit, _ in rows]
         last = min(position for position, *_ in rows)
@@ -180,7 +180,7 @@ class Watch:
         try:
             os.close(os.open(self.folder / "expired", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return  # another rank ends the job
+            return  # another rank is already ending the job
         rows = self.table.tolist()
         pids = [int(row[self.PID]) for row in rows]
         for pid in pids:
@@ -208,7 +208,7 @@ class Watch:
 class Limits:
     """The plugin that implements pytest-timeout's limits with an Alarm or a Watch.
 
-    Without pytest-timeout, as on a machine without network access, tests have no limit.
+    If pytest-timeout is not installed, tests have no limit.
     """
 
     def __init__(self, timer):

@@ -1,8 +1,8 @@
 """Report the progress of a test run: a line every few seconds with the remaining time.
 
-The expected times are in tests/durations.json, {run: {file: [seconds, tests]}}, measured on an idle
-machine with two cores. The completed tests show how much slower this machine is. `run/test
---record` writes the file.
+The expected times are in tests/durations.json, {run: {file: [seconds, tests]}}. They were measured
+on an idle machine with two cores. The completed tests show how much slower this machine is.
+`run/test --record` writes the file.
 """
 
 import functools
@@ -18,7 +18,7 @@ import pytest
 VARIABLE = "MPIDL_TEST_RUN"
 TABLE = Path(__file__).with_name("durations.json")
 LINE_PERIOD = 10  # seconds between two lines
-PRIOR = 10  # seconds at the table's speed, added to dampen the first measurements
+PRIOR = 10  # seconds added to the real and expected times, so a few tests hardly change the pace
 UNKNOWN = 0.2  # expected seconds of a test whose file is not in the table
 
 
@@ -45,7 +45,7 @@ def table():
 
 
 def seconds_of_files(name):
-    """Return the expected seconds of each file of a run on an idle machine."""
+    """Return the expected seconds of each file in the run `name`, on an idle machine."""
     return [seconds for seconds, _ in table().get(name, {}).values()]
 
 
@@ -58,7 +58,7 @@ def clock(seconds):
 
 
 class Progress:
-    """The pytest plugin that reports progress, in the process that reports."""
+    """The pytest plugin that reports progress, used only in the process that prints."""
 
     def __init__(self, config):
         self.run = Facts.of_environment()
@@ -66,7 +66,7 @@ class Progress:
         self.terminal = config.pluginmanager.get_plugin("terminalreporter")
         self.quiet = config.option.verbose == 0
         self.terminal.showfspath = not self.quiet
-        self.total, self.expected = 0, Counter()  # tests; seconds of each file
+        self.total, self.expected = 0, Counter()  # number of tests; expected seconds
         self.finished, self.failed, self.spent = set(), 0, 0.0
         self.measured = defaultdict(lambda: [0.0, 0])
         self.start = self.last = time.monotonic()
@@ -76,7 +76,7 @@ class Progress:
         return seconds / count
 
     def expect(self, nodeids):
-        """Set the tests of the run. Another process may have collected them."""
+        """Set the tests of the run, which another process may have collected."""
         self.total = len(nodeids)
         self.expected = sum(map(self.weight, nodeids))
         self.start = self.last = time.monotonic()
@@ -118,7 +118,7 @@ class Progress:
     def line(self):
         elapsed = time.monotonic() - self.start
         spent, total = self.spent / self.run.processes, self.expected / self.run.processes
-        pace = (elapsed + PRIOR) / (spent + PRIOR)  # seconds here per second of the table
+        pace = (elapsed + PRIOR) / (spent + PRIOR)  # seconds here per second in the table
         left = pace * max(total - spent, 0)
         text = (
             f"run {self.run.position} ({self.run.name}): {len(self.finished)} of {self.total} tests"
@@ -132,7 +132,7 @@ class Progress:
     def say(self, text):
         self.terminal.ensure_newline()
         self.terminal.write_line(text)
-        self.terminal.flush()  # also to a pipe or a file
+        self.terminal.flush()  # a pipe or a file should show the line immediately, too
 
     def pytest_sessionfinish(self, exitstatus):
         if self.run.record and exitstatus == pytest.ExitCode.OK:
@@ -141,7 +141,7 @@ class Progress:
 
 
 def write(durations):
-    """Write the table with one line per file."""
+    """Write {run: {file: [seconds, tests]}} to tests/durations.json, one line per file."""
     runs = []
     for name, files in durations.items():
         lines = ",\n".join(f"  {json.dumps(file)}: {json.dumps(v)}" for file, v in files.items())

@@ -1,15 +1,15 @@
-"""The runs of `run/test` and their expected times.
+"""Run the tests of `run/test` as a sequence of pytest runs, and show their expected times.
 
     run/test [ARGUMENT ...]             all tests except slow ones; the arguments go to pytest
     run/test --all [ARGUMENT ...]       also all slow cross-checks
     run/test --part NAME [...]          one part of the slow cross-checks
-    run/test --budget SECONDS [...]     all tests except slow ones, then those slow parts that
-                                        should end within this time from the start; the first
+    run/test --budget SECONDS [...]     all tests except slow ones, then the slow parts that
+                                        should end within SECONDS of the start; the first
                                         part changes every day
     run/test --list                     list the runs and the parts, with their expected times
     run/test --record [...]             also record the times in tests/durations.json
 
-The first run needs no mpirun and uses all cores. The other runs are jobs of several ranks.
+The first run works without mpirun and uses all cores. The other runs are jobs of several ranks.
 """
 
 import argparse
@@ -31,11 +31,9 @@ MAX_PROCESSES = 16  # limit per run, because each process needs several hundred 
 
 
 class Run(NamedTuple):
-    """A run of pytest: under mpirun on `ranks` ranks or, if `ranks` is 0, without mpirun on all
-    cores.
+    """A run of pytest: under mpirun on `ranks` ranks, or without mpirun on all cores if 0.
 
-    `spread` tells how pytest-xdist distributes tests to processes. By files, each module's fixtures
-    run once.
+    `spread` is pytest-xdist's `--dist`. With "loadfile", each module's fixtures run only once.
     """
 
     description: str
@@ -49,13 +47,13 @@ class Run(NamedTuple):
         return 1 if self.ranks or cores == 1 else cores + 1
 
     def expected(self, name, cores):
-        """Return the expected seconds of the run on an idle machine."""
+        """Return the run's expected seconds on an idle machine. `name` is its name in the table."""
         files, processes = progress.seconds_of_files(name), self.processes(cores)
         longest = max(files, default=0) if self.spread == "loadfile" else 0
         return max(sum(files) / processes, longest)
 
     def command(self, cores, arguments):
-        """Return the command line. `arguments` are arguments of pytest and may select tests."""
+        """Return the command line. `arguments` are pytest's arguments, which may select tests."""
         pytest = [sys.executable, "-m", "pytest"]
         if self.ranks:
             start = ["mpirun", "-n", str(self.ranks), *pytest]
@@ -74,7 +72,7 @@ class Run(NamedTuple):
 
 
 def marked(description, part, **keywords):
-    """Return the run of tests with the mark `slow(part)`."""
+    """Return the run of the tests marked `slow(part)`."""
     return Run(description, arguments=("--slow", part), **keywords)
 
 
@@ -93,23 +91,23 @@ QUICK = {
 PARTS = {
     "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs", spread="worksteal"),
     "ranks": marked("more ranks, threads and builds; other algorithms of convolutions", "ranks"),
-    "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
+    "gpu": marked("more tests on the emulated GPU; kernels for older GPUs", "gpu"),
     "pages": marked("the live page in a headless Chromium, next to jobs", "pages"),
     "stores": marked("data in an object store, and its faults", "stores"),
-    "slurm": marked("jobs on a real Slurm of three nodes", "slurm", spread="worksteal"),
+    "slurm": marked("jobs on a real Slurm cluster of three nodes", "slurm", spread="worksteal"),
     "files": marked("runs recorded for MLflow and Weights & Biases", "files"),
     "hangs": marked("ranks that hang or are stopped at any moment", "hangs"),
-    "soak": marked("trainings that are killed again and again; damaged inputs", "soak"),
+    "soak": marked("trainings that are killed many times; damaged inputs", "soak"),
     "restarts": marked("jobs that die and start again", "restarts"),
     "saves": marked(
         "checkpoints with faults at every system call; memory of long trainings", "saves"
     ),
-    "shrink": marked("ranks that end while the others continue (Open MPI)", "shrink"),
+    "shrink": marked("ranks that end while other ranks continue (Open MPI)", "shrink"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
-    "notebooks": marked("trainings from a notebook, in a real kernel", "notebooks"),
-    "package": marked("trainings by the installed wheel", "package"),
-    "compilers": marked("the kernels by gcc and clang, without a warning", "compilers"),
+    "notebooks": marked("trainings in a real notebook kernel", "notebooks"),
+    "package": marked("trainings with the installed wheel", "package"),
+    "compilers": marked("compilation by gcc and clang without warnings", "compilers"),
     "aarch64": marked("the kernels for AArch64, under qemu", "aarch64"),
     "sanitizers": marked("the kernels under AddressSanitizer and UBSan", "sanitizers"),
     "threads": Run(
@@ -183,7 +181,7 @@ class Suite:
             self.run(name, f"{i + 1} of {len(names)}", self.expected(names[i + 1 :]))
 
     def run_within(self, budget):
-        """Run the parts that fit into the budget. The first part changes every day."""
+        """Run the parts that should end within the budget. The first part changes every day."""
         names, today = list(PARTS), datetime.date.today().toordinal()
         pace = max((time.monotonic() - self.start) / max(self.expected(QUICK), 1), 1)
         parts, left = [], self.start + budget - time.monotonic()

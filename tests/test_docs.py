@@ -1,7 +1,7 @@
 """Test that the documents are correct: Python blocks run; commands, options, names and links exist.
 
 The Python blocks of a document share a namespace. A small data set replaces the digits, `photos` is
-a small folder of images, and trainings of many epochs end after one iteration.
+a small folder of images, and trainings of more than MOST_EPOCHS epochs end after one iteration.
 """
 
 import dataclasses
@@ -66,9 +66,9 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(dl.data, "digits", small_digits)
     monkeypatch.setattr(dl, "train", short_training)
-    # Undo changes of the documents to the settings of object stores.
+    # At the end, undo the documents' changes to the settings of object stores.
     monkeypatch.setattr(settings, "_settings", settings.current())
-    if world.size > 1:  # ranks cannot start ranks
+    if world.size > 1:  # dl.launch cannot start ranks from a rank
 
         def launch(function, *arguments, ranks):
             return function(world, *arguments)
@@ -76,7 +76,7 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
         monkeypatch.setattr(dl, "launch", launch)
     namespace = {"__name__": "__main__"}
     for line, source in blocks(path):
-        # A traceback names the document and the line.
+        # Empty lines before the block: a traceback then names the document and its line.
         exec(compile("\n" * line + source, str(path), "exec"), namespace)
     world.barrier()
 
@@ -116,7 +116,7 @@ def test_commands_exist(path):
     ],
 )
 def test_a_wrong_command_is_found(command, problem):
-    """Negative control: a wrong command is reported."""
+    """Negative control: a wrong command in a document is reported."""
     assert documented_commands.is_command(command)
     assert problem in documented_commands.problem(command)
 
@@ -168,7 +168,7 @@ def test_every_row_of_the_matlab_tables_is_complete():
 
 
 def test_linked_files_exist():
-    """Linked files exist. Links to API pages are not checked here, but by run/site."""
+    """Linked files exist. run/site checks the links to API pages."""
     missing = [
         f"{path.name}: {target}"
         for path in [*PAGES, ROOT / "CHANGELOG.md"]

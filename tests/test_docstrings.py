@@ -23,7 +23,7 @@ def sections_of(documented):
 
 
 def documented_names(documented):
-    """Return the parameters and attributes that a docstring names."""
+    """Return the names of the parameters and attributes in a docstring."""
     sections, names = sections_of(documented), set()
     for title in ("Parameters", "Attributes"):
         for line in re.findall(r"^(\S[^:\n]*?)(?: :.*)?$", sections.get(title, ""), re.M):
@@ -37,7 +37,7 @@ def parameters_of(function):
 
 
 def problems_of(path, definitions, parameters, has_result):
-    """Return a line for each part that is missing in the docstrings of the definitions."""
+    """Return a line for each part that is missing from the docstrings of the definitions."""
     sections = [sections_of(definition) for definition in definitions]
     if not any(section[""].strip() for section in sections):
         return [f"{path}: no docstring"]

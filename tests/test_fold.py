@@ -1,4 +1,4 @@
-"""Test the fold tree, its counter, and Partials. A loop simulates the ranks."""
+"""Test the fold tree, its counter, and Partials, with ranks that are simulated by loops."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from mpidl import fold, keyed
 
 
 def middle_of(start, stop):
-    """Return where a node splits: at the largest power of two below its length."""
+    """Return where a node splits: `start` plus the largest power of two below its length."""
     half = 1
     while 2 * half < stop - start:
         half *= 2
@@ -15,7 +15,7 @@ def middle_of(start, stop):
 
 
 def node_of(start, stop):
-    """Return the tree over blocks start..stop-1 as nested pairs, from its definition."""
+    """Return the tree over blocks start..stop-1 as nested pairs, following its definition."""
     if stop - start == 1:
         return (start,)
     middle = middle_of(start, stop)
@@ -31,7 +31,7 @@ def ranges_of(start, stop):
 
 
 def tree_sum(leaves, start, stop):
-    """Return the sum that the tree defines, by recursion."""
+    """Return the sum of the leaves in the order that the tree defines."""
     if stop - start == 1:
         return leaves[start]
     middle = middle_of(start, stop)
@@ -58,7 +58,7 @@ def shares(count, ranks, plain=False):
 
 
 def counted(tree, values, combine=fold.add):
-    """Return the counter of one rank after folding its run of `values`."""
+    """Return a rank's counter after folding the values of the rank's blocks."""
     counter = fold.Counter(tree, combine)
     for block in range(*tree.run):
         counter.push(values[block].copy())
@@ -77,7 +77,7 @@ def add_up(partials):
 
 
 def wide(seed, *shape):
-    """Return float32 values of many magnitudes, which show any other order of addition."""
+    """Return float32 values of many magnitudes, so another order of addition changes the sum."""
     size = int(np.prod(shape))
     sign = 2 * keyed.uniform(seed, "value", size) - 1
     return (sign * 10.0 ** (6 * keyed.uniform(seed, "size", size) - 3)).reshape(shape).astype("f4")
@@ -90,7 +90,7 @@ def test_the_counter_builds_the_tree_of_the_definition(ranks):
         trees = shares(leaves, ranks)
         counters = [counted(tree, blocks, pair) for tree in trees]
         for tree, counter in zip(trees, counters, strict=True):
-            # A rank returns exactly its nodes, each combined in the order of the tree.
+            # A rank's values are exactly its nodes, each combined in the order of the tree.
             assert [v[()] for v in counter.values] == [node_of(*n) for n in tree.nodes[tree.rank]]
         nodes = [node for rank_nodes in trees[0].nodes for node in rank_nodes]
         values = [value for counter in counters for value in counter.values]
@@ -151,7 +151,7 @@ def test_sums_have_the_same_bytes_on_any_number_of_ranks(leaves):
 
 
 def test_without_the_tree_the_bytes_depend_on_the_ranks():
-    """Negative control: if each rank adds its run from left to right (`plain`), bytes differ."""
+    """Negative control: with plain addition from left to right, the bytes depend on the ranks."""
     values = wide(1, 37, 41)
     sums = {
         ranks: add_up([counted(t, values).partial((41,)) for t in shares(37, ranks, plain=True)])
@@ -197,7 +197,7 @@ def test_moments_of_no_image_change_nothing():
 
 
 def two_sums(ranks, leaves=37):
-    """Return each rank's Partials of two sums over the same blocks."""
+    """Return, for each rank, the Partials of two sums over the same blocks."""
     a, b = wide(3, leaves, 41), wide(4, leaves, 41)
     trees = shares(leaves, ranks)
     return [(counted(t, a).partial((41,)), counted(t, b).partial((41,))) for t in trees]
@@ -208,7 +208,7 @@ def combined(ranks):
 
 
 def test_sums_and_multiples_of_partials_do_not_depend_on_the_ranks():
-    """Each term is folded, then scaled. Then the terms are added, and finally `once`."""
+    """Each term is folded and scaled. Then the terms are added, and finally the plain number."""
     a, b = (tree_sum(wide(seed, 37, 41), 0, 37) for seed in (3, 4))
     expected = a * np.float32(0.3) + b * np.float32(-1 / 7) + np.float32(2)
     for ranks in (1, 2, 3, 5, 8, 12):
@@ -216,7 +216,7 @@ def test_sums_and_multiples_of_partials_do_not_depend_on_the_ranks():
 
 
 def test_adding_node_by_node_would_depend_on_the_ranks():
-    """Negative control: adding or scaling at the nodes gives other bytes, so terms stay separate.
+    """Negative control: if nodes were added or scaled before folding, the bytes would differ.
 
     (a0 + b0) + (a1 + b1) is not (a0 + a1) + (b0 + b1) in floating point, and the number of ranks
     determines which nodes exist.
@@ -247,6 +247,22 @@ def test_replicated_addends_count_once():
         assert add_up([-p + penalty for p in ones]) == -8.5
     replicated = fold.replicated(np.float32(3)) + fold.replicated(np.float32(4))
     assert replicated.finish([]) == 7 and replicated.terms == []
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_a_finisher_repeats_finish_with_new_values(shape):
+    (tree,) = shares(3, 1)
+    p = counted(tree, wide(5, 3, *shape)).partial(shape)
+    penalty = np.full(shape, 0.5, "f4")
+    for value in (p, p * 0.3, p / 7 + p, p * 0.3 + penalty, (p * 0.3).astype("f8")):
+        roots = [np.array(term.nodes[0]) for term in value.terms]
+        finish = value.finisher(roots)
+        for seed in range(3):
+            for root in roots:
+                root[...] = wide(seed, *shape)
+            total = np.asarray(finish())
+            assert total.dtype == value.dtype and total.shape == shape
+            assert total.tobytes() == value.finish(roots).tobytes()
 
 
 def test_addends_of_other_shapes_are_refused():

@@ -1,4 +1,4 @@
-"""Test house.py's counts, the number of vague names, and the names of test files."""
+"""Test house.py, and check the repository's names, its test files and their recorded times."""
 
 import collections
 
@@ -50,7 +50,7 @@ def test_the_repository_has_few_vague_names():
 # Tests that do not belong to a single module of the package.
 CROSS_CUTTING = {
     "backends/test_conformance.py": "all functions of all backends",
-    "backends/cpu/test_cpu_winograd.py": "kernels/cpu/winograd*, which no module calls by itself",
+    "backends/cpu/test_cpu_winograd.py": "kernels/cpu/winograd*, which no single module calls",
     "data/formats/test_fuzz_data.py": "damaged files of all formats",
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",
     "interchange/test_fuzz_weights.py": "damaged weight files",
@@ -95,13 +95,13 @@ def test_tests_mirror_the_package():
 
 
 def test_names_of_test_files_are_unique():
-    """Names of test files are unique, because pytest imports the files by name, without folders."""
+    """Names of test files are unique, because pytest imports them as top-level modules."""
     tests = house.ROOT / "tests"
     names = collections.Counter(path.name for path in tests.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_quick_suite_is_short():
-    """The recorded times on two cores are short. Variants of a check belong to the slow parts."""
+    """The recorded times on two cores are short. Variants of a check belong in the slow parts."""
     seconds = {name: run.expected(name, cores=2) for name, run in suite.QUICK.items()}
     assert sum(seconds.values()) < 240, seconds

@@ -26,7 +26,7 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "backends": BACKENDS,
     "ops": OPS,
     "nn": NN,
-    "comm": BACKENDS | {"backends", "report"},  # launch shows a run in a notebook
+    "comm": BACKENDS | {"backends", "report"},  # comm/launch shows a run's progress in a notebook
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "phases", "side_process"},
     "losses": LOSSES,
@@ -47,7 +47,7 @@ ONLY_IN = {
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
 ONLY_LATE |= {"aiohttp", "asyncio", "bokeh", "fsspec", "jinja2", "ssl", "tornado", "yarl"}
 ONLY_LATE |= {"mlflow", "tensorboardX", "wandb"}
-# Modules that may import such packages at the top. Other modules import them only late.
+# Modules that may import these packages at the top. Other modules import them inside functions.
 LATE_MODULES = tuple(
     f"mpidl.report.live.{name}" for name in ("figures", "page", "ranks_panel", "server")
 )
@@ -64,7 +64,7 @@ def read_package():
 
 
 def imports_of(module, text, modules):
-    """Return (module, line, time: EARLY, LATE or TYPING) of each import in the text.
+    """Return (imported module, line, time of the import) for each import in the text.
 
     `from mpidl import fold` imports mpidl.fold, and `from mpidl import World` imports mpidl.
     """
@@ -85,7 +85,7 @@ def imports_of(module, text, modules):
 
 @functools.cache  # most tests change only one or two lines of the package
 def import_nodes(text):
-    """Return (import, time) of each import in a text.
+    """Return (import statement, time) for each import in a text. The times are:
 
     EARLY: when the module is imported; LATE: when a function runs; TYPING: only for a type checker.
     """
@@ -115,10 +115,10 @@ def violations(texts):
             if top == "mpidl":
                 target = (name.split(".") + [""])[1]
                 if target == "" and package in MAY_IMPORT:
-                    errors.append(f"{position}: the public names stand above it")
+                    errors.append(f"{position}: only commands may import public names")
                 elif target not in allowed and target != "":
                     errors.append(f"{position}: {package or 'mpidl'} may not import {target}")
-                if time != TYPING and name != module:  # late imports close a cycle, too
+                if time != TYPING and name != module:  # includes imports inside functions
                     graph.setdefault(module, set()).add(name)
             if top in ONLY_IN and not module.startswith(ONLY_IN[top]):
                 errors.append(f"{position}: only {' and '.join(ONLY_IN[top])} may")
@@ -159,7 +159,7 @@ BROKEN = {
     "nn may not import training": {"mpidl.nn.bad": "from mpidl import training\n"},
     "fold may not import ops": {"mpidl.fold": "from mpidl.ops import conv2d\n"},
     "cli may not import train": {"mpidl.cli.bad": "import mpidl.train\n"},
-    "the public names stand above it": {"mpidl.ops.bad": "from mpidl import World\n"},
+    "only commands may import public names": {"mpidl.ops.bad": "from mpidl import World\n"},
     "only mpidl.comm may": {"mpidl.training.bad": "def f():\n    from mpi4py import MPI\n"},
     "only mpidl.backends.gpu": {"mpidl.ops.bad": "def f():\n    import cupy\n"},
     "imports h5py: only inside": {

@@ -1,4 +1,4 @@
-"""Test that MATLAB's names and arguments raise a one-line error with an existing mpidl call."""
+"""Test that MATLAB's names and arguments raise one-line errors that name existing mpidl calls."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ import mpidl as dl
 from mpidl import matlab_names
 from mpidl.data.datastore import Datastore
 
-# The objects that stand for the variables of the calls.
+# Objects for the variables in the calls, such as `net` in `net.predict(...)`.
 VARIABLES = {
     "dl": dl,
     "images": Datastore,
@@ -19,7 +19,7 @@ VARIABLES = {
     "queue": dl.MinibatchQueue,
     "x": dl.Blocked,
 }
-SET_BY_INIT = {"rank", "size", "confusion", "rmse"}  # attributes of a World, and of results
+SET_BY_INIT = {"rank", "size", "confusion", "rmse"}  # instance attributes of a World and of results
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "matlab.md"
 
 
@@ -56,7 +56,7 @@ def test_a_call_that_does_not_exist_is_found():
 
 
 def test_the_page_has_no_name_without_an_answer():
-    """Each name in the first columns of docs/matlab.md is in mpidl or in the table of names."""
+    """Each name in the first columns of docs/matlab.md is in mpidl or in matlab_names.NAMES."""
     unanswered = []
     for line in PAGE.read_text().splitlines():
         first = line.split("|")[1] if line.startswith("| ") else ""
@@ -77,7 +77,7 @@ def test_other_names_get_the_nearest():
         with pytest.raises(AttributeError) as raised:
             getattr(dl, name)
         assert str(raised.value) == f"module 'mpidl' has no attribute '{name}'{end}"
-    assert dl.comm.World is dl.World  # sub-modules are found as before
+    assert dl.comm.World is dl.World  # submodules are still attributes
 
 
 def test_a_function_explains_unknown_arguments():
@@ -104,7 +104,7 @@ def test_a_function_explains_unknown_arguments():
     "function", [dl.ImageFolder, dl.ArrayDatastore, dl.MinibatchQueue, dl.predict]
 )
 def test_arguments_of_matlab_in_the_functions(function):
-    """A MATLAB argument is not mistaken for an argument with a similar name, such as labelled."""
+    """A MATLAB argument is not mistaken for an argument with a similar name, such as `labelled`."""
     parameters = inspect.signature(function).parameters
     for name in {**matlab_names.ARGUMENTS, **matlab_names.REMARKS}:
         ours, remark = matlab_names.ARGUMENTS.get(name), matlab_names.REMARKS.get(name)

@@ -1,4 +1,4 @@
-"""Test that versions and dependencies in packaging/ match setup.cfg, and module files load."""
+"""Test that versions and dependencies in packaging/ match setup.cfg, and that module files load."""
 
 import configparser
 import re
@@ -34,7 +34,7 @@ PYTHON = SETUP["options"]["python_requires"].removeprefix(">=")
 
 
 class SpackRecipe:
-    """The content of a Spack recipe, read with replacements for the imported names."""
+    """The content of a Spack recipe, executed with replacements for Spack's functions."""
 
     def __init__(self, path):
         self.versions, self.dependencies, self.variants = [], defaultdict(dict), set()
@@ -105,7 +105,7 @@ def test_easybuild():
     for name, oldest in (REQUIRED | {"python": PYTHON}).items():
         if name in bundles:
             assert bundles[name] in modules
-        elif name != "tomli":  # for Python 3.10 only
+        elif name != "tomli":  # needed for Python 3.10 only
             assert modules[name] >= numbers(oldest), name
 
 

@@ -9,14 +9,14 @@ from mpidl import phases
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A function that advances the clock of the phases by milliseconds."""
+    """A function that advances the clock of the phases by a number of milliseconds."""
     time = [phases.now()]
     monkeypatch.setattr(phases, "now", lambda: time[0])
 
     def advance(milliseconds):
         time[0] += round(milliseconds * 1e6)
 
-    with phases.Phase(phases.OTHER, "test"):  # the time before the test is counted
+    with phases.Phase(phases.OTHER, "test"):  # time before the test is not added to its phases
         yield advance
 
 
@@ -99,7 +99,7 @@ def test_spans_may_be_open_when_recording_begins_and_ends():
 
 def test_places_are_named_without_a_recording(stored):
     with phases.named_places():
-        assert phases.spans() is stored  # a recording continues
+        assert phases.spans() is stored  # the recording continues
     phases.take_spans()
     with phases.named_places(), phases.layer("conv1"):
         assert phases.place() == "conv1"
@@ -113,7 +113,7 @@ def test_memory_for_spans_is_bounded():
     assert not spans.is_full
     spans.add("main", "span", "x", 3, 4)
     assert spans.is_full and spans.array()["end"].tolist() == [1, 2, 3]
-    spans.add("main", "span", "x", 4, 5)  # from a thread that has not noticed the end
+    spans.add("main", "span", "x", 4, 5)  # a late thread may still add a span
 
 
 def test_threads_store_spans_at_the_same_time():

@@ -1,4 +1,4 @@
-"""Test that a side process ends with its stdin, and that signals to the job do not end it."""
+"""Test that a side process ends when its stdin is closed, and not by signals to the job."""
 
 import os
 import signal

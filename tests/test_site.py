@@ -1,4 +1,4 @@
-"""Test the documentation site: pages, pictures and links; notebooks and tutorial run."""
+"""Test the documentation site: its pages, pictures and links, and that notebooks run."""
 
 import importlib.util
 import json
@@ -48,7 +48,7 @@ def test_every_page_is_in_one_list():
     listed = page_lists.listed_pages()
     pages = {path.stem for path in DOCS.glob("*.md")}
     assert {"guide", "tutorial", "cluster", "matlab", "data", "BENCHMARKS"} <= listed & pages
-    assert "\n{rest}\n" in (DOCS / "topics.md").read_text()  # new pages
+    assert "\n{rest}\n" in (DOCS / "topics.md").read_text()  # lists new pages
 
 
 def test_notebooks_hold_their_outputs():
@@ -60,7 +60,7 @@ def test_notebooks_hold_their_outputs():
         assert any("image/png" in output.get("data", {}) for output in outputs), path.name
         assert path.stat().st_size < 4 * LARGE
         text = path.read_text()
-        assert not re.search(r"/(home|root|tmp|work)/", text), f"{path.name}: a path of a machine"
+        assert not re.search(r"/(home|root|tmp|work)/", text), f"{path.name} has an absolute path"
 
 
 def test_broken_links_are_found(tmp_path):

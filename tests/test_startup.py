@@ -44,7 +44,7 @@ def test_a_command_without_checkpoints_keeps_the_default(monkeypatch, handlers):
 
 
 def test_signals_of_a_user_program_are_not_early(monkeypatch):
-    """Without a command's signal handler, earlier signals are ignored."""
+    """In a user's program, `Signals` ignores signals from before the training."""
     monkeypatch.setattr(startup, "early_signal", "SIGUSR1")
     with Signals() as signals:
         assert signals.name is None

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
         ("photos/é.png", "photos/é.png"),
         (b"caf\xe9 \xc3\xa9", "caf\\xe9 é"),
         ("caf\udce9", "caf\\xe9"),  # the same bytes, as os.listdir returns them
-        ("half of a pair: \ud800", "half of a pair: \\ud800"),  # JSON may contain it
+        ("half of a pair: \ud800", "half of a pair: \\ud800"),  # JSON may contain half of a pair
         ("a\nb\x1b", "a\\nb\\x1b"),
     ],
 )
@@ -39,7 +39,7 @@ def test_the_message_of_an_error_is_one_short_line():
 
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_pip_install(monkeypatch, is_installed):
-    """If mpidl is not installed, the command names the checkout instead of an index's package."""
+    """If mpidl is not installed, the command names the checkout, not a package on an index."""
 
     def distribution(name):
         if not is_installed:

@@ -33,7 +33,7 @@ ignore_missing_imports = True
 [mypy-mpidl.*]
 ignore_errors = True
 """
-# Each line is an error for a type checker.
+# A type checker reports an error for each call.
 WRONG_CALLS = """
 import numpy as np
 import mpidl as dl
@@ -55,14 +55,14 @@ OPAQUE = {
     "values of JSON": "as_dict facts input_transform optimizer_spec spec",
     "a World, which mpidl.data may not import": "MinibatchQueue.world NodeCache.world",
     "an object of a GPU or of its world": "Batch.device MinibatchQueue.device",
-    "of mpidl.data, which mpidl.nn may not import": "Network.normalization Network.preprocess",
+    "objects of mpidl.data, unknown to mpidl.nn": "Network.normalization Network.preprocess",
     "a function of the user": "TrainingOptions.loss loss_for loss_with_options Trainer.loss "
     "Transformed.function",
-    "overloads have the types": "add divide gop gplus allreduce multiply negative op subtract "
+    "overloads define the types": "add divide gop gplus allreduce multiply negative op subtract "
     "value_and_grad",
-    "any function's arguments": "Var.vjp",
-    "whatever kind the argument has": "value_of backward",
-    "of rich, which is loaded late": "Console.bar Console.task Console.stream",
+    "takes the arguments of any function": "Var.vjp",
+    "the type depends on the argument": "value_of backward",
+    "an object of rich, which is imported late": "Console.bar Console.task Console.stream",
 }
 MAY_BE_ANY = {name for names in OPAQUE.values() for name in names.split()}
 
@@ -96,7 +96,7 @@ def functions_of(name, member):
         if not attribute.startswith("_") or attribute in ("__init__", "__call__", "__getitem__")
     ]
     methods = [(method, getattr(function, "__func__", function)) for method, function in methods]
-    # a dataclass generates functions without a file
+    # functions that a dataclass generates have no file
     return [
         (method, inspect.unwrap(function))
         for method, function in methods
@@ -105,7 +105,7 @@ def functions_of(name, member):
 
 
 def incomplete_annotations(name, function):
-    """Return a line for each parameter without a type, and for a result of type Any."""
+    """Return a line for each parameter without a type, and if the result has no type or is Any."""
     lines = [
         f"{name}: {parameter.name}"
         for parameter in inspect.signature(function).parameters.values()
@@ -151,7 +151,7 @@ def attribute_program():
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory, request):
-    """Run mypy once in strict mode; return {program: [(line of the program, message)]}."""
+    """Run mypy once in strict mode. Return {program: [(source line, message)]}."""
     cache = getattr(request.config, "cache", None)
     cache = cache.mkdir("mypy") if cache else "cache"
     folder = tmp_path_factory.mktemp("types")
@@ -178,7 +178,7 @@ def messages(tmp_path_factory, request):
 
 
 def revealed_types(lines):
-    """Return (expression, type) pairs. NumPy's own Any in an array's shape and type is removed."""
+    """Return pairs (expression, revealed type), without the Any in the types of NumPy's arrays."""
     pairs = []
     for source, message in lines:
         if match := re.fullmatch(r'note: Revealed type is "(.*)"', message):

@@ -55,7 +55,7 @@ def main(argv=None, find_gpus=visible, stage_command=None):
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name. None means the command line of this process.
+        Command-line arguments. None means the arguments of this process.
     find_gpus : callable
         Returns the visible GPUs, as `visible` does.
     stage_command : callable or None
@@ -152,7 +152,7 @@ def run(command, seconds):
 
 
 def verdict(folder, stages, outcomes):
-    """Return two lists of messages: about failures, and about unfinished optional stages."""
+    """Return two lists of messages: failures, and optional stages that did not finish."""
     problems, notes = [], []
     for stage in stages:
         record = report.load(folder, stage.name)

@@ -1,13 +1,13 @@
 """Compute a lower bound on the time of a training step from the GPU's peak rates.
 
 The compute bound is the number of floating-point operations of the multiply-adds divided by the
-GPU's peak FLOP/s. The number includes forward, backward-data (of all layers but the first) and
-backward-weights, with two operations per multiply-add. The memory bound is the number of bytes
-moved divided by the memory bandwidth. This number is the size of the convolutions' outputs times
-the number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU
-while loading, and accumulate batch statistics while storing. There are 13 if separate kernels do
-this work. The model ignores that data may stay in the L2 cache, so the memory bound can exceed the
-actual time.
+GPU's peak FLOP/s. The operations include forward, backward-data (of all layers except the first)
+and backward-weights, with two operations per multiply-add. The memory bound is the number of bytes
+moved divided by the memory bandwidth. The number of bytes is the size of the convolutions' outputs
+times the number of passes over these outputs. There are 9 passes if kernels apply batch
+normalization and ReLU while loading, and accumulate batch statistics while storing. There are 13
+passes if separate kernels do this work. The model ignores that data may stay in the L2 cache, so
+the memory bound can exceed the actual time.
 """
 
 import math

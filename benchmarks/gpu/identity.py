@@ -15,7 +15,7 @@ from benchmarks.turns import last_message
 from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import UserError
 
-# An epoch has 71 iterations and ends with a smaller mini-batch. Only ITERATIONS exceed an epoch.
+# An epoch has 71 iterations and ends with a smaller mini-batch. Only ITERATIONS exceeds an epoch.
 ITERATIONS, STOP = 90, 40
 
 
@@ -74,7 +74,7 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
 
 
 def _compare(report, expected, name, run):
-    """Check that a run gave the expected bytes. Skip failed runs (None), reported earlier."""
+    """Check that a run gave the expected bytes. Skip a failed run (None), reported earlier."""
     if run is None:
         return
     text = "the same weights and losses"
@@ -87,7 +87,7 @@ def _compare(report, expected, name, run):
 
 
 class Starter:
-    """The argument `start` of `check_all`, which runs each training in processes.
+    """A callable for the argument `start` of `check_all`. It runs each training in processes.
 
     Parameters
     ----------

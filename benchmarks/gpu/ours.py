@@ -11,7 +11,7 @@ from benchmarks import turns
 from benchmarks.mpidl_step import RecordedStep
 from mpidl.comm import World
 
-# The kernels' names of a convolution's P, Q, R, S, C, K and number of groups.
+# The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
 SHAPES = (
     ("P", "Q", "R", "S", "C", "K", "groups"),
     ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
@@ -20,7 +20,7 @@ DELAY_BYTES = 1 << 28  # bytes copied before a step, while the step's kernels qu
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection. `argv` has the address."""
+    """Answer the questions of the benchmark at the address in `argv`; see `turns`."""
     (address,) = sys.argv[1:] if argv is None else argv
     world, steps = World(threads=None), {}
     world.use_device("gpu")
@@ -96,7 +96,7 @@ def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES
 
 
 class TimedStep:
-    """A step of a program, timed by an event before the step and one after it."""
+    """A step of a program, timed by an event before the step and an event after it."""
 
     captured = True
 

@@ -107,7 +107,7 @@ def check_all(report, networks, kinds=KINDS, count=COUNT):
                 + (f"; too large: {', '.join(failed)}" if failed else ""),
             )
     report.table(
-        "Largest errors against float64 NumPy",
+        "Largest errors relative to float64 NumPy",
         ["network", "products", "function", "error", "in"],
         rows,
     )

@@ -1,4 +1,4 @@
-"""Check mpidl's kernels with NVIDIA's compute-sanitizer: memory, races, unset memory, barriers."""
+"""Check mpidl's kernels with NVIDIA's compute-sanitizer: memory accesses, races, barriers."""
 
 import glob
 import importlib.util

@@ -1,10 +1,10 @@
-"""`python -m benchmarks gpu`: compare our step with PyTorch's on one GPU and time our kernels.
+"""`python -m benchmarks gpu`: compare mpidl's step with PyTorch's on one GPU; time the kernels.
 
-mpidl's step and PyTorch's run in separate processes that take turns: one works while the others
-wait in a read. CUDA events around consecutive steps give the times. The tables show medians over
-the rounds. Only steps of the same precision are compared: fp32 (mpidl's kernels use three TF32
-products per product) with PyTorch without TF32, and TF32 with TF32. The tables also list PyTorch's
-bf16.
+mpidl's step and PyTorch's run in separate processes that take turns: one process works while the
+other processes wait in a read. CUDA events around consecutive steps give the times. The tables show
+medians over the rounds. Only steps of the same precision are compared: fp32 (mpidl's kernels
+compute each product as three TF32 products) with PyTorch without TF32, and TF32 with TF32. The
+tables also list PyTorch's times in bf16.
 """
 
 import argparse
@@ -33,7 +33,7 @@ COMPILE_SECONDS = 45  # minimum time left for starting a compiled variant
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command and return its record."""
+    """Run the benchmark and return its results for the JSON file."""
     gpus = visible()
     if not gpus.gpus:
         raise UserError(f"bench gpu requires a GPU that mpidl can use: {gpus.reason}")
@@ -110,7 +110,7 @@ class Timing:
         self.ms, self.losses, self.kernels = {}, {}, None
 
     def step_options(self, **options):
-        """Return the keyword arguments of a step: network, batch, image and the given ones."""
+        """Return the keyword arguments of a step: network, batch, image and the given arguments."""
         return {"network": self.network, "batch": self.batch, "image": self.image, **options}
 
 
@@ -168,7 +168,7 @@ def _ask(report, sides, kind, *question):
 
 
 def _rates(report, sides, gpu):
-    """Return the Rates for the floors. Report these and the measured rates as facts."""
+    """Return the Rates for the floors. Report these Rates and the measured rates as facts."""
     copy = _ask(report, sides, "ours", "copy_rate")
     products = _ask(report, sides, "theirs", "product_rates") if sides.torch else None
     if copy:
@@ -211,7 +211,7 @@ def _time_compiled(report, result, precision, rounds, sides):
 
 
 def _prepare(report, sides, prepared, result, kind, variant, precision):
-    """Let a side build a step; add it to `prepared`, {name: key}. Return whether this succeeds."""
+    """Let a side build a step; add it to `prepared`, {name: key}. Return whether this worked."""
     if kind == "ours":
         options = result.step_options(precision=precision, graphs=variant == "graphs")
         name = f"{result.name} {precision}" + ("" if options["graphs"] else " no graphs")

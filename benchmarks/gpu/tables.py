@@ -3,7 +3,7 @@
 from benchmarks.gpu import floors
 from benchmarks.report import median, milliseconds
 
-ROWS = 24  # number of kernels in a table; all others share one row
+ROWS = 24  # number of kernels in a table; all other kernels share one row
 
 
 def medians(result):

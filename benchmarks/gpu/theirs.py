@@ -24,7 +24,7 @@ PRODUCT_SIZE = 8192  # size of square matrices; their product keeps the tensor c
 
 
 def main(argv=None):
-    """Answer questions until the other end closes the connection. `argv` has the address."""
+    """Answer the questions of the benchmark at the address in `argv`; see `turns`."""
     (address,) = sys.argv[1:] if argv is None else argv
     steps = {}
 
@@ -59,7 +59,7 @@ class GpuStep(torch_step.TorchStep):
     batch : int
         Number of images in the mini-batch.
     variant, precision : str
-        Words; see the module's docstring.
+        Variant and precision of the step, as described in the module's docstring.
     image : sequence of int or None
         Image shape (C, H, W). None means the default shape of the network.
     device : str

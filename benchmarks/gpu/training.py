@@ -1,4 +1,4 @@
-"""Train on the GPU, and compare losses with the CPU's, and weights byte for byte.
+"""Train on the GPU, compare the losses with the CPU's, and compare weights byte for byte.
 
 `python -m benchmarks.gpu.training TASK` runs one training, on any number of ranks. TASK is a JSON
 object (see `main`).

@@ -41,7 +41,7 @@ GROUPS = {
     ),
     "zoo": Group(
         "Named networks",
-        "Functions that build the networks of MATLAB's documents and of torchvision.",
+        "Functions that build the networks in MATLAB's documents and in torchvision.",
         ("mpidl.nn.zoo",),
     ),
     "ops": Group(

@@ -2,8 +2,8 @@
 
     python docs/extensions/check_links.py FOLDER
 
-Links to other sites are not followed. For each broken link, the program prints a line. The exit
-code is then 1.
+Links to other sites are not followed. The program prints a line for each broken link. If there are
+broken links, the exit code is 1.
 """
 
 import functools
@@ -51,7 +51,7 @@ def problem_of(page, target):
 
 
 def broken_links(folder):
-    """Return a line per broken link of the pages in a folder, and the number of all links."""
+    """Return a line for each broken link of the pages in a folder, and the number of all links."""
     lines, count = [], 0
     pages = folder.resolve().rglob("*.html")
     for page in sorted(path for path in pages if "_static" not in path.parts):

@@ -1,6 +1,6 @@
-"""Replace the line `{rest}` in a toctree by the pages of docs/ that are in no toctree.
+"""Replace the line `{rest}` in a toctree with the pages of docs/ that no toctree lists.
 
-Therefore, a new page appears on the site without an edit of any toctree.
+A new page therefore appears on the site without an edit of any toctree.
 """
 
 import re

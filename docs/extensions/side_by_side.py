@@ -7,7 +7,7 @@ TITLES = {"matlab": "MATLAB", "python": "mpidl", "sh": "mpidl"}
 
 
 class SideBySide(SphinxTransform):
-    """A transform that wraps each such pair of blocks in a container with two columns."""
+    """A transform that puts each pair of MATLAB and mpidl blocks into two columns."""
 
     default_priority = 500
 

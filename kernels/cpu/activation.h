@@ -1,8 +1,9 @@
-/* Batch normalization and ReLU of one channel of one block. The fused and the separate passes call
- * these functions, so their results are equal bit for bit.
+/* Batch normalization and ReLU of one channel of one block. Fused and separate passes call these
+ * functions, so the results of both are equal bit for bit.
  *
  * A sum over pixels adds pixel i to accumulator i % 4, separately in each lane. The sum over lanes
- * uses the tree of lanes.h. Unused lanes are masked in values; in gradients they are zero. */
+ * uses the tree of lanes.h. Sums of values leave out unused lanes. Gradients are zero in unused
+ * lanes. */
 #ifndef MPIDL_ACTIVATION_H
 #define MPIDL_ACTIVATION_H
 
@@ -10,8 +11,8 @@
 
 #include "lanes.h"
 
-/* An input of a kernel. If mean is NULL, the input is x. Otherwise it is max(0, (x - mean) * scale
- * + beta) per channel, computed when it is read and never stored. */
+/* An input of a kernel. If mean is NULL, the input is x. Otherwise the input is max(0, (x - mean) *
+ * scale + beta) per channel, computed when it is read and never stored. */
 struct source {
     const float *x, *mean, *scale, *beta;
 };

@@ -1,5 +1,5 @@
 /* The binary cross-entropy of logits, its gradient, and the count of correct answers, computed in
- * double. A tile has up to ROWS elements of a block; an element has 16 lanes. */
+ * double precision. A tile has up to ROWS elements of a block; an element has 16 lanes. */
 #include <math.h>
 
 #include "loss.h"
@@ -8,12 +8,12 @@ enum { ROWS = 1024 };
 
 struct job {
     const float *logits, *targets;
-    const int32_t *labels, *counts; /* labels: the targets if `targets` is NULL */
-    const double *weights;          /* weight of positive targets per class; NULL: 1 */
-    double *sums;                   /* one per tile */
+    const int32_t *labels, *counts; /* `labels`: the targets if `targets` is NULL */
+    const double *weights;          /* weight of positive targets per class; NULL means 1 */
+    double *sums;                   /* one sum per tile */
     float *dlogits;
     double scale, gamma;
-    int64_t classes, pixels, tiles; /* tiles: per block */
+    int64_t classes, pixels, tiles; /* `tiles`: the number of tiles per block */
 };
 
 /* The block of a tile, and its elements [first, stop) in the block. */
@@ -27,12 +27,12 @@ static struct range range_of(const struct job *job, int64_t tile) {
                           least(job->classes * job->pixels, first + ROWS)};
 }
 
-/* The factors of -log p and -log (1 - p) of 16 images. */
+/* The factors of -log p and -log (1 - p) for 16 images. */
 struct weights {
     double positive[LANES], negative[LANES];
 };
 
-/* Compute the factors of the element at float i. Labels other than 0 and 1 get factors of zero. */
+/* Compute the factors for the element at index i. Labels other than 0 and 1 get factors of zero. */
 static void weights_of(const struct job *job, int64_t i, int64_t class, struct weights *w) {
     double weight = job->weights ? job->weights[class] : 1;
     if (job->labels)
@@ -63,7 +63,7 @@ struct chances {
 INLINE struct chances chances_of(double x) {
     double e = exponential(x < 0 ? x : -x), larger = 1 / (1 + e), smaller = e / (1 + e);
     double log = logarithm_of_1_plus(e);
-    if (x != x) log = x; /* NaN stays */
+    if (x != x) log = x; /* keep NaN */
     return (struct chances){.p = x >= 0 ? larger : smaller,
                             .q = x >= 0 ? smaller : larger,
                             .minus_log_p = log + (x < 0 ? -x : 0),

@@ -1,6 +1,6 @@
-/* Clip gradients at a threshold, or scale them by trust ratios. Squares are summed in double, in an
- * order that does not depend on the number of threads: a tree sums the 16 lanes of a tile, and then
- * the sums of tiles and of parameters are added in order. */
+/* Clip gradients at a threshold, or scale them by trust ratios. Squares are summed in double
+ * precision, in an order that does not depend on the number of threads: a tree sums the 16 lanes of
+ * a tile, and then the sums of tiles and of parameters are added in order. */
 #include <math.h>
 
 #include "lanes.h"
@@ -11,7 +11,7 @@ enum { CHUNK = 1 << 14 };             /* floats per tile */
 enum { EACH, ALL, NUMBERS };          /* method of mpidl_clip: what the threshold limits */
 enum { LARS, LAMB };                  /* method of mpidl_trust: the divisor of the ratio */
 
-struct parameter { /* int64_t[4] in Python */
+struct parameter { /* Python passes it as int64_t[4] */
     int64_t weight, gradient, clipped; /* addresses */
     int64_t floats;
 };
@@ -19,7 +19,7 @@ struct parameter { /* int64_t[4] in Python */
 struct job {
     const struct parameter *parameters;
     const float *decays;
-    double *sums, *scales; /* one per tile; one per parameter */
+    double *sums, *scales; /* `sums`: one or two per tile; `scales`: one per parameter */
     int64_t method;
     float threshold;
 };
@@ -75,7 +75,7 @@ static void square_tile(void *argument, int64_t tile, float *own) {
     job->sums[tile] = squares(to, part.count);
 }
 
-/* Store the sums of squares of a tile's weights and of the trust ratio's divisor. */
+/* Store two sums of squares of a tile: of the weights, and of the divisor of the trust ratio. */
 static void trust_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct part part = part_of(job, tile);

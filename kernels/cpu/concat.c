@@ -7,8 +7,8 @@ enum { ROWS = 1024 }; /* rows of a tile; a row has the 16 lanes of a pixel */
 
 struct job {
     struct source part; /* (blocks, channels, pixels, 16) */
-    float *whole;       /* (blocks, all, pixels, 16), from the part's first channel on */
-    int64_t channels, pixels, rows, pitch; /* rows per block: of part, of whole */
+    float *whole;       /* (blocks, all, pixels, 16), starting at the part's first channel */
+    int64_t channels, pixels, rows, pitch; /* rows, pitch: rows per block of part and whole */
     int split;
 };
 
@@ -25,7 +25,7 @@ static void copy_tile(void *argument, int64_t tile, float *own) {
                (size_t)((stop - row) * LANES) * sizeof *from);
         return;
     }
-    while (row < stop) { /* channel by channel */
+    while (row < stop) { /* copy channel by channel */
         int64_t channel = row / job->pixels;
         int64_t end = least(stop, (channel + 1) * job->pixels) * LANES;
         struct norm n = norm_of(s, channel);

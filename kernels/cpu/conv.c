@@ -11,9 +11,9 @@
 
 enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES, SPREAD }; /* scratch slots */
 
-/* A phase: the output pixels whose row and column leave the remainders `row` and `column` when they
- * are divided by the step of the pass. A phase is a direct convolution with the filter's taps that
- * reach these pixels. A forward pass has one phase. */
+/* A phase consists of the output pixels whose row and column, modulo the step of the pass, are
+ * `row` and `column`. A phase is computed by a direct convolution with the filter's taps that reach
+ * these pixels. A forward pass has one phase. */
 struct phase {
     int64_t row, column, rows, columns, taps;
     const int32_t *offset;
@@ -27,23 +27,23 @@ struct pass {
     const float *weight;
     const float *bias;    /* forward: added to y; backward: added to dx; or NULL */
     float *y, *dx;
-    struct finish finish; /* of y */
+    struct finish finish; /* applied to y */
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
-    struct winograd shape; /* one group's convolution to y or dx; m is 0 if direct */
-    struct winograd dweight; /* one group's gradient with respect to weights; m is 0 if direct */
+    struct winograd shape; /* convolution of one group for y or dx; m is 0 if direct */
+    struct winograd dweight; /* weight gradient of one group; m is 0 if direct */
     int backward;
     int64_t step_h, step_w; /* steps between the output pixels of a phase */
     int64_t in_step;        /* step between the input rows of these pixels */
     const float *filters; /* weights, spread if the stride is not 1 */
-    const float *packed;  /* transformed weights, each group `packed_group` floats */
+    const float *packed;  /* transformed weights, `packed_group` floats per group */
     int64_t packed_group;
     int64_t winograd_at;  /* offset of Winograd's scratch in the team's scratch */
-    int64_t spread_at;    /* offset of spread gradients of weights */
+    int64_t spread_at;    /* offset of the spread weight gradients in the team's scratch */
     struct padded in, out; /* layouts of x and dy in the team's scratch */
-    int in_place;         /* x is read without a copy */
-    int64_t before, left; /* border of dy */
-    int64_t taps;         /* number of taps, for forward and dweight */
+    int in_place;         /* whether x is read without a copy */
+    int64_t before, left; /* rows and columns of the border before dy */
+    int64_t taps;         /* number of taps in the forward and dweight passes */
     int32_t *offset;
     const struct phase *phases;
     int64_t phase_count;
@@ -57,13 +57,13 @@ static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t pha
     p->channel_stride = p->rows * p->row_stride;
 }
 
-/* Winograd convolutions have stride 1. A convolution of stride s is computed as one of stride 1:
- * each channel of x becomes s * s channels, one for each phase of rows and columns, and the filters
- * are spread over these channels:
+/* Winograd convolutions have stride 1. A convolution of stride s is computed as a convolution of
+ * stride 1: each channel of x becomes s * s channels, one for each phase of rows and columns, and
+ * the filters are spread over these channels:
  *
  *     spread[k][(c * s + r % s) * s + column % s][r / s][column / s] = weight[k][c][r][column]
  *
- * These functions return the arguments of one group. */
+ * The next two functions return the arguments of one group. */
 static struct winograd winograd_of(const struct conv *c, int64_t m) {
     const int64_t s = c->stride_h;
     return (struct winograd){c->C / c->groups * s * s, c->K / c->groups,          c->P, c->Q,
@@ -79,10 +79,11 @@ static struct pixels pixels_of(const struct padded *p, const float *group, int64
                            .phase_column = p->columns / s * LANES};
 }
 
-/* Return the number of floats of one output's spread filters. */
+/* Return the number of floats in the spread filters of one output. */
 static int64_t spread_floats(const struct winograd *w) { return w->inputs * w->r * w->r; }
 
-/* Copy the filters of one output between weight (C / groups, R, S) and spread. */
+/* The next two functions copy the filters of one output from weight (C / groups, R, S) to spread,
+ * and back. */
 static void spread_filters(const struct conv *c, const float *weight, float *spread) {
     const int64_t s = c->stride_h, r = parts_of(c->R, s);
     memset(spread, 0, (size_t)(c->C / c->groups * s * s * r * r) * sizeof(float));
@@ -114,7 +115,7 @@ static void lay_out_x(struct pass *pass, const struct winograd *w) {
     pass->in_place = !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
 }
 
-/* Compute the offset in padded x of each tap (channel of the group, r, s) for output pixel (0, 0).
+/* Compute the offset of each tap (channel of the group, r, s) in padded x for output pixel (0, 0).
  */
 static void find_taps(struct pass *pass) {
     const struct conv *c = &pass->c;
@@ -132,7 +133,7 @@ static void find_taps(struct pass *pass) {
             }
 }
 
-/* Return the x of a block as the kernels read it: a padded copy in scratch, or x in place. */
+/* Return a block's x as the kernels read it: a padded copy in scratch, or x in place. */
 static const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
     const struct conv *c = &pass->c;
     const float *x = pass->x.x + block * c->C * c->H * c->W * LANES;
@@ -164,7 +165,8 @@ static void transform_tile(void *job, int64_t tile, float *own) {
                      w->m, w->r, pass->backward, tile % each);
 }
 
-/* Transform the weights for Winograd. Return the scratch floats that winograd_conv needs. */
+/* Transform the weights for Winograd. Return the number of scratch floats that winograd_conv needs.
+ */
 static int64_t transform_weights(struct pass *pass) {
     const struct winograd *w = &pass->shape;
     pass->filters = pass->weight;
@@ -178,8 +180,8 @@ static int64_t transform_weights(struct pass *pass) {
     return winograd_conv_floats(w);
 }
 
-/* Compute the block's y from padded x, or its dx from padded dy. The addend of `finish` starts at
- * this block. */
+/* Compute the block's y from padded x, or the block's dx from padded dy. The addend of `finish`
+ * starts at this block. */
 static void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
                      const float *in, struct finish finish, float *out) {
     const struct winograd *w = &pass->shape;
@@ -275,7 +277,7 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                         .in_step = c.stride_h,
                         .taps = inputs * c.R * c.S};
     if (blocks == 0) return;
-    if (is_pointwise(&c) && (mean || c.stride_h > 1 || c.stride_w > 1)) { /* else x is in place */
+    if (is_pointwise(&c) && (mean || c.stride_h > 1 || c.stride_w > 1)) { /* else read x in place */
         const struct pointwise job = {.c = c,
                                       .x = pass.x,
                                       .weight = weight,
@@ -311,8 +313,8 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
 
 /* The backward pass */
 
-/* Set the layout of dy in scratch. The border is as wide as the reach of the taps of dx, and rows
- * and columns are rounded up to whole Winograd tiles. */
+/* Set the layout of dy in scratch. The border covers the pixels outside dy that the taps of dx
+ * read. Rows and columns are rounded up to whole Winograd tiles. */
 static void lay_out_dy(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t reach_h = (c->R - 1) * c->dilation_h - c->top,
@@ -336,7 +338,8 @@ static void lay_out_dy(struct pass *pass) {
     lay_out(&pass->out, rows, columns, 1);
 }
 
-/* Find the phases of dx, one for each pair of remainders modulo the strides, and their taps. */
+/* Find the phases of dx, one for each pair of remainders modulo the strides, and the taps of each
+ * phase. */
 static void find_phases(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
@@ -392,7 +395,7 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
             winograd_dweight(team, w, pixels_of(&pass->in, from, c->stride_h),
                              pixels_of(&pass->out, to, 1), spread,
                              team->shared + pass->winograd_at);
-            meet(team); /* before the scratch is reused */
+            meet(team); /* wait before the scratch is reused */
             if (c->stride_h > 1) {
                 EACH_TILE(team, k, outputs)
                 gather_filters(c, spread + k * spread_floats(w), group + k * pass->taps);

@@ -1,5 +1,5 @@
-/* Declarations for convolutions: shapes, copies of blocks to padded scratch memory, direct kernels.
- */
+/* Declarations for convolutions: shapes, copies of blocks to padded scratch memory, and direct
+ * kernels. */
 #ifndef MPIDL_CONV_H
 #define MPIDL_CONV_H
 
@@ -21,7 +21,7 @@ struct padded {
     int64_t rows, columns, phases, row_stride, channel_stride; /* strides in floats */
 };
 
-/* The gradient of a convolution's output y. It is dy itself or, if y.mean is not NULL, dy
+/* The gradient of a convolution's output y. The gradient is dy itself or, if y.mean is not NULL, dy
  * backpropagated through the ReLU and batch normalization that follow (see normalize_back). If
  * y.scale is NULL, no ReLU follows. */
 struct gradient {
@@ -38,14 +38,14 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
                    const float *dy, const float *y, int valid, int64_t height, int64_t width,
                    int64_t top, int64_t left);
 
-/* Compute the row of moments of a block's y, which must be complete, or of the batch-norm sums of
- * the rank's dx. The functions wait for all members first. */
+/* Compute the row of a block: the moments of the block's y, or the batch-norm sums of its part of
+ * the rank's dx. The functions first wait for all members of the team, which compute y or dx. */
 void block_moments(const struct team *team, const struct conv *c, const float *y, double *rows,
                    const int32_t *counts, int64_t block);
 void block_norm_sums(const struct team *team, const struct conv *c, const float *dx,
                      const struct source *x, double *rows, int64_t block);
 
-/* The number of outputs that share a tile of weights; the last tile may have fewer. */
+/* The number of outputs that share a tile of weights. The last tile may have fewer outputs. */
 enum { OUTPUTS = 4 };
 
 /* The arguments of a sum of shifted images: out[k] = bias[k] + sum over t of weight[t][k] * image
@@ -53,15 +53,15 @@ enum { OUTPUTS = 4 };
 struct direct {
     int64_t taps;            /* channels of the group times taps of the filter */
     const int32_t *offset;   /* offset of each tap from the pixel, in floats */
-    const float *weight;     /* [outputs / 4][taps][4], the last tile may be narrower */
-    const float *bias;       /* or NULL */
+    const float *weight;     /* [outputs / 4][taps][4]; the last tile may be narrower */
+    const float *bias;       /* NULL for no bias */
     int64_t outputs;
     float *out;              /* first pixel of the first output */
-    struct finish finish;    /* its addend starts at the same pixel as `out` */
+    struct finish finish;    /* the addend starts at the same pixel as `out` */
     int64_t out_channel, out_row, out_pixel; /* strides in floats */
     int64_t rows, columns;   /* size of the output */
-    const float *in;         /* the input at output pixel (0, 0) */
-    int64_t in_row;          /* stride in floats from one output row to the next */
+    const float *in;         /* the input for output pixel (0, 0) */
+    int64_t in_row;          /* floats between the inputs for adjacent output rows */
 };
 
 /* Compute the rows that EACH_TILE assigns to this member. */

@@ -1,20 +1,20 @@
-/* Fully connected layers, forward; see dense.h for the order of sums. */
+/* Forward pass of fully connected layers; see dense.h for the order of sums. */
 #include "dense.h"
 
 #include "mpidl.h"
 
-/* A tile has TILE outputs of `group` blocks. It processes the panels of features one after the
+/* A tile has TILE outputs of `group` blocks. The panels of features are processed one after the
  * other, so that a panel's x stays in cache for all outputs. */
 enum { TILE = 64 };
 
 struct job {
     const struct dense *dense;
-    int64_t tiles;        /* tiles of outputs */
-    int64_t group, panel; /* blocks of a tile; features of a panel */
+    int64_t tiles;        /* number of tiles that cover the outputs */
+    int64_t group, panel; /* blocks per tile; features per panel */
 };
 
-/* Add weight * x over `count` features to y, for `rows` outputs and `vectors` vectors of images.
- * Prefetch the weights of the next ROWS outputs. */
+/* Add the sum of weight * x over `count` features to y, for `rows` outputs and `vectors` vectors of
+ * images. Prefetch the weights of the next ROWS outputs. */
 INLINE void multiply(const float *weight, int64_t row, const float *const *x, float *const *y,
                      int64_t count, const int rows, const int vectors) {
     for (int64_t f = 0; f < count;) {

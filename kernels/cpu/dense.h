@@ -2,12 +2,12 @@
  * weight (outputs, features), bias (outputs) or NULL, y (blocks, outputs, 16).
  *
  * No sum is one long chain, because a long chain has larger rounding errors. The forward pass
- * divides a sum over features into segments of SEGMENT consecutive features. It sums each segment
- * from first to last, then adds the segments to the bias in order. The backward pass divides a sum
- * over outputs in the same way, into groups of about the same size and of at most GROUP outputs. A
- * sum over the images of a block, from image 0 to image 15, is a leaf of the tree. The sizes of
- * tiles affect when terms are added, but not in which order. Therefore no result depends on the
- * sizes of tiles. */
+ * divides a sum over features into segments of SEGMENT consecutive features. The pass sums each
+ * segment from first to last, then adds the segments to the bias in order. The backward pass
+ * divides a sum over outputs in the same way, into groups of about the same size and of at most
+ * GROUP outputs. A sum over the images of a block, from image 0 to image 15, is a leaf of the tree.
+ * The sizes of tiles affect when terms are added, but not in which order. Therefore no result
+ * depends on the sizes of tiles. */
 #ifndef MPIDL_DENSE_H
 #define MPIDL_DENSE_H
 
@@ -17,7 +17,7 @@
 
 enum { SEGMENT = 256, GROUP = 8 };
 
-/* The numbers of features and of blocks that are computed together. */
+/* The number of features and the number of blocks that are computed together. */
 enum { PANEL = 512, MANY_BLOCKS = 8 };
 
 /* The number of rows of weights whose sums for two vectors of images fit into the registers. */
@@ -77,13 +77,13 @@ static inline const float *read_features(const struct dense *d, int64_t block, i
     return room;
 }
 
-/* Compute dx of `count` features, starting at feature f, of `blocks` blocks, starting at block
+/* Compute dx for `count` features, starting at feature f, in `blocks` blocks, starting at block
  * `first` (in dense_dx.c). */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first, int64_t blocks);
-/* Compute the batch-norm sums of the channels that the features [first, stop) of a block form. dx
+/* Compute the batch-norm sums of the channels whose features are in [first, stop), in one block. dx
  * must already be complete. */
 void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t stop);
-/* Return the number of features of a tile, about PANEL. Tiles consist of whole channels if the sums
+/* Return the number of features in a tile, about PANEL. Tiles consist of whole channels if the sums
  * of the channels are needed. */
 int64_t dense_tile(const struct dense *d);
 

@@ -8,7 +8,7 @@
 #include "dense.h"
 #include "mpidl.h"
 
-/* The step of the binary counter (see fold.h) at a block: how often the new value is combined with
+/* The step of the binary counter (see fold.h) for a block: how often the new value is combined with
  * the value below it, and whether the result is one of this rank's nodes. */
 struct plan {
     uint8_t joins, stays;
@@ -37,11 +37,11 @@ struct tile {
     const float *dy;    /* dy of a block, starting at the tile's first output */
     const float *x;     /* x of the block, starting at the tile's first feature, image by image */
     int64_t image;      /* stride of the images of x */
-    float *slots;       /* the tile in the lowest slot */
+    float *slots;       /* the tile's values in the lowest slot */
     int64_t slot, slot_row;
-    float *nodes;       /* the tile in the lowest node */
+    float *nodes;       /* the tile's values in the lowest node */
     int64_t node, node_row;
-    int64_t count;      /* features of the tile */
+    int64_t count;      /* features in the tile */
     int stream;         /* whether the nodes are too large for the caches */
 };
 
@@ -104,7 +104,7 @@ static void fold_rows(const struct tile *t, struct plan plan, int height, int ro
 }
 
 /* Transpose the features [first, first + count) of a block to (16, stride), image by image, with
- * zeros up to a multiple of ACROSS. room is scratch memory for an activation. */
+ * zeros up to a multiple of ACROSS. `room` is scratch memory for an activation. */
 static void turn(const struct dense *d, int64_t block, int64_t first, int64_t count, float *room,
                  float *to, int64_t stride) {
     const float *x = read_features(d, block, first, count, room);
@@ -125,8 +125,8 @@ static void turn(const struct dense *d, int64_t block, int64_t first, int64_t co
 
 struct job {
     const struct dense *dense;
-    int64_t panel, stride; /* features of a tile; stride of its images */
-    int64_t groups;        /* groups of outputs */
+    int64_t panel, stride; /* features per tile; stride of the tile's images */
+    int64_t groups;        /* number of groups of outputs */
     int stream;
 };
 
@@ -170,10 +170,10 @@ static void dweight_tile(void *argument, int64_t number, float *own) {
     if (job->stream) streamed();
 }
 
-/* Return whether the gradient is written to memory past the caches. This requires rows that start
- * at cache lines. */
+/* Return whether stores of the gradient bypass the caches. This requires rows that start at cache
+ * lines. */
 static int streams(const struct dense *d) {
-    const int64_t large = 4 << 20; /* floats */
+    const int64_t large = 4 << 20; /* in floats */
     return d->outputs * d->features >= large && d->features % LANES == 0 &&
            (uintptr_t)d->nodes % (LANES * sizeof(float)) == 0;
 }
@@ -185,7 +185,7 @@ void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, con
                                  channels, outputs);
     d.nodes = nodes;
     if (d.blocks == 0) return;
-    int64_t room = (1 << 17) / (d.blocks * LANES); /* the x of all blocks must stay in cache */
+    int64_t room = (1 << 17) / (d.blocks * LANES); /* x of all blocks must stay in cache */
     struct job job = {.dense = &d, .groups = parts_of(outputs, MANY_OUTPUTS)};
     job.stream = streams(&d);
     job.panel = least(PANEL, room > 2 * ACROSS ? room / ACROSS * ACROSS : 2 * ACROSS);

@@ -1,9 +1,9 @@
-/* Fully connected layers, the gradient with respect to x; see dense.h for the order of sums. */
+/* Gradient of fully connected layers with respect to x; see dense.h for the order of sums. */
 #include "dense.h"
 #include "mpidl.h"
 
-/* The number of groups of outputs that are added to dx at once. If there are enough registers, it
- * is more than 1, so that dx is read and written less often. */
+/* The number of groups of outputs that are added to dx at once. With enough registers, several
+ * groups are added, so that dx is read and written less often. */
 #if REGISTERS == 32
 enum { GROUPS = 4 };
 #else
@@ -20,7 +20,7 @@ struct visit {
     float *dx[2];
 };
 
-/* Add a visit's products to `features` features, starting at f, of `vectors` vectors of images. */
+/* Add a visit's products to `features` features, starting at f, for `vectors` vectors of images. */
 INLINE void back(const struct visit *v, int64_t f, const int features, const int vectors) {
     vec total[8][2];
     UNROLL for (int q = 0; q < features; q++)
@@ -62,7 +62,7 @@ INLINE void back_features(const struct visit *v, int64_t count, const float *nex
     for (; f < count; f++) back(v, f, 1, vectors);
 }
 
-/* Compute dx of `count` features, starting at feature f, of `blocks` blocks. */
+/* Compute dx for `count` features, starting at feature f, in `blocks` blocks. */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first,
                     int64_t blocks) {
     int64_t groups = parts_of(d->outputs, GROUP);
@@ -94,7 +94,7 @@ void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t fir
     }
 }
 
-/* Compute the batch-norm sums of the channels that the features [first, stop) of a block form. */
+/* Compute the batch-norm sums of the channels whose features are in [first, stop), in one block. */
 void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t stop) {
     int64_t pixels = d->features / d->channels;
     double *row = d->sums + block * 2 * d->channels;

@@ -1,11 +1,11 @@
-/* The Dice loss of each image, computed in double, and its gradient; see DiceRule in
+/* The Dice loss of each image, computed in double precision, and its gradient; see DiceRule in
  * backends/training_interface.py. A tile is one class of a block. */
 #include "loss.h"
 
 struct job {
     const double *p, *weights;
     const int32_t *labels, *counts;
-    double *sums, *slopes; /* sums (blocks, classes, 3, 16): of p g, p p and g */
+    double *sums, *slopes; /* sums (blocks, classes, 3, 16): sums of p g, p p and g */
     double *rows;
     float *dp;
     double smooth, scale;
@@ -45,7 +45,8 @@ static double weight_of(const struct job *job, int64_t class) {
     return job->weights ? job->weights[class] : 1;
 }
 
-/* Compute the loss and the slopes of one image of a block. Classes are 3 * 16 sums apart. */
+/* Compute the loss and the slopes of one image of a block. The sums of adjacent classes are 3 * 16
+ * elements apart. */
 static double loss_of(const struct job *job, const double *sums, double *slopes,
                       double all_weights) {
     double loss = 0, overlap = 0, size = 0;

@@ -9,13 +9,13 @@
 #include "special.h"
 #include "team.h"
 
-enum { GROUP = 8, GROUPS = 128, ROUNDS = 10 }; /* GROUPS: groups per tile */
+enum { GROUP = 8, GROUPS = 128, ROUNDS = 10 }; /* GROUPS: number of groups per tile */
 
 struct job {
     const float *x;
     float *y;
     const int64_t *samples;
-    int64_t rows, tiles; /* per block */
+    int64_t rows, tiles; /* rows and tiles per block */
     int32_t threshold;
     float scale;
     uint32_t epoch, key[2];

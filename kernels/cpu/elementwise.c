@@ -15,9 +15,9 @@ struct job {
 
 /* ---- GELU, x Phi(x), where Phi is the normal distribution function ----
  *
- * The left tail is as small as exp(-x^2 / 2), and its relative error must be small. A single float
- * near 80 may have an error of 2^-18, so an exponent is the sum of two floats. Results below the
- * smallest normal number may be 0. */
+ * The left tail of GELU is as small as exp(-x^2 / 2), and its relative error must be small. A
+ * single float near 80 may have an error of 2^-18, so an exponent is the sum of two floats. Results
+ * below the smallest normal number may be 0. */
 
 struct two {
     vec high, low;
@@ -36,8 +36,8 @@ struct exponential {
 };
 
 /* Return 2^32 e^(high + low) for a sum from -92 to 0. The factor 2^32 is needed because e^-92 is
- * subnormal. The method is that of `exponential_of_negative`, but the rounding error of `rest` is
- * below 2^-25. */
+ * subnormal. The method is the same as in `exponential_of_negative`, but the rounding error of
+ * `rest` is below 2^-25. */
 INLINE struct exponential large_exponential(vec high, vec low) {
     vec shift = splat(0x1.8p23f);
     vec shifted = muladd(high, splat(0x1.715476p0f), shift), k = shifted - shift;
@@ -85,8 +85,8 @@ INLINE vec gelu(vec x) {
     return choose(x >= 0, x - tail, negative);
 }
 
-/* Return Phi(x) + x phi(x), where phi is the normal density. Its value at x is 1 minus its value
- * at -x. */
+/* Return Phi(x) + x phi(x), where phi is the normal density. The value at x is 1 minus the value at
+ * -x. */
 INLINE vec gelu_slope(vec x) {
     vec t = clipped_magnitude(x, 13.2f), half = splat(0.5f) / (t + splat(1));
     struct exponential gauss = large_gauss(t);
@@ -97,8 +97,8 @@ INLINE vec gelu_slope(vec x) {
     return choose(x >= 0, splat(1) - slope, slope);
 }
 
-/* The tanh approximation of GELU is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. It equals x
- * times the logistic function of twice the argument of tanh. */
+/* The tanh approximation of GELU is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. The
+ * approximation equals x times the logistic function of twice the argument of tanh. */
 
 /* Return 2^32 e^-w for w = b t + c t^3, b = sqrt(8 / pi), c = 0.044715 b. Each term is a sum of two
  * floats. */
@@ -131,7 +131,7 @@ INLINE vec gelu_tanh_slope(vec x) {
     return choose(x >= 0, splat(1) - slope, slope);
 }
 
-/* Return x clipped to the range; NaN stays NaN. */
+/* Return x clipped to [low, high]. NaN stays NaN. */
 INLINE vec clip(vec x, vec low, vec high) { return -larger(-high, -larger(low, x)); }
 
 INLINE vec hard_sigmoid(vec x, vec scale, vec offset) {
@@ -275,7 +275,7 @@ void mpidl_hard_swish_dx(const float *dy, const float *x, float *dx, int64_t row
 static void prelu_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     (void)own;
-    /* in the forward pass, the slope multiplies x instead of dy */
+    /* in the forward pass, where dy is NULL, the slope multiplies x */
     const float *positive = job->dy ? job->dy : job->x;
     vec slope = splat(job->slope[tile % job->slopes]);
     int64_t stop = (tile + 1) * job->pixels * LANES;

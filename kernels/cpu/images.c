@@ -1,6 +1,6 @@
-/* Convert pixels of images, bytes or floats, to blocks of normalized floats. A `line` has one pixel
- * of 16 images. The threads that load data call these functions while the main thread computes, so
- * the functions do not use team.h. */
+/* Convert pixels (bytes or floats) of images to blocks of normalized floats. A `line` holds one
+ * pixel of each of 16 images. The threads that load data call these functions while the main thread
+ * computes, so the functions do not use team.h. */
 #include "bytes.h"
 #include "mpidl.h"
 
@@ -14,23 +14,52 @@ struct crop {
     int64_t C, H, W, P, Q, of_pixels;
 };
 
-enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 }; /* bits of mirrored */
+enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 }; /* the bits of `mirrored` */
 
 /* Return the option's value for an image, or 0 if the option is not given. */
 static int64_t of(const int32_t *option, int64_t image) { return option ? option[image] : 0; }
 
-/* Return the index in centre and divisor of the numbers for pixel (c, p, q) of the window. */
+/* Return the index in `centre` and `divisor` for pixel (c, p, q) of the window. */
 static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
 
-/* Convert floats, one at a time. If centre is NULL, the floats are not normalized. */
+/* Convert whole blocks of images of floats that are not shifted, mirrored or cropped. Each channel
+ * of an image has `pixels` floats. */
+static void blocks_of_floats(const float *images, int64_t blocks, int64_t channels, int64_t pixels,
+                             int64_t of_pixels, const float *centre, const float *divisor,
+                             float *lanes) {
+    int64_t step = channels * pixels;
+    for (int64_t block = 0; block < blocks; block++, images += LANES * step, lanes += LANES * step) {
+        int64_t i = 0;
+        for (; i + LANES <= step; i += LANES)
+            transpose_16(images + i, step, lanes + i * LANES, LANES);
+        for (; i < step; i++)
+            for (int lane = 0; lane < LANES; lane++)
+                lanes[i * LANES + lane] = images[lane * step + i];
+        for (i = 0; centre && i < step; i++) {
+            int64_t at = of_pixels ? i : i / pixels;
+            for (int part = 0; part < LANES; part += WIDTH) {
+                float *line = lanes + i * LANES + part;
+                store(line, (load(line) - splat(centre[at])) / splat(divisor[at]));
+            }
+        }
+    }
+}
+
+/* Convert floats. If centre is NULL, the floats are not normalized. */
 void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes) {
     const struct crop *s = (const struct crop *)shape;
-    for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)
+    int64_t first = 0; /* images before `first` are already converted */
+    if (!mirrored && !top && !left && s->P == s->H && s->Q == s->W) {
+        first = images / LANES * LANES;
+        blocks_of_floats(pixels, images / LANES, s->C, s->H * s->W, s->of_pixels, centre, divisor,
+                         lanes);
+    }
+    for (int64_t n = first; n < (images + LANES - 1) / LANES * LANES; n++)
         for (int64_t c = 0; c < s->C; c++)
             for (int64_t p = 0; p < s->P; p++)
                 for (int64_t q = 0; q < s->Q; q++) {
@@ -49,7 +78,7 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                 }
 }
 
-/* Bytes: 16 pixels of a row of 16 images at a time. */
+/* Convert bytes: 16 pixels of a row of 16 images at a time. */
 
 #define PAIRS(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
 #define LOW(i) (i), 16 + (i)
@@ -113,7 +142,7 @@ INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8
     int64_t begin = first < 0 ? -first : 0, stop = W - first < CHUNK ? W - first : CHUNK;
     const uint8_t *from = row + (mirrored ? W - first - CHUNK : first);
     if (begin >= stop) return outside;
-    if (from >= all && end - from >= CHUNK) { /* other rows' pixels are masked out */
+    if (from >= all && end - from >= CHUNK) { /* pixels of other rows are masked out */
         line seen = ordered(load_line(from), mirrored);
         if (begin == 0 && stop == CHUNK) return seen;
         line at = load_line(index);
@@ -187,10 +216,10 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
     }
 }
 
-/* ---- a decoder's rows to planes ---- */
+/* ---- rows of decoded pictures to planes ---- */
 
-/* The layout of a decoded picture; Python passes it as int64_t[5]. A pixel has `stride` bytes, of
- * which the first C are used. A row has `row` bytes. */
+/* The layout of a decoded picture; Python passes it as int64_t[5]. A pixel has `stride` bytes; only
+ * the first C bytes are used. A row has `row` bytes. */
 struct picture {
     int64_t C, H, W, stride, row;
 };
@@ -237,7 +266,7 @@ void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes) 
 /* The struct of the Arrow C data interface. */
 struct ArrowArray {
     int64_t length, null_count, offset, n_buffers, n_children;
-    const void **buffers; /* a mask, the values */
+    const void **buffers; /* a mask and the values */
     struct ArrowArray **children;
 };
 

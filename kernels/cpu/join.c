@@ -1,11 +1,11 @@
-/* The sum of two values, perhaps with ReLU, as at the end of a residual block, and its gradient. Each
- * value may be a batch normalization, perhaps with ReLU, that is not stored. */
+/* The sum of two values, optionally followed by ReLU, as at the end of a residual block, and the
+ * gradient. Each value may be a batch normalization, optionally with ReLU, that is not stored. */
 #include "activation.h"
 #include "fold.h"
 #include "mpidl.h"
 #include "team.h"
 
-enum { ROWS = 1024 }; /* the least number of pixels of a tile, unless there are fewer */
+enum { ROWS = 1024 }; /* minimum number of pixels per tile, if there are that many */
 
 struct addend {
     struct source source;
@@ -18,8 +18,8 @@ struct job {
     float *out;
     int relu; /* whether ReLU follows the sum */
     double *sums[2];
-    int64_t channels, pixels, all; /* channels of a block; pixels of a channel; channels of all blocks */
-    int64_t group; /* channels of a tile */
+    int64_t channels, pixels, all; /* `all`: channels of all blocks together */
+    int64_t group; /* channels per tile */
 };
 
 static void each_group(tile_work *work, struct job *job, int64_t blocks) {
@@ -32,7 +32,7 @@ static void each_group(tile_work *work, struct job *job, int64_t blocks) {
     for (int64_t number = tile * job->group; number < least(job->all, (tile + 1) * job->group);    \
          number++)
 
-/* Return a value of an addend; `floor` is the largest value that its ReLU replaces. */
+/* Return a value of an addend. `floor` is the largest value that the addend's ReLU replaces. */
 INLINE vec value(vec x, int is_normalized, struct norm n, vec floor) {
     return is_normalized ? larger(floor, normalize(x, n)) : x;
 }
@@ -77,7 +77,7 @@ void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const 
     each_group(add_tile, &job, blocks);
 }
 
-/* Compute one channel of a block. The sums read the gradient while it is in the cache. */
+/* Compute one channel of a block. The sums read the gradient while it is still in the cache. */
 static void add_relu_dx_channel(const struct job *job, int64_t number) {
     const int64_t block = number / job->channels, channel = number % job->channels;
     const int64_t first = number * job->pixels * LANES, stop = first + job->pixels * LANES;

@@ -1,6 +1,6 @@
 /* Compute random words for a key with Philox4x64-10 (Salmon et al., "Parallel random numbers: as
- * easy as 1, 2, 3", SC 2011). A counter is (block, sample, epoch, 0), where the blocks of four words
- * are counted from 1, as NumPy's generator counts them. */
+ * easy as 1, 2, 3", SC 2011). A counter is (block, sample, epoch, 0), where blocks of four words
+ * are counted from 1, as in NumPy's generator. */
 #include <string.h>
 
 #include "mpidl.h"

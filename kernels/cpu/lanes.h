@@ -45,7 +45,7 @@
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Return the number of parts of `size` that cover `count`; the last part may be smaller. */
+/* Return how many parts of `size` items cover `count` items. The last part may be smaller. */
 INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 #if defined(__clang__)
@@ -117,8 +117,8 @@ INLINE ivec lanes_below(int valid, int part) {
 #define LOW_LANE(j, s) (((j) & (s)) ? WIDTH + (j) - (s) : (j))
 #define HIGH_LANE(j, s) (((j) & (s)) ? WIDTH + (j) : (j) + (s))
 /* Form pairs of lanes that are s apart, where s is a power of two. LOWER takes the lower lane of
- * each pair of a and of b; HIGHER takes the higher lanes. Bit s of a lane's index in the result
- * tells where the lane comes from: from a if the bit is clear, from b if it is set. */
+ * each pair of a and of b; HIGHER takes the higher lanes. A lane of the result comes from a if bit
+ * s of its index is clear, and from b if the bit is set. */
 #define LOWER(a, b, s) SHUFFLE(a, b, EACH_LANE(LOW_LANE, s))
 #define HIGHER(a, b, s) SHUFFLE(a, b, EACH_LANE(HIGH_LANE, s))
 
@@ -140,8 +140,8 @@ INLINE void transpose(vec *rows) {
 #undef STAGE
 }
 
-/* Return a stride in floats of at least `lines` lines of 16 floats. The number of lines is odd, so
- * that data at such strides use different sets of a cache. */
+/* Return a stride in floats: an odd number of lines of 16 floats, at least `lines`. Data at such
+ * strides use different sets of a cache. */
 static inline int64_t odd_lines(int64_t lines) { return (lines | 1) * LANES; }
 
 /* Transpose a matrix of 16 x 16 floats. Rows of `from` are `row` floats apart, and rows of `to` are

@@ -1,5 +1,5 @@
-/* Softmax, cross-entropy and error sums, computed in double, and the gradients that start the
- * backward pass. The compiler vectorizes loops over the 16 lanes.
+/* Softmax, cross-entropy and error sums, computed in double precision, and the gradients that start
+ * the backward pass. The compiler vectorizes loops over the 16 lanes.
  *
  * A tile has all classes of up to STRIP pixels of a block, or up to ROWS elements. Tiles do not
  * depend on the number of threads. A block's sum adds the sums of its tiles in order. */
@@ -13,24 +13,24 @@ void mpidl_exp(const double *x, double *y, int64_t count) {
     for (int64_t i = 0; i < count; i++) y[i] = exponential(x[i]);
 }
 
-/* How labels enter the cross-entropy; see LabelRule in backends/training_interface.py. */
+/* The options of the cross-entropy; see LabelRule in backends/training_interface.py. */
 struct rule {
-    const double *weights; /* of the classes; NULL if all weights are 1 */
+    const double *weights; /* class weights; NULL if all weights are 1 */
     double smoothing, gamma;
 };
 
 struct job {
-    const float *logits;
+    const float *logits, *targets; /* targets: probabilities, used instead of labels */
     const int32_t *labels, *counts;
-    double *p, *sums; /* sums: one per tile */
+    double *p, *sums; /* `sums`: one per tile */
     float *dlogits;
     double scale;
-    int64_t classes, pixels, tiles; /* tiles: per block */
+    int64_t classes, pixels, tiles; /* `tiles`: the number of tiles per block */
     struct rule rule;
 };
 
 static void run(tile_work *work, struct job *job, int64_t blocks) {
-    int64_t own = job->pixels > 1 ? job->classes * STRIP * LANES : 0; /* see `gathered` */
+    int64_t own = job->pixels > 1 ? job->classes * STRIP * LANES : 0; /* for `gathered` */
     job->tiles = parts_of(job->pixels, STRIP);
     each(blocks * job->tiles, work, job, own, blocks * job->classes);
 }
@@ -43,8 +43,8 @@ static void sum(tile_work *work, struct job *job, int64_t blocks, double *rows,
     fold_tiles(job->sums, blocks, job->tiles, rows, tree);
 }
 
-/* The position of a tile in an array (blocks, classes, pixels, 16). Classes are `far` floats apart.
- */
+/* The position of a tile in an array (blocks, classes, pixels, 16). Adjacent classes are `far`
+ * floats apart. */
 struct strip {
     int64_t block, at, labels, count, far;
 };
@@ -58,9 +58,9 @@ static struct strip strip_of(const struct job *job, int64_t tile) {
                           .far = job->pixels * LANES};
 }
 
-/* Return the logits of a strip, with classes count * 16 floats apart. If images have several
- * pixels, the logits are copied, because the distance between classes is often a large power of
- * two. Caches hold few lines at such distances. */
+/* Return the logits of a strip, with adjacent classes count * 16 floats apart. If images have
+ * several pixels, the logits are copied, because the distance between classes is often a large
+ * power of two. Caches hold few lines at such distances. */
 static const float *gathered(const struct job *job, const struct strip *s, float *own) {
     const float *x = job->logits + s->at;
     if (job->pixels == 1) return x;
@@ -71,7 +71,7 @@ static const float *gathered(const struct job *job, const struct strip *s, float
 }
 
 /* For the logits of one pixel, compute for each image the largest logit `top`, and the sum of
- * e^(logit - top) over the classes. Classes are `step` floats apart. */
+ * e^(logit - top) over the classes. Adjacent classes are `step` floats apart. */
 static void normalizers(const float *x, int64_t classes, int64_t step, double *top, double *sum) {
     float largest[LANES];
     memcpy(largest, x, sizeof largest);
@@ -145,8 +145,8 @@ struct slopes {
     double push[LANES], pull[LANES], share[LANES];
 };
 
-/* Compute the slopes of 16 images, given the logits x of one pixel. Labels that are not classes and
- * unused lanes get slopes of zero. */
+/* Compute the slopes of 16 images, given the logits x of one pixel. Lanes that are unused, or whose
+ * label is not a class, get slopes of zero. */
 static void slopes_of(const struct job *job, const int32_t *label, int images, const float *x,
                       int64_t step, const double *top, const double *sum, double all_weights,
                       struct slopes *slopes) {
@@ -195,7 +195,7 @@ static void dlogits_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-/* Add up the class weights of a block's labels. A tile is a block. */
+/* Add up the class weights of a block's labels. Here, a tile is a whole block. */
 static void weight_tile(void *argument, int64_t block, float *own) {
     const struct job *job = argument;
     double total = 0;
@@ -207,8 +207,22 @@ static void weight_tile(void *argument, int64_t block, float *own) {
     job->sums[block] = total;
 }
 
-/* The prediction is the class with the largest logit. Ties go to the first class, and NaN is larger
- * than all numbers. */
+/* For the logits of one pixel, find the prediction for each image: the class with the largest
+ * logit. Ties go to the first class, and NaN is larger than all numbers. */
+static void predictions(const float *x, int64_t classes, int64_t step, int32_t *class) {
+    float largest[LANES];
+    memcpy(largest, x, sizeof largest);
+    EACH_LANE_OF_ALL class[lane] = 0;
+    for (int64_t c = 1; c < classes; c++)
+        EACH_LANE_OF_ALL {
+            float value = x[c * step + lane];
+            int larger_one = value > largest[lane] ||
+                             (value != value && largest[lane] == largest[lane]);
+            largest[lane] = larger_one ? value : largest[lane];
+            class[lane] = larger_one ? (int32_t)c : class[lane];
+        }
+}
+
 static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct strip s = strip_of(job, tile);
@@ -216,21 +230,77 @@ static void correct_tile(void *argument, int64_t tile, float *own) {
     int64_t step = s.count * LANES;
     int right = 0;
     for (int64_t i = 0; i < step; i += LANES) {
-        float largest[LANES];
-        int32_t class[LANES] = {0};
-        memcpy(largest, x + i, sizeof largest);
-        for (int64_t c = 1; c < job->classes; c++)
-            EACH_LANE_OF_ALL {
-                float value = x[c * step + i + lane];
-                int larger_one = value > largest[lane] ||
-                                 (value != value && largest[lane] == largest[lane]);
-                largest[lane] = larger_one ? value : largest[lane];
-                class[lane] = larger_one ? (int32_t)c : class[lane];
-            }
+        int32_t class[LANES];
+        predictions(x + i, job->classes, step, class);
         for (int lane = 0; lane < job->counts[s.block]; lane++)
             right += class[lane] == job->labels[s.labels + i + lane];
     }
     job->sums[tile] = right;
+}
+
+/* The target probability of a class after label smoothing. */
+INLINE double smoothed(const struct job *job, float target) {
+    double smoothing = job->rule.smoothing;
+    return (1 - smoothing) * target + smoothing / (double)job->classes;
+}
+
+static void soft_loss_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    double total = 0;
+    for (int64_t i = 0; i < step; i += LANES) {
+        const float *target = job->targets + s.at + i;
+        double top[LANES], sum[LANES], loss[LANES] = {0};
+        normalizers(x + i, job->classes, step, top, sum);
+        EACH_LANE_OF_ALL sum[lane] = log(sum[lane]);
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL loss[lane] += smoothed(job, target[c * s.far + lane]) *
+                                           (sum[lane] - (x[c * step + i + lane] - top[lane]));
+        for (int lane = 0; lane < job->counts[s.block]; lane++) total += loss[lane];
+    }
+    job->sums[tile] = total;
+}
+
+/* The gradient with respect to the logit of class c is p[c] times the sum of the targets, minus
+ * the target of c. */
+static void soft_dlogits_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    for (int64_t i = 0; i < step; i += LANES) {
+        const float *target = job->targets + s.at + i;
+        float *d = job->dlogits + s.at + i;
+        double top[LANES], sum[LANES], all_targets[LANES] = {0};
+        normalizers(x + i, job->classes, step, top, sum);
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL all_targets[lane] += smoothed(job, target[c * s.far + lane]);
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL {
+                double p = exponential(x[c * step + i + lane] - top[lane]) / sum[lane];
+                double slope = p * all_targets[lane] - smoothed(job, target[c * s.far + lane]);
+                d[c * s.far + lane] = (float)(slope * job->scale);
+            }
+        for (int lane = job->counts[s.block]; lane < LANES; lane++)
+            for (int64_t c = 0; c < job->classes; c++) d[c * s.far + lane] = 0;
+    }
+}
+
+static void soft_correct_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    double total = 0;
+    for (int64_t i = 0; i < step; i += LANES) {
+        int32_t class[LANES];
+        predictions(x + i, job->classes, step, class);
+        for (int lane = 0; lane < job->counts[s.block]; lane++)
+            total += job->targets[s.at + class[lane] * s.far + i + lane];
+    }
+    job->sums[tile] = total;
 }
 
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes,
@@ -282,6 +352,36 @@ void mpidl_correct_count(const float *logits, const int32_t *labels, const int32
                          const int64_t *tree) {
     struct job job = of_labels(logits, labels, counts, classes, pixels);
     sum(correct_tile, &job, blocks, rows, tree);
+}
+
+static struct job of_targets(const float *logits, const float *targets, const int32_t *counts,
+                             int64_t classes, int64_t pixels, double smoothing) {
+    struct job job = of_labels(logits, NULL, counts, classes, pixels);
+    job.targets = targets, job.rule.smoothing = smoothing;
+    return job;
+}
+
+void mpidl_soft_cross_entropy(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree, double smoothing) {
+    struct job job = of_targets(logits, targets, counts, classes, pixels, smoothing);
+    sum(soft_loss_tile, &job, blocks, rows, tree);
+}
+
+void mpidl_soft_cross_entropy_dlogits(const float *logits, const float *targets,
+                                      const int32_t *counts, double scale, float *dlogits,
+                                      int64_t blocks, int64_t classes, int64_t pixels,
+                                      double smoothing) {
+    struct job job = of_targets(logits, targets, counts, classes, pixels, smoothing);
+    job.scale = scale, job.dlogits = dlogits;
+    run(soft_dlogits_tile, &job, blocks);
+}
+
+void mpidl_soft_correct_count(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree) {
+    struct job job = of_targets(logits, targets, counts, classes, pixels, 0);
+    sum(soft_correct_tile, &job, blocks, rows, tree);
 }
 
 static void softmax_dx_tile(void *argument, int64_t tile, float *own) {
@@ -362,7 +462,7 @@ static void errors_dy_tile(void *argument, int64_t tile, float *own) {
     for (int64_t i = r.first; i < r.stop; i += LANES) {
         EACH_LANE_OF_ALL {
             double error = (double)job->y[i + lane] - job->target[i + lane];
-            double sign = error > 0 ? 1 : error < 0 ? -1 : error; /* NaN stays */
+            double sign = error > 0 ? 1 : error < 0 ? -1 : error; /* keep NaN */
             job->dy[i + lane] = (float)((job->squared ? error : sign) * job->scale);
         }
         for (int lane = job->counts[r.block]; lane < LANES; lane++) job->dy[i + lane] = 0;

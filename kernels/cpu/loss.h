@@ -1,4 +1,4 @@
-/* Functions for all losses: tiles of a block, and the sums of tiles. */
+/* Functions for all losses: run work on the tiles of blocks, and sum the tiles' results. */
 #ifndef MPIDL_LOSS_H
 #define MPIDL_LOSS_H
 

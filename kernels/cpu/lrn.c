@@ -12,8 +12,8 @@ struct job {
     const float *x, *dy;
     float *out;
     int64_t channels, pixels, runs, before, behind;
-    int64_t mask; /* number of rows of a ring - 1; see `backward` */
-    float k, a, factor; /* factor: 2 a beta */
+    int64_t mask; /* number of rows in the ring buffer, minus 1; see `backward` */
+    float k, a, factor; /* `factor` is 2 a beta */
     double beta;
 };
 
@@ -41,8 +41,8 @@ INLINE vec denominator(const struct job *job, const float *x, int64_t count, int
     return muladd(sum, splat(job->a), splat(job->k));
 }
 
-/* The channels [low, high) of the window of channel c. In the backward pass: the channels whose
- * windows contain channel c. */
+/* The channels [low, high) of the window of channel c. In the backward pass, these are the channels
+ * whose windows contain channel c. */
 struct channels {
     int64_t low, high;
 };
@@ -78,8 +78,8 @@ INLINE void forward(const struct job *job, int64_t tile, double beta) {
     }
 }
 
-/* Compute channel c of the first part of the gradient, dy d^-beta, and of the products dy x
- * d^(-beta - 1). */
+/* For channel c, compute the products dy x d^(-beta - 1), and the first term of the gradient,
+ * dy d^-beta. */
 INLINE void products_channel(const float *x, const float *dy, float *dx, float *products,
                              const struct job *job, int64_t floats, int64_t stride, int64_t own,
                              int64_t count, double beta) {
@@ -91,8 +91,8 @@ INLINE void products_channel(const float *x, const float *dy, float *dx, float *
     }
 }
 
-/* Subtract from dx: factor * x * (sum of `count` rows of products from row `low` of the ring on).
- */
+/* Subtract factor * x * sum from dx, where sum adds up `count` rows of products in the ring,
+ * starting at row `low`. */
 INLINE void sum_channel(const float *x, float *dx, const float *ring, const struct job *job,
                         int64_t floats, int64_t low, int64_t count) {
     for (int64_t i = 0; i < floats; i += WIDTH) {
@@ -104,7 +104,7 @@ INLINE void sum_channel(const float *x, float *dx, const float *ring, const stru
 }
 
 /* Compute the gradient of a tile. `own` is a ring buffer for the products of the most recent
- * channels. Its number of rows is a power of two and at least the size of a window. The sum for a
+ * channels. The number of rows is a power of two and at least the size of a window. The sum for a
  * channel is complete `before` channels later. */
 INLINE void backward(const struct job *job, int64_t tile, double beta, float *own) {
     TILE(job, tile);
@@ -132,7 +132,7 @@ INLINE void backward(const struct job *job, int64_t tile, double beta, float *ow
     }
 }
 
-/* The usual beta is a constant argument, so that the loops contain no function call. */
+/* The usual beta is passed as a constant, so that the loops contain no function call. */
 static void norm_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     if (job->beta == 0.75)

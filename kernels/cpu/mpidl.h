@@ -2,12 +2,12 @@
  * types from this file. An argument is an int64_t, double or float, a pointer to one of these types
  * or to int32_t or uint8_t, or a function without arguments. A result is a number or a string. A
  * pointer may be NULL only if its comment says so. Python checks the arguments. A function fails
- * only if the system refuses scratch memory. It then sets mpidl_missing_bytes, and its results are
- * undefined.
+ * only if the system refuses scratch memory. In this case the function sets mpidl_missing_bytes,
+ * and the results are undefined.
  *
  * x has the shape (blocks, C, H, W, 16). A "source" is an input of a kernel. If its `mean` is NULL,
- * the source is `x`. Otherwise it is max(0, (x - mean) * scale + beta) per channel, computed when it
- * is read and never stored. */
+ * the source is `x`. Otherwise the source is max(0, (x - mean) * scale + beta) per channel,
+ * computed when it is read and never stored. */
 #ifndef MPIDL_H
 #define MPIDL_H
 
@@ -22,9 +22,11 @@ const char *mpidl_declarations(void); /* the declarations in this file at compil
 
 /* team.c */
 int64_t mpidl_set_threads(int64_t count); /* returns the number of threads that started */
-/* The bytes of scratch memory that the system refused, or 0. The caller resets the value to 0. */
+/* The number of bytes of scratch memory that the system refused, or 0. The caller resets the value
+ * to 0. */
 extern int64_t mpidl_missing_bytes;
-/* Let the calling thread run `function` about every millisecond during a pass. NULL: none. */
+/* Let the calling thread run `function`, the hook, about every millisecond during a pass. NULL
+ * removes the hook. */
 void mpidl_set_hook(void (*function)(void));
 
 /* play.c: call functions of this file in sequence, until one of them lacks scratch memory or waits
@@ -34,13 +36,13 @@ void mpidl_set_hook(void (*function)(void));
 int64_t mpidl_play(const int64_t *calls, int64_t count);
 
 /* sums.c: sums over the ranks of a host. `queue` and `sum` are structs of sums.c, in memory that
- * the caller owns. These functions may be called from the hook. */
+ * the caller owns. The hook may call these functions. */
 void mpidl_sums_start(int64_t *queue, int64_t *sum);
-void mpidl_sums_advance(int64_t *queue); /* without waiting */
+void mpidl_sums_advance(int64_t *queue); /* does not wait */
 /* Wait for a sum, at most for the queue's time limit (`patience`). Set mpidl_sums_waiting to 1 if
  * the sum is still incomplete, else to 0. */
 void mpidl_sums_wait(int64_t *queue, const int64_t *sum);
-void mpidl_sums_leave(const int64_t *queue); /* no thread advances the queue afterwards */
+void mpidl_sums_leave(const int64_t *queue); /* afterwards, no thread advances the queue */
 extern int64_t mpidl_sums_waiting;
 
 /* peak.c */
@@ -48,7 +50,7 @@ extern int64_t mpidl_sums_waiting;
  * result: 32 floats; the first 16 hold the factor and the last 16 the term. */
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
 
-/* batchnorm.c: x and y (blocks, channels, pixels, 16) */
+/* batchnorm.c: x and y are (blocks, channels, pixels, 16) */
 void mpidl_channel_sums(const float *x, float *sums, int64_t blocks, int64_t channels,
                         int64_t height, int64_t width);
 void mpidl_moments(const float *x, double *rows, const int32_t *counts, int64_t blocks,
@@ -76,7 +78,7 @@ void mpidl_relu(const float *x, float *y, int64_t blocks, int64_t channels, int6
 void mpidl_relu_dx(const float *dy, const float *y, float *dx, int64_t blocks, int64_t channels,
                    int64_t pixels);
 
-/* elementwise.c: rows of 16 numbers */
+/* elementwise.c: arrays consist of rows of 16 numbers */
 void mpidl_copy(const float *from, float *to, int64_t floats);
 void mpidl_zero(float *to, int64_t floats);
 void mpidl_leaky_relu(const float *x, float *y, float scale, int64_t rows);
@@ -106,13 +108,14 @@ void mpidl_prelu_dx(const float *dy, const float *x, const float *slope, int64_t
 void mpidl_prelu_products(const float *dy, const float *x, float *products, int64_t rows);
 
 /* join.c: y = a + b, followed by ReLU if `relu`. a and b are sources, but a ReLU follows the
- * normalization of a only if a_relu, and that of b only if b_relu. */
+ * normalization of a only if a_relu, and the normalization of b only if b_relu. */
 void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
                int64_t a_relu, const float *b, const float *b_mean, const float *b_scale,
                const float *b_beta, int64_t b_relu, float *y, int64_t relu, int64_t blocks,
                int64_t channels, int64_t pixels);
 /* dz = dy where y > 0, else 0. If more_dy is not NULL, it is added to dy first. If a_sums (blocks,
- * 2C) is not NULL, it receives the mpidl_batchnorm_sums of dz and a; the same for b_sums. */
+ * 2C) is not NULL, it receives the mpidl_batchnorm_sums of dz and a. The same applies to b_sums and
+ * b. */
 void mpidl_add_relu_dx(const float *dy, const float *more_dy, const float *y, float *dz,
                        const float *a, const float *a_mean, double *a_sums, const float *b,
                        const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
@@ -126,8 +129,8 @@ void mpidl_concat(const float *x, const float *mean, const float *scale, const f
 void mpidl_split(const float *y, float *x, int64_t blocks, int64_t channels, int64_t pixels,
                  int64_t all, int64_t first);
 
-/* dropout.c: samples (blocks, 16); rows: elements per image; threshold: dropout probability in
- * units of 1/65536 */
+/* dropout.c: samples is (blocks, 16), rows is the number of elements per image, and threshold is
+ * the dropout probability in units of 1/65536. */
 void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
 
@@ -148,9 +151,9 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                   int64_t m, const float *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
  * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no ReLU follows
- * the normalization of y. dx may be NULL. sums (blocks, 2C) or NULL
- * receives the mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the
- * shape (nodes, K * C/groups * R * S + K); the gradient of the bias comes last. */
+ * the normalization of y. dx may be NULL. sums (blocks, 2C) or NULL receives the
+ * mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the shape
+ * (nodes, K * C/groups * R * S + K); the gradient of the bias comes last. */
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, const float *a,
                            const float *b, const float *c, const float *x, const float *mean,
@@ -161,8 +164,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            int64_t dweight_m);
 
 /* pool.c: shape is struct windows of pool.c. x is a source. If argmax is NULL, pooling takes the
- * mean, else the maximum. argmax (blocks, C, P, Q, 16) then holds the position of the maximum in
- * each window. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
+ * mean. Otherwise it takes the maximum, and argmax (blocks, C, P, Q, 16) holds the position of the
+ * maximum in each window. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
 void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
                   float *y, uint8_t *argmax, int64_t blocks, const int64_t *shape);
 void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, const float *mean,
@@ -173,11 +176,11 @@ void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, con
  */
 void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const int64_t *shape);
 
-/* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m,
- * r, backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and dy (outputs,
- * rows, columns, 16). The rows and columns of x and dy are extended to whole tiles (see
- * winograd.h). dweight is (outputs, inputs, r, r), and so is w, except that w is (inputs, outputs,
- * r, r) if `backward`. u receives the transformed weights. */
+/* winograd.c, winograd_dweight.c: compute one block, for tests. shape holds inputs, outputs, rows,
+ * columns, m, r and backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and
+ * dy (outputs, rows, columns, 16). The rows and columns of x and dy are extended to whole tiles
+ * (see winograd.h). dweight is (outputs, inputs, r, r), and so is w, except that w is (inputs,
+ * outputs, r, r) if `backward`. u receives the transformed weights. */
 int64_t mpidl_winograd_weights_floats(const int64_t *shape);
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape);
@@ -186,7 +189,7 @@ void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight, con
 /* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
  * elements, 16). rows (blocks) receives the sums over each block's images, folded into the first
  * rows. class_weights (classes) may be NULL, which means weights of 1. For smoothing and gamma, see
- * LabelRule in backends/training_interface.py. power is 1 or 2, see backends/reference/loss.py. */
+ * LabelRule in backends/training_interface.py. power is 1 or 2; see backends/reference/loss.py. */
 void mpidl_exp(const double *x, double *y, int64_t count);
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes, int64_t pixels);
 void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
@@ -205,6 +208,17 @@ void mpidl_label_weight(const int32_t *labels, const int32_t *counts, double *ro
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                          const int64_t *tree);
+/* targets (blocks, classes, pixels, 16): the target probability of each class. */
+void mpidl_soft_cross_entropy(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree, double smoothing);
+void mpidl_soft_cross_entropy_dlogits(const float *logits, const float *targets,
+                                      const int32_t *counts, double scale, float *dlogits,
+                                      int64_t blocks, int64_t classes, int64_t pixels,
+                                      double smoothing);
+void mpidl_soft_correct_count(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree);
 void mpidl_errors(const float *y, const float *target, int64_t power, const int32_t *counts,
                   double *rows, int64_t blocks, int64_t elements, const int64_t *tree);
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
@@ -227,7 +241,7 @@ void mpidl_binary_correct_count(const float *logits, const float *targets, const
                                 int64_t classes, int64_t pixels, const int64_t *tree);
 
 /* dice.c: p (blocks, classes, pixels, 16). slopes (blocks, 2, classes, 16) are derivatives of an
- * image's loss with respect to p, see backends/reference/dice.py. class_weights (classes) may be
+ * image's loss with respect to p; see backends/reference/dice.py. class_weights (classes) may be
  * NULL, which means weights of 1. For smooth and generalized, see DiceRule. */
 void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
                 double *rows, int64_t blocks, int64_t classes, int64_t pixels,
@@ -242,9 +256,9 @@ void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts
  * the formula's other numbers. The formula keeps `arrays` arrays for each parameter.
  * mpidl_optimizer_step returns 0 if no formula with this name has `given` numbers and `arrays`
  * arrays. In mpidl_clip, `method` is 0 to limit the norm of each gradient, 1 to limit the norm of
- * all gradients together, and 2 to limit each number. In mpidl_trust, it is 0 for LARS and 1 for
- * LAMB. In mpidl_clip, sums has one element for each run of at most 2^14 floats of a parameter; in
- * mpidl_trust, two. */
+ * all gradients together, and 2 to limit each number. In mpidl_trust, `method` is 0 for LARS and 1
+ * for LAMB. In mpidl_clip, sums has one element for each run of at most 2^14 floats of a parameter;
+ * in mpidl_trust, two. */
 int64_t mpidl_optimizer_step(const char *formula, const int64_t *parameters, const float *decays,
                              const float *factors, int64_t count, const float *numbers,
                              int64_t given, int64_t arrays);
@@ -295,9 +309,9 @@ void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
 void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes);
 
 /* warp.c: transform images (count, C, H, W) to (count, C, P, Q), each by its affine map m of maps
- * (count, 6). Pixel (p, q) is the image at row m[3] * q + m[4] * p + m[5] and at column m[0] * q +
- * m[1] * p + m[2], interpolated bilinearly. Pixels outside the image have the value of fill (C).
- * shape: C, H, W, P, Q. Any thread may call these functions. */
+ * (count, 6). Pixel (p, q) is the value of the image at row m[3] * q + m[4] * p + m[5] and at
+ * column m[0] * q + m[1] * p + m[2], interpolated bilinearly. Pixels outside the image have the
+ * value of fill (C). shape: C, H, W, P, Q. Any thread may call these functions. */
 void mpidl_warp(const uint8_t *pixels, int64_t count, const int64_t *shape, const double *maps,
                 const uint8_t *fill, uint8_t *out);
 void mpidl_warp_of_floats(const float *pixels, int64_t count, const int64_t *shape,

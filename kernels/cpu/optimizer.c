@@ -1,9 +1,9 @@
-/* Optimizer steps: SGD with momentum, Adam and RMSProp, which keep moving averages of the gradient
- * and its square, and averages of weights. Expressions are not contracted, so the results equal
- * NumPy's results bit for bit.
+/* Optimizer steps: SGD with momentum, Adam, RMSProp, and the moving average of the weights. Adam
+ * and RMSProp keep moving averages of the gradient or of its square. Expressions are not
+ * contracted, so the results equal NumPy's results bit for bit.
  *
  * A store to a line that is not in the cache first reads the line. If the new weights are larger
- * than a cache, they are stored to memory past the caches. */
+ * than a cache, their stores bypass the caches. */
 #include <math.h>
 
 #include "lanes.h"
@@ -11,13 +11,13 @@
 #include "team.h"
 
 enum {
-    CHUNK = 1 << 14,   /* floats of a tile */
-    PASSING = 1 << 22, /* with this many floats or more, new weights are stored past the caches */
-    NUMBERS = 7,       /* largest number of numbers of a formula, including the rate */
-    ARRAYS = 2         /* largest number of arrays that a formula keeps per parameter */
+    CHUNK = 1 << 14,   /* floats per tile */
+    PASSING = 1 << 22, /* from this number of floats on, stores of new weights bypass caches */
+    NUMBERS = 7,       /* maximum number of scalars of a formula, including the learning rate */
+    ARRAYS = 2         /* maximum number of arrays that a formula keeps per parameter */
 };
 
-/* The name of each formula, and the number of its numbers and arrays. */
+/* The name of each formula, its number of scalars, and the number of arrays that it keeps. */
 enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, AVERAGE, FORMULAS };
 static const struct {
     const char *name;
@@ -110,13 +110,13 @@ INLINE void step(const float *numbers, int formula, int past, float decay, float
 INLINE void steps(const struct job *job, int formula, float decay, float rate, struct arrays a,
                   int64_t count) {
     int64_t i = 0;
-    /* stores past the caches need whole lines that were not read before */
+    /* stores that bypass the caches need whole lines that were not read before */
     int past = job->past && a.stepped != a.weight && (intptr_t)a.stepped % 64 == 0;
     for (; i + WIDTH <= count; i += WIDTH)
         step(job->numbers, formula, past, decay, rate, a, i);
     size_t left = (size_t)(count - i) * sizeof(float);
     if (!left) return;
-    float last[3 + ARRAYS][WIDTH] = {{0}}; /* elements that do not fill a vector */
+    float last[3 + ARRAYS][WIDTH] = {{0}}; /* the last elements, which do not fill a vector */
     struct arrays of_last = {last[0], last[1], last[2], {last[3], last[4]}};
     memcpy(last[0], a.weight + i, left);
     memcpy(last[1], a.gradient + i, left);
@@ -138,7 +138,7 @@ static void step_tile(void *argument, int64_t tile, float *own) {
 #define FROM_FIRST(address) ((address) ? (float *)(intptr_t)(address) + first : 0)
     struct arrays a = {FROM_FIRST(p->weight), FROM_FIRST(p->gradient), FROM_FIRST(p->stepped),
                        {FROM_FIRST(p->kept[0]), FROM_FIRST(p->kept[1])}};
-    switch (job.formula) { /* one loop each */
+    switch (job.formula) { /* a separate loop for each formula */
         case SGDM: steps(&job, SGDM, decay, rate, a, count); break;
         case NESTEROV: steps(&job, NESTEROV, decay, rate, a, count); break;
         case ADAM: steps(&job, ADAM, decay, rate, a, count); break;
@@ -147,7 +147,7 @@ static void step_tile(void *argument, int64_t tile, float *own) {
         case AVERAGE: steps(&job, AVERAGE, decay, rate, a, count); break;
     }
 #if defined(__AVX2__)
-    if (job.past) _mm_sfence(); /* before other threads read this tile */
+    if (job.past) _mm_sfence(); /* complete the stores before other threads read the tile */
 #endif
 }
 

@@ -1,11 +1,11 @@
-/* Copy blocks into padded scratch. The copy may compute an activation that is not stored, or
+/* Copy blocks into padded scratch memory. The copy may compute an activation that is not stored, or
  * backpropagate a gradient through ReLU and batch normalization. */
 #include "conv.h"
 
 static void clear(float *from, float *to) { memset(from, 0, (size_t)(to - from) * sizeof(float)); }
 
-/* Set the border of a channel to zero; if the channel has phases, set all of it to zero. Return the
- * address of the channel. */
+/* Set the border of a channel to zero; if the channel has phases, set the whole channel to zero.
+ * Return the address of the channel. */
 static float *clear_border(const struct padded *p, int64_t channel, int64_t height, int64_t width,
                            int64_t top, int64_t left) {
     float *data = p->data + channel * p->channel_stride;

@@ -1,4 +1,4 @@
-/* Measure the peak rate of multiply-adds of a core. Only the benchmarks call it. */
+/* Measure the peak rate of multiply-adds of a core. Only benchmarks call this function. */
 #include "lanes.h"
 #include "mpidl.h"
 

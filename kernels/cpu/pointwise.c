@@ -5,9 +5,9 @@
 
 enum { OFFSETS, INDICES, WEIGHTS, LEAVES }; /* scratch slots */
 enum {
-    BAND_BYTES = 512 << 10, /* size of the copies of a band; SHORTEST pixels may exceed it */
-    SHORTEST = 6,           /* a multiple of the widest tile of every build */
-    LONGEST = 96,
+    BAND_BYTES = 512 << 10, /* maximum size of the copies of a band longer than SHORTEST */
+    SHORTEST = 6,           /* minimum pixels of a band; a multiple of every build's widest tile */
+    LONGEST = 96,           /* maximum pixels of a band */
 };
 
 int is_pointwise(const struct conv *c) {
@@ -24,13 +24,13 @@ int is_pointwise_backward(const struct conv *c) {
  * is 1, the whole image is one row. */
 struct pass {
     struct pointwise job;
-    int64_t rows, columns, pixels;   /* of the output */
+    int64_t rows, columns, pixels;   /* sizes of the output */
     int64_t x_row, x_pixel;          /* strides in floats between the inputs of these pixels */
-    int64_t band;                    /* most pixels of a band */
+    int64_t band;                    /* maximum number of pixels in a band */
     int64_t channel;                 /* stride of channels in the copy of a band */
-    const int32_t *offset;           /* of each channel in the copy */
-    const float *packed;             /* weights */
-    struct products products;        /* of dweight */
+    const int32_t *offset;           /* offset of each channel in the copy */
+    const float *packed;             /* packed weights */
+    struct products products;        /* layout for dweight */
     struct leaves *leaves;           /* NULL if dweight is not needed */
 };
 
@@ -50,8 +50,8 @@ static struct pass pass_of(const struct pointwise *job, int64_t channels) {
     return pass;
 }
 
-/* Set the offsets of `taps` channels in the copy of a band, and pack the weights of the outputs. The
- * weight of output k and tap t is at weight + k * output_stride + t * tap_stride. */
+/* Set the offsets of `taps` channels in the copy of a band, and pack the weights of the outputs.
+ * The weight of output k and tap t is at weight + k * output_stride + t * tap_stride. */
 static void prepare(struct pass *pass, int64_t outputs, int64_t output_stride, int64_t taps,
                     int64_t tap_stride) {
     int32_t *offset = (int32_t *)scratch(OFFSETS, taps);
@@ -71,13 +71,14 @@ struct run {
     int64_t row, first, count;
 };
 
-/* Return the part of a band, `count` pixels from pixel `first` on, that is in the row of `first`. */
+/* For a band of `count` pixels that starts at pixel `first`, return the part in the row of `first`.
+ */
 static struct run next_run(const struct pass *pass, int64_t first, int64_t count) {
     int64_t row = first / pass->columns, column = first % pass->columns;
     return (struct run){row, column, least(count, pass->columns - column)};
 }
 
-/* Copy the inputs of a band of one channel, which begins at x, and compute their activation. */
+/* Copy the inputs of a band in one channel, which begins at x, and compute their activation. */
 static void copy_inputs(const struct pass *pass, int64_t channel, const float *x, int64_t first,
                         int64_t count, float *to) {
     const struct source *source = &pass->job.x;
@@ -100,8 +101,8 @@ static void copy_inputs(const struct pass *pass, int64_t channel, const float *x
 
 static const struct team alone = {.members = 1};
 
-/* Compute one quad of channels of a band of y or dx from the copy of the band. `out` is channel 0,
- * pixel (0, 0). */
+/* Compute four channels of y or dx in a band, from the band's copy. `out` points to pixel (0, 0) of
+ * channel 0. */
 static void multiply_band(const struct pass *pass, int64_t quad, int64_t outputs, int64_t taps,
                           const float *copy, int64_t first, int64_t count, struct finish finish,
                           float *out, int64_t channel, int64_t row, int64_t pixel) {
@@ -158,11 +159,11 @@ void pointwise_forward(const struct pointwise *job, int64_t blocks) {
     each_block(blocks, forward_block, &pass, c->C * pass.channel, 0);
 }
 
-/* Backward. The scratch of a team holds the copies of dy and x, sums for
- * the bias, and S; that of a member holds D. */
+/* The backward pass. The scratch of a team holds the copies of dy and x, the sums for the bias, and
+ * S (see products.h). The scratch of a member holds D. */
 
-/* Add a band of one channel of dy to the four accumulators of channel_sum, (4, 16); column q belongs
- * to accumulator q % 4. */
+/* Add a band of one channel of dy to the four accumulators of channel_sum, (4, 16); column q
+ * belongs to accumulator q % 4. */
 static void add_to_bias(const struct pass *pass, const float *dy, int64_t first, int64_t count,
                         float *sums) {
     int64_t column = first % pass->job.c.Q;
@@ -215,7 +216,7 @@ static void write_weights(const struct pass *pass, int64_t tile, const float *S,
     }
 }
 
-/* Set dx of one channel to the bias, or to zero: a strided pass writes only some of its pixels. */
+/* Set dx of one channel to the bias, or to zero: a strided pass writes only some pixels of dx. */
 static void clear_channel(const struct pass *pass, int64_t ci, float *dx) {
     const struct conv *c = &pass->job.c;
     const vec value = pass->job.bias ? splat(pass->job.bias[ci]) : zero();

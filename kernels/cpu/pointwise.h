@@ -1,8 +1,9 @@
 /* Convolutions with 1x1 filters, without padding or groups: products of matrices, pixel by pixel.
  *
- * A block is processed in bands of pixels that fit into the cache. A band of x or of dy is copied
- * there with its activation or through it, so that no whole image is copied. Outputs and dx have
- * the bytes of the direct kernel: sums run over the channels in order. */
+ * A block is processed in bands of pixels that fit into the cache. The copy of a band applies the
+ * activation to x, or backpropagates dy through the activation, so no whole image is copied. y and
+ * dx have the same bytes as with the direct kernels, because sums run over the channels in order.
+ */
 #ifndef MPIDL_POINTWISE_H
 #define MPIDL_POINTWISE_H
 
@@ -19,7 +20,7 @@ struct pointwise {
     struct finish finish;
     double *rows; /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
-    float *dweight; /* or NULL */
+    float *dweight; /* NULL if not needed */
     int64_t nodes;
     const struct tree *tree;
 };

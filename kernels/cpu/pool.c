@@ -42,7 +42,7 @@ INLINE float divisor_of(const struct windows *w, int64_t p, int64_t q) {
 
 /* ---- forward ---- */
 
-/* One part of the lanes of a channel, and its normalization. */
+/* A vector of the lanes of a channel, and the normalization of the channel. */
 struct channel {
     const float *x;
     struct norm norm;
@@ -53,7 +53,8 @@ INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
     return deferred ? activate(v, c->norm) : v;
 }
 
-/* Unroll only four times: windows of constant size are small, and others would not get faster. */
+/* Unroll only four times: windows of constant size are small, and other windows would not be
+ * faster. */
 #define FEW _Pragma("GCC unroll 4")
 
 /* Find the largest pixel at the positions [i0, i1) x [j0, j1) of a window. The first of equal
@@ -71,7 +72,7 @@ INLINE void largest(const struct channel *c, int deferred, int64_t at, int64_t w
     *best = value, *place = where;
 }
 
-/* If R and S are constants, the compiler unrolls windows without padding. */
+/* If R and S are constants, the compiler unrolls the loops over windows without padding. */
 INLINE void max_channel(const struct windows *w, int64_t R, int64_t S, const struct channel *c,
                         int deferred, float *y, uint8_t *argmax) {
     for (int64_t p = 0; p < w->P; p++) {
@@ -137,8 +138,8 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
 
 /* ---- backward ---- */
 
-/* Return the gradient that a window passes to the pixel at position `place`. For a mean, dy is
- * already divided by the size of the window. */
+/* Return the gradient that a window passes to the pixel at position `place`. For average pooling,
+ * dy is already divided by the size of the window. */
 INLINE vec handed(const float *dy, const uint8_t *argmax, int64_t window, int64_t place) {
     vec d = load(dy + window * LANES);
     return argmax ? keep(load_bytes(argmax + window * LANES) == (int32_t)place, d) : d;
@@ -199,7 +200,7 @@ INLINE void collect(const struct windows *w, const float *dy, const uint8_t *arg
 }
 
 /* Like collect_pixel, for two adjacent pixels and 3x3 windows at stride 2. Windows q and q - 1
- * contain the first pixel, 2 * q. Only window q contains the second one. */
+ * contain the first pixel, 2 * q. Only window q contains the second pixel. */
 INLINE void collect_3x3_2(const struct windows *w, const float *dy, const uint8_t *argmax,
                           float *dx) {
     int64_t right = w->left + w->W;

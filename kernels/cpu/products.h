@@ -8,7 +8,8 @@
  *     D[panel of outputs][term][output of the panel], see place_of
  *     S[16 outputs][input][output]
  *
- * V and S have room for inputs up to the next multiple of four. Widths of panels affect no sum. */
+ * V and S have room for inputs up to the next multiple of four. The widths of panels do not affect
+ * the sums. */
 #ifndef MPIDL_PRODUCTS_H
 #define MPIDL_PRODUCTS_H
 
@@ -16,7 +17,7 @@
 
 struct products {
     int64_t inputs; /* rounded up to a multiple of four */
-    int64_t most;   /* terms for which D has room */
+    int64_t most;   /* number of terms for which D has memory */
     int64_t channel, panel;
 };
 
@@ -27,13 +28,13 @@ INLINE struct products products_of(int64_t inputs, int64_t outputs, int64_t most
     return (struct products){parts_of(inputs, 4) * 4, most, channel, panel};
 }
 
-/* Return the place in D of one term of 16 outputs, which are adjacent; the next term is `panel`
- * floats further. */
+/* Return the position in D of one term of 16 adjacent outputs. The next term is `panel` floats
+ * further. */
 INLINE int64_t place_of(const struct products *p, int64_t output, int64_t term) {
     return output / p->panel * p->panel * p->most + term * p->panel + output % p->panel;
 }
 
-/* Compute S of `inputs` inputs and `vectors` vectors of outputs, or add to it. */
+/* Compute S for `inputs` inputs and `vectors` vectors of outputs, or add to S. */
 INLINE void add_product_tile(const struct products *p, const float *V, const float *D,
                              int64_t terms, float *S, int add, const int inputs,
                              const int vectors) {
@@ -56,7 +57,7 @@ INLINE void add_product_tile(const struct products *p, const float *V, const flo
         }
 }
 
-/* Compute S of the outputs [first, stop), whole panels, or add to it. */
+/* Compute S for the outputs [first, stop), which form whole panels, or add to S. */
 static inline void add_products(const struct products *p, const float *V, const float *D,
                                 int64_t terms, int64_t first, int64_t stop, float *S, int add) {
     for (int64_t o = first; o < stop; o += p->panel)

@@ -1,13 +1,13 @@
-/* Sums over the ranks of a host in shared memory. mpidl/comm/host_memory.py explains the memory, and
- * sum_plans.py creates a plan of each sum.
+/* Sums over the ranks of a host in shared memory. mpidl/comm/host_memory.py explains the layout of
+ * the memory, and sum_plans.py creates a plan for each sum.
  *
  * A sum is divided into chunks, and all ranks number the chunks of all sums in the same way. A
  * chunk goes through three stages on each rank. `place` copies this rank's nodes into its slot.
  * `fold` combines the nodes of all ranks, and `take` copies the results out of the slots. In shared
  * memory, each rank counts the chunks that have passed each stage. A rank waits only for these
  * counts, so no rank sends a message. A slot is reused when all ranks have taken its results. Each
- * rank also notes which sum each slot belongs to, because ranks that start different sums would
- * read each other's values at the wrong places. */
+ * rank also records which sum each slot belongs to. Otherwise, ranks that start different sums
+ * would read each other's values at the wrong places. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -16,53 +16,54 @@
 #include "mpidl.h"
 #include "team.h"
 
-enum { FLOATS, DOUBLES, MOMENTS }; /* kinds of a plan */
+enum { FLOATS, DOUBLES, MOMENTS }; /* kinds of values in a sum */
 
-/* The counts of a rank, in shared memory. */
+/* A rank's counts of chunks, in shared memory. */
 enum stage { PLACED, FOLDED, TAKEN, STAGES };
 enum { MOST_SLOTS = 8 };
 struct counts {
     _Atomic int64_t of[STAGES];
     char pad[128 - STAGES * 8];   /* processors fetch lines of 64 bytes in pairs */
-    int64_t identity[MOST_SLOTS]; /* of the plan of the chunk in each slot */
+    int64_t identity[MOST_SLOTS]; /* `identity` of the plan of each slot's chunk */
     int64_t width[MOST_SLOTS];    /* 4 times the width of the chunk's sum, plus its kind */
 };
 
 /* The description of a sum. `table` holds the rank and the row of each node, the left and the right
  * node of each join, and the node that contains each result. */
 struct plan {
-    int64_t kind, width; /* values of a node */
-    int64_t chunk;       /* values of a chunk; for moments, channels */
+    int64_t kind, width; /* `width`: number of values in a node */
+    int64_t chunk;       /* number of values in a chunk; for moments, of channels */
     int64_t chunks;
-    int64_t stride;      /* bytes between two nodes of a chunk */
+    int64_t stride;      /* bytes between adjacent nodes of a chunk */
     int64_t direct;      /* 1: each rank folds all values; 0: each rank folds a segment */
-    int64_t own;         /* nodes of this rank */
+    int64_t own;         /* number of this rank's nodes */
     int64_t nodes, joins, results;
-    int64_t identity;    /* a hash that differs if another rank describes another sum */
+    int64_t identity;    /* a hash of the description, to detect ranks with different sums */
     int64_t table[];
 };
 
-/* A sum. The caller keeps the struct and its memory until all chunks have been taken. */
+/* A sum of one or more arrays, the pieces. The caller keeps the struct and its memory until all
+ * chunks have been taken. */
 struct sum {
     const struct plan *plan;
-    const int64_t *pieces; /* their number; for each, its values and the addresses of own nodes */
-    char *out;             /* results x width; NULL if this rank does not need them */
+    const int64_t *pieces; /* their number; for each: number of values, addresses of own nodes */
+    char *out;             /* (results, width); NULL if this rank needs no results */
     struct sum *next;
     int64_t chunks[STAGES]; /* chunks that have passed each stage */
 };
 
 /* A rank's view of the incomplete sums, in the order in which they were started. */
 struct queue {
-    char *memory; /* counts of all ranks, then slots of the first rank, and so on */
+    char *memory; /* the counts of all ranks, then the slots of each rank */
     int64_t rank, ranks, slots, slot_bytes;
-    int64_t patience;             /* longest wait of mpidl_sums_wait, in ns */
-    int64_t waited;               /* total wait of mpidl_sums_wait, in ns */
+    int64_t patience;             /* time limit of mpidl_sums_wait, in ns */
+    int64_t waited;               /* total time spent waiting in mpidl_sums_wait, in ns */
     int64_t chunks[STAGES];       /* chunks that have passed each stage */
     int64_t least[STAGES];        /* a lower bound of `chunks` over all ranks */
-    struct sum *current[STAGES];  /* the sum of the next chunk */
+    struct sum *current[STAGES];  /* the sum that the next chunk belongs to */
     struct sum *last;
-    int64_t differs; /* 1 + a rank whose chunk belongs to another sum, or 0 */
-    char *scratch;   /* for the nodes of a chunk of a sum with `direct` 1 */
+    int64_t differs; /* 1 + the number of a rank whose chunk belongs to another sum, or 0 */
+    char *scratch;   /* for the joined nodes of a chunk if `direct` is 1 */
 };
 
 int64_t mpidl_sums_waiting;
@@ -254,7 +255,8 @@ static void fold_segment(const struct queue *q, const struct sum *sum, struct pa
     }
 }
 
-/* Return whether all ranks have placed a chunk of this sum. Otherwise, stop the queue. */
+/* Return whether all ranks have placed a chunk of this sum. If a rank has placed a chunk of another
+ * sum, stop the queue. */
 static int is_same(struct queue *q, const struct sum *sum) {
     int64_t slot = q->chunks[FOLDED] % q->slots;
     for (int64_t r = 0; r < q->ranks && !q->differs; r++)

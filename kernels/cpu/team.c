@@ -18,7 +18,7 @@ struct barrier {
     char pad[56];
 };
 
-/* The scratch memory of a thread or a team. It is kept between passes. */
+/* The scratch memory of a thread or a team, which is kept between passes. */
 struct room {
     float *data;
     int64_t floats;
@@ -29,18 +29,18 @@ static struct pass {
     block_work *block;
     tile_work *tile;
     void *job;
-    int64_t count; /* blocks or tiles */
+    int64_t count; /* number of blocks or tiles */
     int teams;
     atomic_llong next; /* next tile to compute */
 } pass;
 
-static int threads = 1; /* running threads, including the caller */
+static int threads = 1; /* number of running threads, including the caller */
 static pthread_t workers[MOST_THREADS];
 static struct barrier barriers[MOST_THREADS];
 static struct room own[MOST_THREADS], shared[MOST_THREADS], slots[16];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t begin = PTHREAD_COND_INITIALIZER;
-static atomic_int generation, busy; /* number of the pass; workers still in it */
+static atomic_int generation, busy; /* number of the pass; number of workers still in the pass */
 static int sleeping, leaving;
 static void (*hook)(void);
 static pthread_t watcher; /* the thread that set the hook and runs it */
@@ -48,10 +48,10 @@ static long last_tick;
 
 int64_t mpidl_missing_bytes;
 
-/* Return memory, or NULL if the system refuses it; mpidl_missing_bytes is then the size. */
+/* Return memory. If the system refuses it, set mpidl_missing_bytes to the size and return NULL. */
 static void *reserve(size_t bytes) {
     const size_t huge = 2 << 20;
-#if !defined(__SANITIZE_ADDRESS__) /* so that ASan sees accesses past `bytes` */
+#if !defined(__SANITIZE_ADDRESS__) /* with ASan, keep the size, to detect accesses past `bytes` */
     bytes = (bytes + huge - 1) / huge * huge;
 #endif
     void *memory = NULL;
@@ -190,7 +190,7 @@ static void announce(void) {
 }
 
 static void start_workers(int wanted) {
-    atomic_store(&generation, 0); /* the value that new workers start with */
+    atomic_store(&generation, 0); /* the value that new workers expect */
     for (; threads < wanted; threads++)
         if (pthread_create(&workers[threads], NULL, run_worker, (void *)(intptr_t)threads)) break;
 }
@@ -260,7 +260,7 @@ int64_t mpidl_set_threads(int64_t count) {
     if (count == threads) return threads;
     if (threads > 1) stop_workers();
     start_workers((int)count);
-    return threads; /* may be fewer than requested; results do not depend on it */
+    return threads; /* may be fewer than requested; results do not depend on the number */
 }
 
 void mpidl_set_hook(void (*function)(void)) { hook = function, watcher = pthread_self(); }

@@ -45,7 +45,7 @@ typedef void tile_work(void *job, int64_t tile, float *own);
 /* Run `work` on each of `blocks` blocks and wait until all are done. `shared` and `own` are the
  * numbers of floats of scratch memory per team and per member. The memory is 64-byte aligned and
  * uninitialized. If the system has refused scratch memory in this call of the library (see
- * mpidl_missing_bytes), do nothing. each_tile has the same rules. */
+ * mpidl_missing_bytes), do nothing. The same rules apply to each_tile. */
 void each_block(int64_t blocks, block_work *work, void *job, int64_t shared, int64_t own);
 
 /* Return the number of teams into which each_block(blocks) divides the threads. */

@@ -30,7 +30,7 @@ static struct from place(const double *m, int64_t p, int64_t q, const struct war
     return (struct from){(int64_t)row, (int64_t)column, (float)(y - row), (float)(x - column)};
 }
 
-static uint8_t rounded_uint8_t(float value) { return (uint8_t)(value + 0.5f); } /* 0 .. 255 */
+static uint8_t rounded_uint8_t(float value) { return (uint8_t)(value + 0.5f); } /* for 0 .. 255 */
 static float rounded_float(float value) { return value; }
 
 #define WARP(name, type)                                                                           \

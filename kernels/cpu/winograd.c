@@ -15,15 +15,15 @@
 enum {
     QUAD = 4,                        /* outputs of a register tile */
     PANEL = REGISTERS == 32 ? 6 : 3, /* vectors of a register tile */
-    MOST = 64,                       /* largest number of tiles of a band */
-    BAND_BYTES = 640 << 10,          /* size of V and M; six tiles may exceed it */
+    MOST = 64,                       /* maximum number of tiles in a band */
+    BAND_BYTES = 640 << 10,          /* maximum size of V and M for more than six tiles */
 };
 
 static int64_t points(int m, int r) { return (m + r - 1) * (m + r - 1); }
 static int64_t quads(int64_t outputs) { return parts_of(outputs, QUAD); }
 
 struct bands {
-    int64_t across, tiles, most; /* tiles per row, all tiles, tiles per band at most */
+    int64_t across, tiles, most; /* tiles per row; all tiles; maximum number of tiles per band */
 };
 
 static struct bands bands_of(const struct winograd *shape) {
@@ -73,7 +73,7 @@ INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*ta
         }
 }
 
-/* Compute G g G^T of one quad of outputs, for the 16 filters of four inputs at a time. */
+/* Compute G g G^T for four outputs, for the 16 filters of four inputs at a time. */
 INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
                             const int r, const int backward, int64_t quad) {
     const int n = m + r - 1, filter = r * r;
@@ -182,7 +182,7 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
     }
 }
 
-/* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (NULL: nothing)
+/* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (unless NULL)
  * and replace values below `floor`. Only rows x columns pixels are written. */
 INLINE void output_tile(const float *M, int64_t point, vec bias, const float *addend, vec floor,
                         float *y, int64_t row, int64_t rows, int64_t columns, const int m,

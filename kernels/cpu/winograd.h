@@ -1,16 +1,15 @@
 /* Winograd convolution with r x r filters at stride 1, dilation 1, on one block of 16 images.
  *
- * F(m x m, r x r) computes a tile of m x m outputs from n x n inputs, n = m + r - 1. It needs n^2
+ * F(m x m, r x r) computes a tile of m x m outputs from n x n inputs, n = m + r - 1. F needs n^2
  * products per input and output channel instead of m^2 r^2 (Lavin and Gray 2016):
  *
- *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g r x r, d a tile of the input
+ *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g: filter, d: input tile
  *
  * For r = 3, this saves a factor of 2.25 for m = 2 and of 4 for m = 4. For r = 5, the factors are
  * 2.78 and 6.25. A filter of stride s is computed as a filter of stride 1 on s x s times as many
  * channels; each channel has every s-th row and column of an image (see struct pixels). All members
  * of a team (see team.h) call these functions for a block with the same arguments. The inputs must
- * be complete, so callers `meet` before. The outputs are complete after the caller's next `meet`.
- */
+ * be complete, so callers first `meet`. The outputs are complete after the caller's next `meet`. */
 #ifndef MPIDL_WINOGRAD_H
 #define MPIDL_WINOGRAD_H
 
@@ -24,9 +23,9 @@
  * of tiles, x must be zero, and so must dy for dweight. x has at least winograd_extent(rows, m, r)
  * rows and winograd_extent(columns, m, r) columns. */
 struct winograd {
-    int64_t inputs, outputs; /* channels */
+    int64_t inputs, outputs; /* numbers of channels */
     int64_t rows, columns;   /* pixels of the output */
-    int m, r;                /* one of EACH_SIZE */
+    int m, r;                /* a pair of EACH_SIZE */
 };
 
 /* Expand SIZE(m, r) for each size of tiles and filters, with n = 4, 6 or 8. */
@@ -34,8 +33,9 @@ struct winograd {
 enum { MOST_OUTPUTS = 4 }; /* the largest m */
 
 /* The pixels of a block, 16 floats each. Strides are in floats. If `phases` is not 1, each channel
- * of an image is divided into phases^2 channels, one for each pair of remainders of row and column
- * divided by `phases`. Adjacent phases are phase_row and phase_column floats apart. */
+ * of an image is divided into phases^2 channels. Each of these channels holds the pixels with one
+ * pair of remainders of row and column modulo `phases`. Adjacent phases are phase_row and
+ * phase_column floats apart. */
 struct pixels {
     float *at; /* channel 0, row 0, column 0 */
     int64_t channel, row; /* strides of the image's channels and of the rows of one phase */

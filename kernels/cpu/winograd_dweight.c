@@ -24,8 +24,8 @@ enum {
     M = 4,
     QUAD = 4,                         /* outputs of a register tile, if vectors hold images */
     INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
-    MOST = 64,                        /* tiles of a band, at most */
-    BAND_BYTES = 512 << 10,           /* size of V and D for two lines of points */
+    MOST = 64,                        /* maximum number of tiles in a band */
+    BAND_BYTES = 512 << 10,           /* size of V and D, which hold two lines of points */
 };
 
 /* How the work for a shape is divided. The division depends only on the shape, except for the width
@@ -34,8 +34,8 @@ struct plan {
     int n;
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
-    int64_t across, tiles, bands, most; /* tiles per row, all tiles; bands; most tiles per band */
-    struct products products;           /* if transposed */
+    int64_t across, tiles, bands, most; /* tiles per row; all tiles; bands; tiles per band */
+    struct products products;           /* used if D is transposed */
     int64_t channel; /* stride in floats of V's channels, and of D's if vectors hold images */
     int64_t v_point, d_point, s_point;
     float *V, *D, *S, *T;
@@ -145,7 +145,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
     }
 }
 
-/* One stage of the tree that sums lanes, see sum_across. */
+/* One stage of the tree that sums lanes; see sum_across. */
 #define ADD_LANES(a, b, step) (LOWER(a, b, step) + HIGHER(a, b, step))
 
 /* Sum over tiles for `inputs` inputs and four outputs, in one part of the lanes. Each input has
@@ -238,7 +238,7 @@ INLINE void filters(const float *S, int64_t point, float (*taps)[16], const int 
 /* Write tile `tile` of dweight, which has 16 outputs. Sixteen inputs at a time are collected, so
  * that each output is written contiguously. */
 INLINE void finish_transposed(const struct plan *p, int64_t tile, float *dweight, const int r) {
-    enum { MOST_FILTER = MOST_TAPS * MOST_TAPS, ALL = 32 }; /* whole transposes of taps */
+    enum { MOST_FILTER = MOST_TAPS * MOST_TAPS, ALL = 32 }; /* rows for whole transposes of taps */
     const int filter = r * r, row = 16 * filter + 16;
     float filters_of[LANES * (16 * MOST_FILTER + 16)] __attribute__((aligned(64)));
     float taps[ALL][LANES] __attribute__((aligned(64))) = {{0}};
@@ -247,7 +247,7 @@ INLINE void finish_transposed(const struct plan *p, int64_t tile, float *dweight
         int64_t count = least(p->inputs - i, 16);
         for (int64_t j = 0; j < count; j++) {
             filters(S + (i + j) * LANES, p->s_point, taps, r);
-            for (int tap = 0; tap < filter; tap += 16) /* the next input overwrites the last 7 */
+            for (int tap = 0; tap < filter; tap += 16) /* the next input overwrites 7 extra taps */
                 transpose_16(taps[tap], LANES, filters_of + j * filter + tap, row);
         }
         for (int64_t o = 0; o < LANES; o++)
@@ -256,7 +256,7 @@ INLINE void finish_transposed(const struct plan *p, int64_t tile, float *dweight
     }
 }
 
-/* Write the weights of a quad of outputs to dweight. */
+/* Write the weights of four outputs to dweight. */
 INLINE void finish_lanes(const struct plan *p, int64_t tile, float *dweight, const int r) {
     float taps[MOST_TAPS * MOST_TAPS][16] __attribute__((aligned(64))); /* [tap][input][output] */
     for (int64_t i = 0; i < p->inputs; i += 4) {

@@ -1,10 +1,10 @@
 /* The transforms of Winograd's F(m, r) along one dimension, on vectors of images.
  *
- * The values of a product of polynomials at enough points determine the product. F(m, r) computes m
- * outputs of a filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and
- * -p, and infinity. In exact arithmetic any points work, but rounding errors depend on the points.
- * Of all points tried, those of POINT have the smallest error: for n = 6, less than half the error
- * of the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors). The
+ * The values at enough points determine a product of polynomials. F(m, r) computes m outputs of a
+ * filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and -p, and
+ * infinity. In exact arithmetic any points work, but rounding errors depend on the points. Of all
+ * points tried, the points in POINT have the smallest error: for n = 6, less than half the error of
+ * the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors). The
  * elements of B and A are sums of products of small dyadic fractions, so they are exact in float32.
  *
  * Each row of B^T and A below belongs to a point. The points p and -p share even and odd parts.
@@ -15,7 +15,7 @@
 
 #include "lanes.h"
 
-enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* along one dimension */
+enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* maximum sizes along one dimension */
 
 /* The number of pairs, and the positive point of pair 0, 1, ... */
 #define PAIRS(n) (((n)-2) / 2)
@@ -24,7 +24,7 @@ enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* along one dimension 
 #define POINT_OF_8(pair) ((pair) == 0 ? 0.5f : (pair) == 1 ? 1.0f : 2.0f)
 #define SQUARE(n, pair) (POINT(n, pair) * POINT(n, pair))
 
-/* Return a power of a point. */
+/* Return the positive point of a pair, raised to a power. */
 INLINE float power_of(const int n, const int pair, const int exponent) {
     float power = 1;
     UNROLL for (int i = 0; i < exponent; i++) power *= POINT(n, pair);
@@ -36,8 +36,8 @@ INLINE float power_of(const int n, const int pair, const int exponent) {
 #define FIRST(group) ((group) == 0 ? 0 : 2 * (group)-1)
 #define IN_GROUP(n, group) ((group) == 0 || (group) == GROUPS(n) - 1 ? 1 : 2)
 
-/* Apply a polynomial to d[0], d[2], d[4] and so on. Its roots are the squares of all points except
- * those of `pair`, or of all points if `pair` is PAIRS(n). */
+/* Apply a polynomial to d[0], d[2], d[4] and so on. The roots of the polynomial are the squares of
+ * the points outside `pair`, or of all points if `pair` is PAIRS(n). */
 INLINE vec without(const vec *d, const int n, const int pair) {
     float root[MOST_PAIRS];
     int roots = 0;
@@ -151,7 +151,7 @@ INLINE void gradient_line(const vec *d, vec *out, const int m, const int n) {
 }
 
 /* Return the factor of a row of G: the reciprocal of the product of the differences between its
- * point and the others. Pair -1 is the point 0. */
+ * point and the other points. Pair -1 stands for the point 0. */
 INLINE float scale_of(const int n, const int pair) {
     double product = pair < 0 ? 1 : 2 * (double)SQUARE(n, pair);
     UNROLL for (int i = 0; i < PAIRS(n); i++)

@@ -6,7 +6,8 @@
 // is a multiple of 4, else 1.
 
 constexpr int THREADS = 256;
-constexpr int TOGETHER = 8;  // rows loaded and summed at a time: for parallel loads and short sums
+// The number of rows that are loaded and summed at once, for parallel loads and short sums.
+constexpr int TOGETHER = 8;
 
 template <int VEC> struct alignas(4 * VEC) Floats {
   float at[VEC];
@@ -28,7 +29,7 @@ template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vect
 }
 
 struct Place {
-  int channel, row, rows;  // first channel, first row, rows per block at a time
+  int channel, row, rows;  // first channel; first row; rows that a block processes at once
   bool inside;
 };
 
@@ -50,7 +51,7 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
 
-// Formulas for one channel, used by fused and separate kernels, so that both give the same bytes.
+// Formulas for one channel, used by fused and separate kernels, so both kinds give the same bytes.
 __device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
   return fmaf(x - mean, scale, beta);
 }
@@ -78,7 +79,7 @@ template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place 
   }
 }
 
-// Computes leaf blockIdx.x: the sum of n rows, rounded to float32.
+// Computes leaf (partial sum) blockIdx.x: the sum of n rows, rounded to float32.
 template <int VEC>
 __device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, int channels,
                                           int tile) {
@@ -116,12 +117,13 @@ channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images
   BY_WIDTH(leaf_sums, x, leaves, images * pixels, channels, tile);
 }
 
-// Computes leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows, in one pass.
+// Computes leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows, in one pass. M2 is the
+// sum of squared deviations from the mean.
 //
 // The first row of the leaf is subtracted from all rows, so that a mean far from 0 costs no
-// precision. For a few rows at a time, first the mean and then M2 about this mean are computed, and
-// Chan's formula merges the results. The subtracted row belongs to the leaf, so cancellation in the
-// final sums in double precision loses at most a factor of n.
+// precision. For a few rows at a time, the kernel computes first the mean and then M2. Chan's
+// formula merges the results. The subtracted row belongs to the leaf, so cancellation in the final
+// sums in double precision loses at most a factor of n.
 template <int VEC>
 __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int n, int all,
                                              int channels, int tile) {
@@ -197,7 +199,7 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
     if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
     const long long at = (long long)blockIdx.x * n * channels + p.channel;
     dy += at, x += at;
-    constexpr int FEW = TOGETHER / 2;  // half as many rows, but of two arrays
+    constexpr int FEW = TOGETHER / 2;  // half as many rows, because rows of two arrays are loaded
     for (int row = p.row; row < n; row += FEW * p.rows) {
       Floats<VEC> g[FEW] = {}, v[FEW] = {};
 #pragma unroll
@@ -234,7 +236,8 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
   }
 }
 
-// leaves (leaves, 2C): sums over `images` images each, see leaf_products. scale, beta: may be null.
+// leaves (leaves, 2C): sums over `images` images each; see leaf_products. scale and beta may be
+// null.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,
@@ -319,7 +322,7 @@ __device__ __forceinline__ void normalize_back(const float* dy, const float* x, 
 }
 
 // dx = a * dz + b * (x - mean) + c for n rows, with dz as in leaf_products. dx is 0 for unused
-// images (number *valid and above). dx may be dy.
+// images (from image *valid on). dx may be dy.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restrict__ mean,
              const float* __restrict__ scale, const float* __restrict__ beta,

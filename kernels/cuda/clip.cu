@@ -1,8 +1,8 @@
-// Clips gradients to a threshold, or scales them by trust ratios. Norms are sums of squares in
+// Clips gradients to a threshold, or scales them by trust ratios. Squares for norms are summed in
 // double precision, in a fixed order: a tree over each block of threads, a tree over the blocks of
 // a parameter, then a sum over the parameters in order.
 
-// Returns the sum of `own` over the block's 256 threads, in each thread.
+// Returns the sum of `own` over the block's 256 threads to each thread.
 __device__ __forceinline__ double sum_of_block(double own, double* sums) {
     __syncthreads();
     sums[threadIdx.x] = own;
@@ -50,9 +50,10 @@ __device__ __forceinline__ float scale_of(double square, double threshold) {
     return norm <= threshold ? 1.0f : (float)(threshold / norm);
 }
 
-// scales: for each parameter, the factor that limits its norm to the threshold. If `together`, the
-// norm of all parameters together is limited instead. firsts: for each parameter, the index of its
-// first square; the last entry is the number of squares. Runs as one block of threads.
+// scales: for each parameter, the factor that limits the gradient's norm to the threshold. If
+// `together`, the norm of all gradients together is limited instead. firsts: for each parameter,
+// the index of its first square; the last entry is the number of squares. Runs as one block of
+// threads.
 extern "C" __global__ void __launch_bounds__(256)
     clip_scales(const double* __restrict__ squares, const int* __restrict__ firsts, int count,
                 int together, double threshold, float* __restrict__ scales) {
@@ -116,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// scales: for each parameter, coefficient * |weight| / |update|, or 1 if one of the three is 0.
-// If `separate`, the divisor is |update| + decay * |weight|. firsts: for each parameter, the index
-// of its first block of threads; the last entry is the number of blocks. Runs as one block of
+// scales: for each parameter, coefficient * |weight| / |update|, or 1 if one of these three numbers
+// is 0. If `separate`, the divisor is |update| + decay * |weight|. firsts: for each parameter, the
+// index of its first block of threads; the last entry is the number of blocks. Runs as one block of
 // threads.
 extern "C" __global__ void __launch_bounds__(256)
     trust_scales(const double* __restrict__ squares, const int* __restrict__ firsts,

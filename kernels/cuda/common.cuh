@@ -7,7 +7,8 @@ typedef unsigned int u32;
 // Declares dynamic shared memory, whose size is given at launch.
 #define DYN_SMEM(T, name) extern __shared__ __align__(128) T name[]
 
-// Returns v of the lane whose number is this lane's number XOR mask. All 32 lanes must call it.
+// Returns v of the lane whose number is this lane's number XOR mask. All 32 lanes must call this
+// function.
 template <class T> __device__ __forceinline__ T shfl_xor(T v, int mask) {
     return __shfl_xor_sync(0xffffffffu, v, mask);
 }
@@ -82,7 +83,7 @@ __device__ __forceinline__ void cp_async(float* to, const float* from, bool ok) 
                          dilation_down, dilation_across, groups}
 #endif
 
-// Adds the sums of a warp's products to `total`, and sets them to 0.
+// Adds the sums of a warp's products to `total`, and sets the sums to 0.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
                                           float (&sum)[ROWS][COLUMNS][4]) {
@@ -95,10 +96,10 @@ __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
 }
 
 // Splits a float into numbers for tensor cores, which read only the upper 19 bits. If TERMS is 3,
-// `high` is the nearest number of 19 bits, and `low` is exactly the remainder (12 bits, of which 11
-// are read). If TERMS is 1, half a unit is added, so that dropping the lower bits rounds to the
-// nearest number. Infinity and NaN are not changed, because the addition could turn them into
-// numbers.
+// `high` is the nearest number of 19 bits, and `low` is exactly the remainder (12 bits; tensor
+// cores read 11 of them). If TERMS is 1, half a unit of the last kept bit is added, so that
+// dropping the lower bits rounds to the nearest number. Infinity and NaN are not changed, because
+// the addition could turn them into numbers.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
         high = (value + 0x1000u) & 0xffffe000u;

@@ -1,7 +1,7 @@
 // Concatenates values along the channels, and splits them again.
 //
-// part: `rows` rows of `words` numbers, the channels of a pixel. whole: rows of `pitch` numbers.
-// The part begins at number `first` of a row of `whole`.
+// `part` has `rows` rows of `words` numbers, which are channels of a pixel. `whole` has rows of
+// `pitch` numbers. The part begins at number `first` of each row of `whole`.
 
 struct alignas(16) Four {
     float of[4];

@@ -1,5 +1,5 @@
 // Convolution in plain float32, for any GPU. GPUs without TF32 tensor cores use these kernels; on
-// other GPUs they are the reference.
+// other GPUs, tests use these kernels as a reference.
 //
 // Each of the three passes is a product out[m][n] = sum over t of a[m][t] * b[t][n]:
 //
@@ -8,11 +8,12 @@
 //   backward-data      a pixel of x       a channel             r, s, and a filter
 //   backward-weights   a filter           r, s, and a channel   a pixel of y, of one leaf
 //
-// A CTA computes a tile of 64 x 32 elements of the product within one group. It loops over t in
-// chunks of 32, and loads both operands of a chunk into shared memory. Consecutive threads read
-// consecutive channels or filters of a pixel, so reads coalesce. Padding is read as zeros. A chunk
-// is added up by fused multiply-add in the order of t, and then the sums of the chunks are added in
-// order. So the order depends only on the shape, and the short sums keep the error small.
+// A CTA (block of threads) computes a tile of 64 x 32 elements of the product within one group. The
+// CTA loops over t in chunks of 32, and loads both operands of a chunk into shared memory.
+// Consecutive threads read consecutive channels or filters of a pixel, so reads coalesce. Padding
+// is read as zeros. A chunk is added up by fused multiply-add in the order of t, and then the sums
+// of the chunks are added in order. So the order depends only on the shape, and the short sums keep
+// the error small.
 //
 // Images are NHWC; weights are KRSC, i.e. (K, R, S, C/groups). Offsets within an image and within
 // the weights are int; the caller checks the sizes.
@@ -43,8 +44,8 @@ struct Tap {
     int down, across, channel, weights;
 };
 
-// Adds the products of a chunk to the sums of this thread. Its elements are in the column of its
-// lane and in OWN rows, starting with row OWN * warp.
+// Adds the products of a chunk to the sums of this thread. The thread's elements are in the column
+// of its lane, in OWN rows starting with row OWN * warp.
 __device__ __forceinline__ void add_product(const Operands& from, float (&sums)[OWN]) {
     int row = threadIdx.x / 32 * OWN, column = threadIdx.x % 32;
     float part[OWN] = {};
@@ -58,8 +59,8 @@ __device__ __forceinline__ void add_product(const Operands& from, float (&sums)[
     for (int i = 0; i < OWN; i++) sums[i] += part[i];
 }
 
-// Returns pixel number n of images with rows x columns pixels. The offset counts `values` numbers
-// per image.
+// Returns pixel number n of images with rows x columns pixels. The offset of the image is its index
+// times `values`, the number of elements per image.
 __device__ __forceinline__ Pixel pixel_of(long long n, long long pixels, int rows, int columns,
                                           long long values) {
     if (n >= pixels) return {-1, 0, 0};
@@ -127,9 +128,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     }
 }
 
-// dx: each pixel of x adds up contributions of the pixels of y that read this pixel. dy is (images,
-// P, Q, K), dx is (images, H, W, C). Grid: tiles of pixels, tiles of the channels of a group,
-// groups.
+// dx: each pixel of x adds up contributions from the pixels of y that read this pixel. dy is
+// (images, P, Q, K), dx is (images, H, W, C). Grid: tiles of pixels, tiles of the channels of a
+// group, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h, int stride_w,
@@ -180,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
 
 // The gradient with respect to the weights, with one leaf for images_per_leaf consecutive images:
 // leaves (leaves, K, R, S, C/groups). dy is zero in unused images, so unused images add nothing.
-// Grid: x is (leaf, tile of a group's filters, tile of a filter's weights), the last fastest; y is
-// 1; z is the group.
+// Grid: x enumerates (leaf, tile of a group's filters, tile of a filter's weights), with the last
+// index fastest; y is 1; z is the group.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ leaves,
     int images_per_leaf, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h,

@@ -33,7 +33,7 @@ constexpr int BK = 32;  // pixels per step
 constexpr int WARPS_M = BM / WM, WARPS_MN = WARPS_M * (BN / WN), THREADS = WARPS_MN * SPLIT * 32;
 constexpr int NJ = WN / 8;
 constexpr int PITCH_M = BM + 8, PITCH_N = BN % 32 == 24 ? BN : BN + 8;
-constexpr int STAGE = BK * (PITCH_M + PITCH_N);  // floats
+constexpr int STAGE = BK * (PITCH_M + PITCH_N);  // floats per stage
 constexpr int CHUNKS = BM / VECTOR_X, STEP = THREADS / CHUNKS;
 static_assert(WM == 32 && BM % 32 == 0 && BN % WN == 0 && THREADS % CHUNKS == 0, "");
 static_assert(BK % STEP == 0 && BK / 8 % SPLIT == 0, "");

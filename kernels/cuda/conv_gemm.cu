@@ -8,7 +8,7 @@
 //
 //   forward        x (images, H, W, C), w (K, R, S, C/groups): row of x = p * stride - top + r * d
 //   backward-data  x is dy, w is transposed (conv_weights.cu): with t = p + top - r * d the row
-//                  of dy is t / stride, if that is an integer; H, W, C are the sizes of dy
+//                  of dy is t / stride, if this is an integer; H, W, C are the sizes of dy
 //
 // A block of threads computes BM x BN elements of y, and loops over k in steps of BK. The parts of
 // A and w for a step are copied to shared memory while earlier steps are multiplied. PRECISION 3 is
@@ -37,8 +37,8 @@ namespace {
 constexpr int BK = 32;
 constexpr int WARPS_N = BN / WN, THREADS = BM / WM * WARPS_N * 32;
 constexpr int MI = WM / 16, NJ = WN / 8;  // tiles of 16 x 8 per warp
-constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies per row; rows at once
-constexpr int STAGE = (BM + BN) * BK;                         // floats
+constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies per row; rows per pass
+constexpr int STAGE = (BM + BN) * BK;                         // floats per stage
 static_assert(BM % WM == 0 && BN % WN == 0 && BM % STEP == 0 && WM % 16 == 0 && WN % 8 == 0, "");
 
 struct alignas(16) Row {
@@ -46,7 +46,7 @@ struct alignas(16) Row {
     int h, w;      // forward: row and column of x at tap (0, 0); backward: t at tap (0, 0)
 };
 
-// Returns the place of element k of a row. Chunks of 4 are permuted so that 8 rows use all banks.
+// Returns the position of element k of a row. Chunks of 4 are permuted, so 8 rows use all banks.
 __device__ __forceinline__ int place(int row, int k) {
     return row * BK + ((((k >> 2) ^ row) & 7) << 2) + (k & 3);
 }
@@ -63,7 +63,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], stride_h = shape[8], stride_w = shape[9];
     const int dilation_h = shape[12], dilation_w = shape[13];
-    const int CG = C / shape[14], KG = K / shape[14];  // per group
+    const int CG = C / shape[14], KG = K / shape[14];  // channels and filters per group
     const int KD = shape[6] * S * CG, steps = (KD + BK - 1) / BK;
     const int tiles_n = (KG + BN - 1) / BN;
 
@@ -130,7 +130,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
 #if PRECISION == 3
-    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so they add only one step
+    float total[MI][NJ][4] = {};  // tensor cores may truncate, so `sum` covers only one step
 #endif
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {

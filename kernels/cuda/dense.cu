@@ -2,7 +2,7 @@
 //
 // The matrices in memory are x (images, features), weight (outputs, features), y and dy (images,
 // outputs). A thread adds up the products of an element by fmaf in order, in runs of RUN products.
-// It then adds the runs in order. So the sum of an element does not depend on the tile.
+// The thread then adds the runs in order. So the sum of an element does not depend on the tile.
 
 enum {
     THREADS = 128,
@@ -16,8 +16,8 @@ template <int WIDTH> __device__ __forceinline__ int turned(int k, int i) {
     return i ^ ((k / 4 * 8) & (WIDTH - 1));
 }
 
-// Returns `count` floats, at most 4, starting at p, and zeros in the rest of the quad. aligned:
-// whether whole quads are aligned to 16 bytes.
+// Returns `count` floats, at most 4, starting at p, and zeros in the rest of the quad. `aligned`
+// tells whether whole quads are aligned to 16 bytes.
 __device__ __forceinline__ float4 quad(const float* p, int count, int aligned) {
     if (aligned && count >= 4) return *(const float4*)p;
     float4 found;
@@ -79,7 +79,7 @@ template <int WIDTH, bool ALONG> struct Stage {
 // A tile of ROWS x COLUMNS elements. A thread has T x U of these elements, in groups of 4 (or 2)
 // adjacent elements.
 template <int ROWS, int COLUMNS, int T, int U> struct Tile {
-    static constexpr int ACROSS = COLUMNS / U;  // threads side by side
+    static constexpr int ACROSS = COLUMNS / U;  // threads per row of the tile
     static_assert(ROWS / T * ACROSS == THREADS, "a thread for each group of elements");
     float sum[T][U];
 
@@ -168,7 +168,7 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
     }
 };
 
-// Returns one tile of a (rows x products) times b (products x columns), for the products k to
+// Returns one tile of a (rows x products) times b (products x columns), for products k to
 // `stop`. The products are contiguous in a and, if ALONG, also in b. blockIdx.x and blockIdx.y
 // select the columns and rows of the tile.
 template <int ROWS, int COLUMNS, int T, int U, bool ALONG>
@@ -279,11 +279,11 @@ extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
 // nodes (ranges, outputs, features): dy^T x for each range of blocks, where a leaf is a block of 16
 // images. blockIdx.z is the number of the range.
 //
-// Leaves are folded as they arrive. If bit l of i is set, level l holds the node of 2^l leaves that
-// leaf i must be combined with. Leaf i is added to the nodes of the levels below its first 0 bit,
-// and the sum is stored at that level. The last leaf is added to all levels that hold a node. So
-// LEVELS registers per element are enough for 2^LEVELS leaves. If `plain`, all leaves are added up
-// from left to right.
+// Leaves are folded one after the other. If bit l of i is set, level l holds the node of 2^l leaves
+// that leaf i must be combined with. Leaf i is added to the nodes of the levels below its first 0
+// bit, and the sum is stored at that level. The last leaf is added to all levels that hold a node.
+// So LEVELS registers per element are enough for 2^LEVELS leaves. If `plain`, all leaves are added
+// up from left to right.
 //
 // ranges: for each range, its first block, counted from the first block of this rank's share, and
 // its number of blocks.

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // losses (images): the loss of each image, or 0 for unused images. slopes (images, classes, 2): the
-// derivative with respect to the p of a pixel is p times slope 1, plus slope 0 if the pixel has the
+// derivative with respect to a pixel's p is p times slope 1, plus slope 0 if the pixel has the
 // class.
 extern "C" __global__ void __launch_bounds__(256)
     dice_losses(const double* __restrict__ sums, const int* __restrict__ valid,

@@ -9,7 +9,7 @@ typedef unsigned long long u64;
 enum { GROUP = 8, ROUNDS = 10 };  // GROUP: elements per call of the generator
 
 struct Words {
-    u64 low, high;  // the first two words, the last two
+    u64 low, high;  // the first two words; the last two words
 };
 
 __device__ __forceinline__ Words philox(u32 a, u32 b, u32 c, u32 d, u32 low, u32 high) {

@@ -43,8 +43,8 @@ zero_words(int* __restrict__ x, long long n) {
   EACH_INDEX(i, n) x[i] = 0;
 }
 
-// Copies one array. Row blockIdx.y of `table` describes it: source, destination, number of rows,
-// words per row, and the pitches of source and destination in words of 4 bytes.
+// Copies one array. Row blockIdx.y of `table` describes the copy: source, destination, number of
+// rows, words per row, and the pitches of source and destination in words of 4 bytes.
 extern "C" __global__ void __launch_bounds__(256)
 copy_pieces(const long long* __restrict__ table) {
   const long long* piece = table + 6 * blockIdx.y;

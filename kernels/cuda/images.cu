@@ -1,12 +1,12 @@
 // Gathers images of a data set, stored as (n, C, H, W), into the values of a mini-batch, stored as
 // (image, P, Q, C), i.e. in NHWC layout.
 
-enum { THREADS = 256, EACH = 4 };  // threads per block, elements per thread
+enum { THREADS = 256, EACH = 4 };  // threads per block; elements per thread
 
 __device__ __forceinline__ float usual(unsigned char) { return 255.0f; }  // the default divisor
 __device__ __forceinline__ float usual(float) { return 1.0f; }
 
-enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 };  // bits of mirrored
+enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 };  // the bits of `mirrored`
 
 // Returns the option of an image, or 0 if `option` is null.
 __device__ __forceinline__ int said(const int* option, int image) {
@@ -17,7 +17,7 @@ __device__ __forceinline__ int said(const int* option, int image) {
 // left). Pixels outside the image have the value of `fill` (C), or 0. The result is (pixel -
 // centre) / divisor, where centre and divisor are given for each channel or, if of_pixels, for each
 // (c, p, q). Image i is number indices[i] of `pixels`, or number i if indices is null. Unused
-// images (number *valid and above) become zero. `parts` blocks of threads share an image.
+// images (from image *valid on) become zero. `parts` blocks of threads share an image.
 template <class T>
 __device__ __forceinline__ void window(const T* pixels, const int* indices, const int* valid,
                                        const int* mirrored, const int* top, const int* left,
@@ -94,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Gathers the targets of images, as words of four bytes, from table (n, channels, places) to
-// (image, places, channels), where places are pixels. Unused images (number *valid and above)
-// become zero; see `window`.
+// (image, places, channels), where places are pixels. Unused images (from image *valid on) become
+// zero; see `window`.
 extern "C" __global__ void __launch_bounds__(256)
     images_targets(const int* __restrict__ table, const int* __restrict__ indices,
                    const int* __restrict__ valid, int* __restrict__ lanes, int channels, int places,

@@ -46,13 +46,13 @@ lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, i
 
 // dx = dy d^-beta - factor x S, where S is the sum of dy x d^(-beta - 1) over the channels whose
 // windows contain this channel. A block of threads processes `height` rows, and `width` channels of
-// each row (blockIdx.y). It computes the products of these channels and of the channels around
-// them, then the sums.
+// each row (blockIdx.y). The block first computes the products for these channels and their
+// neighbours, then the sums.
 extern "C" __global__ void __launch_bounds__(256)
 lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
        long long rows, int C, int before, int behind, float a, float k, double beta, float factor,
        int height, int width) {
-    DYN_SMEM(float, products);  // for each row, from channel from - behind on
+    DYN_SMEM(float, products);  // for each row, starting at channel from - behind
     const int from = blockIdx.y * width, here = min(width, C - from);
     const int all = here + behind + before;
     const long long first = (long long)blockIdx.x * height;

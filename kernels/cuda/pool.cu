@@ -1,10 +1,10 @@
 // Max and average pooling of NHWC images.
 //
-// A CTA writes one row of the output, which is Q * C or W * C consecutive numbers. A thread
-// processes POOL_WIDTH consecutive channels, so reads and writes coalesce. Gradients are gathered,
-// not scattered: each pixel of x adds up dy of the windows that contain the pixel, in the order of
-// its positions in the windows, row by row. Windows may overlap and extend into the padding, but
-// each window contains at least one pixel. Offsets within a row are int.
+// A CTA (block of threads) writes one row of the output, which is Q * C or W * C consecutive
+// numbers. A thread processes POOL_WIDTH consecutive channels, so reads and writes coalesce.
+// Gradients are gathered, not scattered: each pixel of x adds up dy of the windows that contain the
+// pixel, in the order of its positions in the windows, row by row. Windows may overlap and extend
+// into the padding, but each window contains at least one pixel. Offsets within a row are int.
 
 #ifndef POOL_WIDTH
 #define POOL_WIDTH 1 // channels per thread: 4 if C is a multiple of 4, else 1
@@ -44,8 +44,8 @@ __device__ __forceinline__ float divisor(Span rows, Span columns, int size, bool
 }
 
 // The windows that contain a pixel, along one axis. The pixel is at position `place` of window
-// number `window`, at position place + stride of the previous window, and so on, as long as such
-// positions and windows exist.
+// number `window`, and at position place + stride of the previous window. The position increases by
+// the stride with each earlier window, as long as such positions and windows exist.
 struct Containing {
     int place, window;
 };
@@ -98,8 +98,8 @@ __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char
     }
 }
 
-// Computes a CTA's row of dx. If MAX, each pixel adds up dy of the windows whose largest pixel it
-// is. Otherwise each pixel adds up its part of dy of all windows that contain it.
+// Computes a CTA's row of dx. If MAX, each pixel adds up dy of the windows in which it is the
+// largest pixel. Otherwise each pixel adds up its part of dy of all windows that contain it.
 template <bool MAX>
 __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char* argmax,
                                             float* dx, int C, int H, int W, int P, int Q, int R,

@@ -1,4 +1,4 @@
-// The first and the last kernel of a recorded step: they read its inputs and store its results.
+// The first and the last kernel of a recorded step, which read the inputs and store the results.
 
 // For each step, the host writes one row of `ring`, in pinned memory, without waiting. `counter`
 // counts the steps on the device. The kernel copies the row of this step to `controls`, and all

@@ -22,8 +22,8 @@ def check_vjp(
 ) -> float:
     """Check the vjp of `f(*args)` along one random direction d: <v, J d> = <vjp(v), d>.
 
-    J is the Jacobian of f, and v is a random cotangent. If an argument is a Blocked value, all
-    ranks must call this function.
+    J is the Jacobian of f, and v is a random cotangent. If an argument is a Blocked value (one
+    entry per image), all ranks must call this function.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def check_vjp(
         The function to check.
     args
         Arguments of f. All floating-point arguments (NumPy arrays and Blocked values) are varied
-        together. They must be float64 for the default step and tolerance.
+        together. With the default step and tolerance, these arguments must be float64.
     step
         Step size t of the central difference (f(args + t d) - f(args - t d)) / (2 t), which
         approximates J d.

@@ -81,8 +81,8 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     ----------
     f
         A function f(model, *args, **options) that returns a scalar loss or a tuple (loss, *others).
-        Only the loss is differentiated. f receives a copy of the model whose learnables are Vars.
-        If the model is a network, the copy is in training mode.
+        Only the loss is differentiated. f receives a copy of the model whose learnables are Vars
+        (values that record ops). If the model is a network, the copy is in training mode.
     reduce
         A `World` that adds up the gradients over the ranks during the backward pass, and then the
         loss. By default, the ranks exchange only the sums that ops need, such as the moments of

@@ -6,7 +6,8 @@ There are three kinds of values:
   in blocks of 16. A lane is the slot of one image in a block.
 - A *replicated* value is a NumPy array with the same bytes on every rank. Learnables, and values
   computed only from learnables, are replicated.
-- A `Partial` is a sum over the images that is not yet added up over the ranks.
+- A `Partial` holds a sum over the images that is not yet complete: the ranks still have to add up
+  their terms.
 
 The cotangent of a value is the gradient of the loss with respect to the value. The kind of a value
 determines the kind of its cotangent:
@@ -19,8 +20,8 @@ determines the kind of its cotangent:
 The sum of a Partial and a replicated cotangent is a Partial. If the gradient of a learnable is a
 Partial, the caller adds it up over the ranks. A replicated value that an op computed, such as a
 tied weight, may also get a Partial as cotangent. In this case all ranks add up the Partial at the
-same point of the tape, before they call the vjp (vector-Jacobian product) of the op. A vjp
-therefore always receives complete sums.
+same point of the tape, before they call the op's vjp (vector-Jacobian product). A vjp therefore
+always receives complete sums.
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ WithVjp: TypeAlias = tuple[Y, Vjp]  # the result of a forward function
 
 
 class Op(Protocol[X_contra, Options, Y_co]):
-    """Type of an op, with the signature of its forward function. A Var argument gives a Var."""
+    """Type of an op, with the signature of its forward function.
+
+    If an argument is a Var, the result is a Var.
+    """
 
     __name__: str
 
@@ -181,12 +185,12 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     ----------
     forward
         If `blocks` is False, a function of plain arrays. If an argument of the op is blocked, the
-        op calls forward once per block, else only once. For a block of n <= 16 images, forward gets
-        C-ordered arrays (n, ...) and the full replicated arguments, and must return y of shape
-        (n, ...). On a rank without blocks, the op calls forward with one image of zeros to find the
-        shape of y. `vjp(dy)` returns a tuple with one cotangent per positional argument, or None
-        for an argument that has no cotangent. Cotangents of replicated arguments are added up over
-        the blocks.
+        op calls forward once per block. Otherwise it calls forward once. For a block of n <= 16
+        images, forward gets C-ordered arrays (n, ...) and the full replicated arguments, and must
+        return y of shape (n, ...). On a rank without blocks, the op calls forward with one image of
+        zeros to find the shape of y. `vjp(dy)` returns a tuple with one cotangent per positional
+        argument, or None for an argument that has no cotangent. Cotangents of replicated arguments
+        are added up over the blocks.
     blocks
         If True, forward gets Blocked values that hold all images of the rank. `vjp(dy, needs)`
         must then return Partials for replicated arguments. needs[i] is whether argument i needs a
@@ -294,7 +298,7 @@ def refuse_gpu(name: str, *values: Any) -> None:
 
 
 def _empty_result(name, forward, values, options):
-    """Call forward with one image of zeros, and return a result of the same shape for no images."""
+    """Call forward with one image of zeros, and return a result of the same shape with 0 images."""
     args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
         y, _ = forward(*args, **options)
@@ -328,7 +332,7 @@ def _check_cotangents(name, cotangents, args):
 
 
 def _accumulate(a, b):
-    """Add two cotangents; if only one of them is a Partial, it is the left operand.
+    """Add two cotangents; if only one of them is a Partial, the Partial is the left operand.
 
     Cotangents of blocked values are added up when an op reads them.
     """

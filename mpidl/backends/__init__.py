@@ -1,7 +1,7 @@
 """Select the backend that computes on an array, and set the options of backends.
 
 All backends implement the functions that `interface` documents: `reference` in NumPy, `cpu` in C,
-and `gpu` in CUDA. `of_value` selects the backend of a Blocked value by the dtype and the memory
+and `gpu` in CUDA. `of_value` selects the backend for a Blocked value by the dtype and the memory
 (host or GPU) of the array that holds the value.
 """
 
@@ -33,7 +33,7 @@ def of_value(x: Blocked) -> Backend:
 def of_array(array: Any) -> Backend:
     """Return the GPU backend for an array in GPU memory, else `of_type(array.dtype)`."""
     if is_device_array(array):
-        from mpidl.backends.gpu.backend import GPU  # imported here, as CPU runs do not need it
+        from mpidl.backends.gpu.backend import GPU  # imported here, because CPU runs do not need it
 
         return GPU
     return of_type(array.dtype)
@@ -71,7 +71,7 @@ def configure(
     Raises
     ------
     ValueError
-        If `winograd` or `precision` is none of these values, or if `threads` is less than 1.
+        If `winograd` or `precision` is not one of these values, or if `threads` is less than 1.
     """
     if precision is not None:
         if precision not in PRECISION:

@@ -298,7 +298,7 @@ class Backend(TrainingFunctions, Protocol):
     def gelu(self, x: Lanes, approximate: str) -> Lanes:
         """Return x * Phi(x), where Phi is the standard normal distribution function.
 
-        This is the result if `approximate` is "none". If `approximate` is "tanh", return
+        If `approximate` is "tanh" instead of "none", return
         x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. The result for -inf is -0.
         Subnormal results may be 0.
         """
@@ -462,23 +462,23 @@ class Backend(TrainingFunctions, Protocol):
         normalizations: Sequence[Any],
         tree: Tree,
     ) -> tuple[Lanes, list[Partial | None]]:
-        """Return the gradient of `add_relu` with respect to a and b, and sums of it.
+        """Return the gradient of `add_relu` (the same for a and b), and sums over this gradient.
 
         Parameters
         ----------
         dy : list of Lanes
-            The gradient with respect to y, or two arrays whose sum it is.
+            The gradient with respect to y: one array, or two arrays to add up.
         y : Lanes
             The result of `add_relu`.
         normalizations : list of (NormalizedInput or None)
-            For a and b, the operand if its sums are needed.
+            For each of a and b, the operand if its sums are needed, else None.
 
         Returns
         -------
         dz : Lanes
             The sum of dy where y > 0, else 0.
         sums : list of (Partial or None)
-            The `batchnorm_sums` of dz for each of `normalizations`, None for None.
+            The `batchnorm_sums` of dz for each of `normalizations`; None for each None.
         """
 
     def concat(self, arrays: Sequence[Readable]) -> Lanes:

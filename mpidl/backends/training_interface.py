@@ -91,7 +91,7 @@ class DiceRule(NamedTuple):
     smooth : float
         The smoothing s, in pixels, at least 0.
     generalized : bool
-        Whether the weight of a class is divided by the square of its number of pixels.
+        Whether the weight of a class is divided by the square of the class's number of pixels.
     """
 
     class_weights: Any = None
@@ -142,6 +142,31 @@ class TrainingFunctions(Protocol):
         """Count the images or pixels whose label is the class with the largest logit: () float64.
 
         If several classes have the largest logit, the first of these classes is the prediction.
+        """
+
+    def soft_cross_entropy(
+        self, logits: Lanes, targets: Lanes, counts: Array, tree: Tree, smoothing: float = 0.0
+    ) -> Partial:
+        """Sum -q log p over the classes of all images and pixels: () float64.
+
+        p is the softmax of the scores, q is (1 - smoothing) * targets + smoothing / K, and the
+        targets (B, K, ..., 16) are float32.
+        """
+
+    def soft_cross_entropy_dlogits(
+        self, logits: Lanes, targets: Lanes, scale: Any, counts: Array, smoothing: float = 0.0
+    ) -> Lanes:
+        """Return the gradient of the sum of `soft_cross_entropy`, times scale.
+
+        Unused lanes of the result are 0. See `cross_entropy_dlogits` for `scale`.
+        """
+
+    def soft_correct_count(
+        self, logits: Lanes, targets: Lanes, counts: Array, tree: Tree
+    ) -> Partial:
+        """Sum the targets of the predicted classes over images and pixels: () float64.
+
+        `correct_count` defines the prediction.
         """
 
     def binary_cross_entropy(
@@ -237,14 +262,14 @@ class TrainingFunctions(Protocol):
         Parameters
         ----------
         formula : str
-            A key of `reference.optimizer.FORMULAS`, which maps it to the function that defines the
-            optimizer step.
+            Name of the function that defines the optimizer step, a key of
+            `reference.optimizer.FORMULAS`.
         state : sequence of sequences
             The arrays that the formula keeps between steps, such as the velocity. Each inner
             sequence has one C-ordered array per parameter.
         numbers : sequence
-            The learning rate, then the other scalars of the formula. Each is a float or a result of
-            `step_number`.
+            The learning rate, then the other scalars of the formula. Each number is a float or a
+            result of `step_number`.
         decays : sequence of float
             The weight decay of each parameter. The formula adds decay * weight to the gradient, or
             to the direction of the step if the formula has a decoupled weight decay.
@@ -265,7 +290,7 @@ class TrainingFunctions(Protocol):
         method: str,
         threshold: float,
     ) -> list[Array]:
-        """Add decay * weight to each gradient, clip the sums at `threshold`, and return them.
+        """Add decay * weight to each gradient, and return the sums, clipped at `threshold`.
 
         Parameters
         ----------
@@ -277,7 +302,7 @@ class TrainingFunctions(Protocol):
         -----
         On the host, norms are computed in float64 in a fixed order. Each chunk of 16384 elements
         has 16 partial sums, which are combined in a tree. The sums of the chunks are added one by
-        one. A GPU also adds in a fixed order, which is different.
+        one. A GPU adds in a different fixed order.
         """
 
     def trust(
@@ -365,8 +390,8 @@ class TrainingFunctions(Protocol):
     def mirror(self, x: Lanes, turn: int, total: Lanes | None = None, factor: float = 1.0) -> Lanes:
         """Mirror images (B, C, H, W, 16), add `total` if given, and multiply the sum by `factor`.
 
-        `turn` is 1 to mirror left to right, 2 top to bottom, 3 both, and 0 not at all. It must be 0
-        if x has another shape, such as scores (B, K, 16). `total` has the shape of x.
+        `turn` is 1 to mirror left to right, 2 top to bottom, 3 both, and 0 not at all. `turn` must
+        be 0 if x has another shape, such as scores (B, K, 16). `total` has the shape of x.
         """
 
     def planes(self, pixels: Array, out: Array | None = None) -> Array:

@@ -55,7 +55,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     Returns
     -------
     dict
-        The arguments that the user typed. Names are the training options, the names in
+        The arguments that the user typed. The keys are the training options, the names in
         `PREPROCESS` and `STORAGE`, and network, weights, new_layer_factor, freeze_up_to, data,
         test_data, validation_data, test_fraction, upload, mlflow, wandb, preview, out, resume,
         overwrite, monitor and config.
@@ -85,14 +85,14 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     )
     parser.add(
         "test_fraction",
-        "Fraction of --data, taken from each class, to hold out for the test if --data has no "
+        "Fraction of --data, taken from each class, to hold out for testing if --data has no "
         "test images; 0 disables the test",
         str(training_options.RUN["test_fraction"]),
     )
     parser.text(
         "--validation-data",
         "DATA|test",
-        "Images for validation during training, or test for the test images; default: none",
+        "Images for validation during training; test selects the test images; default: none",
         ("test",),
     )
     add_preprocess(parser)
@@ -106,12 +106,12 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     parser.text(
         "--mlflow",
         "DIR",
-        "Record the run in this file store of MLflow, such as mlruns; default: none",
+        "Record the run in this MLflow file store, such as mlruns; default: none",
     )
     parser.text(
         "--wandb",
         "PROJECT",
-        "Record the run for this project of Weights & Biases, offline in the results folder; "
+        "Record the run for this Weights & Biases project, offline in the results folder; "
         "wandb sync uploads it; default: none",
     )
     parser.add_options(*training_options.NAMES)
@@ -175,7 +175,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "FILE",
         "Write the results. FILE.csv has one row per image: its name, its class and a score per "
         "class; for a regression model, its name, its outputs and its targets. FILE.npy or "
-        "FILE.h5 is an array, for --activations and models without classes",
+        "FILE.h5 stores an array, for --activations and models without classes",
     )
     parser.text(
         "--top-k",
@@ -267,8 +267,8 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     -------
     Namespace
         The attributes are network, model, layers, input_shape, classes, batch_size, threads and
-        json. Each is None if the user did not type it. Without a network and a model, the command
-        shows the machines of all ranks.
+        json. An attribute is None if the user did not type it. Without a network or a model, the
+        command shows the machines of all ranks.
     """
     parser = Parser(
         "mpidl.info",
@@ -394,7 +394,7 @@ def add_preprocess(parser: Parser, default: str = "none") -> None:
         "Convert images to gray or to RGB",
         "Resize images to this size, bilinearly",
         "Resize images, keeping their proportions, to the smallest size that covers this size",
-        "Crop this size from the centre of images",
+        "Crop images to this size around the centre",
     )
     for name, text in zip(PREPROCESS, texts, strict=True):
         parser.add(name, text, default)
@@ -417,7 +417,7 @@ def add_storage(parser: Parser) -> None:
     parser.text(
         "--cache-dir",
         "DIR",
-        "Local folder that keeps the bytes of objects for later epochs and runs; default: none",
+        "Local folder that caches objects for later epochs and runs; default: none",
         **none,
     )
     parser.add(

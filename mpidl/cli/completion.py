@@ -81,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
-        raise UserError("completion is one process: run it without mpirun")
+        raise UserError("completion uses one process: run it without mpirun")
     print(SHELLS[parsed.shell](described_commands()), end="")
     return 0
 
 
 def described_commands() -> list[Command]:
-    """Return all commands with their options, in the order of the list of commands."""
+    """Return all commands with their options, in the order in which `mpidl --help` lists them."""
     return [described(name, text) for name, text in mpidl_command.COMMANDS.items()]
 
 
@@ -262,7 +262,7 @@ def fish(commands: Sequence[Command]) -> str:
 
 
 def _quote(text):
-    """Quote a text for a shell."""
+    """Quote a string for a shell."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 

@@ -13,7 +13,7 @@ from mpidl.interchange.onnx_import import load_onnx
 from mpidl.nn import Network, zoo
 from mpidl.training.files.model_file import weights_sha256
 
-LIMIT = 1e-5  # largest accepted difference of scores, relative to the largest score
+LIMIT = 1e-5  # largest accepted difference between scores, relative to the largest score
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
-        raise UserError("convert is one process: run it without mpirun")
+        raise UserError("convert uses one process: run it without mpirun")
     network_files.suffix_of(parsed.target)
     net = _source(parsed)
     learnables = sum(count for *_, count in net.table())

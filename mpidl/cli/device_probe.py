@@ -21,7 +21,7 @@ from mpidl.training.options import configuration
 SHARED_MEMORY = "/dev/shm"
 PROBE_BYTES, PROBES = 1 << 20, 8  # bytes per write and number of writes to measure /dev/shm
 MPI_SETTINGS = ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
-# {folder of the kernel: kind of network}
+# {folder in /sys/class: kind of network}
 NETWORKS = {"infiniband": "InfiniBand", "cxi": "Slingshot", "hfi1": "Omni-Path"}
 
 
@@ -33,11 +33,11 @@ class Memory(NamedTuple):
     available: int | None = None
     """Memory that programs can still allocate on the host."""
     limit: int | None = None
-    """Limit of the container or job; None if there is none."""
+    """Limit of the container or job; None if there is no limit."""
 
 
 class SharedMemory(NamedTuple):
-    """The file system in which MPI libraries keep memory that the ranks of a host share."""
+    """The file system in which MPI libraries allocate the shared memory of a host."""
 
     kind: str = ""
     """Kind of file system, such as "tmpfs", or "" if it is not known."""
@@ -46,7 +46,7 @@ class SharedMemory(NamedTuple):
     free: int = 0
     """Free bytes."""
     speed: float | None = None
-    """Bytes per second of a write; None if it was not measured."""
+    """Write speed in bytes per second; None if it was not measured."""
 
 
 class RankReport(NamedTuple):
@@ -58,7 +58,7 @@ class RankReport(NamedTuple):
     """Number of cores of the host."""
     cpu: str
     build: str
-    """Build of the kernels in use: the best one that all ranks support."""
+    """Build of the kernels in use: the best build that all ranks support."""
     best_build: str
     """Best build of the kernels that this rank supports."""
     sources: str
@@ -125,7 +125,7 @@ def find_memory(proc: str = "/proc", cgroup_folder: str = CGROUP_FOLDER) -> Memo
         if controllers not in ("", "memory"):
             continue
         root, name = cgroup_folder, "memory.max"
-        if controllers:  # version 1
+        if controllers:  # version 1 of control groups
             root, name = f"{cgroup_folder}/memory", "memory.limit_in_bytes"
         while True:  # a limit applies to all nested groups; the root may be the container's group
             words = _lines(f"{root}{path.rstrip('/')}/{name}")
@@ -144,7 +144,7 @@ def find_shared_memory(
 ) -> SharedMemory:
     """Return the kind and size of the folder for shared memory and, if `measured`, its speed.
 
-    `mounts` is the kernel's list of file systems.
+    `mounts` is the path of the Linux kernel's list of mounted file systems.
     """
     try:
         status = os.statvfs(folder)

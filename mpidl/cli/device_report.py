@@ -13,9 +13,9 @@ from mpidl.text import aligned, host_list, ranges
 from mpidl.training.options.training_options import TrainingOptions
 
 ROWS = 16  # a job with more ranks gets a row per kind of rank
-MAX_KINDS = 32  # largest number of rows of the table
-SLOW_BYTES = 100e6  # bytes per second below which a host is busy or swaps
-IN_MEMORY = {"tmpfs", "ramfs", ""}  # kinds of file systems
+MAX_KINDS = 32  # maximum number of rows in the table
+SLOW_BYTES = 100e6  # bytes per second; a slower host is busy or swaps
+IN_MEMORY = {"tmpfs", "ramfs", ""}  # kinds of file systems that are not on a disk
 GB = 10**9
 
 
@@ -32,7 +32,7 @@ class Report(NamedTuple):
     warnings: list[str]
 
     def is_bound(self, rank: int) -> bool:
-        """Return whether a rank has separate cores, and not all cores of its host."""
+        """Return whether a rank shares no core, and may use only some cores of its host."""
         report = self.ranks[rank]
         return self.sharers[rank] == 1 and len(report.cores.allowed) < report.host_cores
 
@@ -141,13 +141,13 @@ def _shared_memory(report, by_host):
             problem = "there is no /dev/shm on {}: mount -t tmpfs tmpfs /dev/shm"
         elif memory.kind not in IN_MEMORY:
             problem = (
-                f"/dev/shm on {{}} is on a disk ({memory.kind}), and messages of MPI go through "
-                "it: mount -t tmpfs tmpfs /dev/shm"
+                f"/dev/shm on {{}} is on a disk ({memory.kind}), and MPI messages go through it: "
+                "mount -t tmpfs tmpfs /dev/shm"
             )
         elif memory.speed is not None and memory.speed < SLOW_BYTES:
             problem = (
-                f"/dev/shm on {{}} writes less than {SLOW_BYTES / 1e6:.0f} MB/s, and messages of "
-                "MPI go through it: check with free and top whether the host swaps or is busy"
+                f"/dev/shm on {{}} writes less than {SLOW_BYTES / 1e6:.0f} MB/s, and MPI messages "
+                "go through it: check with free and top whether the host swaps or is busy"
             )
         elif memory.free < cache_bytes:
             advice = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
@@ -223,7 +223,7 @@ def _free_memory(memories):
 
 
 def facts(report: Report) -> dict[str, str]:
-    """Return properties of the ranks. If a property differs, list each value with its hosts."""
+    """Return properties of the ranks. A property that differs is listed by host."""
     values = {
         "CPU": [f"{rank.cpu}, {rank.host_cores} cores" for rank in report.ranks],
         "MPI": [rank.mpi for rank in report.ranks],

@@ -91,8 +91,8 @@ def sections(
     Returns
     -------
     dict
-        {title: options}, without empty sections. Every option is in one section. A command with
-        few options has a single section.
+        {title: options}, without empty sections. Every option is in exactly one section. A command
+        with few options has a single section.
     """
     options = list(actions)
     if not common and len(options) <= SHORT_LIST:

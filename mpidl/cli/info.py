@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
         "kernels": _kernels(),
-        "CPU": "",  # sets the position; device_report.facts has the value
+        "CPU": "",  # reserves the position; device_report.facts sets the value
         "CPU features": ", ".join(_features()) or "not known",
         **device_report.facts(report),
         "mpi4py": configuration.version_of("mpi4py"),
@@ -83,7 +83,7 @@ def _show_network(parsed):
         parameters = inspect.signature(zoo.NETWORKS[name]).parameters
         sizes = {key: parameters[key].default if v is None else v for key, v in sizes.items()}
     for key, size in sizes.items():
-        if size is None and ".py:" in name:  # start.network reports other names
+        if size is None and ".py:" in name:  # start.network reports unknown names
             flag = training_options.flag(key)
             raise UserError(f"--network {name}: expected {flag} too, found none")
     net = start.network(name, sizes["input_shape"], sizes["classes"], seed=0)

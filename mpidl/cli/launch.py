@@ -1,4 +1,4 @@
-"""`python -m mpidl.launch`: start a training, and restart it from its checkpoint if it dies.
+"""`python -m mpidl.launch`: start a training run, and restart it from its checkpoint if it dies.
 
 This command is a single process outside the MPI job. (`dl.launch` is unrelated: it starts ranks
 from a notebook.)
@@ -42,22 +42,22 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     command = typed_command("mpidl.launch")
     parser = Parser(
         "mpidl.launch",
-        "Start a training, and restart it from its last checkpoint if it dies because a rank or\n"
-        "a node is lost or hangs. Write this command and -- before any command line that starts a\n"
-        "training under mpirun or srun.",
+        "Start a training run, and restart it from its last checkpoint if it dies because a rank\n"
+        "or a node is lost or hangs. Write this command and -- before any command line that\n"
+        "starts a training run under mpirun or srun.",
         quiet,
         usage=f"{command} [--restarts N] -- mpirun -n 4 python\n"
         "           -m mpidl.train [OPTION VALUE] ...",
         epilog="Without --out, the results are in a new folder in runs, as with mpidl.train.\n"
         f"{LOG} in that folder lists the causes. A restart leaves out hosts on which the launcher "
         "cannot start a program.\n\n"
-        "exit codes: 0, 2 or 75 if the training ends with this code; 1 if it has died once more\n"
-        "than --restarts",
+        "exit codes: 0, 2 or 75 if the training ends with this code; 1 if it dies more often than\n"
+        "--restarts allows",
     )
     parser.text(
         "--restarts",
         "N",
-        f"Largest number of restarts; 0: no restart; default: {RESTARTS}",
+        f"Maximum number of restarts; 0: no restart; default: {RESTARTS}",
         type=_restarts,
         default=RESTARTS,
     )
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
         raise UserError(
-            "launch is one process: write mpirun after it, as in "
+            "launch uses one process: write mpirun after it, as in "
             f"{typed_command('mpidl.launch')} -- mpirun -n 4 python -m mpidl.train"
         )
     command = JobCommand.parse(parsed.words)
@@ -88,14 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Supervisor:
-    """Starts a training, and starts it again if it dies.
+    """Starts a training run, and restarts it if it dies.
 
     Parameters
     ----------
     command : JobCommand
         The command line of the training.
     restarts : int
-        Largest number of restarts.
+        Maximum number of restarts.
     signals : Signals
         Requests to stop.
 
@@ -110,7 +110,7 @@ class Supervisor:
         typed = arguments.train(command.options)
         self.options = list(command.options)
         self.out = typed.get("out") or typed.get("resume") or self._new_folder(typed)
-        # With --overwrite, the folder may hold the checkpoint of another run, which must not be
+        # With --overwrite, the folder may hold a checkpoint of another run. That run must not be
         # resumed.
         self.foreign = None if typed.get("resume") == self.out else self._checkpoint()
         self.environment, self._token = dict(os.environ), secrets.token_hex(8)

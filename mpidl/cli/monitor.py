@@ -21,7 +21,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         epilog="exit codes: 0 success; 1 error; 2 invalid options or folders",
     )
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="Folder of a run, which may appear later"
+        "runs", metavar="RUN", nargs="+", help="Folder of a run, which may not exist yet"
     )
     parser.text(
         "--port", "N", "Port of the page; default: a free port", type=port_of("--port"), default=0
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
-        raise UserError("monitor is one process: run it without mpirun")
+        raise UserError("monitor uses one process: run it without mpirun")
     address.need_bokeh("mpidl.monitor")
     runs = runs_of(parsed.runs)
     page = address.listen(parsed.host, parsed.port)

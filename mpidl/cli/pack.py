@@ -46,8 +46,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "mpidl.pack",
         "Write the images of a folder, or of any other source, to one file or to a few shards,\n"
         "which training reads faster, especially from parallel file systems. The file includes\n"
-        "labels, class names and the test images of the source. Training on it gives the same\n"
-        "weights, byte for byte.\n"
+        "labels, class names and the test images of the source. Training on the file gives the\n"
+        "same weights as training on the source, byte for byte.\n"
         "After an interruption, the same command continues.",
         quiet,
         epilog=(
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     job = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
-        raise UserError("pack is one process with threads: run it without mpirun")
+        raise UserError("pack uses one process with threads: run it without mpirun")
     return run(job)
 
 

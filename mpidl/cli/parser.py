@@ -42,7 +42,7 @@ class _Help(argparse.Action):
 
 
 class ParserReady(Exception):
-    """Raised by `Parser.parse` for `DESCRIBE`; the argument is the parser with all its options."""
+    """Raised by `Parser.parse` for `DESCRIBE`. Its argument is the parser with all options."""
 
 
 DESCRIBE = ("--describe",)  # with this command line, `Parser.parse` raises ParserReady
@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _usage(self):
-        """Return the usage: required options and arguments, and a placeholder for the others."""
+        """Return the usage: required options and arguments, and a placeholder for the rest."""
         words = [self.prog]
         for action in self.operands:
             words.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
@@ -259,7 +259,7 @@ def count(spelled: str) -> Callable[[str], int]:
 
 
 def port_of(spelled: str) -> Callable[[str], int]:
-    """Return a function that converts a string to the number of a port.
+    """Return a function that converts a string to a port number.
 
     `spelled` is the flag to name in error messages.
     """
@@ -284,7 +284,7 @@ def image_shape(text: str) -> tuple[int, ...]:
 
 
 def rank_counts(text: str, flag: str = "--ranks", limit: int | None = None) -> list[int]:
-    """Convert the value N,N,... of an option to a list of integers, at most `limit` each."""
+    """Convert the value N,N,... of an option to a list of integers, each at most `limit`."""
     try:
         counts = [
             training_options.check("epochs", part, flag, text=True) for part in text.split(",")

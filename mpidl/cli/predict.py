@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = user_files.user_layers(parsed.layers)
     net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
     parsed.bad_images = BadImages.of_options(parsed)
-    console = Console(world.rank, stream=sys.stderr)  # stdout has the results
+    console = Console(world.rank, stream=sys.stderr)  # stdout is for the results
     with console.stage("reading the data"):
         images = data.open_test_data(
             parsed.data, world, classes=losses.label_names(net), labelled=False, option="--data"
@@ -94,7 +94,7 @@ def _check_outputs(parsed):
 
 
 def _loss_of(net, images):
-    """Return the loss of the network's training; if unknown, a loss that fits the outputs."""
+    """Return the loss used in training; if it is unknown, a loss that fits the outputs."""
     loss = losses.loss_of(net)
     if loss is not None:
         return loss
@@ -178,7 +178,7 @@ def _table(evaluation):
 
 
 def _labels(parsed, world, net, images, loss):
-    """Write the probabilities of several labels per image, and print how many are correct.
+    """Write the probabilities of several labels per image, and print how many labels are correct.
 
     A label is predicted if its probability is above 1/2.
     """

@@ -1,4 +1,4 @@
-"""Start a training from a weight file: --weights, --new-layer-factor and --freeze-up-to."""
+"""Start training from a weight file: --weights, --new-layer-factor and --freeze-up-to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN = ("new_layer_factor", "freeze_up_to")  # inputs of a run that need a weight
 
 
 class Pretrained(NamedTuple):
-    """The network at the start of a training.
+    """The network at the start of a training run.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ def load(
             f"--weights {printable(path)}: expected a file on a file system, found a URL"
         )
     net = None if saved is None else _described(*resume)
-    if net is not None and typed and path == saved["path"]:  # a job script repeats the option
+    if net is not None and typed and path == saved["path"]:  # a job script repeats --weights
         typed = on_rank_0(world, lambda: os.path.lexists(path))
     if net is not None and not typed:
         return Pretrained(net, saved, True)
@@ -108,7 +108,7 @@ def load(
             return Pretrained(net, file, True)
     network = run["network"]
     if network is not None and ".py:" in network:
-        # This defines the classes of the layers that rank 0 sends.
+        # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
         user_files.load_user_function(network, "--network")
     net = on_rank_0(world, lambda: _load(path, network, images))
     on_rank_0(world, lambda: last_layer(net))
@@ -193,11 +193,12 @@ def _check_file(file, saved):
 
 
 def conversion(net: Network, images: Datastore, options: TrainingOptions) -> Preprocess:
-    """Return the conversion of images to a network's input, if the user has not requested one.
+    """Return the default conversion of images to a network's input.
 
-    If the weight file specifies preprocessing, the conversion is this preprocessing. Otherwise,
-    images are resized to cover the input and cropped, because image files may differ in size. With
-    --random-crop or --resized-crop, only their colour is converted.
+    The default applies unless the user requests a conversion. If the weight file specifies
+    preprocessing, the conversion is this preprocessing. Otherwise, images are resized to cover the
+    input and cropped, because image files may differ in size. With --random-crop or --resized-crop,
+    only the colour of images is converted.
     """
     if net.preprocess:
         return net.preprocess
@@ -227,7 +228,7 @@ def check_shape(source: Pretrained, images: Datastore, options: TrainingOptions)
 def network(
     source: Pretrained, resolved: Resolved, options: TrainingOptions, images: Datastore
 ) -> tuple[Network, TrainingOptions, Resolved]:
-    """Return the network to train, and the options and inputs with its normalization.
+    """Return the network to train, and the options and inputs with the network's normalization.
 
     Parameters
     ----------
@@ -236,19 +237,19 @@ def network(
     resolved : Resolved
         The options and inputs of the run.
     options : TrainingOptions
-        The options of this training.
+        The training options.
     images : Datastore
-        The training images, whose classes the new layer gets.
+        The training images. The new layer has an output for each of their classes.
 
     Raises
     ------
     UserError
         If the last layer cannot be replaced, or if --freeze-up-to does not name a layer before the
-        last one.
+        last layer.
     """
     run, net = resolved.run, source.net
     origin = resolved.sources["normalization"]
-    if "normalization" in source.file:  # a resumed run
+    if "normalization" in source.file:  # the run is resumed
         origin = source.file["normalization"]
         net.normalization = net.normalization if origin == WEIGHTS else None
     elif origin == "command line" or origin.startswith("config "):
@@ -308,7 +309,7 @@ def describe(
 
 
 def _numbers(net):
-    """Describe the numbers of a normalization per channel. Return "" if there are none."""
+    """Describe the per-channel numbers of a normalization. Return "" if there are none."""
     centre, divisor = net.normalization.centre, net.normalization.divisor
     if net.normalization.name == "none":
         return " (pixels from 0 to 255)"

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
-        raise UserError("report is one process: run it without mpirun")
+        raise UserError("report uses one process: run it without mpirun")
     runs = [run_files.read(folder) for folder in run_files.folders(parsed.runs)]
     head, rows = run_page.result_rows(runs, run_page.names_of(runs))
     print("\n".join(aligned([head, *([printable(cell) for cell in row] for row in rows)], left=2)))

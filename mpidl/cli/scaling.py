@@ -1,4 +1,4 @@
-"""`python -m mpidl.scaling`: measure and predict the speed of a training by number of ranks."""
+"""`python -m mpidl.scaling`: measure and predict training speed by number of ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from mpidl.report.progress.rows import clock
 from mpidl.training.options import configuration
 
 EXIT_CODES = """\
-exit codes: 0 success; 1 a training failed, or an error; 2 invalid options or data; 75 stopped by a
-signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run the same command again
+exit codes: 0 success; 1 a training run failed, or an error; 2 invalid options or data; 75 stopped
+by a signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run the same command
+again
 """
 # Arguments of mpidl.train that a study does not accept.
 REFUSED = ("resume", "preview", "upload")
@@ -98,12 +99,12 @@ def _parser(quiet):
     parser.add_argument(
         "--weak",
         action="store_true",
-        help="Weak scaling: keep the images per rank, so that the mini-batch grows with the ranks",
+        help="Weak scaling: fix the images per rank, so that the mini-batch grows with the ranks",
     )
     parser.text(
         "--repeat",
         "N",
-        "Trainings per number of ranks; the study reports medians; default: 1",
+        "Training runs per number of ranks; the study reports medians; default: 1",
         type=count("--repeat"),
         default=1,
     )
@@ -154,7 +155,7 @@ def _parser(quiet):
         "--overwrite", action="store_true", help="Replace the study in the folder of --out"
     )
     parser.add_argument(
-        "--table", action="store_true", help="Write table and figures again, without training"
+        "--table", action="store_true", help="Write the table and figures again without training"
     )
     return parser
 
@@ -405,7 +406,7 @@ def _probe(parsed, runs, threads, earlier):
         ranks = int(text) if text.isdigit() else 2
     ranks = ranks or max(2, _cores() // threads)
     if earlier and (earlier["ranks"], earlier["seconds"]) == (ranks, parsed.probe_seconds):
-        print(f"Probe: as in {report.JSON}; another number of --probe-seconds measures again")
+        print(f"Probe: as in {report.JSON}; change --probe-seconds to measure again")
         return earlier
     print(f"Probe: {ranks} ranks, about {parsed.probe_seconds} s", flush=True)
     log_path = os.path.join(plan.out, "probe.log")

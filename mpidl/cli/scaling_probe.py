@@ -18,7 +18,7 @@ from mpidl.training.options import configuration
 
 
 def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
-    """Measure the training that the arguments describe, and write the record. Collective.
+    """Measure the training steps that the arguments describe, and write the record. Collective.
 
     Parameters
     ----------

@@ -114,7 +114,7 @@ def slow_mpi(world: World) -> list[str]:
     if hosts < 2 or not _is_mpi_from_pip():
         return []
     return [
-        f"warning: {hosts} hosts with the MPI from pip, which may not use the cluster's fabric: "
+        f"warning: {hosts} hosts use the MPI from pip, which may not use the cluster's network: "
         "see run/install --system-mpi"
     ]
 
@@ -209,7 +209,7 @@ def outputs_of(
     datastore : Datastore
         The images.
     image_shape : tuple of int, optional
-        Shape (C, P, Q) to which images and target images are cropped.
+        Shape (C, P, Q) to which images and target images are cropped; None if they are not cropped.
 
     Returns
     -------
@@ -228,7 +228,7 @@ def outputs_of(
 
 
 def _channels_of(datastore, network):
-    """Return the number of classes of pixels, or of channels of target images."""
+    """Return the number of pixel classes, or of channels of the target images."""
     shape, kind = datastore.targets_shape, datastore.targets_dtype.kind
     if not has_image_targets(datastore):
         raise UserError(
@@ -239,8 +239,8 @@ def _channels_of(datastore, network):
         return shape[0] if len(shape) == 3 else 1
     if not len(datastore.classes):
         raise UserError(
-            f"--network {network}: expected names of the classes of pixels in the data, found "
-            "none; FILE.py:FUNCTION may call dl.nn.zoo.unet with their number"
+            f"--network {network}: expected names of the pixel classes in the data, found none; "
+            "FILE.py:FUNCTION may call dl.nn.zoo.unet with the number of classes"
         )
     return len(datastore.classes)
 
@@ -275,9 +275,9 @@ def network(
 ) -> Network:
     """Build the network that --network names.
 
-    The seed determines the initial weights of a network of the zoo, or of the list of layers that a
-    user's function returns. A `Network` that the function returns keeps its learnables, state and
-    normalization.
+    The seed determines the initial weights of a network from the zoo, or of the layers in a list
+    that a user's function returns. A `Network` that the function returns keeps its learnables,
+    state and normalization.
 
     Parameters
     ----------

@@ -30,8 +30,8 @@ from mpidl.training.options import sweep_file, training_options
 
 EXIT_CODES = """\
 exit codes: 0 success; 1 a trial failed, or an error; 2 invalid options or file; 75 trials were
-stopped, by a signal (USR1, TERM, INT) or by files, after writing checkpoints: run the same command
-again
+stopped by a signal (USR1, TERM, INT) or by stop files, after writing checkpoints: run the same
+command again
 """
 
 
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text(
         "--ranks-per-model",
         "N",
-        "Ranks that train a model together; N divides the number of ranks; default: 1",
+        "Ranks that train a model together; N must divide the number of ranks; default: 1",
         type=count("--ranks-per-model"),
     )
     parser.text(
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         group = Group(world, size, "--ranks-per-model")
         on_rank_0(world, command.check)
         with RunLock(world) as lock:
-            if parsed.trial is None:  # otherwise other jobs may train other trials
+            if parsed.trial is None:  # with --trial, other jobs may train other trials
                 lock.take(command.out, "--out {}")
             code = command.run(group, signals)
     group.close()
@@ -115,7 +115,7 @@ def _table_only(parsed):
 
 
 class Command:
-    """The work of one start of the command.
+    """The work of one run of the command.
 
     Parameters
     ----------
@@ -228,7 +228,7 @@ class Command:
 
         def train_locked(world, lock):
             typed = on_rank_0(world, lambda: self._prepare(group, folder))
-            # A stop file ends only this trial; a signal to a `Signals` also reaches the outer one.
+            # A stop file ends only this trial. A signal also reaches the outer `Signals`.
             with folder.log(), failure.Signals() as trial_signals:
                 trial_signals.name = signals.name
                 try:
@@ -255,13 +255,13 @@ class Command:
         return code
 
     def _prepare(self, group, folder):
-        """Record that a trial starts, print it, and return the arguments for mpidl.train."""
+        """Record and print the start of a trial, and return the arguments for mpidl.train."""
         typed = {**folder.options, "out": folder.path}
         verb = "starts"
         if folder.can_resume():
             typed["resume"], verb = folder.path, "continues"
         elif checkpoint.exists(folder.path) and folder.changes():
-            typed["overwrite"] = True  # a failed trial with other options
+            typed["overwrite"] = True  # the options of a failed trial have changed
         if typed.get("upload") is not None:
             typed["upload"] = f"{typed['upload'].rstrip('/')}/{folder.name}"
         folder.write(RUNNING)
@@ -274,7 +274,7 @@ class Command:
         return typed
 
     def _record_end(self, group, folder, code, error):
-        """Record the end of a trial, print it and write the table."""
+        """Record and print the end of a trial, and write the table."""
         if error is not None:
             folder.write(FAILED, describe(error))
             self._print(group, folder, f"failed: {describe(error)}")

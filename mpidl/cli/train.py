@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: RunLock) -> int:
-    """Train as the command does, and return its exit code. Collective.
+    """Train a network as the command does, and return the exit code. Collective.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         test_count = "none" if test_set is None else len(test_set)
         raise UserError(
             f"--data {run['data']}: expected training and test images, found {len(train_set)} "
-            f"and {test_count}; --test-fraction sets the fraction to hold out for the test (0: "
+            f"and {test_count}; --test-fraction sets the fraction to hold out for testing (0: "
             "no test), --test-data names other images"
         )
     if test_set is not None:
@@ -110,7 +110,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         typed, run, settings, train_set, test_set, world, preprocess
     )
     shape = input_pipeline.image_shape(settings, train_set.image_shape)
-    Pipeline(train_set, input_pipeline.augmenter_of(settings))  # only checks the augmentation
+    Pipeline(train_set, input_pipeline.augmenter_of(settings))  # only to check the augmentation
     if typed.get("preview"):
         return _preview(typed["preview"], train_set, settings, world)
     settings.load(world.size)  # raises if worker_load does not fit the number of ranks
@@ -135,12 +135,12 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
     if settings.sampling == "partition":
         lines.append(
             f"note: --sampling partition: the images are partitioned among {world.size} "
-            "rank(s); with other ranks the weights differ"
+            "rank(s); on another number of ranks, the weights differ"
         )
     if settings.batch_per_rank is not None:
         lines.append(
             f"note: --batch-per-rank {settings.batch_per_rank}: mini-batches of "
-            f"{settings.batch_size} on {world.size} rank(s); with other ranks the weights differ"
+            f"{settings.batch_size} on {world.size} rank(s); on another number, the weights differ"
         )
     lines += world.use_threads(settings.threads)
     for line in [*start.warnings(world, settings.batch_size), *lines]:
@@ -159,7 +159,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         console,
         tracking_hooks.abandoned_on_error(trackers),
         status_hooks.watched(out, world, signals, lock),
-        # The page ends after the status hook, so that it shows the final status.
+        # The page must close after the status hook to show the final status.
         _served(page, out, console),
         status_hooks.StatusHook(out, world, lock) as status_hook,
     ):
@@ -180,7 +180,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         def conclude():
             """Test the network and write the results; return the exit code. Collective."""
             stopped, test = result.stopped, None
-            skipped = BadImages.of_options(settings)  # of the test set
+            skipped = BadImages.of_options(settings)  # images of the test set
             if stopped in (None, progress.PATIENCE):
                 if test_set is not None:
                     loss = settings.loss_for(net, train_set, world)
@@ -361,7 +361,7 @@ def _validation_lines(result, settings):
 
 
 def _lock_folder(typed, lock, create=True):
-    """Lock the folder of --out or --resume; refuse a run that is not resumed or overwritten."""
+    """Lock the folder of --out or --resume; reject a run that is not resumed or overwritten."""
     option = "out" if "out" in typed else "resume"
     if option in typed:
         lock.take(typed[option], f"--{option} {{}}", create)

@@ -1,4 +1,4 @@
-"""Load functions and layer classes from Python files of the user."""
+"""Load functions and layer classes from the user's Python files."""
 
 import importlib.util
 import os
@@ -77,7 +77,7 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
     Parameters
     ----------
     path : path
-        FILE.py.
+        The Python file.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Publish what this process is doing, in memory that other processes on the host can read.
 
 A rank that hangs cannot report its state over MPI, and a stopped process cannot report at all. Each
-process therefore records its current *act* in a file in memory. An act is a wait or an MPI call
+process therefore records its current *act* in an in-memory file. An act is a wait or an MPI call
 that may block. Other ranks on the host read this file through /proc, and request Python stacks by
 sending a signal.
 """
@@ -23,14 +23,14 @@ from typing import NamedTuple
 # never returns to the interpreter. Launchers and batch systems do not use real-time signals.
 STACK_SIGNAL = signal.SIGRTMIN + 5
 STACK_SECONDS = 0.4  # longest wait for the stacks of other processes
-TEXT_BYTES = 240  # longest text in the file
+TEXT_BYTES = 240  # largest size of the text in the file
 PAGE = 4096  # the first page of the file contains the act; the stacks follow
 _ACTIVITY = Struct(f"{TEXT_BYTES}s")
 _ACT = Struct(f"<d?{TEXT_BYTES}s")  # start time, whether the operation is running, name
 _END = Struct("<d?")  # the first two fields of `_ACT`
 
 ENDED, STOPPED, HIDDEN = ("", "X", "Z"), ("T", "t"), "?"
-# {state in /proc: text for messages}. Messages say "is running" for other states.
+# {state in /proc: text for messages}. For all other states, messages say "is running".
 STATES = dict.fromkeys(ENDED, "has ended") | {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
@@ -75,11 +75,11 @@ class ActRecord:
     address : Address
         Location of the file, which other processes pass to `look_at`.
     operation : str or None
-        The operation for which the main thread waits or calls MPI; None while it does neither.
+        Name of the wait or MPI call that the main thread has begun but not ended, or None.
     limit : float
-        Longest time in seconds between two calls of `renew` during an operation.
+        Longest allowed time in seconds between two calls to `renew` during an operation.
     count : int
-        A counter that changes at the start and end of each act and at each call of `renew`.
+        A counter that changes at the start and end of each act and at each call to `renew`.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def record() -> ActRecord:
 
 
 def look_at(addresses: Sequence[Address], stacks: bool = True) -> list[Sighting]:
-    """Return a `Sighting` of each of some processes on this host.
+    """Return a `Sighting` of each of the given processes, which must be on this host.
 
     Parameters
     ----------
@@ -222,5 +222,5 @@ def _file_in_memory():
     """Return the descriptor of an anonymous file in memory, which disappears with this process."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpidl-acts")
-    with tempfile.TemporaryFile() as file:  # a Python for glibc before 2.27
+    with tempfile.TemporaryFile() as file:  # Python was built for glibc before 2.27
         return os.dup(file.fileno())

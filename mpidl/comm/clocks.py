@@ -1,4 +1,4 @@
-"""Compare the clocks of the ranks, so that times of different hosts can be shown together."""
+"""Compare the clocks of the ranks, so that times from different hosts can be shown together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClockOffset(NamedTuple):
     Attributes
     ----------
     time : int
-        Time of the comparison, by the clock of the rank, in nanoseconds.
+        Time of the comparison on the clock of the rank, in nanoseconds.
     offset : int
         Clock of the rank minus clock of rank 0, in nanoseconds.
     error : int
@@ -35,10 +35,10 @@ class ClockOffset(NamedTuple):
 def compare_clocks(world: Messaging) -> list[ClockOffset]:
     """Compare the clocks of all ranks with the clock of rank 0. Collective.
 
-    Like NTP, rank 0 exchanges `ROUNDS` messages with one rank after another. The offset is computed
-    from the fastest round trip, because its two messages differ least in travel time. Processes on
-    one host share a clock, so an offset that is smaller than its error is set to 0 on the host of
-    rank 0.
+    As in NTP, rank 0 exchanges `ROUNDS` messages with one rank after another. The offset is
+    computed from the fastest round trip, because its two messages differ least in travel time.
+    Processes on one host share a clock, so an offset that is smaller than its error is set to 0 for
+    ranks on the host of rank 0.
 
     Returns
     -------
@@ -71,19 +71,19 @@ def compare_clocks(world: Messaging) -> list[ClockOffset]:
 
 
 def to_rank_0(times: np.ndarray, first: ClockOffset, last: ClockOffset) -> np.ndarray:
-    """Convert times of a rank to the clock of rank 0.
+    """Convert times on a rank's clock to times on the clock of rank 0.
 
     Parameters
     ----------
     times : ndarray of int64
-        Times of the rank in nanoseconds.
+        Times on the clock of the rank, in nanoseconds.
     first, last : ClockOffset
         Two comparisons of the rank's clock. The offset is assumed to change linearly between them.
 
     Returns
     -------
     ndarray of int64
-        The times by the clock of rank 0, in nanoseconds.
+        The same times on the clock of rank 0, in nanoseconds.
     """
     span = max(last.time - first.time, 1)
     drift = (last.offset - first.offset) / span

@@ -1,4 +1,4 @@
-"""Let a rank that has ended its program wait for the others, so that all ranks exit together."""
+"""Let a rank that has ended its program wait for the other ranks, so that all exit together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidl.comm import acts, exit_guard, launcher
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-LEAVING = "leaving"  # activity of a rank that has ended its program and waits for the others
+LEAVING = "leaving"  # activity of a rank that has ended its program and waits for other ranks
 OPERATION = "the end of the program on all ranks"
 LOOK_SECONDS = 0.7  # time between two rounds of questions
 
@@ -24,7 +24,7 @@ class Departure:
     Other ranks may have work to finish, so a leaving rank waits for them without a time-out. But if
     this rank has called ``sys.exit()``, a rank that waits for a sum or a broadcast would wait
     forever. The leaving rank therefore repeatedly asks the lowest rank that has not left. Only a
-    waiting rank answers; a computing rank does not. If the rank gives the same answer twice, the
+    waiting rank answers; a computing rank does not. If that rank gives the same answer twice, the
     leaving rank asks all other ranks. If all of them answer, they all wait in vain, and the leaving
     rank ends the job.
 
@@ -71,7 +71,8 @@ class Departure:
 
     def _end_the_job(self):
         transport = self.transport
-        # If several ranks have left, let the lowest of them print its message and end the job.
+        # If several ranks have left, let the lowest of these ranks print its message and end the
+        # job.
         time.sleep(0.3 * min(sum(rank < transport.rank for rank in self._left), 10))
         head = (
             f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} has ended its "

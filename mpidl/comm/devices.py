@@ -51,7 +51,7 @@ def choose_device(
     device : {"auto", "cpu", "gpu"}
         "auto" chooses GPUs if every rank has one, and CPUs otherwise.
     gpus : str, optional
-        Indices of the GPUs to use, in order, such as "0,2". By default all GPUs.
+        Indices of the GPUs to use, in order, such as "0,2". The default is all GPUs.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def choose_device(
     """
     if device == "cpu":
         if gpus is not None:
-            raise UserError(f"--gpus {gpus}: expected --device gpu with it, found --device cpu")
+            raise UserError(f"--gpus {gpus}: expected --device gpu, found --device cpu")
         return None, []
     if world.neighbours is None:
         ranks, position = world.allgather(find_gpus(world.host)), world.rank
@@ -183,15 +183,15 @@ def slurm_gpus(
         numbers = []
     if numbers:
         listed = tuple(gpu for gpu in gpus if gpu.index in numbers)
-        # If the listed GPUs are not a proper subset, a cgroup hides the GPUs of other jobs, and
-        # CUDA has renumbered the visible GPUs.
+        # If the listed GPUs are not a proper subset of the visible GPUs, a cgroup hides the GPUs of
+        # other jobs, and CUDA has renumbered the visible GPUs.
         is_subset = len(numbers) < len(gpus) and len(listed) == len(numbers)
         return (listed if is_subset else gpus), ""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
     if count.isdigit() and int(count) < len(gpus):
         return gpus, (
             f"warning: Slurm gave this job {count} of the {len(gpus)} GPUs that are visible on "
-            f"{host}, but not which ones: name them with --gpus"
+            f"{host}, but does not say which ones: name them with --gpus"
         )
     return gpus, ""
 
@@ -234,7 +234,7 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
     device : {"auto", "gpu"}
         "auto" chooses CPUs if a rank has no GPU.
     gpus : str, optional
-        Value of --gpus. By default all GPUs are used.
+        Value of --gpus. By default, all GPUs are used.
 
     Returns
     -------
@@ -296,7 +296,7 @@ def _lines_about_cpus(ranks, lacking):
     reasons = _by_host((ranks[r].host, ranks[r].reason) for r in lacking)
     if len(lacking) < len(ranks):
         hosts = ", ".join(dict.fromkeys(report.host for report in ranks if report.gpus))
-        return [f"note: all ranks compute on CPUs: there are GPUs on {hosts}, none on {reasons}"]
+        return [f"note: all ranks compute on CPUs: found GPUs on {hosts}, but none on {reasons}"]
     is_unusable = any(report.driver_count for report in ranks)
     return [f"note: computing on CPUs: no usable GPU on {reasons}"] if is_unusable else []
 

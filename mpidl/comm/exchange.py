@@ -5,20 +5,20 @@ the root (the total) combines all leaves. All algorithms except `allreduce` foll
 they return the same bytes.
 
 Each algorithm is a generator. It posts messages, yields the requests that it waits for, and returns
-the root as a flat array on every rank. (The generators in `host_memory` also yield functions that
+the root as a flat array on every rank. (The generator in `host_memory` also yields functions that
 return whether the generator can continue.) The caller decides how to wait: by blocking, or by
 testing the requests from time to time while other work continues. All messages are point-to-point
 and carry the tag of their exchange. Any number of exchanges can therefore be pending, and they can
 complete in any order.
 
-The table gives upper bounds on the messages that one rank sends; the tests check these bounds. P is
-the number of ranks, L the number of blocks, n the number of nodes per rank, and v the size of a
-node in bytes. Logarithms are rounded up.
+This table gives upper bounds on the messages and bytes that one rank sends; the tests check these
+bounds. P is the number of ranks, L the number of blocks, n the number of nodes per rank, and v the
+size of a node in bytes. Logarithms are rounded up.
 
     algorithm      rounds           messages    bytes              used for
     gather_nodes   1                P-1         (P-1) n v          small nodes, few ranks
     up_and_down    log2 L + log2 P  n + log2 P  (n + log2 P) v     small nodes, many ranks
-    pairwise       log2 P           log2 P      log2 P v           P = 2^k, one aligned node each
+    pairwise       log2 P           log2 P      log2 P v           P = 2^k, one node per rank
     segmented      2                2 (P-1)     (n + 1) v (P-1)/P  large nodes
 
 For comparison, recursive doubling sends v bytes in each of log2 P rounds. A ring sends
@@ -60,7 +60,7 @@ Algorithm = Callable[["Transport", int, Tree, np.ndarray, Combine], Steps]
 
 
 def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
-    """Choose an algorithm by the tree and the size of a node; timings have no influence.
+    """Choose an algorithm based on the tree and the size of a node, but not on any timing.
 
     Parameters
     ----------

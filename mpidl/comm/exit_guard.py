@@ -1,11 +1,11 @@
-"""Run a program, the exit guard, that ends ranks on its host that are stopped while they exit.
+"""Run the exit guard, a program that kills ranks on its host if they are stopped while they exit.
 
 A rank that waits for another rank detects if that rank is stopped (SIGSTOP). After all ranks have
 reached the end of the program, no rank waits for another rank. If a rank is stopped then, no other
 rank detects it, and mpirun would wait forever. Before MPI_Finalize, the first rank of each host
 therefore starts this program (`departure.start_exit_guard`). The guard watches the processes of all
-ranks on the host until they have ended. If a process stays stopped for the time-out, the guard
-names the process on stderr and kills it, after which the launcher ends the job.
+ranks on the host until they have ended. If a process stays stopped for longer than the time-out,
+the guard names the process on stderr and kills it, after which the launcher ends the job.
 
 The program does not import mpidl. It imports only modules that Python has already loaded.
 """
@@ -17,7 +17,7 @@ import sys
 import time
 
 FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # shortest and longest time between two checks
-LATER_SECONDS = 1.0  # extra time, in which a rank in MPI_Finalize may report the process first
+LATER_SECONDS = 1.0  # extra time, so that a rank in MPI_Finalize can report the process first
 LONGEST_STEP = 1.0  # if more time passes between two checks, all processes were suspended
 STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
 SIGKILL = 9  # as in the module `signal`, which would take too long to import
@@ -29,12 +29,12 @@ def start_tick(pid: int) -> str:
 
 
 def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
-    """Watch processes until they have ended; kill processes that stay stopped for the time-out.
+    """Watch processes until they have ended; kill those that stay stopped for too long.
 
     Parameters
     ----------
     ranks : dict
-        {(process ID, start tick): text for the message with the rank, host and process}.
+        {(process ID, start tick): rank, host and process as text for the message}.
     timeout : float
         Longest time in seconds for which a process may be stopped. The process is killed
         `LATER_SECONDS` after this time.
@@ -69,7 +69,7 @@ def _end(pid, name, state, timeout):
 
 
 def _status(pid):
-    """Return the fields of /proc/PID/stat after the name; without a process, "Z" and "" fields."""
+    """Return the fields of /proc/PID/stat after the name; "Z" and empty fields if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""End a job on all ranks after an uncaught exception, a signal or a wrong launcher."""
+"""End a job on all ranks after an uncaught exception or a signal, or if its launcher is wrong."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launched_rank() -> int:
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
 
 
-_parent = os.getppid()  # the launcher on this host, if one started this process
+_parent = os.getppid()  # the launcher on this host, if a launcher started this process
 
 
 def launcher_has_ended() -> bool:
@@ -118,7 +118,7 @@ def _abort(kind, error, trace):
     """Print an uncaught exception, and end the job."""
     transport = _transport
     if transport.rank:
-        # If all ranks fail, rank 0 prints its error and ends the others.
+        # If all ranks fail, rank 0 prints its error and ends the other ranks.
         time.sleep(min(2.0, transport.timeout / 2))
     own_rank = f"rank {transport.rank} on host {transport.hosts[transport.rank]}"
     if ulfm.is_loss(error, transport.comm):
@@ -153,7 +153,7 @@ def run(main: Callable[[], int]) -> None:
     it prints one line and exits with code 1. If all ranks raise the error, only rank 0 prints it.
     If a single rank raises the error, that rank prints it and ends the job. A KeyboardInterrupt,
     such as after a second SIGINT, prints one line and ends the job at once. If a rank calls
-    sys.exit with a nonzero code while the others continue, the job ends with this code.
+    sys.exit with a nonzero code while other ranks continue, the job ends with this code.
     """
     quick_imports.end()
     try:
@@ -175,7 +175,7 @@ def run(main: Callable[[], int]) -> None:
         _print_error(f"rank {rank} was interrupted" if rank else "interrupted")
         if _transport is not None and _transport.size > 1:
             _transport.abort(code)
-    except SystemExit as end:  # from --help, or from a user's code
+    except SystemExit as end:  # from --help, or from user code
         code = _exit_code(end)
         if code and _transport is not None:
             if _meet(_transport, failed=True, seconds=min(3.0, _transport.timeout / 2)) is None:
@@ -202,8 +202,8 @@ def _meet(transport, failed=False, seconds=math.inf, progress=None):
     """Wait until all ranks are about to exit, and return the lowest rank that failed.
 
     The result is the number of ranks if no rank failed, and None if a rank is missing after
-    `seconds`. By default the wait has no time-out, because other ranks may have work to finish. If
-    another rank times out because it waits for this rank, its error message names this rank.
+    `seconds`. By default, the wait has no time-out, because other ranks may have work to finish. If
+    another rank times out while it waits for this rank, that rank's error message names this rank.
     """
     failed_rank = np.array([transport.rank if failed else transport.size])
     lowest = np.empty(1, int)
@@ -239,7 +239,7 @@ class Signals:
     agreed : bool
         Whether the ranks have agreed to stop.
     look : callable or None
-        Function that checks for another kind of stop request, such as a file. It returns the name
+        Function that checks for another kind of stop request, such as a file, and returns the name
         of the request, or None.
     """
 

@@ -9,8 +9,8 @@ from mpidl.comm import failure, srun
 from mpidl.errors import UserError
 
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
-# For each MPI library from pip: a program next to Python that identifies the library, and the
-# environment variables of launchers that can start its ranks.
+# For each MPI library from pip: a program in the folder of the Python interpreter that identifies
+# the library, and the environment variables of launchers that can start its ranks.
 PROGRAMS = {MPICH: "mpiexec.hydra", OPEN_MPI: "prterun"}
 INTERFACES = {MPICH: ("PMI_FD", "PMI_PORT"), OPEN_MPI: ("PMIX_NAMESPACE",)}
 
@@ -19,7 +19,7 @@ def refuse(vendor: str) -> None:
     """Raise UserError if the launcher of this process cannot start ranks of an MPI library.
 
     Only launchers that are known to fail are refused. `failure.refuse_foreign_launcher` detects
-    others after MPI_Init.
+    other launchers after MPI_Init.
 
     Parameters
     ----------
@@ -40,18 +40,18 @@ def refuse(vendor: str) -> None:
     summary = f"the launcher started {tasks} tasks ({variable}={tasks})"
     if (vendor, launcher) in ((OPEN_MPI, MPICH), (MPICH, OPEN_MPI)):
         raise UserError(
-            f"{summary}: mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
+            f"{summary} with mpirun of {launcher}, but mpi4py uses {vendor}; start the ranks with "
             f"{right_mpirun(vendor)}"
         )
     if launcher == "srun" and _is_from_pip(vendor):
         if not any(name in os.environ for name in INTERFACES[vendor]):
             # Only rank 0 prints the advice. Other ranks avoid running srun.
             advice = srun.advice(vendor) if failure.launched_rank() == 0 else "another --mpi"
-            raise UserError(f"{summary}: an srun that cannot start {vendor}; expected {advice}")
+            raise UserError(f"{summary}: this srun cannot start {vendor}; expected {advice}")
 
 
 def right_mpirun(vendor: str) -> str:
-    """Return the mpirun of an MPI library: its path if it is next to Python, or a description."""
+    """Return the mpirun of an MPI library: its path in the folder of Python, or a description."""
     folder = os.path.dirname(sys.executable)
     if _is_from_pip(vendor):
         return os.path.join(folder, "mpirun")

@@ -22,14 +22,14 @@ from mpidl.errors import Fault, UserError
 T = TypeVar("T")
 
 GRACE = 1.0  # seconds for other ranks to raise the same error before their waits are cancelled
-PAUSE = 0.02  # seconds between two tests in a wait for other groups, which may last for hours
+PAUSE = 0.02  # seconds between two tests while waiting for other groups, possibly for hours
 
 
 class Neighbours(NamedTuple):
     """The ranks of all groups of a job, which share the cores and the GPUs of their hosts."""
 
     first: int
-    """Number in the job of this group's rank 0."""
+    """Rank in the job of this group's rank 0."""
     cores: list[tuple[str, Cores]]
     """Host and cores of each rank of the job."""
     gpus: list[RankGpus]
@@ -102,13 +102,13 @@ class Group:
         """Call `task(world)` on all ranks of the group, and return the outcome on all of them.
 
         `world` consists of the ranks of the group. During the call, `World()` returns a world of
-        the same ranks. If some ranks raise an exception while others wait for them, the waits are
-        cancelled, and the group continues with new communicators.
+        the same ranks. If some ranks raise an exception while other ranks wait for them, the waits
+        are cancelled, and the group continues with new communicators.
 
         Parameters
         ----------
         task : callable
-            Function of the group's world.
+            Function that receives the group's world.
         record : callable
             Function that one rank calls with the exception if the group cannot continue after a
             failure. The job then ends with exit code 1. A group cannot continue if a rank does not

@@ -14,11 +14,11 @@ from mpidl.errors import UserError
 from mpidl.files import write_whole
 
 NAME = "hang-report.txt"  # name of the file in the folder of the run
-MAX_RANKS = 16  # the message describes up to 16 silent and 16 waiting ranks; the file describes all
+MAX_RANKS = 16  # limit for silent and for waiting ranks in the message; the file lists all ranks
 
 
 class Peer(NamedTuple):
-    """The host of a rank, and the location where other ranks on this host find its acts."""
+    """The host of a rank, and the location of its act file for other ranks on this host."""
 
     host: str
     address: acts.Address
@@ -74,7 +74,7 @@ class Hang(NamedTuple):
         text = f"  rank {rank} on host {host} (process {address.pid}) does not answer: "
         sighting = self.sightings[rank]
         if sighting is None:
-            return f"{text}no rank of this host answers"
+            return f"{text}no rank on this host answers"
         act = f"; last activity: {sighting.act}" if sighting.act else ""
         return f"{text}its process {acts.STATES.get(sighting.state, 'is running')}{act}"
 

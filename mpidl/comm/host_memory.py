@@ -1,25 +1,25 @@
 """Sum values over the ranks of a host in shared memory, without messages.
 
 Each rank of a host has slots in a window of shared memory. A sum is divided into chunks. All ranks
-start the same sums in the same order, so they number the chunks of all sums identically, and a
-chunk has the same slot number on every rank. Each rank copies its nodes of the reduction tree into
-its slot, and then counts the chunk as placed. Each rank also knows which blocks the other ranks
-own, and therefore where their nodes are in the slots. When all ranks have placed a chunk, they fold
-(sum) its nodes in one of two ways:
+start the same sums in the same order and number the chunks of all sums identically. A chunk
+therefore has the same slot number on every rank. Each rank copies its nodes of the reduction tree
+into its slot, and then counts the chunk as placed. Each rank also knows which blocks the other
+ranks own, and therefore where their nodes are in the slots. When all ranks have placed a chunk,
+they fold (sum) its nodes in one of two ways:
 
-- direct: every rank folds all values. This way is used if all nodes of a chunk together need at
+- directly: every rank folds all values. The ranks do this if all nodes of a chunk together need at
   most twice the size of a slot.
 - in segments: each rank folds a part of the values in place, and counts the chunk as folded. When
   all ranks have folded the chunk, they copy the results from the slots.
 
-Both ways follow the reduction tree, so they give the same bytes as the messages of `exchange`. Next
-to its slots, each rank stores a hash of the plan of each chunk. If the hashes differ, the ranks
-have started different sums. Each rank then raises an error before it reads a wrong value. The work
-is done by kernels/cpu/sums.c, because the counts must be written and read in a fixed order, which
-NumPy does not guarantee.
+Both ways follow the reduction tree, so they give the same bytes as the algorithms in `exchange`.
+Next to its slots, each rank stores a hash of the plan of each chunk. If the hashes differ, the
+ranks have started different sums. Each rank then raises an error before it reads a wrong value.
+The work is done by kernels/cpu/sums.c, because the counts must be written and read in a fixed
+order, which NumPy does not guarantee.
 
 With several hosts, the ranks of a host fold the nodes that their host owns. The first rank of each
-host exchanges these nodes by messages, as `exchange` does among ranks, and distributes the root
+host exchanges these nodes in messages, as `exchange` does among ranks, and distributes the root
 through a second set of slots. Large sums are divided into segments, which the first few ranks of
 each host exchange in parallel. The roots are distributed in the order of the sums, although their
 messages may arrive in a different order.
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 MOST_NODES = 1024  # largest number of nodes in a sum; all nodes of a chunk must fit into the slots
 
-# Owners of memory that incomplete sums, which an exception has left, may still use.
+# Owners of memory that may still be used by sums that an exception has interrupted.
 _abandoned: list[Any] = []
 
 
@@ -66,7 +66,7 @@ def count_segments(hosts: Sequence[tuple[int, int]], nbytes: int, combine: Combi
     Parameters
     ----------
     hosts : sequence of (int, int)
-        First rank of each host, and one past the last.
+        For each host, its first rank and one past its last rank.
     nbytes : int
         Size of a node in bytes.
     combine : callable
@@ -101,7 +101,7 @@ class HostMemory:
         size = queue_bytes(stop - first)
         self.up = SumQueue(memory[:size], rank - first, stop - first, patience, first)
         self.down = SumQueue(memory[-size:], rank - first, stop - first, patience, first)
-        # Number of exchanges between hosts that were started, and that reached `self.down`.
+        # Numbers of exchanges between hosts that have started and that have reached `self.down`.
         self._roots = self._passed_roots = 0
 
     @classmethod
@@ -126,7 +126,7 @@ class HostMemory:
                 try:
                     array, window = _window(mpi, of_host, nbytes)
                 except mpi.Exception:
-                    pass  # a limit of this process, such as on file sizes, is too low
+                    pass  # a limit of this process, such as its limit on file sizes, is too low
                 if comm.allreduce(array is not None, mpi.LAND):
                     memory = cls(transport, hosts, array, window)
                     of_host.Barrier()
@@ -165,7 +165,7 @@ class HostMemory:
     def exchange(
         self, tag: int, tree: Tree, pieces: Sequence[Piece], combine: Combine, out: np.ndarray
     ) -> Steps:
-        """Fold the nodes of all ranks; a generator like those in the module `exchange`.
+        """Fold the nodes of all ranks, as a generator like those in the module `exchange`.
 
         Parameters
         ----------
@@ -174,7 +174,7 @@ class HostMemory:
         tree : Tree
             The reduction tree over the blocks.
         pieces : sequence of Piece
-            This rank's nodes.
+            For each value in the sum, its size and this rank's nodes.
         combine : callable
             Function that combines two nodes.
         out : ndarray, shape (width,)
@@ -270,7 +270,7 @@ class Peers:
 
 
 def _columns(pieces, low, high):
-    """Return the columns [low, high) of the matrix that the pieces form next to each other."""
+    """Return the columns [low, high) of the matrix that consists of the pieces side by side."""
     part, start = [], 0
     for size, nodes in pieces:
         first, stop = max(low - start, 0), min(high - start, size)

@@ -20,15 +20,15 @@ from mpidl.errors import UserError
 if TYPE_CHECKING:
     from mpidl.comm.failure import Signals
 
-# Environment variable of all processes of a job. Its value stays the same if the job is restarted.
+# Environment variable of all processes of a job. The value stays the same if the job is restarted.
 VARIABLE = "MPIDL_JOB_TOKEN"
-START_VARIABLE = "MPIDL_JOB_START"  # environment variable: how often the job was started, from 1
+START_VARIABLE = "MPIDL_JOB_START"  # environment variable: how many times the job was started
 POLL_SECONDS = 0.2  # time between two checks for the end of the launcher
 LOOK_SECONDS = 1.0  # time between two checks for children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child process
 SUSPENDED_SECONDS = 5.0  # if more time passes between two checks, all processes were suspended
 END_SECONDS = 10.0  # time that a launcher has to end its ranks
-TAIL_LINES = 400  # number of the last lines of stderr that are kept
+TAIL_LINES = 400  # number of lines that are kept from the end of stderr
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
 
 
@@ -87,7 +87,7 @@ class JobProcess:
         has_children : bool
             Whether the launcher starts the ranks on this host. If the process between the launcher
             and the ranks is killed while MPI starts, the launcher and the ranks would wait forever.
-            This method detects that and ends them.
+            This method detects this case, and ends the launcher and the ranks.
         """
         is_asked, look_time = False, time.monotonic()
         alone_since = look_time
@@ -168,7 +168,7 @@ class JobProcess:
 
 
 def _cause_of_mpidl(tail):
-    """Return the first message of mpidl in stderr, with its next line or its exception."""
+    """Return mpidl's first message on stderr, with its second line or the exception after it."""
     lines = [*tail, ""]
     for line, following in itertools.pairwise(lines):
         if line.startswith("mpidl: "):

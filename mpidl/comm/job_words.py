@@ -1,4 +1,4 @@
-"""Parse the command line of a training under mpirun or srun, and adapt it if hosts are lost."""
+"""Parse a training command under mpirun or srun, and adapt the command if hosts are lost."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MAX_PROBES = 16  # largest number of hosts that are tested at the same time
 
 @dataclass(frozen=True)
 class JobCommand:
-    """A command line that starts a training.
+    """A command line that starts a training run.
 
     Attributes
     ----------
     start : tuple of str
-        The words before the options of the training.
+        The words before the training options.
     options : tuple of str
-        The options of the training.
+        The training options, as words.
     hosts : dict
         {host: number of ranks that fit on the host, or 0 if unknown}. Empty if the job runs only on
         this host.
@@ -47,7 +47,7 @@ class JobCommand:
         Raises
         ------
         UserError
-            If the command does not start a training, or if its hostfile cannot be read.
+            If the command does not start a training run, or if its hostfile cannot be read.
         """
         for i, word in enumerate(words):
             is_module = word == "mpidl.train" and words[i - 1 : i] == ["-m"]
@@ -56,7 +56,7 @@ class JobCommand:
                 command = JobCommand(tuple(words[: i + 1]), tuple(words[i + 1 :]), {})
                 return JobCommand(command.start, command.options, command._find_hosts())
         raise UserError(
-            "launch: expected the command of a training after --, such as mpirun -n 4 python -m "
+            "launch: expected a training command after --, such as mpirun -n 4 python -m "
             f"mpidl.train, found {' '.join(words) or 'nothing'}"
         )
 
@@ -166,8 +166,8 @@ class JobCommand:
 def _ranks_on(hosts, ranks, host_count):
     """Return how many ranks fit on `hosts`, at most `ranks`.
 
-    If the number for a host is unknown, assume that `ranks` were placed evenly on `host_count`
-    hosts.
+    If the number for a host is unknown, assume that `ranks` ranks were placed evenly on
+    `host_count` hosts.
     """
     room = sum(hosts.values())
     if not all(hosts.values()):

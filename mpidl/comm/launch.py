@@ -47,23 +47,24 @@ def launch(
     Parameters
     ----------
     function : callable
-        Function to call on each rank, with the rank's `World` as its first argument. It may be
-        defined in a module, in the running script or in a notebook. Functions defined in a
+        Function to call on each rank, with the rank's `World` as its first argument. The function
+        may be defined in a module, in the running script or in a notebook. Functions defined in a
         notebook, lambdas and nested functions require cloudpickle
         (`pip install 'mpidl[notebook]'`).
     *arguments
-        Further arguments of the function. They must be picklable; each rank gets a copy.
+        Further arguments of the function, which must be picklable. Each rank gets a copy.
     ranks : int, optional
         Number of ranks. The default is the number of tasks of the Slurm allocation or, outside
         Slurm, the number of cores that this process may use.
     timeout : float, optional
-        Seconds after which all ranks are terminated. By default there is no limit.
+        Seconds after which all ranks are terminated. By default, there is no limit.
     show : {"rank 0", "all", "none"}
         Ranks whose output is shown as soon as it arrives. "rank 0" also shows the stderr output of
         the other ranks. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
     plots : {"none", "live"}
-        In a notebook, "live" shows the progress of each training: the curves of loss and accuracy,
-        the epoch, the learning rate and the time. Outside notebooks, "live" has no effect.
+        In a notebook, "live" shows the progress of each training run: the curves of loss and
+        accuracy, the epoch, the learning rate and the time. Outside notebooks, "live" has no
+        effect.
 
     Returns
     -------
@@ -89,10 +90,11 @@ def launch(
 
     An interrupt (Ctrl-C, or *interrupt* in a notebook) is passed on to rank 0. If the ranks are
     training, the training writes a checkpoint and stops after the current mini-batch. The function
-    then continues with a result whose `stopped` is "SIGINT". If the ranks are not training, they
-    end, and `launch` raises KeyboardInterrupt. A second interrupt ends all ranks at once.
+    then continues with a result whose attribute `stopped` is "SIGINT". If the ranks are not
+    training, they end, and `launch` raises KeyboardInterrupt. A second interrupt ends all ranks at
+    once.
 
-    Each rank runs the calling script again to define its functions, like Python's multiprocessing.
+    As in Python's multiprocessing, each rank runs the calling script again to define its functions.
     Code that must run only once must be inside `if __name__ == "__main__":`.
 
     Arguments and results are passed in files, in a folder that only the current user can read. The
@@ -212,7 +214,7 @@ def _write_task(folder, function, arguments, show, is_live):
 
 
 def _raise_error_of_a_rank(job):
-    """Raise the error of the lowest rank that reported one."""
+    """Raise the error that the lowest failed rank reported."""
     failed = job.failed_ranks()
     if not failed:
         return

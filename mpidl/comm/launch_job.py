@@ -1,4 +1,4 @@
-"""Manage a running mpirun for `launch`: start it, show its output, pass on interrupts, end it."""
+"""Run mpirun for `launch`: start it, show its output, pass on interrupts, and end it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpidl.comm.launcher import environment
 
 SIZE_VARIABLE = "MPIDL_LAUNCHED"  # set to the number of ranks for each rank that `launch` starts
 ERROR_GRACE = 0.5  # seconds to wait for errors of other ranks and for remaining output
-TERMINATION_GRACE = 5.0  # seconds that mpirun has to end its ranks before all are killed
+TERMINATION_GRACE = 5.0  # seconds that mpirun has to end its ranks before all processes are killed
 KILL_GRACE = 0.5  # the value of TERMINATION_GRACE after a second interrupt
 INTERRUPTED = "Interrupted: stopping; interrupt again to end all ranks at once"
 
@@ -39,7 +39,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
-        # A handler of another library, shown as None, could not be restored afterwards.
+        # None stands for a handler that was not set from Python and could not be restored.
         if is_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
             self._previous = signal.signal(signal.SIGINT, self._add)
         return self

@@ -154,7 +154,7 @@ class Messaging:
         """Send data to the handler on rank 0 without waiting; not collective.
 
         Rank 0 calls the handler in `progress` and while rank 0 waits in a collective method. When
-        `barrier` returns, the handler has processed all messages sent before the barrier.
+        `barrier` returns, the handler has processed all messages that were sent before the barrier.
 
         Parameters
         ----------
@@ -236,7 +236,7 @@ class Messaging:
         combine : callable
             Function that combines two nodes: ``combine(left, right)`` returns their parent.
         name : str
-            Name of the sum in a timeline. By default the current part of the training step.
+            Name of the sum in a timeline. The default is the current part of the training step.
 
         Returns
         -------
@@ -267,9 +267,10 @@ class Messaging:
         dtype : dtype
             Data type of the nodes.
         name : str
-            Name of the sum in a timeline. By default the current part of the training step.
+            Name of the sum in a timeline. The default is the current part of the training step.
         out : ndarray, optional
-            Memory for the root if the sum is computed in shared memory. By default new memory.
+            Memory for the root if the sum is computed in shared memory. By default, new memory is
+            allocated.
 
         Returns
         -------
@@ -308,9 +309,9 @@ class Messaging:
             /dev/shm is too small.
         """
         if self._has_host_memory is None:
-            if self.size > 1 and builds.kernels() is not None:  # on all ranks or on none
+            if self.size > 1 and builds.kernels() is not None:  # the same on all ranks
                 # The MPI calls in `allocate` cannot be cancelled. This exchange ensures that all
-                # ranks reach them.
+                # ranks reach these calls.
                 inbox = [np.zeros(1, np.uint8) for _ in range(self.size)]
                 self.allgather_into(inbox, inbox[self.rank], "the start of sums in shared memory")
                 self._host_memory = HostMemory.allocate(self.transport)
@@ -343,7 +344,7 @@ class Messaging:
 
         def is_complete():
             nonlocal wait_in_library
-            if wait_in_library is not None:  # first wait in the library, which is faster than polls
+            if wait_in_library is not None:  # waiting in the library is faster than polling
                 wait_in_library()
                 wait_in_library = None
             self.progress()  # advances all exchanges, including this one

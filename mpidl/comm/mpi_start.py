@@ -128,8 +128,8 @@ class Watch:
     """Context manager that ends this process if its block takes longer than a time-out.
 
     Time during which this process itself was stopped does not count. The process also ends if the
-    launcher has ended. Under mpirun, the process also ends if another rank on this host has ended,
-    because MPI_Init would wait for that rank, and mpirun may not notice it.
+    launcher has ended. Under mpirun, the process also ends if another rank on this host has ended:
+    MPI_Init would wait for that rank, and mpirun may not notice that the rank has ended.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ class Watch:
     def _end(self, reason):
         """Print a line and end the process, after which the launcher ends the other ranks."""
         rank = failure.launched_rank()
-        # If several ranks detect a problem, let the lowest of them print its line.
+        # If several ranks detect a problem, let the lowest of these ranks print its line.
         if self._is_over.wait(0.3 * min(rank, 10)):
             return
         text = f"mpidl: rank {rank} on host {platform.node()}: MPI did not start {reason}"

@@ -2,7 +2,7 @@
 
 A node is the sum over a range of blocks of 16 images. `make_mover(world)` chooses a mover, an
 object that gathers the nodes of all ranks with NCCL or a CUDA-aware MPI. Without a mover, the world
-exchanges the nodes through pinned host memory. In all cases the caller adds up the gathered nodes,
+exchanges the nodes through pinned host memory. In all cases, the caller adds up the gathered nodes,
 so the sums do not depend on the choice.
 
 No mover has run on several real GPUs yet. The choice of a mover is tested with simulated ranks. The
@@ -132,7 +132,7 @@ def cuda_aware(
     Parameters
     ----------
     libraries : iterable of str, optional
-        Paths of MPI libraries. By default the libraries that this process has loaded.
+        Paths of MPI libraries. The default is the libraries that this process has loaded.
     environ : mapping, optional
         Environment variables.
     """
@@ -186,7 +186,7 @@ class NcclMover:
             communicator = nccl.NcclCommunicator(world.size, key, world.rank)
             _communicators[ranks] = communicator
             # Keep the communicator until the process ends. Its destructor would wait for the other
-            # ranks, and until all graphs that contain its messages are destroyed.
+            # ranks, and for the destruction of all graphs that contain its messages.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
         self._communicator = _communicators[ranks]
         buffer = self.device.allocate(256 * (world.size + 1))

@@ -63,7 +63,7 @@ class RecordedWorld:
         if not isinstance(value, Partial):
             self.recorder.refuse("it sums a value that is not a Partial over the ranks")
             return self.world.gplus(value)
-        if self.size == 1 and value.is_root:  # the node is the sum
+        if self.size == 1 and value.is_root:  # this node already is the sum
             return value.finish([np.reshape(value.terms[0].nodes[0], value.shape)])
         total = arenas.empty(value.shape, value.dtype)
         if self.memory is not None and value.is_root:
@@ -91,10 +91,13 @@ class RecordedWorld:
             return sums
         places = {key: self.at_fixed_place(value) for key, value in values.items()}
         self._totals_of_results = lambda: self._ranks.gplus(places)
+        if self.size == 1 and all(isinstance(value, Partial) for value in places.values()):
+            roots = {key: [t.nodes[0] for t in value.terms] for key, value in places.items()}
+            self._totals_of_results = _totals(places, roots)
         return self._ranks.gplus(values)
 
     def results(self) -> dict[Any, Any]:
-        """Return the sums of the results of the replayed step, {key: array}."""
+        """Return the results of the replayed step, summed over the ranks, as {key: array}."""
         if self.memory is not None:
             waited = self.memory.up.take_waited()
             phases.move(phases.WAIT, waited)
@@ -108,7 +111,7 @@ class RecordedWorld:
         return MessageReducer(self) if self.memory is None else SharedGradients(self)
 
     def at_fixed_place(self, value: Any) -> Any:
-        """Return the same Partial or array at a fixed address, without ownership of the memory."""
+        """Return a view of a Partial or array at a fixed address, without owning its memory."""
         if not isinstance(value, Partial):
             return self.recorder.fix(np.asarray(value))
         fix = self.recorder.fix
@@ -227,7 +230,12 @@ class SharedReducer(Reducer):
         return sums
 
     def _totals(self, values, roots):
-        self.totals_of_replay = functools.partial(super()._totals, values, roots)
+        partials = {name: value for name, value in values.items() if isinstance(value, Partial)}
+        roots_by_name = {
+            name: [roots[name, index].reshape(value.shape) for index in range(len(value.terms))]
+            for name, value in partials.items()
+        }
+        self.totals_of_replay = _totals(partials, roots_by_name)
         return super()._totals(values, roots)
 
 
@@ -237,7 +245,7 @@ class SharedGradients(SharedReducer):
     def __init__(self, ranks: RecordedWorld) -> None:
         super().__init__(ranks, kernel_hook=ranks.world.advance)
         self._ranks = ranks
-        self._computed: list[str] = []  # names of gradients that must be computed from their roots
+        self._computed: list[str] = []  # names of gradients to compute from their roots
 
     def push(self, name: str, value: Partial | Any) -> None:
         if isinstance(value, Partial) and not value.is_root:
@@ -256,8 +264,8 @@ class SharedGradients(SharedReducer):
     def _compute(self):
         totals = self.totals_of_replay()
         for name in self._computed:
-            self._ranks.gradients[name] = totals[name]
-            self._recorder.inputs.set_address(f"gradient of {name}", address_of(totals[name]))
+            self._ranks.gradients[name] = total = np.asarray(totals[name])
+            self._recorder.inputs.set_address(f"gradient of {name}", address_of(total))
 
 
 class MessageReducer:
@@ -304,3 +312,12 @@ class MessageReducer:
         sums = self._world.gradients = self._reducer.finish()
         for name in self._sums:
             self._recorder.inputs.set_address(f"gradient of {name}", address_of(sums[name]))
+
+
+def _totals(partials, roots):
+    """Return a function that returns {name: total} for the current values of the roots.
+
+    `partials` is {name: Partial}, and `roots` is {name: [root of each term]}.
+    """
+    finishers = {name: value.finisher(roots[name]) for name, value in partials.items()}
+    return lambda: {name: finish() for name, finish in finishers.items()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpidl.comm.world import World
 
 Piece = tuple[int, Sequence[np.ndarray]]  # one value in a sum: its size, and this rank's nodes
-BUCKET_BYTES = 1 << 18  # size of the gradient of the dense layer in the digits network
+BUCKET_BYTES = 1 << 18  # size of a full bucket in bytes; a large gradient fills a bucket by itself
 
 
 class PendingExchange:
@@ -71,7 +71,7 @@ class PendingExchange:
 class Reducer:
     """Sums named values over the ranks, starting each sum as soon as its value is available.
 
-    Partials are packed into buckets in the order of the calls of `push`. In a backward pass, this
+    Partials are packed into buckets in the order of the calls to `push`. In a backward pass, this
     order is the same on every rank. A full bucket is sent at once. A Partial may consist of several
     terms, which are summed separately. A bucket contains only terms with the same tree, dtype and
     operation; any other term starts a new bucket.
@@ -84,7 +84,7 @@ class Reducer:
         Size in bytes at which a bucket is considered full.
     kernel_hook : callable, optional
         Function that advances exchanges. Long kernels call it about every millisecond until
-        `finish`. By default kernels call no function.
+        `finish`. By default, kernels call no function.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Reducer:
         self._values[name] = Partial(shells, value.addend, value.shape, value.dtype)
         for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
-            # Moments cannot be packed next to each other, so they get a separate bucket.
+            # Moments cannot be packed side by side, so each of them gets a separate bucket.
             if self._bucket and (key != self._bucket_key or term.combine is not add):
                 self._send_bucket()
             self._bucket_key = key
@@ -207,7 +207,7 @@ class Reducer:
 
 
 def packed(pieces: Sequence[Piece], rows: int, dtype: np.dtype) -> np.ndarray:
-    """Return a matrix with one row per node, in which the values are next to each other."""
+    """Return a matrix with one row per node; each row contains all values side by side."""
     if len(pieces) == rows == 1:  # a single node needs no copy
         return np.reshape(pieces[0][1][0], (1, -1))
     matrix, offset = np.empty((rows, sum(size for size, _ in pieces)), dtype), 0

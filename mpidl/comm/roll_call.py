@@ -19,8 +19,8 @@ from mpidl.comm.hang_report import Hang
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-# Tags on the control communicator: a question, which contains whether its sender has timed out, and
-# the answer.
+# Tags on the control communicator: a question, which says whether its sender has timed out, and the
+# answer.
 QUESTION, ANSWER = 1, 2
 LOOK, SIGHTINGS = 9, 10  # tags: a request to examine silent ranks on the same host, and the reply
 ANSWER_SECONDS = 0.8  # time for the other ranks to answer
@@ -35,7 +35,7 @@ class RollCall:
     Parameters
     ----------
     transport : Transport
-        The connection to the other ranks. It also stores the activity of this rank.
+        The connection to the other ranks, which also stores the activity of this rank.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -98,8 +98,8 @@ class RollCall:
     def end_job(self, operation: str, problem: str) -> None:
         """Report what all ranks are doing, and abort the job.
 
-        If several ranks time out at the same time, only the lowest of them reports. For the other
-        ranks, this method returns.
+        If several ranks time out at the same time, only the lowest of these ranks reports. On the
+        other ranks, this method returns.
 
         Parameters
         ----------
@@ -172,7 +172,7 @@ class RollCall:
         return status.source, message
 
     def _collect(self, operation, tag, messages: dict[int, Any], seconds, count):
-        """Add up to `count` messages to `messages`; return other ranks that have timed out."""
+        """Receive up to `count` messages into `messages`; return other ranks that timed out."""
         deadline, rivals = time.monotonic() + seconds, set()
         while time.monotonic() < deadline and len(messages) < count:
             while self.transport.control.Iprobe(tag=tag):

@@ -34,7 +34,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
     Raises
     ------
     UserError
-        If MPI cannot be loaded and a launcher started several tasks, or if MPI would not start.
+        If MPI cannot be loaded and a launcher started several tasks, or if MPI cannot start.
     """
     try:
         with QuickImports(), mpi_start.without_rdma():
@@ -60,7 +60,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
 
 
 def _reason_of(error):
-    """Return a text that says why mpi4py could not be imported."""
+    """Return text that says why mpi4py could not be imported."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "mpi4py":
         return f"mpi4py is not installed ({pip_install('mpich')}, or run/install)"
     return f"mpi4py cannot be used: {' '.join(str(error).split())[:200]}"

@@ -64,7 +64,7 @@ def make_room(vendor: str, folder: str = FOLDER) -> None:
 def remove_dead(folder: str = FOLDER) -> list[str]:
     """Remove this user's segments that no process has mapped, and return their names.
 
-    In a PID namespace, such as a container, processes of other namespaces are invisible but may use
+    In a PID namespace, such as a container, processes in other namespaces are invisible but may use
     segments. In such a namespace, the function keeps all UCX segments and all segments of the last
     minute. The jobs of older segments no longer need the names of the files.
     """

@@ -2,7 +2,7 @@
 
 import subprocess
 
-SECONDS = 10  # time limit of `srun --mpi=list`, which only reads files of Slurm
+SECONDS = 10  # time limit of `srun --mpi=list`, which only reads Slurm's files
 # {start of the library's version string: values of --mpi that work, the best value first}
 TYPES = {"MPICH": ("pmi2", "pmix"), "Open MPI": ("pmix",), "Intel": ("pmi2",), "MVAPICH": ("pmi2",)}
 
@@ -49,4 +49,4 @@ def advice(library: str) -> str:
     for kind in suitable_types:
         if kind in offered or not offered:
             return f"srun --mpi={kind}{listing}"
-    return f"srun with the --mpi that works with {library}{listing}, or its mpirun"
+    return f"srun with a value of --mpi that works with {library}{listing}, or its mpirun"

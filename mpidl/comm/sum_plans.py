@@ -32,7 +32,7 @@ def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int
     tree : Tree
         The reduction tree over the blocks.
     ranks : (int, int)
-        First rank of the host, and one past the last.
+        First rank of the host, and one past its last rank.
     rank : int
         This rank, counted from the first rank of the host.
     width : int
@@ -78,7 +78,7 @@ def _joins_of(tree, ranges):
 
 def _plan(places, joins, results, rank, width, kind):
     item, size, fixed_bytes = (4 if kind == FLOATS else 8), width, 0
-    if kind == MOMENTS:  # a chunk of moments has the count, and mean and M2 of some channels
+    if kind == MOMENTS:  # a chunk of moments has the count, and the mean and M2 of some channels
         item, size, fixed_bytes = 16, width // 2, 8
     rows = max((row + 1 for _, row in places), default=1)
     # Use a multiple of the cache line, so that the nodes in a slot are aligned.

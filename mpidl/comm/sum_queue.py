@@ -1,4 +1,4 @@
-"""Sums of one rank that kernels/cpu/sums.c computes in memory that the ranks of a host share."""
+"""Compute sums with kernels/cpu/sums.c, in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class HostSum:
 
 
 class SumQueue:
-    """A queue of the incomplete sums of one rank, with the slots through which they are computed.
+    """The queue of a rank's incomplete sums, with the slots through which they are computed.
 
     Parameters
     ----------
@@ -78,9 +78,9 @@ class SumQueue:
     rank, ranks : int
         Number of this rank among the ranks that share the memory, and number of these ranks.
     patience : float
-        Longest wait inside a call of the kernel library, in seconds.
+        Longest wait inside a call to the kernel library, in seconds.
     first : int
-        Number in the world of the first rank that shares the memory, for error messages.
+        Rank in the world of the first rank that shares the memory, for error messages.
 
     Raises
     ------
@@ -158,7 +158,7 @@ class SumQueue:
         """Wait for a sum inside the kernel library, for at most `patience` seconds."""
         waited = self.words[WAITED_WORD]
         self._library.sums_wait(self.words, host_sum.words)
-        self.words[WAITED_WORD] = waited  # do not add this wait, because the caller counts it
+        self.words[WAITED_WORD] = waited  # exclude this wait, because the caller counts it
         self._check()
         self.release()
 

@@ -38,7 +38,7 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
         Function without arguments.
     recover : callable
         Function without arguments that is called after each loss, before the task is repeated. If
-        more ranks are lost during this call, it is repeated too.
+        more ranks are lost during this call, the call is repeated too.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
                 recover()
             is_recovered = True
             result = task()
-            world.gop("and", True)  # in contrast to `ulfm.agree`, this wait has a time-out
+            world.gop("and", True)  # unlike `ulfm.agree`, this wait has a time-out
             is_agreed = True
             with watchdog.guard(OPERATION, world.transport.timeout):
                 if ulfm.agree(world.transport.comm, True):
@@ -79,7 +79,7 @@ def shrink(world: World, is_agreed: bool = False) -> None:
         Whether this rank detected the loss in `ulfm.agree`. All ranks must call `ulfm.agree` the
         same number of times.
     """
-    with contextlib.suppress(Exception):  # the hook of a kernel may have detected the loss
+    with contextlib.suppress(Exception):  # a kernel's hook may have stored the same error
         builds.watch(None)
     old = world.transport
     with watchdog.guard(OPERATION, old.timeout + START_SECONDS):

@@ -1,7 +1,7 @@
 """Send messages over an MPI communicator, and wait for messages with a time-out.
 
 Every wait is a polling loop, so signals are handled and pending exchanges advance during a wait. If
-a rank stops responding, the job ends with a message that names this rank. The watchdog thread
+a rank stops responding, the job ends with a message that names that rank. The watchdog thread
 guards calls that may block inside MPI.
 """
 
@@ -44,7 +44,7 @@ class Transport:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Communicator. It is duplicated twice: once for arrays and once for control messages.
+        Communicator to duplicate: once for arrays, and once for control messages.
     timeout : float
         Longest wait in seconds. After this time, the transport prints which ranks do not respond,
         and aborts the job.
@@ -62,10 +62,10 @@ class Transport:
     hosts : list of str
         Host name of each rank.
     timeout : float
-        Longest wait in seconds. It may be changed.
+        Longest wait in seconds. This value may be changed.
     oversubscribed : bool
-        Whether this host has more ranks than cores that the ranks may use. If so, waits leave the
-        cores to other ranks.
+        Whether this host has more ranks than cores that the ranks may use. If so, waiting ranks
+        yield the cores to other ranks.
     report_folder : str or None
         Folder in which a rank that times out writes a report about all ranks.
     wait_seconds : float
@@ -148,10 +148,10 @@ class Transport:
         operation : str
             Name of the awaited operation, for messages about a time-out.
         progress : callable, optional
-            Function to call between two calls of `is_ready`.
+            Function to call between two calls to `is_ready`.
         timeout : float, optional
-            Longest wait in seconds. By default `self.timeout`. After this time, the method prints
-            which ranks do not respond, and aborts the job.
+            Longest wait in seconds. The default is `self.timeout`. After this time, the method
+            prints which ranks do not respond, and aborts the job.
         """
         start = time.monotonic()
         outer = self._acts.begin(operation, self.timeout)

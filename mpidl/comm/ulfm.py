@@ -54,7 +54,7 @@ def refusal(mpi: Any, size: int) -> str | None:
         number = ".".join(map(str, version))
         return f"{expected}, found {name} {number} (MPIDL_MPI=openmpi run/install)"
     if "slurm" in os.environ.get("PMIX_NAMESPACE", ""):
-        return f"{expected}, found srun, which ends the job with its first rank"
+        return f"{expected}, found srun, which ends the job when a rank ends"
     if not is_enabled():
         return f"{expected}, found mpirun without --with-ft ulfm"
     try:

@@ -1,6 +1,6 @@
 """Run a thread that ends the process if MPI blocks the main thread or if the launcher has ended.
 
-A wait in `Transport` is a loop that checks its own time-out. A call of MPI, in contrast, may block
+A wait in `Transport` is a loop that checks its own time-out. In contrast, other MPI calls may block
 inside MPI, for example if a rank is stopped while all ranks split a communicator. Only another
 thread can detect such a block. The watchdog thread does not call MPI. It ends this process, after
 which the launcher ends the job. The thread also ends the process if its launcher was killed.
@@ -62,7 +62,7 @@ class Watchdog:
             previous = now
 
     def look(self, seconds: float) -> None:
-        """End the process if the current operation exceeds its limit, or the launcher has ended.
+        """End the process if the current operation exceeds its limit or if the launcher has ended.
 
         Parameters
         ----------

@@ -46,7 +46,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "prod": np.multiply,
 }
 # Reductions that MPI performs itself, because their results do not depend on the order of the
-# ranks. MPI has no minimum or maximum of booleans; logical AND and OR replace them.
+# ranks. MPI has no minimum or maximum of booleans; logical AND and OR are used instead.
 MPI_OF_INTEGERS: dict[object, str] = {"min": "MIN", "max": "MAX"}
 MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}
 
@@ -55,7 +55,7 @@ SHARED_ERRORS = (FolderInUse, StorageFault, LostLock)
 
 
 class LostRank(NamedTuple):
-    """The original number and the host of a rank that ended while the others continued."""
+    """The original number and the host of a rank that ended while other ranks continued."""
 
     rank: int
     host: str
@@ -71,7 +71,8 @@ class World(Messaging):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        MPI communicator. By default COMM_WORLD or, inside a sweep, the communicator of the group.
+        MPI communicator. The default is COMM_WORLD or, inside a sweep, the communicator of the
+        group.
     timeout : float, optional
         Longest wait for other ranks in seconds. After this time, the job ends with a message that
         names the ranks that do not respond.
@@ -81,10 +82,10 @@ class World(Messaging):
     threads : int or None, optional
         Number of threads that the kernels use on each rank. 0 divides the cores among the ranks
         that may use them, unless `dl.configure` or an earlier world has set a number. None leaves
-        the number to a later call of `use_threads`.
+        the number to a later call to `use_threads`.
     neighbours : Neighbours, optional
-        The ranks of all groups of the job, if this world is one of several groups. By default there
-        are no groups.
+        The ranks of all groups of the job, if this world is one of several groups. By default, the
+        job has no groups.
 
     Attributes
     ----------
@@ -147,7 +148,7 @@ class World(Messaging):
         self.device: CudaDevice | None = None
         self.counts: Counts | None = None
         self.mover: NcclMover | MpiMover | None = None
-        # the arguments of the last call of `use_device`
+        # the arguments of the last call to `use_device`
         self.device_request: tuple[str, str | None] | None = None
         self._one_rank = OneRank()  # sums values on a single rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
@@ -199,7 +200,7 @@ class World(Messaging):
         device : {"auto", "cpu", "gpu"}
             "auto" uses GPUs if every rank has one, and CPUs otherwise.
         gpus : str, optional
-            Indices of the GPUs to use, such as "0,2". By default all GPUs.
+            Indices of the GPUs to use, such as "0,2". The default is all GPUs.
 
         Returns
         -------
@@ -233,7 +234,7 @@ class World(Messaging):
         """
         problem = ulfm.refusal(self.transport.MPI, self.size)
         if problem is None and self.device is not None:
-            problem = "expected --device cpu, found GPUs, whose sums cannot lose a rank"
+            problem = "expected --device cpu, found GPUs, whose sums do not survive lost ranks"
         if problem is None and self.neighbours is not None:
             problem = "expected one run per job, found several at a time"
         if problem is not None:
@@ -241,7 +242,7 @@ class World(Messaging):
         self.outlives_ranks = True
 
     def continue_with(self, transport: Transport, survivors: Sequence[int]) -> None:
-        """Shrink the world to the remaining ranks after others were lost.
+        """Shrink the world to the remaining ranks after other ranks were lost.
 
         Collective over the remaining ranks. Shared arrays stay valid, but their memory is not freed
         before the process ends.
@@ -332,8 +333,8 @@ class World(Messaging):
         Parameters
         ----------
         operation : {"and", "or", "min", "max", "sum", "prod"} or callable
-            The reduction. A callable receives two arrays and returns the combined array. It is
-            applied in rank order.
+            The reduction. A callable receives two arrays and returns the combined array. mpidl
+            applies the callable in rank order.
         value : array_like
             Number or array, with the same shape and dtype on all ranks.
 
@@ -380,7 +381,7 @@ class World(Messaging):
 
     @staticmethod
     def _like(result, value):
-        """Return the result with the shape of the value, as a Python number if the value is one."""
+        """Return the result with the shape of the value, as a Python number if it is a number."""
         result = result.reshape(np.shape(value))
         return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
 
@@ -404,8 +405,8 @@ class World(Messaging):
         value : Partial, array_like, dict, list or tuple
             The value of this rank. A Partial, dict, list or tuple requires the operation "sum".
         op : {"sum", "prod", "min", "max", "and", "or"} or callable, optional
-            The reduction. A callable receives two arrays and returns the combined array. It is
-            applied in rank order.
+            The reduction. A callable receives two arrays and returns the combined array. mpidl
+            applies the callable in rank order.
 
         Returns
         -------
@@ -444,7 +445,7 @@ class World(Messaging):
     def barrier(self) -> None:
         """Wait until all ranks have called this method and rank 0 has handled all sent messages.
 
-        These are the messages that any rank passed to `send` before the barrier.
+        The sent messages are those that any rank passed to `send` before the barrier.
         """
         sent_count = self.gop("sum", self._sent_count)
         if self.rank == 0 and self._handler:
@@ -458,13 +459,13 @@ class World(Messaging):
     def raise_if_any(self, error: BaseException | None = None) -> None:
         """Raise an error on all ranks if any rank passes an error.
 
-        An error that only one rank can detect, such as a corrupt image or a full disk, thereby ends
-        all ranks at the same point of the program.
+        If only one rank can detect an error, such as a corrupt image or a full disk, this method
+        ends all ranks at the same point of the program.
 
         Parameters
         ----------
         error : BaseException, optional
-            The error of this rank. By default this rank has no error.
+            The error of this rank. By default, this rank has no error.
 
         Raises
         ------
@@ -555,7 +556,7 @@ class World(Messaging):
     def close(self) -> None:
         """Free the GPU, the shared arrays and the communicators; the world is unusable afterwards.
 
-        Collective. Calling this method is optional. It limits the memory of a process that creates
+        Collective. Calling this method is optional, but limits the memory of a process that creates
         many worlds.
         """
         if self.device is not None:

@@ -11,7 +11,7 @@ from mpidl.errors import UserError
 from mpidl.files import digest
 from mpidl.matlab_names import explain_arguments
 
-MOST_CLASSES = 1 << 20  # largest number of classes of a set without class names
+MOST_CLASSES = 1 << 20  # maximum number of classes of a set without class names
 
 
 class ArrayDatastore(Datastore):

@@ -58,7 +58,7 @@ def draw(labels: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """
     total, classes = len(labels), np.unique(labels)
     per_class = -(-total // len(classes))
-    most_copies = max(1, MAX_SAMPLE // total)  # further copies reuse sample numbers from the first
+    most_copies = max(1, MAX_SAMPLE // total)  # further copies reuse the first sample numbers
     samples = []
     for label in classes:
         (members,) = np.nonzero(labels == label)

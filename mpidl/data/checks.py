@@ -6,7 +6,7 @@ from mpidl.data.datastore import Datastore, Indices
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-MAX_NAMES = 3  # largest number of class names in a warning
+MAX_NAMES = 3  # maximum number of class names in a warning
 
 
 def check_classes(datastore: Datastore) -> None:

@@ -117,7 +117,7 @@ class Datastore:
         Returns
         -------
         ndarray or None
-            Sizes (n,), int64. None if the set does not return the unchanged images of image files.
+            Sizes (n,), int64. None if the images of this set are not unchanged image files.
         """
         return None
 
@@ -212,7 +212,7 @@ class Datastore:
         Returns
         -------
         Datastore
-            The selected images. Reading them reads from this datastore.
+            The selected images, which are read from this datastore.
         """
         return Subset(self, indices)
 
@@ -452,7 +452,7 @@ class Subset(Derived):
 
 
 class Transformed(Derived):
-    """A datastore that applies a function to each image of another; see `Datastore.transform`."""
+    """A datastore with a function applied to each image; see `Datastore.transform`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-# Sizes in pixels: smallest and largest longer side of an image, gap between images, outer margin.
+# Sizes in pixels: limits of the longer side of an image, gap between images, outer margin.
 CELL, LARGEST, GAP, MARGIN = 96, 512, 6, 12
 TEXT = 110  # width of the column of class names in pixels
 ROWS, VARIANTS = 10, 7
@@ -40,7 +40,7 @@ def gallery(
     seed : int
         Seed of the augmentation.
     rows, variants : int
-        Largest number of images, and number of variants per image.
+        Maximum number of images, and number of variants per image.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def select_images(datastore: Datastore, rows: int) -> np.ndarray:
 def _resized(Image, image, factor):
     """Convert pixels (C, H, W) to a Pillow image, and scale its sides by `factor`.
 
-    Float pixels are scaled such that the smallest pixel becomes 0 and the largest becomes 255.
+    Float pixels are scaled so that the smallest pixel becomes 0 and the largest becomes 255.
     """
     if image.dtype != np.uint8:
         low, high = image.min(), image.max()

@@ -29,7 +29,8 @@ class PartedBatch:
     count
         Number of images in the mini-batch, on all ranks.
     parts
-        The parts. The "mean" over the images of a part is their sum divided by `count`.
+        The parts. The "mean" over the images of a part is the sum over these images divided by
+        `count`.
     epoch, seed
         Epoch and seed of the samples, as in `Batch`.
     """
@@ -64,7 +65,7 @@ def part_blocks(count: int, parts: int) -> int:
     count : int
         Images in a full mini-batch.
     parts : int
-        The largest number of parts.
+        The maximum number of parts.
 
     Returns
     -------

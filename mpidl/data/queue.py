@@ -108,7 +108,7 @@ class MinibatchQueue:
     Attributes
     ----------
     parts : int
-        Largest number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
+        Maximum number of parts per mini-batch, 1 by default. If above 1, each mini-batch has a
         `parts.PartedBatch`, and training steps compute its parts one after the other.
 
     Raises
@@ -278,7 +278,7 @@ class MinibatchQueue:
         return self.bad_images.readable_indices(indices, self.datastore)
 
     def _repaired(self, batches, runs, epoch):
-        """Generate the mini-batches. Repeat a mini-batch with unreadable images without them.
+        """Generate the mini-batches. Prepare a mini-batch again without its unreadable images.
 
         If a mini-batch has unreadable images, `agreed` sends the unreadable images of all ranks to
         this generator. All ranks then prepare the mini-batch again, because their shares change.
@@ -318,7 +318,7 @@ def epoch_images(datastore: Datastore, sampling: str) -> int:
 
 
 def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "global") -> None:
-    """Raise UserError if the images do not fill a single mini-batch; all would be discarded."""
+    """Raise UserError if the images do not fill one mini-batch and would all be discarded."""
     if (count := epoch_images(datastore, sampling)) < batch_size:
         raise UserError(
             f"{datastore.describe()}: --partial-minibatch discard: expected images for at least "
@@ -350,11 +350,12 @@ class _BatchBuilder:
         moves = p.moves(indices, batch.epoch, batch.seed)
         fill_blocks(pixels, moves, p.normalization.arrays(), self.lanes[first:stop])
         if labels is not None:
-            for b in range(first, stop):
-                n = batch.valid(b)
-                block = labels[(b - first) * LANES :][:n]
-                self.labels[b, ..., :n] = np.moveaxis(block, 0, -1)
-                self.labels[b, ..., n:] = 0
+            full, rest = divmod(len(labels), LANES)  # only the last block can have fewer images
+            blocks = labels[: full * LANES].reshape(full, LANES, *labels.shape[1:])
+            self.labels[first : first + full] = np.moveaxis(blocks, 1, -1)
+            if rest:
+                self.labels[first + full, ..., :rest] = np.moveaxis(labels[-rest:], 0, -1)
+                self.labels[first + full, ..., rest:] = 0
 
     def result(self):
         """Return the prepared images and labels as Blocked values, or Unreadable."""

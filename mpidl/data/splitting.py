@@ -1,4 +1,4 @@
-"""Select the images of each part of a split and of each fold of a cross-validation."""
+"""Select the images for each part of a split and for each cross-validation fold."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def check_sizes(parts: Sequence[float]) -> list[Decimal] | list[int]:
         return counts
     raise UserError(
         "split: expected fractions such as 0.8, 0.1, or images per label such as 100, 20, found "
-        f"{shown_parts}; the images are always selected at random, by seed="
+        f"{shown_parts}; the images are always selected at random (see seed=)"
     )
 
 

@@ -44,8 +44,8 @@ class ClassMetrics:
     Parameters
     ----------
     values : dict
-        {name: float}. A metric of several classes is the mean over the classes for which it is
-        defined, or NaN if no class has it.
+        {name: float}. The value of a per-class metric is its mean over the classes for which it is
+        defined, or NaN if there is no such class.
     per_class : dict
         {name: ndarray of float64, shape (K,)} for the metrics that are defined for each class.
         An element is NaN if its denominator is 0.
@@ -147,8 +147,8 @@ def requested(
     for name in names:
         if name not in allowed:
             raise UserError(
-                f"metrics: {name}: expected {_requirement(name)}; this network and loss have "
-                f"{', '.join(allowed) or 'no metrics of classes'}"
+                f"metrics: {name}: expected {_requirement(name)}; this network and loss support "
+                f"{', '.join(allowed) or 'no class metrics'}"
             )
     return tuple(name for name in NAMES if name in names)
 
@@ -207,14 +207,14 @@ class Tally:
         self.ranking = Ranking(classes) if needs_ranking else None
 
     def add(self, scores: Blocked, labels: Blocked) -> None:
-        """Count the predictions for this rank's images of a mini-batch.
+        """Count the predictions for this rank's images in a mini-batch.
 
         Parameters
         ----------
         scores : Blocked
             Scores before the softmax or sigmoid, (N, K) or (N, K, ...).
         labels : Blocked
-            Labels (N,) or (N, ...), or targets in the shape of the scores.
+            Labels (N,) or (N, ...), or targets with the shape of the scores.
         """
         x, y = scores.local(), labels.local()
         if self.has_labels:
@@ -259,7 +259,7 @@ class Tally:
             self.ranking.add(x.reshape(shape), rows[1], counted)
 
     def metrics(self, world: Any) -> ClassMetrics:
-        """Return the metrics of the images of all ranks. Collective."""
+        """Return the metrics for the images of all ranks. Collective."""
         sums = world.gop("sum", np.stack([self.correct, self.predicted, self.labelled]))
         correct, predicted, labelled = sums
         values, per_class = _of_counts(correct, predicted, labelled, has_labels=self.has_labels)
@@ -298,10 +298,10 @@ def predicted_classes(scores: np.ndarray) -> np.ndarray:
 
 
 def _of_counts(correct, predicted, labelled, has_labels):
-    """Return {name: value} and {name: values of the classes} of the metrics of counts.
+    """Compute metrics from counts, and return {name: value} and {name: values of the classes}.
 
-    A mean is over the classes that occur in the labels or in the predictions. With several labels
-    per image, a mean is over all classes. An undefined ratio counts as 0, as in scikit-learn.
+    Means are over the classes that occur in the labels or in the predictions. With several labels
+    per image, means are over all classes. An undefined ratio counts as 0, as in scikit-learn.
     """
     union = predicted + labelled - correct
     per_class = {
@@ -332,7 +332,7 @@ def _mean(values, chosen_ones):
 
 
 def _f1_of_samples(counts_of_ranks, images):
-    """Return the mean F1 over images. The F1 of an image without labels and predictions is 0."""
+    """Return the mean F1 over images. An image with neither labels nor predictions has F1 = 0."""
     totals: dict[tuple[int, int], int] = {}
     for counts in counts_of_ranks:
         for pair, count in counts.items():

@@ -14,7 +14,7 @@ from mpidl.files import write_whole
 from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names
 
-LARGEST = 1000  # with more classes, a run does not count confusions, which need 8 MB per rank
+LARGEST = 1000  # largest number of classes for which a run counts confusions (8 MB per rank)
 MAX_CLASSES = 20  # with more classes, only the most frequent confusions are printed
 
 
@@ -98,7 +98,7 @@ class Confusion:
         -------
         list of (str, str, int)
             True class, predicted class and count of each pair. The largest count comes first; pairs
-            of equal count are in the order of the classes.
+            with equal counts are in the order of the classes.
         """
         errors = self.counts * (1 - np.eye(len(self.counts), dtype=np.int64))
         order = np.argsort(-errors, axis=None, kind="stable")[:max_pairs]
@@ -138,7 +138,7 @@ class Confusion:
         return "\n".join([self._summary(), *aligned(self._pairs())])
 
     def _repr_html_(self) -> str:
-        """Return an HTML table for a notebook. Darker cells have a larger fraction of their row."""
+        """Return an HTML table for a notebook. A darker cell has a larger fraction of its row."""
         if len(self.classes) > MAX_CLASSES:
             return f"<p>{self._summary()}</p>\n{_html_table(self._pairs())}"
         shades = self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1)
@@ -178,7 +178,7 @@ def check_path(path: str | os.PathLike[str], subject: str) -> None:
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".csv", ".png"):
         raise UserError(
-            f"{path}: {subject} is written as .csv or .png, found {suffix or 'no ending'}"
+            f"{path}: {subject} is written as .csv or .png, found {suffix or 'no suffix'}"
         )
     if suffix == ".png":
         picture.need_matplotlib(path)

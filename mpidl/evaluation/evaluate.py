@@ -99,13 +99,13 @@ def agreed(
 ) -> Generator[tuple, None, None]:
     """Yield each mini-batch after all ranks have read their parts of the mini-batch.
 
-    Before each mini-batch, the ranks agree whether to continue, so all ranks stop at the same
+    Before each mini-batch, the ranks agree on whether to continue, so all ranks stop at the same
     mini-batch. If the queue has `bad_images`, the ranks also agree on the images to skip.
 
     Parameters
     ----------
     batches : generator
-        A generator of this rank's part of each mini-batch.
+        A generator that yields this rank's part of each mini-batch.
     world : World
         The ranks that share the mini-batches.
     signals : Signals, optional
@@ -196,7 +196,7 @@ def evaluate(
     datastore : Datastore
         Images with labels, or with targets that the loss compares with the outputs.
     world : World, optional
-        The ranks that share the images; by default all ranks.
+        The ranks that share the images. The default is all ranks.
     batch_size : int
         Images per mini-batch.
     prefetch : int
@@ -216,8 +216,8 @@ def evaluate(
     progress : function, optional
         Function to call after each mini-batch, with the number of images evaluated so far.
     bad_images : BadImages, optional
-        Receives the images that cannot be read. The result then covers the other images. By
-        default, an image that cannot be read raises an error.
+        Receives the images that cannot be read. The result then excludes these images. By default,
+        an image that cannot be read raises an error.
     test_flips : {"none", "x", "y", "xy"}
         Average the scores over mirror images: left to right, top to bottom, or both ways.
 
@@ -385,13 +385,13 @@ def regression_errors(
         Images with targets, such as images or scalars. The targets must have the shape of the
         network's outputs, except for axes of length 1.
     world : World, optional
-        The ranks that share the images; by default all ranks.
+        The ranks that share the images. The default is all ranks.
     batch_size : int
         Images per mini-batch.
     bad_images : BadImages, optional
-        As for `evaluate`.
+        See `evaluate`.
     test_flips : {"none", "x", "y", "xy"}
-        As for `evaluate`.
+        See `evaluate`.
 
     Returns
     -------
@@ -410,7 +410,7 @@ def regression_errors(
     shape = losses.targets_shape(net, datastore) or ()
     if squeezed(shape) != squeezed(net.output_shape):
         raise UserError(
-            f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
+            f"{datastore.describe()}: expected targets of shape {net.output_shape}, like the "
             f"network's outputs, found {shape}"
         )
     _check_count(datastore)

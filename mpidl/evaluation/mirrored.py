@@ -26,7 +26,7 @@ class MirroredNetwork:
     net : Network
         The network.
     flips : {"none", "x", "y", "xy"}
-        Mirror left to right ("x"), top to bottom ("y"), or both ways. This takes 2, 2 or 4 passes.
+        Mirror left to right ("x", 2 passes), top to bottom ("y", 2 passes), or both ("xy", 4).
     """
 
     def __init__(self, net: Network, flips: Flips) -> None:

@@ -1,7 +1,7 @@
 """Compute the outputs of a trained network: scores, classes and activations of layers.
 
-Results have the same bytes on any number of ranks. Each image is computed exactly once, in a block
-of 16 images, and no image is repeated to balance the ranks.
+Results have the same bytes on any number of ranks. Each image is processed exactly once, in a block
+of 16 images. No image is repeated to balance the ranks.
 
 Predictions take less time than the forward pass of training: batch normalizations are folded into
 the weights, and 3x3 convolutions use Winograd's F(4x4). The outputs differ from those of the
@@ -78,10 +78,11 @@ def predict(
         Number of images per mini-batch, over all ranks.
     softmax : bool, optional
         Whether to convert the outputs to class scores with softmax. Softmax applies to each image
-        or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
-        network ends in `Softmax`. The default is True if the outputs have shape (K,), the images
-        have no targets, and the network was not trained to predict numbers or several labels per
-        image. Otherwise it is False. If the training is unknown, a last `Sigmoid` implies labels.
+        or, if the outputs have shape (K, H, W), to each pixel. Softmax is not applied twice if the
+        network ends in `Softmax`. The default is False if the outputs do not have shape (K,), if
+        the images have targets, or if the network was trained to predict numbers or several labels
+        per image. Otherwise the default is True. If `net.loss` is None, a final `Sigmoid` layer
+        means that the network predicts several labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
     everywhere : bool
@@ -143,13 +144,13 @@ def classify(
 ) -> np.ndarray | None:
     """Return the class of each image, in prediction mode. Collective.
 
-    The class is the index of the largest output; ties go to the lowest index. If there is a single
-    output, for the second of two classes, the class is 1 where its probability is above 1/2.
+    The class is the index of the largest output; ties go to the lowest index. If the only output is
+    the score of the second of two classes, the class is 1 if its probability is above 1/2.
 
     Parameters
     ----------
     net, images, world, batch_size, test_flips, everywhere
-        As for `predict`.
+        See `predict`.
     names : bool
         Whether to return the names of the classes, ``net.classes``, instead of their indices.
 
@@ -229,7 +230,7 @@ def activations(
     layer : str
         Name of the layer.
     net, images, world, batch_size, everywhere
-        As for `predict`.
+        See `predict`.
 
     Returns
     -------
@@ -259,7 +260,7 @@ def outputs(net: Network, images: Blocked) -> np.ndarray:
 
 
 def probabilities(net: Network, images: Blocked) -> np.ndarray:
-    """Return the probabilities (after sigmoid) of this rank's labels, (n, K, ...)."""
+    """Return the label probabilities (after sigmoid) of this rank's images, (n, K, ...)."""
     return ops.sigmoid(net.logits(images, Sigmoid)).local()
 
 
@@ -290,7 +291,7 @@ def by_batch(
     bad_images: BadImages | None = None,
     test_flips: Flips = "none",
 ) -> Generator[tuple, None, None]:
-    """Yield the results of each mini-batch on rank 0, in the order of the datastore.
+    """Yield the results for each mini-batch on rank 0, in the order of the datastore.
 
     Collective: every rank must consume all mini-batches.
 
@@ -311,7 +312,7 @@ def by_batch(
         Receives the images that cannot be read. These images are skipped. By default, such an image
         raises an error.
     test_flips : {"none", "x", "y", "xy"}
-        As for `predict`.
+        See `predict`.
 
     Yields
     ------

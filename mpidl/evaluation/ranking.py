@@ -25,7 +25,7 @@ class Ranking:
     def __init__(self, classes: int) -> None:
         self.classes = classes
         self._scores: list[np.ndarray] = []
-        self._states: list[np.ndarray] = []  # 0, 1, or 2 for entries that do not count
+        self._states: list[np.ndarray] = []  # 1 if labelled, 0 if not, 2 if not counted
 
     def add(self, scores: np.ndarray, labelled: np.ndarray, counted: np.ndarray | None) -> None:
         """Add images.
@@ -37,7 +37,7 @@ class Ranking:
         labelled : ndarray of bool, shape (n, K)
             Whether the image has the class.
         counted : ndarray of bool, shape (n, K), or None
-            Which entries count; None for all.
+            Whether each entry counts. None if all entries count.
         """
         states = labelled.astype(np.uint8)
         if counted is not None:
@@ -51,8 +51,9 @@ class Ranking:
         Returns
         -------
         (ndarray, ndarray)
-            float64, shape (K,). Both are NaN if a class has no positive images or a NaN score; an
-            area is also NaN if the class has no negative images.
+            Two float64 arrays of shape (K,). Both values of a class are NaN if the class has no
+            positive images or a NaN score. The area is also NaN if the class has no negative
+            images.
         """
         empty = np.zeros((self.classes, 0), np.uint8)
         scores = np.concatenate([empty.astype(np.float32), *self._scores], axis=1)
@@ -84,7 +85,7 @@ def area_and_precision(scores: np.ndarray, states: np.ndarray) -> tuple[float, f
     Returns
     -------
     (float, float)
-        NaN for undefined values.
+        The two values. An undefined value is NaN.
 
     Notes
     -----

@@ -24,9 +24,9 @@ class HeldOut(Subset):
 
 
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
-    """Split a validation set from the training set by the option validation_fraction or fold.
+    """Split a validation set from the training set if `validation_fraction` or `fold` is set.
 
-    A second call with the results returns them unchanged.
+    If the arguments are the results of an earlier call, they are returned unchanged.
 
     Parameters
     ----------
@@ -38,8 +38,8 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     Returns
     -------
     (Datastore, TrainingOptions)
-        The images to train on, and a copy of the options with the remaining images as validation
-        set. Both arguments are returned unchanged if neither option is set.
+        The images to train on, and a copy of the options with the remaining images as the
+        validation set. Both arguments are returned unchanged if neither option is set.
 
     Raises
     ------
@@ -118,11 +118,11 @@ class Validation:
     Parameters
     ----------
     options : TrainingOptions
-        Options of the run. Their `validation` may be None.
+        Options of the run. `options.validation` may be None.
     world : World
         The ranks of the run.
     loss : str or function
-        The loss, as for `evaluate`.
+        The loss; see `evaluate`.
 
     Attributes
     ----------
@@ -262,7 +262,7 @@ class Validation:
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 
     def of_the_result(self) -> tuple[float | None, float | None]:
-        """Return the validation loss and accuracy of the resulting network; None if unknown."""
+        """Return the validation loss and accuracy of the returned network; None if unknown."""
         if self.best:
             return self.loss, self.accuracy
         return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)

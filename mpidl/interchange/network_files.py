@@ -25,7 +25,7 @@ from mpidl.training.files import model_file
 
 SUFFIXES = (".h5", ".onnx", ".safetensors")
 IMAGES = 4  # number of images whose scores are compared
-LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
+LIMIT = 1e-4  # largest accepted difference between scores, relative to the largest score
 
 # A function that builds a network from the shape (C, H, W) of an image and the number of outputs.
 Build: TypeAlias = Callable[[tuple[int, ...], int], Network]
@@ -94,7 +94,9 @@ def load(
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
     _check_size(net, path)
     names = "mpidl" if weights.fits(net, arrays, "mpidl", path) else "torchvision"
-    return weights.assign(net, arrays, names, path)
+    weights.assign(net, arrays, names, path)
+    net.unwhitened = description.get("unwhitened", [])
+    return net
 
 
 def _check_shape(input_shape):
@@ -152,7 +154,7 @@ def load_into(
     def renamed(names):
         try:
             return weights.rename(net, arrays, names, path)
-        except UserError:  # two arrays with one name
+        except UserError:  # two arrays with the same name
             return {}
 
     expected = net.parameters.keys() | net.state.keys()
@@ -222,6 +224,7 @@ def _load_onnx_into(path, build):
                 f"found {_shapes(arrays)}"
             )
         setattr(net, table, dict(zip(expected, values, strict=True)))
+    net.unwhitened = []
     net.normalization, net.classes = source.normalization, source.classes
     net.crop, net.preprocess = source.crop, source.preprocess
     difference = score_difference(_without_softmax(source), _without_softmax(net))

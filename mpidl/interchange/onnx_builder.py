@@ -21,8 +21,8 @@ from mpidl.nn import construction, graph
 from mpidl.nn import layers as nn
 
 BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
-MAX_VALUES = 1 << 28  # largest number of values that a layer may compute from an image
-UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # their sum is 1: no scaling
+MAX_VALUES = 1 << 28  # maximum number of values that a layer may compute from an image
+UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # epsilon + variance is 1: no scaling
 
 
 class Unsupported(Exception):
@@ -37,8 +37,9 @@ class Value(NamedTuple):
     layer, shape
         Name of the layer that computes the value, and shape of the layer's output.
     order
-        Order of the axes in the graph, if it differs from the layer: (1, 2, 0) if the graph's value
-        has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the orders agree.
+        Order of the axes in the graph, if it differs from the layer's order: (1, 2, 0) if the
+        graph's value has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the
+        orders agree.
     image
         Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
     """
@@ -252,7 +253,7 @@ class Builder:
         return self.add(node, layer, [x], **arrays)
 
     def is_read_once(self, x: Value) -> bool:
-        """Return whether a value is read exactly once, under all of its names together."""
+        """Return whether a value is read exactly once, counting reads under all of its names."""
         names = self.tensors[x.layer]
         return sum(self.readers[name] for name in names) - (len(names) - 1) == 1
 

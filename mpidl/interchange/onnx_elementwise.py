@@ -16,7 +16,7 @@ SIMPLE = {
     "Tanh": nn.Tanh,
     "HardSwish": nn.HardSwish,
 }
-UNBOUNDED = 3.4e38  # bounds of Clip count as infinite from this magnitude
+UNBOUNDED = 3.4e38  # bounds of Clip with at least this magnitude count as infinite
 
 
 def _add(node, builder, layer):
@@ -120,7 +120,7 @@ def _identity(node, builder):
 @operator("Cast")
 def _cast(node, builder):
     if node["to"] != 1:
-        raise Unsupported("it casts to another type than float32")
+        raise Unsupported("it casts to a type other than float32")
     return node.value(any_order=True)
 
 

@@ -1,7 +1,7 @@
 """Read an ONNX file: check the graph, load arrays, and compute constant results.
 
-A file may be damaged or malicious. protobuf checks lengths during parsing. Files with external data
-must be in the folder of the ONNX file, and arrays must not extend past the end of such a file.
+A file may be damaged or malicious. protobuf checks lengths during parsing. External data must be in
+files in the folder of the ONNX file, and arrays must not extend past the end of such a file.
 Constants are computed only with operators whose result sizes are known in advance.
 """
 
@@ -26,7 +26,7 @@ LARGE = 1024  # number of elements; ONNX needs only smaller constants to infer s
 # All computed constants of a file may have MIN_ELEMENTS elements in total, plus ELEMENTS_PER_BYTE
 # for each byte of its weights, but at most MAX_ELEMENTS.
 MAX_ELEMENTS, MIN_ELEMENTS, ELEMENTS_PER_BYTE = 1 << 28, 1 << 22, 8
-LARGEST = 1 << 16  # largest accepted number of channels, rows or columns of an image
+LARGEST = 1 << 16  # maximum accepted number of channels, rows or columns of an image
 CHANNELS_LAST = (1, 2, 0)
 BEFORE_TRANSPOSE = ("Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub")
 FOLDABLE = frozenset(
@@ -63,7 +63,7 @@ class Model(NamedTuple):
     description : dict
         Metadata of the file, {key: text}.
     limit : int
-        Largest total number of elements of all constants that `compute_constant` may compute.
+        Maximum total number of elements of all constants that `compute_constant` may compute.
     computed : list of int
         Number of elements of each constant that `compute_constant` has computed.
     """
@@ -257,7 +257,7 @@ def _image_input(graph, nodes, constants, input_shape, path):
 
 
 def _is_transposed_first(nodes, name):
-    """Return whether the graph transposes images (N, H, W, C), at most normalizing them before."""
+    """Return whether the graph transposes images (N, H, W, C) first or after normalizing them."""
     readers = collections.defaultdict(list)
     for node in nodes:
         for read in set(node.input):
@@ -336,7 +336,7 @@ def _constant(onnx, node, path):
 
 
 def _size(node, arrays):
-    """Return an upper bound of the number of elements in the result of a node."""
+    """Return an upper bound on the number of elements in the result of a node."""
     if node.op_type == "ConstantOfShape":
         return math.prod(int(n) for n in arrays[0].ravel())
     if node.op_type == "Expand":

@@ -14,11 +14,11 @@ import numpy as np
 
 from mpidl.backends import REFERENCE as reference
 
-# Large numbers distinguish an activation from the activation with a clipped input or output.
+# Large numbers distinguish an activation from one whose input or output is clipped.
 LARGE = np.outer([-1, 1], [10, 30, 100, 1e3, 1e5, 1e7]).ravel()
 GRID = np.concatenate([np.linspace(-7, 7, 57), [-0.01, 0.003, 1e-4], LARGE])
 TOLERANCE = 1e-5  # largest relative difference on the grid; constants in files are float32
-MAX_NODES = 16  # largest number of nodes in a pattern
+MAX_NODES = 16  # maximum number of nodes in a pattern
 
 Function = Callable[..., np.ndarray]
 ARITHMETIC: dict[str, Function] = {

@@ -2,8 +2,8 @@
 
 In PyTorch's files, an array name such as "layer1.0.conv1.weight" consists of a module name and the
 name of an array in this module. The corresponding layer of mpidl has the module's name with "_"
-instead of ".". Tables translate the module names of timm and of Hugging Face's transformers to
-torchvision's names.
+instead of ".". Tables translate the module names in timm and in Hugging Face's transformers to the
+names in torchvision.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     Raises
     ------
     UserError
-        If the file cannot be read, if arrays are missing, superfluous or of other shapes, or if two
-        arrays have the same name in the network. The message lists up to ten names per problem.
+        If the file cannot be read, if arrays are missing, superfluous or have other shapes, or if
+        two arrays have the same name in the network. The message lists up to ten names per problem.
     TypeError
         If the network is on a GPU.
     """
@@ -97,14 +97,15 @@ def assign(
         }
     net.parameters = {name: values[name] for name in net.parameters}
     net.state = {name: values[name] for name in net.state}
+    net.unwhitened = []
     return net
 
 
 def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> None:
     """Write the learnables and the state of a network to a safetensors file.
 
-    Like a model file, the file also describes the network and the preprocessing of its images, in
-    its metadata. With torchvision's names, the arrays equal the module's state_dict.
+    Like a model file, the file also describes the network and the preprocessing of images, in its
+    metadata. With torchvision's names, the arrays equal the state_dict of torchvision's module.
 
     Parameters
     ----------

@@ -12,8 +12,8 @@ from mpidl.nn import Network
 from mpidl.nn.layers import Sigmoid, Softmax
 
 # The result of a loss function: (loss,), (loss, correct), (loss, correct, count) or (loss, correct,
-# count, weight). `correct` is the number of correct labels, `count` the number of labels that are
-# not ignored, and `weight` the weight of the mini-batch in a mean over mini-batches.
+# count, weight). `correct` is the number of correct labels, and `count` is the number of labels
+# that are not ignored. `weight` is the weight of the mini-batch in a mean over mini-batches.
 Sums: TypeAlias = tuple[Partial | Var, ...]
 
 
@@ -40,7 +40,7 @@ class LabelLoss(abc.ABC):
         images : Blocked
             Images (N, C, H, W).
         labels : Blocked
-            Labels or targets, as for `of_scores`.
+            Labels or targets; see `of_scores`.
 
         Returns
         -------

@@ -91,14 +91,14 @@ class BinaryCrossEntropy(LabelLoss):
         scores : Blocked
             Scores (N, K) or (N, K, ...).
         targets : Blocked
-            Targets in the shape of the scores.
+            Targets with the shape of the scores.
 
         Returns
         -------
         tuple of Partial
             The loss and the number of correct labels. If `ignore_label` is set, also the number of
-            targets that are not ignored, twice (see `base.Sums`). Only the loss can be
-            differentiated.
+            targets that are not ignored, as both count and weight (see `base.Sums`). Only the loss
+            can be differentiated.
         """
         ignored = self.ignore_label
         weights = numbers_of("positive_weights", self.positive_weights, "BinaryCrossEntropy")
@@ -148,8 +148,8 @@ class BinaryCrossEntropy(LabelLoss):
             )
         if shape is None and squeezed(outputs):
             raise UserError(
-                f"{dataset}: --loss binary-crossentropy: expected a network with one output for "
-                f"images with one label, or targets 0 and 1 of shape {outputs}, found outputs of "
+                f"{dataset}: --loss binary-crossentropy: expected a network with one output (for "
+                f"one label per image) or targets 0 and 1 of shape {outputs}, found outputs of "
                 f"shape {outputs} and one label per image"
             )
         if shape is not None and squeezed(shape) != squeezed(outputs):

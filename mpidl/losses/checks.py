@@ -20,7 +20,7 @@ from mpidl.text import class_names, name_list
 def labels_per_image(net: Network, datastore: Any) -> int:
     """Return the number of labels per image.
 
-    The number is 1 if the dataset has no targets, else the number of elements in the targets of an
+    The number is 1 if the dataset has no targets. Otherwise it is the number of target elements per
     image.
     """
     return math.prod(targets_shape(net, datastore) or ())
@@ -34,8 +34,8 @@ def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: 
         return names if net.output_shape[:1] == (len(names),) else []
     if datastore.targets_shape is None:
         return names
-    # If there are more names than outputs, the names belong to the labels of the images, not to the
-    # classes of the targets.
+    # If there are more names than outputs, the names belong to the labels of the images, not to
+    # classes in the targets.
     return names if has_class_scores(loss) and len(names) <= net.output_shape[0] else []
 
 
@@ -74,7 +74,7 @@ def check_names(
     expected
         The expected class names, or None if they are unknown.
     owner
-        Owner of the expected names for the error message, such as "the network".
+        What the expected names belong to, for the error message, such as "the network".
     """
     names = output_class_names(loss, net, datastore)
     other = [i for i, (a, b) in enumerate(zip(expected or (), names, strict=False)) if a != b]

@@ -42,7 +42,7 @@ class Dice(LabelLoss):
     generalized : bool
         Whether a class is weighted by 1 / (number of its pixels)**2.
     cross_entropy : CrossEntropy, optional
-        A loss to add. It must have the same `ignore_label`.
+        A cross-entropy loss to add, with the same `ignore_label`.
 
     Raises
     ------

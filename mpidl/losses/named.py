@@ -1,4 +1,4 @@
-"""The losses that have names, and losses that are the user's functions."""
+"""Provide losses by name, and adapt user-defined loss functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TAKERS = {
 
 
 def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
-    """Return the label loss given by name or as an object, or None if it is another loss."""
+    """Return the label loss that `loss` names or is, or None if `loss` is not a label loss."""
     value = loss if callable(loss) else LOSSES.get(loss)
     return value if isinstance(value, LabelLoss) else None
 
@@ -124,8 +124,8 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     UserError
         If no loss has this name.
     TypeError
-        Raised by the returned function if the user's function returns neither a loss nor such a
-        tuple.
+        Raised by the returned function if the user's function returns neither a loss nor the tuple
+        described above.
     """
     if not callable(loss):
         if loss not in LOSSES:

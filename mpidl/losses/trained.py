@@ -1,4 +1,4 @@
-"""The loss of a network's training, as model files store it in `Network.loss`."""
+"""Record and read the training loss of a network: `Network.loss`, which model files store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def trained_loss(
     Parameters
     ----------
     loss
-        The value of the argument `loss` of the training.
+        The value of the argument `loss` in training.
     net : Network
         The network.
     datastore : Datastore
@@ -30,7 +30,7 @@ def trained_loss(
     dict or None
         "name" is the name of the loss in LOSSES. "ignore_label" is the ignored label, if there is
         one. "negative" is the name of class 0, if the network's only output is the score of the
-        other class. The value is None if the loss is a user's function.
+        other class. The value is None if the loss is a user-defined function.
     """
     named_loss = label_loss(loss)
     if named_loss is None:
@@ -59,7 +59,7 @@ def check_trained_loss(facts: Any) -> dict[str, str | int] | None:
 
 
 def loss_of(net: Network) -> str | Callable[..., Any] | None:
-    """Return the loss of a network's training without its weights, or None if it is unknown.
+    """Return the loss with which a network was trained, or None if it is unknown.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def loss_of(net: Network) -> str | Callable[..., Any] | None:
     Returns
     -------
     str, callable or None
-        A value for the argument `loss` of `evaluate`.
+        A value for the argument `loss` of `evaluate`, without class weights.
     """
     if net.loss is None:
         return None
@@ -83,15 +83,15 @@ def has_separate_labels(net: Network) -> bool:
     Parameters
     ----------
     net : Network
-        The network. If the loss of its training is unknown, the result is whether its last layer is
-        a `Sigmoid`.
+        The network. If its training loss is unknown, the result is True if its last layer is a
+        `Sigmoid`.
     """
     loss = loss_of(net)
     return isinstance(net.layers[-1], Sigmoid) if loss is None else has_label_scores(loss)
 
 
 def label_names(net: Network) -> tuple[str, ...] | None:
-    """Return the class names of the labels. There may be one more name than outputs.
+    """Return the class names of the labels, which may be one more than the network's outputs.
 
     Parameters
     ----------

@@ -147,7 +147,7 @@ def layers_of_spec(
         name = arguments.pop("type", None)
         if name not in types:
             raise ValueError(
-                f"unknown layer type {name!r}: expected a layer of mpidl, or a custom one that "
+                f"unknown layer type {name!r}: expected a layer of mpidl, or a custom layer that "
                 "you pass (dl.load_model(path, layers=[...]), predict --layers FILE.py)"
             )
         result.append(types[name](**{key: _tuples(value) for key, value in arguments.items()}))

@@ -7,8 +7,8 @@ These runs of layers become one op:
 - Convolution and batch normalization, if only additions read the result. The op stores only the
   convolution's output, which the additions normalize when they read it.
 - The addition of two values and ReLU.
-- Convolution, ReLU, and between them perhaps the addition of one other value, as at the end of a
-  residual block. The op adds and applies the ReLU before it stores the convolution's output.
+- Convolution and ReLU, optionally with the addition of another value between them, as at the end
+  of a residual block. The op applies the addition and the ReLU before it stores the result.
 
 Layers outside a run may read only the output of the run's last layer. If several layers read this
 output, their cotangents are summed. Fusion does not change the network, the learnables or the
@@ -60,9 +60,10 @@ RUNS = (
 
 
 def _begins(run, layers, reads, readers):
-    """Return whether layers with these reads begin with a run whose results only it reads.
+    """Return whether the first layers have the types in `run` and can be fused.
 
-    `readers` are the layers that read each name.
+    `reads` contains the names of the outputs that each layer reads, and `readers` the layers that
+    read each output.
     """
     if tuple(type(layer) for layer in layers[: len(run)]) != run:
         return False
@@ -80,7 +81,7 @@ def _begins(run, layers, reads, readers):
 
 
 def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names of the outputs of other runs that a run reads, in the layers' order."""
+    """Return the names of the outputs of other runs that a run reads, in layer order."""
     names = {layer.name for layer in run}
     return tuple(name for layer_reads in reads for name in layer_reads if name not in names)
 
@@ -91,7 +92,7 @@ def can_fuse(x: Any) -> bool:
 
 
 def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:
-    """Compute a run of several layers by one op; x are the values of its `outer_reads`."""
+    """Compute a run of several layers by one op; `x` contains the values of its `outer_reads`."""
     if isinstance(run[0], Add):
         return ops.add_relu(*x)
     conv: Any = run[0]

@@ -36,7 +36,7 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
             before = names[i - 1] if i else IMAGES
             reads = (before if layer.after is None else layer.after,)
         elif layer.after is not None:
-            raise ValueError(f"{layer.name}: a layer with inputs cannot also have after")
+            raise ValueError(f"{layer.name}: a layer with `inputs` cannot also have `after`")
         for name in reads:
             if name != IMAGES and positions.get(name, i) >= i:
                 _refuse(layer.name, name, names[:i], names)
@@ -45,8 +45,8 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     for name in names[:-1]:
         if name not in read_names:
             raise ValueError(
-                f"{name}: no layer reads its output, and it is not the last layer, whose output is "
-                "the network's"
+                f"{name}: no layer reads its output, but only the output of the last layer may be "
+                "unread"
             )
     return reads_of_layers
 

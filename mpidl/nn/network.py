@@ -16,7 +16,7 @@ from mpidl import ops
 from mpidl.autodiff import Var, value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import construction, editing, graph, placement
-from mpidl.nn.layers import Layer, LayerContext, Softmax
+from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax
 from mpidl.nn.layers.base import Value
 from mpidl.nn.plan import Plan
 from mpidl.nn.summary import Analysis, layer_table, times
@@ -82,8 +82,8 @@ class Network:
     Raises
     ------
     ValueError
-        If a layer reads an output that no earlier layer has, or does not accept the shape of its
-        input, or if no layer reads the output of a layer other than the last one.
+        If a layer reads an output that no earlier layer produces, or does not accept the shape of
+        its input. Also raised if no layer reads the output of a layer before the last one.
     TypeError
         If `layers` is not a list of layers.
     """
@@ -111,6 +111,12 @@ class Network:
             self._state |= construction.initial_arrays(layer, built.state, seed)
             shapes[layer.name] = built.output_shape
         self.output_shapes: list[tuple[int, ...]] = [shapes[layer.name] for layer in self.layers]
+        self._initial_filters: Arrays = {}  # {name: initial weight} of layers to whiten
+        self.unwhitened = [
+            str(layer.name)
+            for layer in self.layers
+            if isinstance(layer, Conv2D) and layer.weight_initializer == "whitening"
+        ]
         self.normalization: Any = None
         self.crop: tuple[int, int] | None = None
         self.preprocess: Any = None
@@ -119,7 +125,7 @@ class Network:
         self.plan_runs()
 
     def plan_runs(self) -> None:
-        """Determine again which layers run as one op. Call this after changing the layers."""
+        """Determine again which layers run as one op. Call this after a change of the layers."""
         self._plan = Plan(self.layers, self.reads)
 
     @property
@@ -166,6 +172,26 @@ class Network:
     @state.setter
     def state(self, values: Mapping[str, np.ndarray]) -> None:
         self._state = construction.checked_arrays("state", self._state, values)
+
+    @property
+    def unwhitened(self) -> list[str]:
+        """Names of the layers with `weight_initializer="whitening"` without computed filters.
+
+        `dl.train` and `whiten` compute the filters of these layers. A layer leaves the list if its
+        weights change, or if a new list is assigned. For example, `net.unwhitened = []` keeps the
+        weights of all layers. Model files store the list. On a GPU, the list is empty.
+        """
+        return [
+            name
+            for name, initial in self._initial_filters.items()
+            if isinstance(weight := self._parameters[f"{name}.weight"], np.ndarray)
+            and np.array_equal(weight, initial)
+        ]
+
+    @unwhitened.setter
+    def unwhitened(self, names: Iterable[str]) -> None:
+        weights = {name: self._parameters[f"{name}.weight"] for name in names}
+        self._initial_filters = {name: np.array(weight) for name, weight in weights.items()}
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -415,8 +441,7 @@ class Network:
         images : Blocked or Var
             Normalized images (N, C, H, W).
         activation : type
-            If the last layer is of this class, it is left out. For example, `Sigmoid` for
-            independent labels.
+            Class of a last layer to leave out. Use `Sigmoid` for networks with independent labels.
 
         Returns
         -------
@@ -451,13 +476,13 @@ class Network:
         Returns
         -------
         Blocked or np.ndarray
-            Probabilities, a Blocked value or an array (n, K) like the argument.
+            Probabilities: a Blocked value if `images` is one, else an array (n, K).
 
         Raises
         ------
         TypeError
-            If `images` is an array and the network is on a GPU, or if its type is not a real number
-            type.
+            If `images` is an array and the network is on a GPU, or if the dtype of the array is not
+            a real number type.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))

@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
 
 class Plan:
-    """The runs of a network's layers, with fused ops and without.
+    """The runs of a network's layers, both with and without fused ops.
 
     Parameters
     ----------

@@ -182,7 +182,7 @@ def analyze(net: Network, batch_size: int = 128) -> Analysis:
 
 
 def layer_table(net: Network) -> str:
-    """Return a table of the layers, with output shapes and numbers of learnables, as text."""
+    """Return a text table of the layers, with their output shapes and numbers of learnables."""
     counts = _by_layer(net.table())
     rows = [("layer", "type", "output", "learnables")]
     rows.append(("images", "", times(net.input_shape), ""))

@@ -1,4 +1,4 @@
-"""Transfer learning: replace the last layer of a trained network for other classes."""
+"""Transfer learning: replace the last layer of a trained network, to predict other classes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def transfer(
     freeze_up_to : str, optional
         Name of a layer. This layer and all layers before it in the list are frozen: their
         learnables do not change, and they run as in prediction (see `Network.freeze`). Layers that
-        are frozen in `net`, except for the last one, stay frozen in any case.
+        are frozen in `net`, except for the last layer, stay frozen in any case.
     seed : int, optional
         Seed of the initial learnables of the new layer; by default the seed of the network.
 
@@ -51,8 +51,8 @@ def transfer(
     Raises
     ------
     UserError
-        If the last layer cannot be replaced, if `freeze_up_to` is not a layer before the last one,
-        or if another argument is invalid.
+        If the last layer cannot be replaced, if `freeze_up_to` is not a layer before the last
+        layer, or if another argument is invalid.
     """
     count, names = _count_and_names(classes)
     if not (check.are_numbers(new_layer_factor) and 0 < new_layer_factor < math.inf):

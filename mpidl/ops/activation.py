@@ -26,7 +26,7 @@ def relu(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
     """
     check.images("relu", x)
     backend = backends.of_value(x)
@@ -54,7 +54,7 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
     """
     check.images("leaky_relu", x)
     check_scale("leaky_relu", scale)
@@ -79,7 +79,7 @@ def tanh(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
     """
     check.images("tanh", x)
     backend = backends.of_value(x)
@@ -99,7 +99,7 @@ def sigmoid(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
     """
     check.images("sigmoid", x)
     backend = backends.of_value(x)
@@ -166,7 +166,7 @@ def swish(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
 
     Notes
     -----
@@ -203,7 +203,7 @@ def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
 
     Raises
     ------
@@ -245,7 +245,7 @@ def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
     """
     check.images("hard_sigmoid", x)
     check_line("hard_sigmoid", alpha, beta)
@@ -270,7 +270,7 @@ def hard_swish(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
 
     Notes
     -----
@@ -297,7 +297,7 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
 
     Raises
     ------

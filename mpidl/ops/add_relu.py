@@ -1,4 +1,4 @@
-"""The sum of two values and its ReLU as one op, such as the end of a residual block."""
+"""An op for the sum of two values followed by ReLU, as at the end of a residual block."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpidl.deferred import (
 
 @op(blocks=True)
 def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
-    """Return relu(a + b) of two values of one mini-batch, shape and dtype.
+    """Return relu(a + b). Both values must have the same mini-batch, shape and dtype.
 
-    The result has the same bytes as the result of separate ops. The backend must have
-    `fuses_convolutions`. It normalizes a DeferredNormalization while it reads it. In the backward
-    pass, it adds up the cotangents from two readers of the result, and computes the sums for the
-    batch normalizations of a and b, in the same pass.
+    The result has the same bytes as the result of separate ops. The backend's attribute
+    `fuses_convolutions` must be True. If a or b is a DeferredNormalization, the backend normalizes
+    it while it reads it. The backward pass adds up the cotangents from two readers of the result.
+    In the same pass over memory, it computes the sums for the batch normalizations of a and b.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The result, of the shape of `a`.
+        The result, with the shape of `a`.
     """
     backend, values = backends.of_value(a), (a, b)
     y = backend.add_relu(addend(a), addend(b))

@@ -3,7 +3,7 @@
 Most of these ops work on plain arrays, one block of 16 images at a time, like custom ops. Shapes
 broadcast as in NumPy. The first axis of a blocked value is the image axis. For example, a blocked
 value (N, C, H, W) times an array (C, 1, 1) scales each channel. A replicated value is an array with
-the same bytes on all ranks. A Partial is a sum that is not yet added up over the ranks.
+the same bytes on all ranks. A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
 
 
 class Elementwise(Protocol):
-    """Type of a function of two values, one of which may be a replicated array or a scalar."""
+    """Type of a function of two values. One value may be a replicated array or a scalar."""
 
     __name__: str
 
@@ -106,7 +106,7 @@ def add(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
@@ -129,7 +129,7 @@ def multiply(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
@@ -170,7 +170,7 @@ def subtract(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     return add(a, negative(b))
 
@@ -192,7 +192,7 @@ def divide(a: Any, b: Any) -> Any:
     Returns
     -------
     array, Blocked, Partial or Var
-        The result, of the operands' kind. During differentiation, a Var.
+        The result, of the operands' kind; a Var during differentiation.
     """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, _divide(1.0, b))

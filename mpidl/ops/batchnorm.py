@@ -1,6 +1,6 @@
-"""Batch normalization ops, also fused with the preceding convolution and the following ReLU.
+"""Batch normalization ops, some fused with the preceding convolution and the following ReLU.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _refuse_learnables(needs):
     """
     if any(needs):
         raise TypeError(
-            "batch normalization by running statistics can be differentiated only with respect "
+            "batch normalization with running statistics can be differentiated only with respect "
             "to images: train gamma and beta with batchnorm"
         )
 
@@ -218,11 +218,10 @@ def conv2d_batchnorm(
     record: Callable[[Any, Any], None] | None = None,
     relu: bool = False,
 ) -> WithVjp[Blocked]:
-    """Return batchnorm(conv2d(x, weight, bias), gamma, beta) or, if `relu`, the ReLU of it.
+    """Return batchnorm(conv2d(x, weight, bias), gamma, beta), followed by a ReLU if `relu`.
 
     The result has the same bytes as the result of separate ops. The other arguments are as in
-    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must
-    be True.
+    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
 
     Notes
     -----

@@ -1,6 +1,6 @@
 """Ops for the binary cross-entropy of several labels per image, and counts of these labels.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations

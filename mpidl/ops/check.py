@@ -139,7 +139,7 @@ def same_or_pads(
     value
         A value for `pads`, or "same". With "same", the output for an image (H, W) has
         ceil(H / stride) x ceil(W / stride) pixels. If the number of padded rows or columns is odd,
-        the extra one is at the bottom or on the right.
+        an extra row is at the bottom, and an extra column is on the right.
     image
         Size of the image, (H, W).
     size, stride, dilation

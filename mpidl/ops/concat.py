@@ -18,8 +18,8 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     Parameters
     ----------
     values
-        Values of shapes (N, C1, ...), (N, C2, ...), ... They must have the same dtype and the same
-        axes after the channels.
+        Values of shapes (N, C1, ...), (N, C2, ...), ... All values must have the same dtype and the
+        same axes after the channels.
 
     Returns
     -------

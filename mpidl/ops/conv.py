@@ -1,4 +1,4 @@
-"""The two-dimensional convolution op, also fused with a ReLU, and the gradients."""
+"""Two-dimensional convolution ops, with and without a fused ReLU, and their gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def conv2d_arguments(
 
 @functools.lru_cache(maxsize=256)
 def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
-    """Check and convert the arguments. The cache avoids the checks in later mini-batches."""
+    """Check and convert the arguments. The cache avoids repeated checks in later mini-batches."""
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
     channels = image_shape[0]
@@ -54,7 +54,7 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
     )
     size = conv2d_shape(image_shape, weight_shape, stride, padding, dilation)
     if min(size[1:]) < 1:
-        raise ValueError(f"conv2d: filters {weight_shape} leave no output of images {image_shape}")
+        raise ValueError(f"conv2d: filters {weight_shape} leave no output for images {image_shape}")
     return stride, padding, dilation, groups
 
 
@@ -135,8 +135,8 @@ def conv2d(
     padding
         Number of zero pixels to add at each side: an integer, (down, across) or
         ((top, bottom), (left, right)). With "same", P = ceil(H / stride) and Q = ceil(W / stride).
-        If "same" needs an odd number of rows or columns, the extra one is at the bottom or on the
-        right.
+        If "same" needs an odd number of rows or columns, an extra row is at the bottom, and an
+        extra column is on the right.
     groups
         Number of groups of channels. Each filter reads the channels of one group.
 

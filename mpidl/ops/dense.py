@@ -25,7 +25,7 @@ def flatten(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        Features (N, C*H*W). During differentiation, a Var.
+        Features (N, C*H*W); a Var during differentiation.
     """
     check.images("flatten", x)
     shape = x.image_shape

@@ -42,8 +42,8 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     x
         The input, of any shape (N, ...).
     probability
-        Probability of dropping an element, in [0, 1). It is rounded to a multiple of 2**-16, and
-        the division uses the rounded probability.
+        Probability of dropping an element, in [0, 1). The probability is rounded to a multiple of
+        2**-16, and the division uses the rounded value.
     key
         A string that distinguishes the dropout ops of a model. In a network, the key is the name
         of the layer.
@@ -51,7 +51,7 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
 
     Notes
     -----
@@ -59,8 +59,8 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     from overfitting", 2014. Elements are scaled during training, so prediction leaves elements
     unchanged. The random generator Philox4x32-10 chooses the elements to drop
     (`reference.dropout.chances`). The choice depends only on the seed and epoch of the mini-batch,
-    the key, the sample number and the position in the sample. It is therefore the same on any
-    number of ranks, and the backward pass can compute it again instead of storing it.
+    the key, the sample number and the position in the sample. The choice is therefore the same on
+    any number of ranks, and the backward pass can compute it again instead of storing it.
     """
     check.images("dropout", x)
     threshold = dropout_threshold("dropout", probability)

@@ -42,7 +42,7 @@ def cross_channel_norm(
     Returns
     -------
     Blocked
-        The result, with the shape of `x`. During differentiation, a Var.
+        The result, with the shape of `x`; a Var during differentiation.
 
     Notes
     -----

@@ -74,7 +74,7 @@ def windows(
         raise ValueError(f"{name}: a window has at most {places} pixels, got size {size}")
     shape = pool2d_shape(image_shape, size, stride, padding)
     if min(shape) < 1:
-        raise ValueError(f"{name}: windows of {size} leave no output of images {image_shape}")
+        raise ValueError(f"{name}: windows of {size} leave no output for images {image_shape}")
     return Windows(size, stride, padding, shape)
 
 
@@ -103,8 +103,8 @@ def max_pool2d(
         An integer or (down, across); by default the size. If the stride is smaller than the size,
         windows overlap.
     padding
-        As in `conv2d`, including "same". The padding must be smaller than the size. It is never the
-        largest pixel.
+        As in `conv2d`, including "same". The padding must be smaller than the size. Padding is
+        never the largest pixel.
 
     Returns
     -------

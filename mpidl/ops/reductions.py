@@ -1,6 +1,6 @@
 """Ops for sums and means over the images of a mini-batch, and over axes of each image's array.
 
-A Partial is a sum that is not yet added up over the ranks.
+A Partial is a sum whose terms are not yet added up over the ranks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def mean(x: Blocked, axis: Axes, *, keepdims: bool = False) -> Partial | Blocked
 def mean(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial | Blocked | Var:
     """Return the mean over axes. Axis 0 counts the images of the global mini-batch.
 
-    A mean over images includes the images of all ranks. The errors are the same as for `sum`.
+    A mean over images includes the images of all ranks. `mean` raises the same errors as `sum`.
 
     Parameters
     ----------

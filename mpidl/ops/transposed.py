@@ -23,8 +23,8 @@ def same_or_crops(
     ----------
     cropping
         A value for `check.pads`, or "same". With "same", the output is `stride` times as high and
-        as wide as the images. If the number of cropped rows or columns is odd, the extra one is
-        cropped at the bottom or on the right.
+        as wide as the images. If the number of cropped rows or columns is odd, an extra row is
+        cropped at the bottom, and an extra column on the right.
     size, stride
         Size and stride of the filters, each (down, across).
 
@@ -60,7 +60,7 @@ def _arguments(
     cropping = same_or_crops(name, cropping, weight_shape[2:], stride)
     size = transposed_conv2d_shape(image_shape, weight_shape, stride, cropping)
     if min(size) < 1:
-        raise ValueError(f"{name}: cropping {cropping} leaves no output of images {image_shape}")
+        raise ValueError(f"{name}: cropping {cropping} leaves no output for images {image_shape}")
     return stride, cropping
 
 

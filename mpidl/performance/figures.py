@@ -1,7 +1,7 @@
 """Draw the figures of a scaling study.
 
 Each line has a different marker, dash pattern and colour, from the palette of Okabe and Ito. The
-figures are therefore readable in gray and for colour-blind people.
+figures are therefore readable in grayscale and by colour-blind people.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class AccuracyPanel:
 
 
 class SpeedPanel:
-    """Panel that shows images per second by number of ranks, ideal, measured and predicted."""
+    """Panel that shows ideal, measured and predicted images per second by number of ranks."""
 
     def applies(self, content: Mapping[str, Any]) -> bool:
         """Return whether there are measured or predicted speeds."""
@@ -200,7 +200,7 @@ class TimePanel:
                 bottom += heights
         axes.set_xticks(places, [label for label, _ in bars])
         axes.set_xlabel("ranks")
-        axes.set_ylabel("part of the time (%)")
+        axes.set_ylabel("fraction of the time (%)")
         axes.set_ylim(0, 100)
         _finish(
             axes,

@@ -231,7 +231,7 @@ def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> f
 
 
 def _count_products(values, seconds):
-    """Return how many products `values @ values` take this many seconds."""
+    """Return how many products `values @ values` can be computed in this many seconds."""
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 20 * seconds:
         values @ values

@@ -1,10 +1,10 @@
 """Predict the time of a training step on any number of ranks from the record of a probe.
 
-The probe (see `probe`) measures short trainings, messages and exchanges. A mini-batch consists of
-blocks of 16 images, which the ranks share. The predicted time of a step has these parts:
+The probe (see `probe`) measures short training runs, messages and exchanges. A mini-batch consists
+of blocks of 16 images, which the ranks share. The predicted time of a step has these parts:
 
-- Compute: the time of the rank with the most blocks. The time is interpolated between the numbers
-  of blocks, and the numbers of computing ranks per node, that the probe measured.
+- Compute: the time of the rank with the most blocks. The time is interpolated between the measured
+  numbers of blocks and of computing ranks per node.
 - Stragglers: at each sum that a step waits for, all N ranks wait for the slowest rank. The expected
   time of the slowest rank is the expected maximum of N measured times.
 - Exchanges: simulated with the algorithm that `comm.exchange` chooses, and with the costs of
@@ -12,8 +12,8 @@ blocks of 16 images, which the ranks share. The predicted time of a step has the
   gradients overlaps with the backward pass.
 
 Ranks that train together are slower than the sum of these parts, because they compute at the same
-pace and lose cores while they wait. The probe measures this factor, the coupling, on its ranks. The
-model applies the coupling to every number of ranks above one.
+pace and lose cores while they wait. The probe measures the factor of this slowdown, the coupling,
+on its ranks. The model applies the coupling to every number of ranks above one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Step:
 
 
 class Model:
-    """A model of the training step, which predicts its duration.
+    """A model that predicts the duration of a training step.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class Model:
         Assumed link between nodes. By default, the measured link between nodes or, if the probe ran
         on one node, the measured link inside the node.
     sample : sequence of int, optional
-        Numbers of the probe's rounds to use, possibly with repetitions. By default, each round is
+        Indices of the probe's rounds to use, possibly with repetitions. By default, each round is
         used once.
     """
 
@@ -123,7 +123,7 @@ class Model:
 
     @cached_property
     def _kinds(self):
-        """Sorted pairs (active ranks, blocks) of the short trainings of a round."""
+        """Sorted pairs (active ranks, blocks) of the short training runs in a round."""
         return sorted({(step["active"], step["blocks"]) for step in self.record["steps"]})
 
     def _medians(self, name):
@@ -251,9 +251,9 @@ class Model:
         return Step(*(factor * seconds for seconds in astuple(self.parts(ranks, setting, images))))
 
     def together(self, ranks: int, coupling: float) -> float:
-        """Return the factor between the time of a step on `ranks` ranks and the sum of its parts.
+        """Return the ratio of the time of a step on `ranks` ranks to the sum of its parts.
 
-        `coupling` is this factor on the ranks of the probe.
+        `coupling` is this ratio on the ranks of the probe.
         """
         reach = math.log2(ranks) / math.log2(self.record["ranks"])
         return 1 + (coupling - 1) * min(reach, 1.0)
@@ -266,7 +266,7 @@ class Model:
 
     @cached_property
     def coupling(self) -> float:
-        """Measured factor between the time of a step on all ranks and the sum of its parts."""
+        """Measured ratio of the time of a step on all ranks to the sum of its parts."""
         if self.coupled_seconds is None:
             return 1.0
         return self.coupled_seconds / self.parts(self.record["ranks"], self.setting).seconds
@@ -319,7 +319,7 @@ class Model:
     def _places(self, blocks, ranks):
         """Return when the events happen in a step, from 0 (start) to 1 (end).
 
-        The times were measured with about as many blocks.
+        The times were measured with about the given number of blocks.
         """
         level = min(self.levels, key=lambda a: abs(a - ranks))
         counts = [b for a, b in self._kinds if a == level]
@@ -340,7 +340,7 @@ class Model:
         return seconds + first_blocks * self.record["reading_seconds_per_block"] / speedup
 
     def images_per_second(self, ranks: int, setting: Setting) -> float:
-        """Predict the images per second of a training."""
+        """Predict the training speed in images per second."""
         return self.record["images"] / self.epoch_seconds(ranks, setting)
 
     def resampled(self) -> list[Model]:

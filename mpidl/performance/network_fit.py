@@ -27,7 +27,7 @@ class NetworkFit:
     record : mapping
         The result of `probe.measure`.
     sample : sequence of int
-        Numbers of the probe's rounds to use, possibly with repetitions.
+        Indices of the probe's rounds to use, possibly with repetitions.
     """
 
     def __init__(self, record: Mapping[str, Any], sample: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Predict the training speed by number of ranks, and the number at which scaling stops."""
+"""Predict training speed by number of ranks, and the number of ranks at which scaling stops."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpidl.performance.model import Model, Setting, most_blocks
 from mpidl.performance.simulation import Link
 
 HALF = 0.5  # scaling stops if the efficiency would fall below this value
-GAIN = 1.02  # scaling stops if twice the ranks would give a smaller speed-up than this
+GAIN = 1.02  # scaling stops if twice as many ranks would give a smaller speed-up than this
 MOST_RANKS = 1024
-MOST_TRIED = 256  # largest number of ranks for which other options are tried
+MOST_TRIED = 256  # maximum number of ranks for which other options are tried
 # Half-width of the central 90 % of a normal distribution, in standard deviations.
 NINETY_PERCENT = 1.645
 
@@ -27,7 +27,7 @@ def predict(
     ranks_per_node: int | None = None,
     show: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Predict the speed of a training on several numbers of ranks.
+    """Predict training speed on several numbers of ranks.
 
     Parameters
     ----------
@@ -176,9 +176,10 @@ def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
     -------
     dict
         "ranks" is the number of ranks, or None if scaling does not stop up to `limit`. "limit" is
-        the argument. "reason" is the part of a step that loses most time with more ranks, or None
-        if scaling does not stop. "options" is {option: ranks} for the options that raise the number
-        of ranks. None means that with this option scaling does not stop up to MOST_TRIED ranks.
+        the argument. "reason" is the part of a step that loses the most time with more ranks, or
+        None if scaling does not stop. "options" is {option: ranks} for the options that raise the
+        number of ranks. None means that with this option scaling does not stop up to MOST_TRIED
+        ranks.
     """
     model = rates.model
     ranks = _stop(rates, setting, limit)
@@ -229,7 +230,7 @@ def _stop(rates, setting, limit):
 
 
 def _reason(model, ranks, setting):
-    """Return a name for the part of a step that loses most time on twice the ranks."""
+    """Return a name for the part of a step that loses the most time on twice as many ranks."""
     one_rank, step = model.step(1, setting), model.step(2 * ranks, setting)
     scale = setting.images(2 * ranks) / setting.images(1) / (2 * ranks)
     if blocks_of(setting.images(2 * ranks)) < 2 * ranks:

@@ -2,9 +2,9 @@
 
 A probe consists of rounds, and a round of turns. In a turn, some ranks of each node train at the
 same time, each rank separately. The ranks therefore compete for cores and memory as in a real run.
-They call `dl.train`, with a different number of blocks of 16 images per mini-batch in each turn. At
-the end of a round, all ranks train together, which shows how much longer a step takes than the sum
-of its parts. After all rounds, the ranks measure their network.
+The ranks call `dl.train`, with a different number of blocks of 16 images per mini-batch in each
+turn. At the end of a round, all ranks train together, which shows how much longer a step takes than
+the sum of its parts. After all rounds, the ranks measure their network.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def measure(
     Parameters
     ----------
     job : World
-        All ranks of the probe. They must fill their nodes as the ranks of the training would.
+        All ranks of the probe. The ranks must fill their nodes as in a training run.
     net : Network
         The network, whose weights the probe changes.
     train_set : Datastore
         The training images.
     options : TrainingOptions
-        The options of the training. `threads` is the number of threads of a rank.
+        The training options. `threads` is the number of threads of a rank.
     seconds : float
         Approximate duration of the probe.
     rounds : int
@@ -95,8 +95,8 @@ def measure(
         )
     if job.size == 1:
         raise UserError(
-            "--predict: expected at least 2 ranks, between which the network is measured, found 1; "
-            "fewer --threads, or --probe-ranks 2"
+            "--predict: expected at least 2 ranks to measure the network between them, found 1; "
+            "use fewer --threads, or --probe-ranks 2"
         )
     lines = job.use_threads(max(options.threads, 1))
     threads = max(job.threads)
@@ -188,7 +188,7 @@ def block_counts(largest: int, threads: int) -> list[int]:
     Parameters
     ----------
     largest : int
-        The largest number of blocks of a rank. It is limited to MOST_ROUNDS_OF_BLOCKS * T.
+        The largest number of blocks of a rank. The number is limited to MOST_ROUNDS_OF_BLOCKS * T.
     threads : int
         The number T of threads of a rank.
     """
@@ -205,7 +205,7 @@ def active_counts(ranks: int) -> list[int]:
 
 
 def _images(job, train_set, options):
-    """Return (images for the probe, number of images of the training that fit into the cache)."""
+    """Return (images for the probe, number of training images that fit into the cache)."""
     if train_set.in_memory:
         return train_set, len(train_set)
     budget = memory_budget.for_images(options, train_set, job)
@@ -213,7 +213,7 @@ def _images(job, train_set, options):
     capacity = min(len(train_set), budget // max(image_bytes, 1))
     count = min(len(train_set), max(SUBSET, 4 * options.batch_size))
     subset = train_set.subset(np.arange(count) * len(train_set) // count)
-    is_cached = capacity == len(train_set)  # else the training would read images in every epoch
+    is_cached = capacity == len(train_set)  # otherwise, training would read images in every epoch
     return NodeCache(subset, job, budget if is_cached else 0), capacity
 
 

@@ -103,8 +103,8 @@ def _number(value, form):
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Return the lines below the table.
 
-    They report oversubscribed runs, equal weights and failed runs. With a prediction, they also
-    report fitted costs, the number of ranks at which scaling stops, and checks.
+    The lines report oversubscribed runs, equal weights and failed runs. With a prediction, they
+    also report fitted costs, the number of ranks at which scaling stops, and checks.
     """
     rows, lines = content["rows"], []
     finished = [row for row in rows if row["state"] == COMPLETE]
@@ -145,11 +145,11 @@ def fit_lines(fit: Mapping[str, Any], link: Sequence[float] | None) -> list[str]
     elif "between" not in fit["alpha_seconds"]:
         lines.append(
             "note: the probe ran on one node, so the prediction for several nodes uses the "
-            "network inside it; --link names another one"
+            "network inside the node; --link sets another network"
         )
     lines.append(
         f"Exchange: {_duration(fit['per_exchange_seconds'])} + messages, "
-        f"{fit['hidden']:.0%} of the gradients' exchange is hidden behind backward"
+        f"{fit['hidden']:.0%} of the gradient exchange overlaps with the backward pass"
     )
     lines.append(f"Ranks that train together: {fit['coupling']:.2f} x the time of these parts")
     lines.append(
@@ -163,7 +163,7 @@ def stop_line(stop: Mapping[str, Any]) -> str:
     if stop["ranks"] is None:
         return f"Scaling does not stop up to {stop['limit']} ranks"
     return (
-        f"Scaling stops at {stop['ranks']} rank(s): twice as many would lose most to "
+        f"Scaling stops at {stop['ranks']} rank(s): twice as many would lose most time to "
         f"{stop['reason']}"
     )
 
@@ -200,7 +200,9 @@ def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
         if (values := [check[name] for check in counted if check[name] is not None])
     ]
     if differences:
-        lines.append(f"Largest difference of prediction and measurement: {', '.join(differences)}")
+        lines.append(
+            f"Largest difference between prediction and measurement: {', '.join(differences)}"
+        )
     return lines
 
 

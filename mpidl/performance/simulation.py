@@ -77,11 +77,11 @@ class Network(NamedTuple):
     shares_memory: bool = False
 
 
-ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # makes the clock count rounds of messages
+ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # the clock counts rounds of messages
 
 
 class _Receive:
-    """The request of a receive. `source` is the rank that sends the message."""
+    """The request for a message. `source` is the rank that sends the message."""
 
     __slots__ = ("source", "tag", "array")
 
@@ -299,7 +299,7 @@ class Simulation:
         processes = [_Process(self.ranks[rank], steps) for rank, steps in exchanges]
         self.ready.extend(processes)
         collects = gc.isenabled()
-        gc.disable()  # up to a million messages exist at a time, and no message is part of a cycle
+        gc.disable()  # up to a million messages exist at a time, none in a reference cycle
         try:
             while self.ready:
                 self.ready.popleft().advance()
@@ -427,7 +427,7 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
 
 
 def allgather_seconds(size: int, nbytes: int, network: Network) -> float:
-    """Return the simulated seconds in which every rank sends `nbytes` bytes to every other rank."""
+    """Return the simulated seconds for sending `nbytes` bytes from each rank to all others."""
     if size == 1:
         return 0.0
     runs = tuple((rank, rank + 1) for rank in range(size))

@@ -1,4 +1,4 @@
-"""Run a training on several numbers of ranks, one after the other, and read the results."""
+"""Train on several numbers of ranks, one after the other, and read the results."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Study:
             write_whole(path, (json.dumps(identity, indent=1) + "\n").encode())
 
     def run(self, run: Run) -> str:
-        """Run or resume a training, and return its state.
+        """Start or resume a run, and return the state of the run.
 
         Raises
         ------

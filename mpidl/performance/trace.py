@@ -225,8 +225,8 @@ class StepClock:
     seconds : float
         Minimum duration of the measurement in seconds.
     world : TracingWorld, optional
-        The world of the training, whose events are recorded with the times. By default, only times
-        are recorded, because several ranks train together.
+        The world of the training run, whose events are recorded with the times. By default, only
+        times are recorded, because several ranks train together.
     skip : int
         Number of steps before the measurement. By default, the steps that are recorded and checked.
     at_least : int
@@ -290,7 +290,7 @@ class StepClock:
             if [event for _, event in timed_events] != events:
                 raise UserError(
                     "--predict: expected the same sums in every training step, found different "
-                    "ones from step to step"
+                    "sums in some steps"
                 )
             points = [moment for moment, event in timed_events if event.kind in BLOCKING]
             # No rank waits between the last sum of a step and the agreement of the next step.

@@ -64,7 +64,7 @@ class Series:
 FIELDS = tuple(f.name for f in fields(Series) if f.name != "metrics")
 POSITION = ("epoch", "iteration")  # fields with integer values
 VALUES = tuple(name for name in FIELDS if name not in POSITION)
-MOST_RESERVED = 1 << 18  # records, which take 14 MiB
+MOST_RESERVED = 1 << 18  # number of records, which take 14 MiB
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -176,7 +176,7 @@ class _Columns:
         self.count = 0
         self.positions = np.zeros((len(POSITION), 16), np.int64)
         self.values = np.zeros((len(VALUES), 16))
-        self.metrics: dict[int, dict[str, float]] = {}  # of the records that have some
+        self.metrics: dict[int, dict[str, float]] = {}  # {record: its metrics}
 
     def reserve(self, count: int) -> None:
         """Allocate memory for `count` records, and write to it so that the system provides it."""
@@ -199,7 +199,7 @@ class _Columns:
         self.metrics[self.count - 1] = values
 
     def extra(self, row: int) -> dict[str, dict[str, float | None]]:
-        """Return the field "metrics" of a record as JSON has it, or {}."""
+        """Return the field "metrics" of a record in the form that metrics.jsonl has, or {}."""
         if row not in self.metrics:
             return {}
         return {"metrics": {k: metrics.number(v) for k, v in self.metrics[row].items()}}
@@ -242,7 +242,7 @@ def _number(value):
 def history(run: str | os.PathLike[str]) -> History:
     """Read the history of a run from its folder.
 
-    The run may still be in training. An incomplete last line of metrics.jsonl is ignored.
+    The run may still be training. An incomplete last line of metrics.jsonl is ignored.
 
     Parameters
     ----------

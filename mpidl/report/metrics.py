@@ -124,7 +124,7 @@ class Metrics:
         fields : mapping
             "seconds" since the start of the run, and lists with one entry per rank. The lists
             "input", "compute", "wait", "sum" and "other" have the seconds since the last record;
-            they add up to the whole time by that rank's clock. The list "memory" has the resident
+            they add up to the elapsed time on the rank's clock. The list "memory" has the resident
             memory in bytes, and "device" the devices.
 
         Raises

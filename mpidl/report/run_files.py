@@ -226,7 +226,7 @@ def _read_confusion(path):
 
 
 def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add up the seconds of each rank, over the records with the devices of the last record."""
+    """Add up the seconds of each rank over records with the same devices as the last record."""
     if not records or not isinstance(records[-1].get("device"), list):
         return []
     devices = records[-1]["device"]

@@ -1,4 +1,4 @@
-"""Read and write status.json, which has the length of a run, and whether and why the run ended."""
+"""Read and write status.json: the length of a run, and whether and why the run has ended."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Stop a run by the file `stop` in its folder, which contains "now" or "epoch"."""
+"""Stop a run with a file named `stop` in the run's folder. The file contains "now" or "epoch"."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def read(folder: str | os.PathLike[str]) -> str | None:
 
 
 def request(folder: str | os.PathLike[str], moment: str) -> None:
-    """Request the stop of the run in a folder. A run never sees an incomplete request.
+    """Ask the run in a folder to stop. A run never sees an incomplete request.
 
     Parameters
     ----------

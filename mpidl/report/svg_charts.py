@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SIZE = 720, 270  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels
 MAX_POINTS = 600  # points of a line, a multiple of 4; more points would not be visible
-MAX_MARKS = 60  # largest number of marks; a line with more points has none
+MAX_MARKS = 60  # maximum number of marks; a line with more points has no marks
 LOG_RATIO = 20  # above this ratio of the largest to the smallest value, an axis is logarithmic
 # These colours are distinguishable with colour blindness and on paper.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5c00", "#56b4e9", "#e69f00", "#555555")
@@ -108,7 +108,8 @@ def chart(
     unit : str
         Text after the numbers of the vertical axis.
     ends : (float or None, float or None)
-        Largest values of the horizontal and the vertical axis; None for the largest in the data.
+        Largest values of the horizontal and the vertical axis; None selects the largest value in
+        the data.
     size : (int, int)
         Width and height of the picture in pixels.
     x_label : str
@@ -215,7 +216,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _decades(low, high):
-    """Return powers of ten for a logarithmic axis, and 2 and 5 times each if the axis is short."""
+    """Return powers of ten for a logarithmic axis; add 2 and 5 times each power on a short axis."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     step = max(1, (last - first) // 6)

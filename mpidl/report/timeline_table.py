@@ -166,8 +166,8 @@ def summary(ranks: Sequence[RankSpans]) -> list[str]:
     work = [_own_seconds(rank.seconds) for rank in ranks]
     excess = 100 * (work[slowest] / max(sum(work) / len(work), 1e-9) - 1)
     lines.append(
-        f"Slowest rank: {slowest} on {ranks[slowest].host}, {excess:.0f} % more work of its own "
-        "than the mean"
+        f"Slowest rank: {slowest} on {ranks[slowest].host}, with {excess:.0f} % more work than "
+        "the mean"
     )
     if (wait := largest_wait(ranks)) is not None:
         place = f"{wait.operation} in {wait.place}" if wait.place else wait.operation

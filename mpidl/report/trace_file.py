@@ -22,7 +22,7 @@ TITLES = {
 }
 # Perfetto identifies a thread by its number only, which must differ from the numbers of processes.
 FIRST_LINE, MAX_LINES = 10_000_000, 1000
-CHUNK = 4096  # events that are compressed together
+CHUNK = 4096  # number of events that are compressed together
 
 
 class RankSpans(NamedTuple):
@@ -123,7 +123,7 @@ def _span_events(rank, number, lines, origin):
     for i, (start, end, label, size) in enumerate(zip(*columns, strict=True)):
         track, time, head = rank.labels[label][0], (start - origin) / 1000, heads[label]
         if track == phases.SUMS:  # sums overlap, so they are asynchronous events
-            key = f'"id2": {{"local": "{i}"}}, "ts": '  # belongs to the process
+            key = f'"id2": {{"local": "{i}"}}, "ts": '  # an ID within the process
             yield f'{head}, "ph": "b", {key}{time:.3f}, "args": {{"bytes": {size}}}}}'
             yield f'{head}, "ph": "e", {key}{(end - origin) / 1000:.3f}}}'
             continue

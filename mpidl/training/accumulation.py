@@ -1,4 +1,4 @@
-"""Compute the gradients of a mini-batch part by part, so that less memory is needed.
+"""Compute the gradients of a mini-batch one part at a time, to save memory.
 
 The sums have the same bytes as sums over the whole mini-batch.
 """
@@ -18,14 +18,14 @@ from mpidl.fold import Counter, Tree
 from mpidl.losses import label_loss
 from mpidl.nn import Network
 
-# losses that are means over the images
+# Losses that are means over the images.
 MEANS = ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "mse", "mae")
 
 
 def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, targets: Any) -> Any:
     """Compute `gradient(net, images, targets)` part by part, and return the result. Collective.
 
-    A tree over the parts sums the gradients and the results. Each leaf of this tree is a node of
+    The gradients and results of the parts are summed in a tree. Each leaf of this tree is a node of
     the tree over the blocks of the mini-batch. Each part starts with the network state that the
     previous part left, so batch normalization computes its statistics separately for each part.
 
@@ -36,7 +36,7 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
     net : Network
         The network, which is not changed.
     images, targets : Blocked
-        A mini-batch with parts.
+        A mini-batch that is divided into parts.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
 
 
 def check(options: Any, loss: Any, device: Any) -> None:
-    """Raise UserError if the options request an accumulation of gradients that is impossible.
+    """Raise UserError if the options request gradient accumulation that this run cannot perform.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def check(options: Any, loss: Any, device: Any) -> None:
     flag, problem = f"--accumulate {options.accumulate}", None
     losses = loss, getattr(loss, "cross_entropy", None)  # `Dice` may include a cross-entropy
     if device is not None:
-        problem = "on GPUs a step is recorded for the whole mini-batch; use --device cpu"
+        problem = "on GPUs, a step is recorded for the whole mini-batch; use --device cpu"
     elif options.sampling == "partition":
         problem = "--sampling partition divides whole mini-batches among the ranks"
     elif any(getattr(part, "class_weights", None) is not None for part in losses):

@@ -88,7 +88,7 @@ def difference(ranks: Sequence[Mapping[str, bytes]], hosts: Sequence[str]) -> st
 
 
 def _first_names(names):
-    """Return the first names as text, with the number of further names."""
+    """Return the first names as text, followed by the number of remaining names."""
     rest = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 

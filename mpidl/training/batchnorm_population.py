@@ -25,9 +25,9 @@ def population_state(
     """Return the network's state with statistics over the whole training set. Collective.
 
     These population statistics replace the moving means and variances. One pass over the queue
-    computes them. In this pass, batch normalization runs as in training, and all other layers run
-    as in prediction (without dropout). The moments (count, mean, sum of squared deviations) of the
-    mini-batches are merged in order in float64. Frozen layers keep their state.
+    computes the statistics. In this pass, batch normalization runs as in training, and all other
+    layers run as in prediction (without dropout). The moments (count, mean, sum of squared
+    deviations) of the mini-batches are merged in order in float64. Frozen layers keep their state.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def _measuring_copy(net):
 
 
 def _blank(array):
-    """Return zeros with the shape and device of `array`. On the host, they are float64."""
+    """Return zeros with the shape and device of `array`, as float64 on the host."""
     if isinstance(array, np.ndarray):
         return np.zeros(array.shape)
     return backends.of_array(array).zeros_like(array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import operator
@@ -27,9 +28,9 @@ GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step
 def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
     """Return whether the training step can be recorded.
 
-    A custom layer, loss, optimizer or transform may behave differently in each step, so a step that
-    contains one is not recorded. Two kinds of loss also prevent recording: a loss that divides by a
-    number that depends on the labels, and the loss of mixed labels, which NumPy computes.
+    Custom layers, losses, optimizers and transforms may behave differently in each step, so a step
+    that contains them is not recorded. A loss that divides by a number that depends on the labels
+    also prevents recording.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     named_loss = label_loss(loss)
@@ -42,7 +43,6 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
         options.graphs != "off"
         and options.worker_load != "measured"
         and options.batchnorm == "global"
-        and not (options.mixup or options.cutmix)
         and is_ours
         and isinstance(optimizer, Optimizer)
         and all(type(part).__module__.startswith("mpidl.") for part in parts)
@@ -53,7 +53,7 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
 class StepProgram:
     """A program that replays the kernel calls of a training step on the host.
 
-    The constructor replaces the network's learnables and state by copies. The program updates
+    The constructor replaces the network's learnables and state with copies. The program updates
     these copies and the arrays of the optimizer in place.
 
     Parameters
@@ -72,7 +72,7 @@ class StepProgram:
     batch : Batch
         The recorded mini-batch.
     state : dict
-        {name: array}: the new state of the network, computed by the last call of `gradient`.
+        {name: array}: the new state of the network, computed by the last call to `gradient`.
     """
 
     def __init__(
@@ -83,13 +83,15 @@ class StepProgram:
         net.state = {name: _copied(array) for name, array in net.state.items()}
         optimizer.prepare(net.parameters)
         self._tables = [dict(table) for table in _tables(net, optimizer)]
-        self._arrays, self._settings = _arrays(net, optimizer), _settings(net, optimizer)
+        self._arrays = _arrays(net, optimizer)
+        self._settings = [copy.copy(setting) for setting in _settings(net, optimizer)]
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
         self._world = world.recorded(self._recorder)
         self._counts = self._recorder.constant(images.batch.counts())
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
-        self._formats = _format(images), _format(targets)
+        self._uses_samples = False  # whether a recorded kernel uses the sample numbers
+        self._formats = _facts(images.batch), _format(images), _format(targets)
         self.state: dict[str, np.ndarray] = {}
         self._gradients: dict[str, np.ndarray] = {}
         self._program: Any = None
@@ -97,7 +99,7 @@ class StepProgram:
     def record_gradient(
         self, objective: Callable[..., Any], images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Compute the value, gradients and new state for a mini-batch, and record the kernels."""
+        """Compute the objective, gradients and new state for a mini-batch; record the kernels."""
         self._set_samples(images.batch)
         self._recorder.input("images", images.lanes)
         self._recorder.input("targets", targets.lanes)
@@ -134,7 +136,7 @@ class StepProgram:
         return self._recorder.problem
 
     def set_state(self, values: Mapping[str, np.ndarray]) -> None:
-        """Copy values into the state arrays of the program, which become those of the network."""
+        """Copy values into the program's state arrays, and let the network use these arrays."""
         arrays = self._tables[1]
         for name, array in arrays.items():
             if values[name] is not array:
@@ -145,8 +147,8 @@ class StepProgram:
         """Return whether the program matches the current network and optimizer.
 
         A hook may have replaced arrays, possibly on this rank only. If the new arrays have the
-        expected shapes and types, their values are copied into the program's arrays, which then
-        become the arrays of the network and the optimizer again.
+        expected shapes and types, their values are copied into the program's arrays. The network
+        and the optimizer then use the program's arrays again.
         """
         if _settings(self._net, self._optimizer) != self._settings:
             return False
@@ -165,13 +167,8 @@ class StepProgram:
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
         """Return whether the program can be replayed for this mini-batch."""
-        facts, recorded = (
-            (batch.count, batch.total, batch.tree, batch.seed)
-            for batch in (images.batch, self.batch)
-        )
         return (
-            facts == recorded
-            and (_format(images), _format(targets)) == self._formats
+            (_facts(images.batch), _format(images), _format(targets)) == self._formats
             and images.lanes.flags.c_contiguous
             and targets.lanes.flags.c_contiguous
         )
@@ -180,9 +177,10 @@ class StepProgram:
         self, images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Replay the computation of the value, the gradients and the new state, and return them."""
-        self._set_samples(images.batch)
         inputs = self._program.inputs
-        inputs.set_number("epoch", images.batch.epoch)
+        if self._uses_samples:
+            self._set_samples(images.batch)
+            inputs.set_number("epoch", images.batch.epoch)
         inputs.set_address("images", recording.address_of(images.lanes))
         inputs.set_address("targets", recording.address_of(targets.lanes))
         self._program.run(GRADIENT)
@@ -203,6 +201,7 @@ class StepProgram:
 
     def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
         """Return the epoch and the sample numbers. Each replay sets both."""
+        self._uses_samples = True
         return recording.scalar("epoch", batch.epoch), self._samples
 
     def per_image(self, batch: Batch) -> float:
@@ -211,6 +210,11 @@ class StepProgram:
 
     def _set_samples(self, batch):
         self._samples[: len(batch.indices)] = batch.indices
+
+
+def _facts(batch):
+    """Return the properties of a mini-batch that must be equal in all replays."""
+    return batch.count, batch.total, batch.tree, batch.seed
 
 
 def _format(blocked):
@@ -242,16 +246,15 @@ def _formats(tables):
 
 
 def _set_tables(net, optimizer, tables):
-    """Set the arrays of the network and the optimizer to the arrays of these tables."""
+    """Set the arrays of the network and the optimizer to the arrays in these tables."""
     net.parameters, net.state, *state_arrays = map(dict, tables)
     optimizer.state_arrays.update(zip(optimizer.state_arrays, state_arrays, strict=True))
 
 
 def _settings(net, optimizer):
     """Return all settings that affect the kernel calls of a training step."""
-    parts = [*net.layers, *optimizer.transforms]
-    options = net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
-    return options, [dict(vars(part)) for part in parts]
+    options = net.batchnorm, net.fuse, settings.winograd, optimizer.learning_rate_factors
+    return [*options, *map(vars, net.layers), *map(vars, optimizer.transforms)]
 
 
 def digest(

@@ -1,4 +1,4 @@
-"""Hooks, which the trainer calls between training steps, such as to validate and to write files.
+"""Hooks, which the trainer calls between training steps, for example to validate the network.
 
 A hook is an object with one or more of the methods below. The trainer calls these methods on every
 rank, so a hook may use collective operations. The hooks are called in list order, except for
@@ -13,7 +13,8 @@ rank, so a hook may use collective operations. The hooks are called in list orde
     finish(trainer)             after the last mini-batch of the run, before the network is
                                 finalized (choice of the best network, population statistics)
     end(trainer)                after the network is finalized; the run's files are then complete
-    lost(trainer)               after ranks were lost, before the others repeat the iteration
+    lost(trainer)               after ranks were lost, before the remaining ranks repeat the
+                                iteration
 
 `trainer.stop()` ends the run after the current mini-batch, on all ranks.
 """
@@ -27,6 +28,7 @@ import numpy as np
 
 from mpidl import phases
 from mpidl.errors import UserError
+from mpidl.evaluation import class_metrics
 from mpidl.report.progress import notebook
 from mpidl.training.audit import AuditHook
 from mpidl.training.options.training_options import TrainingOptions
@@ -127,8 +129,12 @@ class ConsoleHook:
 
     def start(self, trainer: Trainer) -> None:
         numbers = trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
-        has_validation = trainer.validation.store is not None
-        trainer.console.start(*numbers, trainer.position.epoch, has_validation)
+        validation, metrics = trainer.validation, ()
+        if validation.store is not None:
+            loss = validation.loss_function
+            metrics = class_metrics.requested(validation.metrics, loss, trainer.net)
+        has_validation = validation.store is not None
+        trainer.console.start(*numbers, trainer.position.epoch, has_validation, metrics)
 
     def lost(self, trainer: Trainer) -> None:
         if not trainer.console.is_started:  # if this rank has become rank 0
@@ -179,7 +185,8 @@ class LiveHook:
         if validation.last is not None and validation.last_iteration != self.validated:
             self.validated = validation.last_iteration
             scores = {"loss": validation.last.loss, "accuracy": validation.last.accuracy}
-            self.recorder.write("validation", iteration=self.validated, **scores)
+            metrics = {} if validation.last.metrics is None else validation.last.metrics.values
+            self.recorder.write("validation", metrics, iteration=self.validated, **scores)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self.step(trainer)
@@ -293,7 +300,7 @@ def of_run(
     balancer : LoadBalancer or None
         Measures the speed of the ranks. None if the shares do not depend on speed.
     rollback : Rollback, optional
-        Keeps the state to which the run returns if its loss is not finite. By default such a loss
+        Keeps the state to which the run returns if its loss is not finite. By default, such a loss
         ends the run.
     """
     recorder = notebook.recorder()

@@ -102,7 +102,7 @@ def mixing_of(options: TrainingOptions) -> Mixing | None:
     if options.shuffle != "every-epoch":
         raise UserError(
             "--mixup and --cutmix: expected --shuffle every-epoch, because images are mixed with "
-            f"their neighbours in the order, found {options.shuffle}"
+            f"their neighbours in the shuffled order, found {options.shuffle}"
         )
     try:
         return Mixing(
@@ -170,7 +170,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"--normalization {options.normalization}: expected {normalization.name}, with "
             "which the network was trained (in Python "
             f'TrainingOptions(normalization="{normalization.name}")); '
-            "to use another, set net.normalization = None first"
+            "to use another normalization, set net.normalization = None first"
         )
     shape = image_shape(options, datastore.image_shape)
     if shape != net.input_shape:
@@ -225,12 +225,12 @@ def prepare(
     world : World
         The ranks of the run.
     checkpoint_tables : dict, optional
-        Tables of a checkpoint that contain the statistics of the normalization. The network then
-        has the checkpoint's learnables already. By default the statistics and the filters are
-        computed from `datastore`.
+        Tables of a checkpoint, including the statistics of the normalization. The network must
+        already have the learnables of this checkpoint. By default, the statistics and the filters
+        are computed from `datastore`.
     bad_images : BadImages, optional
         Receives the images that cannot be read. The queue and the statistics skip these images. By
-        default an unreadable image is an error.
+        default, an unreadable image is an error.
 
     Returns
     -------
@@ -250,7 +250,7 @@ def prepare(
     if checkpoint_tables is not None:
         arrays, channels = checkpoint_tables.get("normalization", {}), datastore.image_shape[0]
         normalization = normalize.read(options.normalization, arrays, channels)
-    elif net.normalization is not None:  # of a trained network; `check` has compared its name
+    elif net.normalization is not None:  # the network is trained; `check` has compared the name
         normalization = net.normalization
     else:
         normalization = normalize.normalization(options.normalization, images, world)
@@ -288,7 +288,7 @@ def check_unchanged(saved: dict[str, Any], options: TrainingOptions) -> None:
 
 
 def tables(net: Network) -> dict[str, dict[str, np.ndarray]]:
-    """Return {"normalization": arrays} for a checkpoint or model file, or {} without statistics."""
+    """Return {"normalization": arrays} for a checkpoint or model; {} if there are no arrays."""
     arrays = {} if net.normalization is None else net.normalization.arrays()
     return {"normalization": arrays} if arrays else {}
 

@@ -10,12 +10,12 @@ from mpidl.phases import Seconds
 
 WINDOW = 10.0  # shortest period for which late ranks are reported, in seconds
 ALWAYS = 0.9  # fraction of this period during which a rank must be late to be reported
-DELAY = 0.1  # a late rank delays the others by at least this fraction of an interval
+DELAY = 0.1  # a late rank delays the other ranks by at least this fraction of an interval
 MOST_NAMES = 3  # largest number of ranks that the message names
 
 
 class LateRanks:
-    """Determines which ranks kept the others waiting almost all the time.
+    """Determines which ranks kept the other ranks waiting almost all the time.
 
     A rank is late in an interval if two conditions hold. The rank took longer to read, compute and
     sum than other ranks would take for the same number of images, and the other ranks waited. Both
@@ -38,7 +38,7 @@ class LateRanks:
         self.late_seconds, self.waits = np.zeros(len(self.hosts)), np.zeros(len(self.hosts))
 
     def add(self, times: Sequence[Seconds], images: Sequence[int]) -> None:
-        """Add the times of an interval.
+        """Add the measurements of an interval.
 
         Parameters
         ----------
@@ -86,5 +86,5 @@ class LateRanks:
 
 
 def _median_of_others(values):
-    """Return for each rank the median of the other ranks' values, ignoring NaN."""
+    """Return, for each rank, the median of the other ranks' values, ignoring NaN."""
     return np.array([np.nanmedian(np.delete(values, rank)) for rank in range(len(values))])

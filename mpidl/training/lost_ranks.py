@@ -61,7 +61,7 @@ def restart_test(
     lock : RunLock
         The lock of the run's folder.
     result : Result
-        The result of the training, which includes the number of ranks lost before the test.
+        The result of the training run, including the number of ranks lost before the test.
     """
     if world.rank == 0:
         console.take_over()
@@ -74,11 +74,11 @@ def restart_test(
 class IterationStart:
     """A copy of the state in which the current iteration started.
 
-    The loss of a rank interrupts the other ranks at different points, some of them one iteration
-    ahead of others. All ranks then return to the start of the last iteration that all of them have
-    reached. A rank reaches the start of an iteration when it asks the other ranks whether to
-    continue. Once the rank receives the answer, all ranks have reached this start, so the copy of
-    the previous start is no longer needed.
+    The loss of a rank interrupts the other ranks at different points, and some ranks may be one
+    iteration ahead of other ranks. All ranks then return to the start of the last iteration that
+    all of them have reached. A rank reaches the start of an iteration when it asks the other ranks
+    whether to continue. Once the rank receives the answer, all ranks have reached this start, so
+    the copy of the previous start is no longer needed.
 
     Parameters
     ----------

@@ -58,7 +58,7 @@ def queue_bytes(
     world: Any,
     staged: int = 0,
 ) -> int:
-    """Return the bytes that a `MinibatchQueue` needs per node besides the current mini-batch.
+    """Return how many bytes a `MinibatchQueue` needs per node besides the current mini-batch.
 
     The result includes prefetched mini-batches and pixels that threads are reading. If the nodes
     need different amounts, the result is the largest amount.

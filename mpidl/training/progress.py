@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpidl.training.steps import StepResult
 
 OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons to end a run early
-RATE_FACTOR = 0.5  # each rollback multiplies learning rates by this; a power of two is exact
+RATE_FACTOR = 0.5  # each rollback multiplies learning rates by this power of two, without rounding
 
 
 @dataclass
@@ -102,8 +102,8 @@ class Position:
     def mean_loss(self) -> float:
         """Mean loss of the current epoch so far.
 
-        Before the first mini-batch of an epoch, the mean loss of the previous epoch. NaN if there
-        is no previous epoch.
+        Before the first mini-batch of an epoch, the value is the mean loss of the previous epoch,
+        or NaN if there is no previous epoch.
         """
         if self.images:
             return self.loss / self.images

@@ -1,4 +1,4 @@
-"""Run training steps on the host that are recorded once and then replayed."""
+"""Record the training step on the host once, and replay it for later mini-batches."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class ReplayedStep(EagerStep):
 class ReplayedParts(ReplayedStep):
     """A training step on the host that replays the gradients of the parts of mini-batches.
 
-    The program has the gradient of a part only. The gradients of the parts are added up, and the
-    update runs, eagerly. The constructor takes the same arguments as `EagerStep`.
+    The program computes only the gradient of a part. The sum of the gradients and the update of the
+    network are computed eagerly. The constructor takes the same arguments as `EagerStep`.
     """
 
     def _gradient(self, images, targets):
@@ -132,7 +132,7 @@ class ReplayedParts(ReplayedStep):
             return super()._gradient(images, targets)
         state = {name: np.array(array) for name, array in self.net.state.items()}
         results = accumulation.accumulated(self._part, self.net, images, targets)
-        self._set_state(state)  # until the update
+        self._set_state(state)  # keep the old state until the update
         return results
 
     def _part(self, net, images, targets):
@@ -164,5 +164,5 @@ class ReplayedParts(ReplayedStep):
 
 
 def _size(batch):
-    """Return the images of a batch, and those of the mini-batch that it is a part of."""
+    """Return the number of images in a batch, and in the mini-batch that contains the batch."""
     return batch.count, batch.total or 0

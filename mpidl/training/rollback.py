@@ -62,7 +62,7 @@ class Rollback:
     def stored(self, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (tables, facts) of the kept state, to add to a checkpoint.
 
-        Both are empty if the kept state is the state of the checkpoint itself.
+        Both dictionaries are empty if the kept state is the state of the checkpoint itself.
         """
         if self.facts["position"]["iteration"] == position.iteration:
             return {}, {}

@@ -18,12 +18,12 @@ from mpidl.training.progress import EpochSummary
 if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
-MOST_LINES = 5  # largest number of images that are reported with a line each
+MOST_LINES = 5  # largest number of images for which a line is printed
 HEADINGS = ["set", "image", "reason"]
 
 
 def write_list(folder: str | os.PathLike[str], sets: Mapping[str, Any]) -> None:
-    """Write the skipped images of some sets to bad-images.csv; keep the rows of other sets.
+    """Write the skipped images of the given sets to bad-images.csv; keep the rows of other sets.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ def watched(
 ) -> Iterator[None]:
     """Within the block, let the file `stop` end the run as a signal does.
 
-    The run also stops if it loses the lock of its folder. It then writes no checkpoint.
+    The run also stops if it loses the lock of its folder. In that case, it writes no checkpoint.
 
     Only rank 0 looks for the file. The file of an earlier job is removed at the start of the block,
     and the file of this job at the end. If an outer block already watches on behalf of `signals`,

@@ -49,16 +49,11 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
         return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
-    if options.mixup or options.cutmix:
-        raise UserError(
-            "--mixup and --cutmix: GPUs have no kernels for labels that are probabilities; use "
-            "--device cpu"
-        )
     if options.batchnorm == "local":
-        raise UserError("--batchnorm local: on GPUs the statistics are global; use --device cpu")
+        raise UserError("--batchnorm local: on GPUs, the statistics are global; use --device cpu")
     if balancer:
         raise UserError(
-            "--worker-load measured: on GPUs the shares are fixed when the step is recorded; "
+            "--worker-load measured: on GPUs, the shares are fixed when the step is recorded; "
             "give numbers, or use --device cpu"
         )
     missing = [
@@ -66,8 +61,8 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     ]
     if missing:
         raise UserError(
-            f"optimizer: {type(optimizer).__name__} has no {', '.join(missing)}, which a GPU's "
-            "recorded step needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
+            f"optimizer: {type(optimizer).__name__} has no {', '.join(missing)}, which a recorded "
+            "step on a GPU needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
         )
     queue = DeviceQueue(*arguments, **queue_options)
     graphs = options.graphs != "off"

@@ -139,7 +139,7 @@ class EagerStep:
         place = f", on rank {', '.join(ranks)}"
         if len(ranks) == self.world.size:
             place = ", on all ranks"
-        elif not ranks:  # a faulty processor, or a layer that is not a function of its input
+        elif not ranks:  # a faulty processor, or a layer whose output is random
             place = ", but finite when computed again"
         raise _not_finite(loss, info, place, self.advice)
 

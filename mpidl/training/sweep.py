@@ -41,18 +41,18 @@ def sweep(
     Parameters
     ----------
     function : callable
-        Function of a trial and the `World` of a group, called on each rank of the group. The
-        function may train with `dl.train(..., world=world)`. Within the function, `dl.World()` also
-        returns a world of the ranks of the group.
+        Function that is called with a trial and the `World` of a group, on each rank of the group.
+        The function may train with `dl.train(..., world=world)`. Within the function, `dl.World()`
+        also returns a world of the ranks of the group.
     trials : iterable
         The trials, such as dictionaries of options. All ranks must pass the same trials.
     ranks_per_model : int
-        Number of consecutive ranks per group. It must divide the number of ranks.
+        Number of consecutive ranks per group. This number must divide the number of ranks.
     world : World, optional
-        The ranks to divide into groups. By default all ranks of the job.
+        The ranks to divide into groups. The default is all ranks of the job.
     folder : path, optional
         Existing folder, visible on all hosts, for the files through which the groups share the
-        trials. By default the system's temporary folder. If the ranks are on several hosts, the
+        trials. The default is the system's temporary folder. If the ranks are on several hosts, the
         default is $MPIDL_CACHE, or ~/.cache/mpidl if this variable is not set.
 
     Returns
@@ -112,7 +112,7 @@ def run(
     count : int
         Number of trials.
     attempt : callable
-        Function of the number of a trial, from 0, called on all ranks of a group.
+        Function that all ranks of a group call with the number of a trial, counted from 0.
     group : Group
         The group of this rank.
     signals : Signals
@@ -154,8 +154,8 @@ def _is_stopping(signals):
 def _claims_folder(world, parent):
     """Create a folder for the files that record which trials the groups have claimed.
 
-    Each claimed trial has a file. With messages instead of files, many MPI libraries would need a
-    rank that is computing to respond.
+    Each claimed trial has a file. Messages are not used, because in many MPI libraries a message
+    arrives only while its receiver calls MPI.
     """
     if parent is None and len(set(world.hosts)) > 1:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -190,7 +190,7 @@ def _claim(folder, index):
 
 
 def _touch(path):
-    """Create an empty file; return False if it exists."""
+    """Create an empty file; return False if the file already exists."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         return True
@@ -202,7 +202,7 @@ def _touch(path):
 
 @contextlib.contextmanager
 def _stops(folder, group, signals):
-    """Pass requests to stop between the groups through a file, and yield the path of the file.
+    """Within the block, pass stop requests between the groups through a file; yield its path.
 
     The first rank of each group runs a thread. The thread creates the file if its rank has received
     a request. If another group has created the file, the thread sends USR1 to its own process.

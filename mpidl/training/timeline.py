@@ -83,7 +83,7 @@ class TimelineHook:
 
         If the file cannot be written, rank 0 prints a warning and the run continues.
         """
-        trainer.wait()  # on a GPU, the last steps may still run
+        trainer.wait()  # on a GPU, the last steps may still be running
         self.is_recording = False
         world, stored = trainer.world, phases.take_spans()
         if stored is None:

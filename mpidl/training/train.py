@@ -52,14 +52,14 @@ def train(
     datastore : Datastore
         The training images, with the labels or targets that the loss needs.
     options : TrainingOptions, optional
-        The options of the run. By default `TrainingOptions()`.
+        The options of the run. The default is `TrainingOptions()`.
     world : World, optional
-        The ranks that train the network. By default all ranks of the job.
+        The ranks that train the network. The default is all ranks of the job.
     out : path, optional
-        Folder for metrics.jsonl, progress.png and the checkpoints. By default the folder given by
-        `resume`. Without either argument, no files are written.
+        Folder for metrics.jsonl, progress.png and the checkpoints. The default is the folder given
+        by `resume`. Without either argument, no files are written.
     console : Console, optional
-        The console that prints progress. By default a new console that follows the options
+        The console that prints progress. The default is a new console that follows the options
         `verbose` and `verbose_every`.
     resume : path or (arrays, facts), optional
         Folder of the run to resume, or the checkpoint of that run as `checkpoint.load` returns it.
@@ -67,8 +67,8 @@ def train(
         Whether to replace another run that `out` may contain.
     optimizer : optional
         A built-in optimizer such as `SGDM(0.05)`, or a custom object. A custom object needs an
-        attribute `learning_rate`, a method `__call__(parameters, gradients)` that returns new
-        parameters, and the methods `state()` and `load_state(state)` for the arrays that
+        attribute `learning_rate` and a method `__call__(parameters, gradients)` that returns new
+        parameters. It also needs the methods `state()` and `load_state(state)` for the arrays that
         checkpoints keep. On a GPU, a custom object also needs the other methods of `Optimizer`.
         This argument replaces the options that describe an optimizer, such as `solver`, `l2` and
         `gradient_threshold`. Schedules start from the optimizer's learning rate.
@@ -77,11 +77,12 @@ def train(
     facts : mapping, optional
         Additional facts to store in the checkpoints.
     signals : Signals, optional
-        An entered `Signals` object, for callers that also watch for signals before and after
-        training. By default this function watches for signals itself.
+        A `Signals` object in whose `with` block this function is called, for callers that also
+        watch for signals before and after training. By default, this function watches for signals
+        itself.
     lock : RunLock, optional
         The lock of `out`, for callers that also write to the folder before and after training. By
-        default this function creates the lock.
+        default, this function creates the lock.
 
     Returns
     -------
@@ -104,9 +105,9 @@ def train(
     Notes
     -----
     The options determine whether the final network is the network of the last iteration or the
-    network with the lowest validation loss. They also determine whether batch normalization uses
-    moving or population statistics. Checkpoints always contain the network of the last iteration
-    with moving statistics.
+    network with the lowest validation loss. The options also determine whether batch normalization
+    uses moving or population statistics. Checkpoints always contain the network of the last
+    iteration with moving statistics.
     """
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)

@@ -48,7 +48,7 @@ from mpidl.training.weight_average import WeightAverage
 
 
 def stopped_by(signals: Signals, world: World) -> str | None:
-    """Return the name of the signal for which the ranks agreed to stop, or None. Collective."""
+    """Return the name of the signal if the ranks have agreed to stop, else None. Collective."""
     if not signals.agreed:
         return None
     return next(name for name in world.broadcast(world.gather(signals.name)) if name)
@@ -62,8 +62,8 @@ class Trainer:
     folder : RunFolder
         The results folder.
     spec : list or None
-        Description of the transforms of an optimizer that the caller of `train` passed. It must be
-        the same when the run is resumed. None if the options describe the optimizer.
+        Description of the transforms of an optimizer that the caller of `train` passed. A resumed
+        run must have the same description. None if the options describe the optimizer.
     hooks : iterable of object
         The user's hooks.
 
@@ -296,7 +296,7 @@ class Trainer:
                 if self.leaves_epoch:
                     break
                 self.iteration_start.reach()
-        self.iteration_start.keep(self)  # if the ranks have agreed to stop
+        self.iteration_start.keep(self)  # needed if the ranks have agreed to stop
         self.wait()
         if self.at_epoch_end:
             seconds = time.monotonic() - self._seconds_apart - start_time
@@ -345,7 +345,7 @@ class Trainer:
         """Add step results to the position, then pass the results to the `iteration` hooks.
 
         If the iterator `results` raises a Fault because a loss is not finite, the hooks still
-        receive all earlier results. A hook that calls `wait` or `save` causes a nested call of this
+        receive all earlier results. A hook that calls `wait` or `save` causes a nested call to this
         method. A nested call only adds its results to the position; the outermost call passes all
         results to the hooks.
         """

@@ -1,6 +1,6 @@
 """Average the weights over iterations: exponential moving averages (EMA) and SWA.
 
-SWA (stochastic weight averaging) averages the weights of iterations at a fixed interval. The
+SWA (stochastic weight averaging) averages the weights at fixed intervals of iterations. The
 optimizer updates the average after each step and keeps it with its state arrays, so checkpoints and
 recorded steps include the average. This module computes the share of each iteration's weights in
 the average.
@@ -26,7 +26,7 @@ class WeightAverage:
     options : TrainingOptions
         The options of the run.
     optimizer : Optimizer or CustomOptimizer
-        The optimizer. If the options request an average, it keeps the average from now on.
+        The optimizer. If the options request an average, the optimizer keeps it from now on.
 
     Raises
     ------
@@ -46,7 +46,7 @@ class WeightAverage:
             )
 
     def prepare_step(self, iteration: int, per_epoch: int) -> None:
-        """Before a training step, set the share of the weights that the step will compute."""
+        """Before a training step, set the share of its new weights in the average."""
         if self.is_kept:
             self.optimizer.average_share = self.share(iteration, per_epoch)
 
@@ -113,7 +113,7 @@ class WeightAverage:
         Returns
         -------
         Network
-            The copy. It shares the state and the frozen learnables with `net`.
+            The copy, which shares the state and the frozen learnables with `net`.
         """
         averaged = net.bind(self.optimizer.averages)
         averaged.training = net.training

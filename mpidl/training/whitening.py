@@ -24,19 +24,19 @@ from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.transforms.augment import centred
 from mpidl.errors import UserError
 from mpidl.files import call_together
-from mpidl.nn import Conv2D, Network, construction, graph
+from mpidl.nn import Conv2D, Network, graph
 from mpidl.ops import check
 
 IMAGES = 4096  # number of training images whose patches are used
 CHUNK = 256  # number of images that the ranks read together at a time
 BITS = 11  # number of bits of the absolute value of a rounded pixel
-POSITIONS = 1 << 14  # largest number of patches in a matrix product, unless one image has more
+POSITIONS = 1 << 14  # most patches in a matrix product, unless a single image has more patches
 EPSILON = 5e-4  # this fraction of the pixels' mean variance is added to the variance of each axis
 SWEEPS = 60  # largest number of sweeps in `eigen`; 27 x 27 matrices need 8 sweeps
 
 
 def layers_to_whiten(net: Network) -> list[Conv2D]:
-    """Return the layers with the initializer "whitening" that still have their initial weights.
+    """Return the layers in `Network.unwhitened`.
 
     Parameters
     ----------
@@ -53,17 +53,9 @@ def layers_to_whiten(net: Network) -> list[Conv2D]:
     UserError
         If such a layer does not read the images, or if its filters are larger than the images.
     """
-    layers: list[Conv2D] = []
-    shapes = {graph.IMAGES: net.input_shape}
-    names = [layer.name for layer in net.layers]
-    shapes |= dict(zip(names, net.output_shapes, strict=True))
+    layers, unwhitened = list[Conv2D](), net.unwhitened
     for layer, reads in zip(net.layers, net.reads, strict=True):
-        if not isinstance(layer, Conv2D) or layer.weight_initializer != "whitening":
-            continue
-        key, built = f"{layer.name}.weight", layer.build(shapes[reads[0]])
-        weight = np.asarray(net.parameters[key])
-        initial = construction.initial_arrays(layer, built.learnables, net.seed)[key]
-        if weight.any() and not np.array_equal(weight, initial):
+        if layer.name not in unwhitened or not isinstance(layer, Conv2D):
             continue
         if reads != (graph.IMAGES,):
             raise UserError(
@@ -84,12 +76,13 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
 
     The patches are parts of the normalized images, with the size of the layer's filters. Each
     filter is a principal axis of the patches, divided by the standard deviation along this axis.
-    Axes with large deviations come first. If there are more filters than axes, the remaining
+    Axes with larger deviations come first. If there are more filters than axes, the remaining
     filters are the negatives of the first filters, for a ReLU that follows the layer. If the layer
     has a bias, the bias subtracts the mean patch.
 
-    `dl.train` calls this function after it has computed the normalization. A layer whose weights
-    have changed since it was created, such as weights loaded from a file, keeps its weights.
+    `dl.train` calls this function after it has computed the normalization. A layer keeps its
+    weights if they were assigned or loaded from the file of a trained network, even if all of them
+    are 0 (see `Network.unwhitened`).
 
     Parameters
     ----------
@@ -99,13 +92,13 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
         The training images. The patches come from 4,096 random images, which the seed of the
         network determines. If there are fewer images, the patches come from all images.
     world : World, optional
-        The ranks that share the work. By default only this rank.
+        The ranks that share the work. The default is only this rank.
 
     Raises
     ------
     UserError
-        On all ranks, if a layer does not read the images, if the datastore has no images or images
-        of another shape than the network, or if an image cannot be read.
+        On all ranks, if a layer does not read the images, if the datastore is empty, if its images
+        have other channels than the network or are too small, or if an image cannot be read.
 
     Notes
     -----
@@ -127,6 +120,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
         filters, bias = whitening_filters(mean, covariance, shape[0])
         biases = {f"{layer.name}.bias": bias} if layer.bias else {}
         net.parameters = {**net.parameters, key: filters.reshape(shape), **biases}
+    net.unwhitened = []
 
 
 def whitening_filters(

@@ -10,7 +10,8 @@ from single_rank import SingleRank, assert_slopes, blocked, finite_differences, 
 import mpidl as dl
 from mpidl.autodiff import tape
 
-COUNTS = (5, 37, 64)  # ranks without a block; a partly filled last block; four full blocks
+# Numbers of images: a single block, a partly filled last block, and four full blocks.
+COUNTS = (5, 37, 64)
 each_count = pytest.mark.parametrize("count", COUNTS)
 
 
@@ -20,7 +21,7 @@ def bytes_of(result):
     return np.asarray(loss).tobytes(), {name: g.tobytes() for name, g in gradients.items()}
 
 
-# models, each of which uses learnables in another way, in float64 or float32
+# Models in float64 or float32. Each uses its learnables in a different way.
 
 
 def two_layers(p, x, y):
@@ -97,7 +98,7 @@ def test_gradients_against_finite_differences(world, model):
 @each_count
 @each_model
 def test_one_result_on_any_number_of_ranks(world, model, count):
-    """Results of this session's ranks, with and without `reduce`, equal a single rank's."""
+    """The session's ranks compute the same bytes as a single rank, with and without `reduce`."""
     p, single = learnables(model, np.float32), SingleRank()
     expected = dl.value_and_grad(model)(p, *data(single, count, np.float32))
     expected = bytes_of(single.gplus(expected))
@@ -114,8 +115,7 @@ def test_one_result_on_any_number_of_ranks(world, model, count):
 def test_a_vjp_of_parts_of_a_sum_would_give_another_result():
     """Negative control of the test above: a Partial must be folded before a replicated vjp.
 
-    The vjp of w -> w * w, applied to two nodes of dw and added, rounds differently from the vjp of
-    their sum.
+    Adding the vjps of w -> w * w for two nodes of dw rounds differently from the vjp for their sum.
     """
     w = numbers("w", 1000, dtype=np.float32)
     left, right = (numbers(side, 1000, dtype=np.float32) for side in "ab")
@@ -136,7 +136,7 @@ def test_a_step_of_a_network_returns_its_new_state(world, count):
         results, gradients, state = dl.value_and_grad(model_loss, reduce=reduce)(
             net, *data(world, count, np.float32)
         )
-        assert net.state["batchnorm1.mean"].tolist() == [0] * 4  # the step changes no network
+        assert net.state["batchnorm1.mean"].tolist() == [0] * 4  # the step changes no net
         loss, scores, note = results
         assert note == "a note" and list(state) == list(net.state)
         assert list(gradients) == list(net.parameters)
@@ -172,7 +172,7 @@ def test_gradients_come_in_the_order_of_the_tape_and_progress_is_called(world):
         "vjp",  # relu
         ("w1", dl.Partial),
         ("b1", dl.Partial),
-        "vjp",  # dense; flatten has nothing to differentiate
+        "vjp",  # dense; flatten needs no vjp, because the images need no gradient
     ]
 
 
@@ -202,7 +202,7 @@ def test_saved_arrays_are_freed_after_their_last_use(world):
     tape.backward(
         loss, np.ones(()), on_ready=lambda leaf, g: alive.update({leaf.name: saved() is not None})
     )
-    # the vjp of relu reads h; this vjp has run when w1 is ready
+    # the vjp of relu reads h and runs before w1's gradient is ready
     assert alive == {"w2": True, "w1": False}
     assert h.value is None and saved() is None
 
@@ -302,7 +302,7 @@ def summed(x, w):
 )
 def test_the_error_of_a_wrong_vjp_names_the_op_and_the_shapes(world, function, message):
     op = dl.op(function)
-    x = blocked(world, numbers("images", 16 * world.size, 3))  # one block per rank: all raise
+    x = blocked(world, numbers("images", 16 * world.size, 3))  # all ranks have a block: all raise
     with pytest.raises(ValueError, match=message):
         dl.value_and_grad(lambda p, x: dl.mean_squared_error(op(x, p["w"]), x))(
             {"w": numbers("w", 3)}, x

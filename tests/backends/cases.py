@@ -341,7 +341,7 @@ IMAGES = {
 
 
 def activations(name, options, gradient_options):
-    """Yield the cases of an activation, and of its gradient given the backend's result."""
+    """Yield the cases of an activation and of its gradient, which reads the backend's result."""
     for label, shape in IMAGES.items():
         yield Case(name, label, {"x": lanes(*shape)} | options)
         yield Case(
@@ -481,7 +481,7 @@ def add_relu_dx_separately(backend, a):
 
 
 def residual_ends(shape):
-    """Sums of normalizations, with ReLU, and their gradients."""
+    """Yield the cases of sums of normalizations, with ReLU, and of their gradients."""
     kinds = {"lanes": lanes, "deferred": deferred, "normalized": normalized}
     pairs = ("normalized", "lanes"), ("deferred", "normalized"), ("normalized", "normalized")
     for a, b in (*pairs, ("lanes", "lanes")):

@@ -150,7 +150,7 @@ pytestmark = [  # NumPy warns about non-finite cases and cases without images
 @needs_kernels
 @on_cases("cpu")
 def test_the_cpu_computes_what_the_reference_does(case, values):
-    """Because the generic build is slow, it runs all cases only in the part `threads`."""
+    """The generic build is slow, so it runs all cases only in the slow part `threads`."""
     is_first = case is FIRST[case.function] or len(THREADS) > 2
     names = BUILDS if is_first else VECTOR_BUILDS
     for actual in on_all_builds(lambda: results(case, CPU), names).values():
@@ -201,7 +201,7 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
 
 
 SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
-SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others compute each image alone
+SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # other functions have no sums
 
 
 @on_cases("gpu", [c for c in SHARED if not c.numbers_only], each_function_once=True)
@@ -268,7 +268,7 @@ def test_fused_calls_have_the_bytes_of_separate_functions_on_a_gpu(device, case,
 
 
 def assert_overwrite(case, backend):
-    """Check that `overwrite` does not change the gradient's bytes, and dy is kept without it."""
+    """Check that gradients have the same bytes with `overwrite`, and that dy is kept without it."""
     values = arguments(case, backend, share(2))
     dy, outputs = [bytes_of(host(values["dy"]))], []
     for overwrite in (False, True):
@@ -293,7 +293,7 @@ SELECTIVE = [case for case in CASES if "needs" in case.arguments]
 
 
 def assert_needs(case, backend):
-    """Check that gradients that are not needed are None, and others have the same bytes."""
+    """Check that gradients that are not needed are None, and needed gradients do not change."""
     values = arguments(case, backend, share(2))
     gradients = call(case, backend, values)
     for needs in itertools.product((False, True), repeat=3):

@@ -50,6 +50,16 @@ def binary_losses(classes, pixels, label, scores, large):
             yield Case("binary_cross_entropy_dlogits", call[0], scaled, 2**-23, True, **large)
 
 
+def soft_losses(label, scores, shape, large):
+    """Yield cases with target probabilities, whose sum is not 1, with and without smoothing."""
+    compared = {"logits": scores, "targets": Draw("lanes", shape, 0, 1)}
+    yield Case("soft_correct_count", label, compared, 1e-13, True)
+    for name, options in {label: {}, f"{label}, smoothed": {"smoothing": 0.3}}.items():
+        yield Case("soft_cross_entropy", name, compared | options, 1e-13, True)
+        scaled = compared | options | {"scale": 0.37}
+        yield Case("soft_cross_entropy_dlogits", name, scaled, 1e-6, **large)
+
+
 def dice_losses(classes, pixels, label, large):
     """Yield cases with labels outside the classes, for each rule."""
     p = Draw("lanes", (classes, *pixels), 0, 1, np.float64)
@@ -61,7 +71,7 @@ def dice_losses(classes, pixels, label, large):
     def gradient(backend, a):
         _, slopes = backend.dice(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])
         d = backend.dice_dp(a["p"], a["labels"], slopes, 0.37, a["counts"])
-        return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # the reference has float64
+        return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # reference: float64
 
     weights = np.linspace(0.5, 2, classes)
     for name, rule in {
@@ -89,7 +99,7 @@ SCORES += [(2, (3, 87))]  # an image is split into two leaves of different sizes
 def losses(classes, pixels):
     label = f"{classes} classes" + (f", {pixels}" if pixels else "")
     scores = Draw("lanes", (classes, *pixels), -8, 8)
-    large = {"numbers_only": pixels == (3, 87)}  # option of cases of functions without sums
+    large = {"numbers_only": pixels == (3, 87)}  # for cases of functions without sums
     labelled = {"logits": scores, "labels": labels(classes, *pixels)}
     yield Case("softmax", label, {"logits": scores}, 1e-14, True, **large)
     yield Case(
@@ -100,6 +110,8 @@ def losses(classes, pixels):
     yield Case("cross_entropy", label, labelled, 1e-13, True)
     yield Case("correct_count", label, labelled, 0)
     yield Case("cross_entropy_dlogits", label, labelled | {"scale": 0.37}, 2**-23, True, **large)
+    if (classes, pixels) in ((10, ()), (33, ()), (4, (1, 1)), (3, (2, 3)), (2, (3, 87))):
+        yield from soft_losses(label, scores, (classes, *pixels), large)
     if (classes, pixels) in ((33, ()), (3, (2, 3)), (2, (3, 87))):
         yield from label_rules(classes, pixels, label, scores, large)
     if (classes, pixels) in ((1, ()), (33, ()), (3, (2, 3))):

@@ -1,4 +1,4 @@
-"""Test arguments, comparisons, counts and reports of the benchmarks, but no times."""
+"""Test the benchmarks' arguments, comparisons, counts and reports, but not their times."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_operations_and_bytes_of_kernels():
     assert cases["digits/conv1", "forward"].flops == 2 * 25 * 20 * pixels
     assert cases["digits/conv2", "dx"].flops == 2 * 9 * 20 * 20 * pixels
     assert cases["digits/conv2", "dweight"].flops == 2 * 9 * 20 * 20 * pixels
-    assert ("digits/conv1", "dx") not in cases  # no step computes this gradient
+    assert ("digits/conv1", "dx") not in cases  # training computes no dx of the first layer
     assert cases["digits/dense1", "forward"].flops == 2 * 11520 * 10 * 32
     assert cases["digits/dense1", "backward"].flops == 4 * 11520 * 10 * 32
     assert cases["digits/relu1", "forward"].bytes == 2 * 4 * 20 * pixels

@@ -54,7 +54,7 @@ def visible_gpus(*names):
 
 
 def test_the_floors_of_the_zoo():
-    """The GFLOP of a step and the lower bounds of times on an H200 equal known values."""
+    """A step's GFLOP and its lower time bounds on an H200 equal known values."""
     digits = floors.work(zoo.digits())
     products = 24 * 24 * 20 * (25 + 180 + 180) + 11520 * 10
     assert digits.products == products and digits.first == 24 * 24 * 20 * 25
@@ -129,7 +129,7 @@ def test_the_units_of_a_step_are_found_without_computing(gpu):
         patch.setattr(compiling, "compile_all", compile_all)
         compiling.check_all(report, gpu, {"digits": (16,)})
     assert len(set(compiled)) == len(compiled) and report.failed == ["kernels compile"]
-    assert {"pool", "conv_direct"} <= {unit.family for unit in compiled}  # of other networks too
+    assert {"pool", "conv_direct"} <= {unit.family for unit in compiled}  # other networks' kernels
 
 
 # training
@@ -152,7 +152,7 @@ def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     failed = [name for name in report.failed if not name.startswith("accuracy")]
     assert failed == []
     assert "4 iterations" in checks["losses at rate 1e-05: GPU and CPU"]["found"]
-    assert report.failed == ["accuracy after 1 epochs"]  # random images, so no learning
+    assert report.failed == ["accuracy after 1 epochs"]  # random images teach nothing
 
 
 def test_losses_that_differ_fail():
@@ -164,7 +164,7 @@ def test_losses_that_differ_fail():
 
 
 class Runs:
-    """Runner of trainings for `identity` in this process on an emulated GPU."""
+    """Runner for `identity` that trains on an emulated GPU, in this process."""
 
     def __init__(self, world, spoil=None):
         self.world, self.spoil, self.started = world, spoil, []
@@ -236,7 +236,7 @@ def test_a_step_and_its_kernels(gpu):
     assert sum(row["times"] for row in rows) == len(step.program.launches())
     flop = sum(row["flop"] for row in rows)
     work = floors.work(subject.network("digits", IMAGE))
-    images = 32  # two blocks, because kernels compute unused images too
+    images = 32  # two blocks, because kernels also compute unused images
     assert flop == images * work.flop
     assert all(row["bytes"] > 0 for row in rows)
     assert step.losses(1)[0] < losses[0] + 1  # training continues as before
@@ -248,7 +248,7 @@ def needs_torch():
 
 
 class LocalSides(speed.Sides):
-    """Sides in this process: mpidl on the emulated GPU, PyTorch on the CPU."""
+    """Sides that run in this process: mpidl on the emulated GPU, PyTorch on the CPU."""
 
     def __init__(self, world, seconds):
         self.world, self.seconds, self.steps, self.torch = world, seconds, {}, True

@@ -1,4 +1,4 @@
-"""Test the memory that the benchmarks measure: peaks, and the processes of a job."""
+"""Test how the benchmarks measure memory: peaks, and the processes of a job."""
 
 import contextlib
 import mmap
@@ -15,7 +15,7 @@ from mpidl.data import PackedDatastore
 
 def test_the_peak_of_memory_that_was_freed_again():
     before = machine.start_of_peak()
-    # malloc always maps new memory for more than 32 MiB, but may reuse freed memory for less.
+    # malloc always maps new memory for arrays above 32 MiB, but may reuse memory for smaller ones.
     pixels = np.ones(16 << 20, np.float32)
     del pixels
     assert 62 << 20 < machine.peak() - before < 96 << 20
@@ -51,7 +51,7 @@ def started(code):
 
 
 def test_the_memory_of_processes():
-    """The result is the RssAnon of all live processes, plus the shared memory once."""
+    """The result is the RssAnon of all live processes, plus shared memory, counted once."""
     code = "import numpy, sys; a = numpy.ones(4 << 20); print(flush=True); sys.stdin.read()"
     with started(code) as job:
         child = input_memory.memory_of([job.pid])
@@ -69,7 +69,7 @@ def test_the_memory_of_processes():
 
 
 def test_ranks_are_found_below_their_launcher():
-    """The launcher's variables identify each rank once, even if it starts other processes."""
+    """The launcher's variables identify each rank once, even if a rank starts other processes."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     start = f"import subprocess as s, sys; p = [s.Popen([sys.executable, '-c', {code!r}], env={{"
     start += "'PMI_RANK': str(r)}) for r in range(2)]; print(flush=True); [x.wait() for x in p]"

@@ -1,4 +1,7 @@
-"""Test the verdict of `python -m benchmarks memory`; tests/launch/test_benchmarks.py trains."""
+"""Test how `python -m benchmarks memory` judges the growth of memory.
+
+tests/launch/test_benchmarks.py runs the command with real trainings.
+"""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Test that published weights of MobileNetV2 give PyTorch's scores, however they are read."""
+"""Test that MobileNetV2 with published weights has PyTorch's scores, in all file formats."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Test operations, bytes and floors of passes, and the page of `benchmarks roofline`."""
+"""Test `benchmarks roofline`: operations, bytes and lower time bounds of passes, and the page."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_a_floor_is_the_larger_time():
 @needs_kernels
 @pytest.mark.parametrize(
     ("layer", "shape", "expected"),
-    [  # the factor by which Winograd needs fewer products, by Lavin and Gray's formula
+    [  # Winograd divides the number of products by this factor (Lavin and Gray's formula)
         (dl.Conv2D(3, 32, padding=1), (32, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
         (dl.Conv2D(3, 20, padding=1), (20, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
         # 10 x 10 pixels have 5 x 5 tiles of 2 x 2, or 3 x 3 tiles of 4 x 4, some of them partial
@@ -72,7 +72,7 @@ def test_without_winograd_all_products_count():
 def test_passes_of_a_step():
     """Fused normalizations, ReLUs and additions must have no separate passes."""
     in_step = roofline.step_passes(zoo.digits())
-    assert in_step["conv1"] == {"forward", "dx", "dweight"}  # conv1 is first: no dx Case
+    assert in_step["conv1"] == {"forward", "dx", "dweight"}  # dx has no Case for the first layer
     assert in_step["conv2"] == {"fused forward", "fused backward"}
     assert in_step["batchnorm2"] == in_step["relu2"] == set()
     assert in_step["dense1"] == {"forward", "backward"}
@@ -101,7 +101,7 @@ def test_every_layer_has_passes_that_run():
         cases = {c.name: c for c in passes.layer_cases(net, layer, layer.name, 16)}
         assert bool(cases) == (type(layer) is not dl.Dropout)
         missing = in_step[layer.name] - set(cases)
-        assert missing <= {"dx"} or not cases  # for additions, and layers that read the images
+        assert missing <= {"dx"} or not cases  # additions and first layers lack dx
         for case in cases.values():
             case.run()
 
@@ -115,7 +115,7 @@ def rows_of(times):
 
 
 def test_sums_count_the_passes_of_a_step():
-    rows = rows_of([0.004, 0.010, 0.004])  # 0, 1 and 2 layers
+    rows = rows_of([0.004, 0.010, 0.004])  # times of layers 0, 1 and 2
     sums = {name: cells for name, *cells in roofline.sums_of(rows, 0.025)}
     assert sums["convolution, backward"] == ["10.0", "2.000", "20%"]
     assert sums["pooling"] == ["8.000", "4.000", "50%"]
@@ -144,7 +144,7 @@ def test_settings():
 
 @needs_kernels
 def test_a_small_network_is_measured(tmp_path, monkeypatch, capsys):
-    """The floors must follow from the counts and the peak; every pass must have a time."""
+    """Lower time bounds must follow from the counts and the peak. Every pass must have a time."""
     layers = [
         *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(2)),
         *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(10)),

@@ -14,7 +14,7 @@ LAYERS = [
     *(dl.Conv2D(3, 8), dl.BatchNorm(), dl.ReLU(), dl.AveragePool2D(2), dl.Dense(10)),
 ]
 
-# layers of every kind that PyTorch also has
+# layers of every kind that also exists in PyTorch
 BRANCHES = [
     dl.Conv2D(5, 8, stride=2, padding="same", name="first"),
     dl.ReLU(name="a"),
@@ -36,7 +36,7 @@ BRANCHES = [
     dl.PReLU(shared=True),
     dl.Dropout(0.0),
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
-    dl.ReLU(after="sum"),  # other layers read "sum" too
+    dl.ReLU(after="sum"),  # "sum" has several readers
     dl.MaxPool2D(3, stride=3, padding=(2, 1), name="e"),  # padding of more than half a window
     dl.Concat(inputs=("c", "d", "e")),
     dl.Dense(16),
@@ -88,7 +88,7 @@ def test_a_step_learns_and_starts_again(world):
 
 
 def test_a_step_is_as_the_library_makes_it(world):
-    """The weights must equal the weights of a custom training loop."""
+    """The weights must equal those of a training loop written with the library."""
     net, *batch = small()
     step = mpidl_step.EagerStep(net, batch, world)
     for _ in range(2):
@@ -171,7 +171,7 @@ def test_errors_are_measured_and_zeros_left_out():
 
 
 def test_one_other_decision_makes_large_errors():
-    """Negative control: the exact step must follow the decisions of the float32 step."""
+    """Negative control: changing one decision of a ReLU makes the exact step's errors large."""
     net, images, labels = small()
     ours, activations = accuracy.our_step(net, images, labels)
     decisions = accuracy.decide(net, images, activations)

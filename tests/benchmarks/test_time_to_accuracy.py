@@ -1,4 +1,4 @@
-"""Test the time to an accuracy: results, and PyTorch's side of the recipe, but no times."""
+"""Test the benchmark `time_to_accuracy`: its results and PyTorch's training, but no times."""
 
 import argparse
 
@@ -45,7 +45,7 @@ def test_the_clock_ends_a_training(world):
 
 
 def changed(options, count=64, epoch=1):
-    """Return (images, augmented float images, normalized images) of PyTorch's side."""
+    """Return uint8 images, the batch that PyTorch's training makes from them, and its Images."""
     from benchmarks.torch_training import Images
 
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_rectangles_are_erased():
 
 @pytest.mark.parametrize("variant", ["eager", "channels_last"])
 def test_a_step_is_that_of_the_recipe(variant):
-    """Compare weights, averages and a frozen whitening layer with `dl.train` after three steps.
+    """After three steps, weights, averages and the frozen whitening layer equal `dl.train`'s.
 
     The rate is constant, because PyTorch's momentum rescales earlier steps if the rate changes.
     """

@@ -1,4 +1,4 @@
-"""Test comparisons with several versions of PyTorch, and with oneDNN's reference code."""
+"""Test comparisons with several versions of PyTorch, and the check for oneDNN's slow code."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 from benchmarks import arguments, compare, onednn, torch_step, torch_versions, turns
 from mpidl.errors import Fault, UserError
 
-# Lines of oneDNN 3 (PyTorch 2.13), and of oneDNN before 2.7 and 1.0.
+# Output lines of oneDNN 3 (in PyTorch 2.13), of oneDNN before 2.7, and of oneDNN before 1.0.
 FAST = """onednn_verbose,v1,info,oneDNN v3.11.3 (commit 0)
 onednn_verbose,v1,primitive,exec,cpu,reorder,simple:any,undef,src:f32::blocked:ab,,,1x2,0.01
 onednn_verbose,v1,primitive,exec,cpu,convolution,brgconv:avx512_core,forward_training,src,,,mb1,0.1
@@ -45,7 +45,7 @@ def test_reference_code_ends_a_comparison(implementation):
 
 
 class Answers:
-    """Side with fixed answers."""
+    """A side of the comparison that gives fixed answers."""
 
     def __init__(self, name, counts):
         self.name, self.counts = name, counts
@@ -72,7 +72,7 @@ class Answers:
 
 
 def compared(monkeypatch, tmp_path, counts):
-    """Compare fixed answers of two versions; the second has the implementations `counts`."""
+    """Compare two versions' fixed answers. The second version's implementations are `counts`."""
     monkeypatch.setattr(compare, "our_side", lambda *_: Answers("ours", {}))
     fast = onednn.implementations(FAST)
     sides = {
@@ -193,7 +193,7 @@ layer(images)
 @pytest.mark.slow("jobs")
 @pytest.mark.timeout(120)
 def test_what_onednn_prints_in_pytorch():
-    """Only one of the two calls prints. As a control, the implementation gets another name."""
+    """Only the call inside verbose_output prints. Negative control: a reference implementation."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     command = [sys.executable, "-c", CONVOLUTION]
     environment = turns.environment_of_checkout()

@@ -1,4 +1,4 @@
-"""Test the --help of each command: the most common options first, all options with --help-all."""
+"""Test each command's --help, which shows the most common options, and --help-all."""
 
 import pytest
 from image_sets import refusal
@@ -80,7 +80,7 @@ def test_a_timeline_needs_no_number():
 
 
 def test_a_command_without_common_options_shows_all(capsys):
-    """Options with the same destination are all shown, and options without a group come last."""
+    """Without common options, --help shows all options, even those with the same destination."""
     parser = Parser("mpidl.none", "Do nothing.", quiet=False)
     for i in range(help_groups.SHORT_LIST + 1):
         parser.text(f"--flag-{i}", "N", f"Set {i}", dest="same")

@@ -21,7 +21,7 @@ echo "${COMPREPLY[@]}"
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """{shell: path of its script}."""
+    """{shell: path of its completion script}."""
     folder = tmp_path_factory.mktemp("scripts")
     commands = completion.described_commands()
     for shell, script in completion.SHELLS.items():
@@ -41,7 +41,7 @@ def need(shell):
         ("mpidl help pre", "predict"),
         ("mpidl train --learning-r", "--learning-rate"),
         ("mpidl train --solver ad", "adam adamw"),
-        ("mpidl train --solver = ad", "adam adamw"),  # bash's words for --solver=ad
+        ("mpidl train --solver = ad", "adam adamw"),  # bash splits --solver=ad into these words
         ("mpidl train --loss m", "mse mae"),
         ("mpidl train --data d", "digits documents"),
         ("mpidl pack d", "documents"),
@@ -65,7 +65,7 @@ def test_bash_completes(words, expected, scripts, tmp_path):
 
 @pytest.mark.parametrize("word", ["my\\ d", '"my d', "'my d"])
 def test_bash_quotes_the_names_of_files(word, scripts, tmp_path):
-    """An interactive bash completes file names with spaces and passes them as one argument."""
+    """An interactive bash completes a file name with spaces and passes the name as one argument."""
     need("bash")
     (tmp_path / "my data.npz").touch()
     ours, terminal = pty.openpty()

@@ -1,4 +1,4 @@
-"""Test `mpidl.convert` between all formats, with equal weights, byte for byte, and equal scores."""
+"""Test that `mpidl.convert` between all formats keeps the weights' bytes and the scores."""
 
 import json
 import re
@@ -105,7 +105,7 @@ def test_a_mean_image_and_a_description_of_another_network(tmp_path, capsys):
     with monkeypatch.context() as patch:
         patch.setenv("PMI_SIZE", "2")
         text = refusal(convert.main, [str(tmp_path / "a.h5"), "b.onnx"])
-    assert text == "convert is one process: run it without mpirun"
+    assert text == "convert uses one process: run it without mpirun"
 
 
 def test_scores_that_differ_are_an_error(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Test the report on the ranks of a job, with fictitious ranks and files of fictitious hosts."""
+"""Test the report on a job's ranks, with simulated ranks and with files of simulated hosts."""
 
 import json
 import os

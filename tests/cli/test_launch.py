@@ -11,7 +11,7 @@ from mpidl.errors import Fault, UserError
 
 # Each start of this script writes its options to a file and ends with the next exit code in the
 # file `codes`. The code "c1" means 1 after a checkpoint, and "r0" means 0 in the middle of a run.
-# Before exit code 2, the script prints a message.
+# Before exit code 2, the script prints a message. "k" kills the script, and "w" lets it wait.
 MPIRUN = """#!/bin/sh
 shift 3
 echo "$*" >> {folder}/starts
@@ -75,14 +75,14 @@ def test_a_death_resumes_from_the_checkpoint(launched):
 
 
 def test_an_exit_code_0_in_the_middle_of_a_run_is_a_death(launched):
-    """An exit code 0 during a run, as of mpirun --with-ft ulfm after losing a host, is a death."""
+    """Exit code 0 during a run is a death: mpirun --with-ft ulfm returns it after losing a host."""
     assert launched("r0 0", "--epochs", "3") == 0
     assert starts(launched) == ["--epochs 3"] * 2
     assert log(launched)[0] == "start 1 ended after 0 s: mpirun ended with exit code 0"
 
 
 def test_the_starts_of_a_job_have_a_token_and_numbers(launched):
-    """Each start gets the job's token and a number, with which it takes over the earlier lock."""
+    """Each start gets the job's token and a number, to take over the lock of an earlier start."""
     assert launched("1 c1 0") == 0
     lines = [line.split() for line in (launched.folder / "numbers").read_text().splitlines()]
     assert len({token for token, _ in lines}) == 1
@@ -113,7 +113,7 @@ def test_an_exit_code_2_without_a_message_is_a_death(launched):
 
 
 def test_the_checkpoint_of_a_run_that_is_replaced(launched):
-    """A job with --overwrite that dies before removing the old checkpoint does not resume it."""
+    """A job with --overwrite that dies early does not resume from the checkpoint of an old run."""
     (launched.folder / "run").mkdir()
     (launched.folder / "run" / "checkpoint.h5").write_text("of another run")
     assert launched("1 c1 0", "--overwrite") == 0
@@ -129,7 +129,7 @@ def test_a_run_that_is_resumed(launched):
 
 
 def test_a_stop(launched):
-    """A stop ends a pause, and a training that dies instead of stopping is not restarted."""
+    """A signal ends a pause. A training that dies instead of stopping is not restarted."""
     signals = failure.Signals()
     signals.name = "SIGTERM"
     with pytest.raises(Fault, match="^SIGTERM: the training died instead of stopping: "):
@@ -144,7 +144,7 @@ def test_a_stop(launched):
 def test_invalid_words(launched):
     with pytest.raises(UserError, match="^unknown option --epoch: did you mean --epochs"):
         launched("0", "--epoch", "3")
-    with pytest.raises(UserError, match="^launch: expected the command of a training after --"):
+    with pytest.raises(UserError, match="^launch: expected a training command after --"):
         launch.main(["--restarts", "3"])
     with pytest.raises(UserError, match="^--restarts must be at least 0, found -1"):
         launch.parse(["--restarts", "-1", "--", "mpirun"])

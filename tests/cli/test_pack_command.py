@@ -67,7 +67,7 @@ def test_every_source_is_packed(tmp_path, kind, capsys):
     assert len(test) == len(open_test_data(str(source)))
     assert run(tmp_path / "x.h5", "--verify") == 0
     assert "images match their checksums" in capsys.readouterr().out
-    assert run(tmp_path / "x.h5", tmp_path / "y.h5") == 0  # a packed file is a source too
+    assert run(tmp_path / "x.h5", tmp_path / "y.h5") == 0  # a packed file can be packed again
     assert open_data(str(tmp_path / "y.h5"))[0].fingerprint() == stores[0].fingerprint()
 
 

@@ -29,7 +29,7 @@ def save_trained(folder, store, layers, **options):
 
 
 def run(folder, data, capsys, *words):
-    """Run the command, and return the lines that it prints about the images."""
+    """Run the command. Return the lines that it prints about the images."""
     arguments = ["--model", folder / "model.h5", "--data", data, *words]
     capsys.readouterr()
     assert predict.main([str(word) for word in arguments]) == 0
@@ -109,7 +109,7 @@ def test_one_output_for_two_classes_of_a_folder(images, tmp_path, capsys, has_si
 
 
 def test_a_model_of_an_unknown_loss(images, tmp_path, capsys):
-    """The last layer and the targets must determine the meaning of the outputs."""
+    """The last layer and the targets determine what the outputs of an unknown loss mean."""
     targets = (images > 127).astype(np.int32)
     np.savez(tmp_path / "set.npz", images=images, targets=targets)
     net = dl.Network([dl.Conv2D(3, 1, padding=1), dl.Sigmoid()], images.shape[1:], seed=1)

@@ -1,4 +1,4 @@
-"""Test the options of a training that starts from a weight file, and the image conversion."""
+"""Test trainings that start from a weight file: their options and the conversion of images."""
 
 import hashlib
 
@@ -62,7 +62,7 @@ def test_images_are_converted_to_the_input_of_the_network(tmp_path):
     assert not pretrained.conversion(net, arrays(3, 12, 10), options)
     gray = zoo.digits((1, 12, 10), 2, seed=None)
     assert pretrained.conversion(gray, arrays(3, 30, 20), options).colour == "gray"
-    # the other files of a folder may have other sizes
+    # images are converted even if the first file fits, because other files may have other sizes
     grow(tmp_path, shape=(3, 12, 10))
     assert pretrained.conversion(net, dl.ImageFolder(tmp_path), options) == expected
     # with a random crop, only the colour changes
@@ -115,12 +115,12 @@ def test_the_weights_of_torchvision_expect_its_normalization(tmp_path):
     assert (source.net.input_shape, source.net.output_shape) == ((3, 224, 224), (4,))
     assert source.net.normalization.centre.tolist() == pytest.approx([123.675, 116.28, 103.53])
     net.normalization = dl.data.normalization("rescale-symmetric", images)
-    dl.save_weights(net, path, names="torchvision")  # a file that specifies its normalization
+    dl.save_weights(net, path, names="torchvision")  # this file specifies its normalization
     resolved = resolve(weights=str(path), network="squeezenet1_1")
     source = pretrained.load(resolved, None, images, None)
     assert source.net.normalization.name == "rescale-symmetric"
     net.normalization = dl.data.normalization("none", images)
-    for name, expected in (("a.h5", "none"), ("a.onnx", "zscore")):  # ONNX cannot say "none"
+    for name, expected in (("a.h5", "none"), ("a.onnx", "zscore")):  # ONNX cannot store "none"
         network_files.save(net, tmp_path / name)
         resolved = resolve(weights=str(tmp_path / name), network="squeezenet1_1")
         source = pretrained.load(resolved, None, images, None)

@@ -1,4 +1,4 @@
-"""Test the arguments of mpidl.scaling: the study's, mpidl.train's, and refused ones."""
+"""Test the arguments of mpidl.scaling: those for the study, those for mpidl.train, and errors."""
 
 import pytest
 
@@ -132,7 +132,7 @@ def test_a_prediction_of_unequal_shares_is_refused(tmp_path):
 
 
 def test_a_probe_is_not_repeated(tmp_path):
-    """With the same ranks and seconds, the command reuses the record of an earlier start."""
+    """If ranks and seconds are unchanged, the command reuses the probe of an earlier start."""
     plan = study.Plan(str(tmp_path), (), ())
     runs = study.Study(plan, failure.Signals())
     parsed = scaling.parse("--predict --probe-ranks 2 --probe-seconds 7".split()).parsed

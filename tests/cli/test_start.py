@@ -40,7 +40,7 @@ def negative(input_shape, classes):
 
 @pytest.fixture
 def file(tmp_path):
-    """A FILE.py that loads a saved model with weights that no seed gives."""
+    """A FILE.py that loads a saved model. No seed gives this model's weights."""
     net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(2)], SHAPE, seed=3)
     net.parameters = {name: a + np.float32(0.125) for name, a in net.parameters.items()}
     net.state = {name: a + np.float32(2) for name, a in net.state.items()}
@@ -134,4 +134,4 @@ def test_a_network_stays_with_its_normalization(file):
     net.normalization = None
     dl.train(net, store, zscore, world=world)
     assert net.normalization.name == "zscore"
-    dl.train(net, store, zscore, world=world)  # again, which is now accepted
+    dl.train(net, store, zscore, world=world)  # a second training is accepted

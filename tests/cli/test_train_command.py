@@ -1,4 +1,4 @@
-"""Test the command train from start to end: requests to stop, and the content of status.json."""
+"""Test complete runs of the command train: requests to stop, and the content of status.json."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def before(monkeypatch, module, name, action):
 @pytest.mark.slow_on_ranks
 @pytest.mark.parametrize(("module", "name"), [(input_pipeline, "prepare"), (evaluate, "evaluate")])
 def test_a_request_before_the_training_or_in_the_test(world, folder, monkeypatch, module, name):
-    """The run stops as after a signal, and the resumed run completes the remaining work."""
+    """A request stops the run like a signal, and the resumed run completes the remaining work."""
     out, contents = folder / "run", []
 
     def request():
@@ -84,7 +84,7 @@ def test_a_request_before_the_training_or_in_the_test(world, folder, monkeypatch
     assert not (out / "stop").exists() and not (out / "summary.json").exists()
     world.barrier()
     if world.rank == 0:
-        stop_file.request(out, stop_file.NOW)  # too late; the next job must not obey it
+        stop_file.request(out, stop_file.NOW)  # too late for this job; the next job must ignore it
     world.barrier()
     code, content = run(folder, "--resume", out)
     assert (code, content.state, content.stopped) == (0, status.FINISHED, None)

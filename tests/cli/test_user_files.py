@@ -1,4 +1,4 @@
-"""Test functions and modules that a command loads from files of the user."""
+"""Test functions and modules that a command loads from the user's files."""
 
 import pickle
 import sys
@@ -9,7 +9,7 @@ from mpidl.cli import user_files
 
 
 def test_each_user_file_is_a_separate_module(tmp_path):
-    """Files of equal name in two folders are separate modules, and pickle finds their classes."""
+    """Files with the same name in two folders are two modules, and pickle finds their classes."""
     modules = []
     for folder in ("a", "b-1"):
         (tmp_path / folder).mkdir()

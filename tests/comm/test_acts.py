@@ -1,4 +1,7 @@
-"""Test how a process sees the current act and the Python stacks of another process."""
+"""Test reading what another process on the host is doing.
+
+A process publishes its current act, which is a wait or an MPI call, and its Python stacks.
+"""
 
 import os
 import signal
@@ -53,7 +56,7 @@ def test_a_process_is_seen_while_it_runs_is_stopped_and_has_ended(child):
     assert running.act.startswith("epoch 3, iteration 17: waits for gop max, for ")
     assert "in count_sheep" in running.stacks
     (repeated,) = acts.look_at([child.address])
-    assert repeated.stacks.count("in count_sheep") == 1  # without the stacks of the first request
+    assert repeated.stacks.count("in count_sheep") == 1  # not the stacks of the first request again
     (silent,) = acts.look_at([child.address], stacks=False)
     assert silent.stacks == ""
 

@@ -38,4 +38,4 @@ def test_times_are_corrected_for_offset_and_drift():
     last = ClockOffset(int(clock[-1]), int(clock[-1] - true[-1]), 0)
     assert np.abs(to_rank_0(clock, first, last) - true).max() <= 2
     late = to_rank_0(clock, first, first._replace(time=last.time))
-    assert np.abs(late - true).max() > 10**6  # negative control: without correction of the drift
+    assert np.abs(late - true).max() > 10**6  # negative control: the drift is not corrected

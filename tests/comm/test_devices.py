@@ -28,7 +28,7 @@ def seeing(letters, host="node0", **kind):
 
 
 def assigned(ranks, gpus=None, device="gpu"):
-    """Return letter and index of each rank's GPU, such as "A0 B1"; None for CPUs."""
+    """Return letter and index of each rank's GPU, such as "A0 B1", or None if ranks use CPUs."""
     assignment = assign_gpus(ranks, device, gpus).gpus
     return assignment and " ".join(f"{g.identity.split()[-1]}{g.index}" for g in assignment)
 
@@ -46,7 +46,7 @@ def assigned(ranks, gpus=None, device="gpu"):
         # srun --gpus-per-task=1 or 2: each rank sees only its own GPUs, numbered from 0
         ([seeing("A"), seeing("B"), seeing("C")], "A0 B0 C0"),
         ([seeing("AB"), seeing("CD")], "A0 C0"),
-        ([seeing("AB"), seeing("BA")], "A0 B0"),  # the same two GPUs with other indices
+        ([seeing("AB"), seeing("BA")], "A0 B0"),  # the ranks number the same GPUs differently
     ],
 )
 def test_ranks_take_the_gpus_of_their_host_in_order(ranks, expected):
@@ -105,7 +105,7 @@ def test_auto_uses_gpus_if_every_rank_has_one():
     gpus, (line,) = assign_gpus([seeing("A"), seeing("", "node1")], "auto")
     assert gpus is None
     assert line == (
-        "note: all ranks compute on CPUs: there are GPUs on node0, none on node1 (no NVIDIA driver)"
+        "note: all ranks compute on CPUs: found GPUs on node0, but none on node1 (no NVIDIA driver)"
     )
     unusable = RankGpus("node0", (), "CuPy is not installed", driver_count=2)
     gpus, (line,) = assign_gpus([unusable], "auto")
@@ -180,7 +180,7 @@ def able(*letters, version=22707, aware=False, host="node0"):
         (able("A", "B"), "host", "host"),
         (able("A", "B"), "nccl", "nccl"),
         (able("A", "A", aware=True), "mpi", "mpi"),
-        # if it is unknown whether MPI is CUDA-aware, the user's request is followed
+        # the user's request decides if it is unknown whether MPI is CUDA-aware
         (able("A", "B", aware=None), "mpi", "mpi"),
     ],
 )
@@ -251,7 +251,7 @@ def test_the_mpi_mover_gathers_in_the_order_of_the_ranks(device_world):
 
 
 def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
-    """A communicator is kept, because its destructor would wait for graphs with its messages."""
+    """A communicator is kept, because its destructor would wait for CUDA graphs that use it."""
     destroyed = []
 
     class Communicator:
@@ -285,7 +285,7 @@ def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
 
 
 def test_a_rank_keeps_its_gpu(world, monkeypatch):
-    """A device stays open if all ranks keep their GPU, and is closed otherwise."""
+    """If all ranks keep their GPUs, devices stay open. Otherwise, devices are closed."""
     devices_in_use = []
 
     class Device(HostDevice):
@@ -305,7 +305,7 @@ def test_a_rank_keeps_its_gpu(world, monkeypatch):
         assert first.sharers == world.size
         devices.use_gpu(world, gpu("A"))
         assert world.device is first and world.counts is counts and devices_in_use == [first]
-        devices.use_gpu(world, gpu("A" if world.rank else "B"))  # another GPU on one rank
+        devices.use_gpu(world, gpu("A" if world.rank else "B"))  # rank 0 changes its GPU
         assert world.device is not first and devices_in_use == [world.device]
     finally:
         devices.use_gpu(world, None)

@@ -42,7 +42,7 @@ def tree_sum(leaves, start, stop, combine=np.add):
 
 
 def cases_of(ranks):
-    """Yield test cases (blocks, layout, width) for a number of ranks."""
+    """Yield (blocks, layout, values per block) of the test cases for a number of ranks."""
     if ranks > 24:  # fewer cases, because the cost grows with the square of the number of ranks
         for leaves, layout in ((ranks, "equal"), (2 * ranks, "equal"), (45, "rising")):
             yield leaves, layout, WIDTH
@@ -72,7 +72,7 @@ def algorithms(tree):
 
 
 def limits_of(algorithm, ranks, leaves, nodes, width):
-    """Return the limits of rounds, messages and values for a rank, from exchange.py's table."""
+    """Return a rank's maximum rounds, messages and values, from the table in exchange.py."""
     n, hops = len(nodes), math.ceil(math.log2(ranks))
     return {
         exchange.single_rank: (0, 0, 0),
@@ -158,12 +158,12 @@ def test_the_algorithm_depends_on_layout_and_size_alone():
     ]
     for leaves, ranks, nbytes, combine, algorithm in table:
         trees = trees_of(leaves, ranks, "equal")
-        # The choice is the same in each of two calls on every rank.
+        # All ranks choose the same algorithm, also in a second call.
         assert {exchange.choose_algorithm(t, nbytes, combine) for t in trees * 2} == {algorithm}
 
 
 def test_plain_moments_never_go_up_the_tree():
-    """Moments are also summed correctly if each rank sends a single value (`plain`)."""
+    """Moments are also combined correctly if each rank sends a single node (`plain`)."""
     counts = np.ones((29, 1))
     values = np.hstack([counts, wide(1, 29, 2), np.zeros((29, 2))])
     for ranks in (3, 12):
@@ -211,9 +211,9 @@ def test_real_ranks_with_skewed_shares(world):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 20])
 def test_many_sums_at_once(world, bucket_bytes):
-    """Sums of values that are pushed one by one, as in the backward pass, are correct.
+    """The reducer sums values that are pushed one by one, as in the backward pass.
 
-    Full buckets are sent at once, and `finish` waits for all sums.
+    Full buckets are sent immediately, and `finish` waits for all sums.
     """
     count, shapes = 7 * LANES - 1, [(9,), (1000, 300), (), (40, 25), (7,), (128, 64), (3,)]
     batch = share(count, world)
@@ -233,7 +233,7 @@ def test_many_sums_at_once(world, bucket_bytes):
 
 
 def test_nodes_are_released_early(world):
-    """The reducer releases nodes once they are sent. On one rank, the node becomes the sum."""
+    """The reducer releases nodes once they are sent. On one rank, the root node becomes the sum."""
     count = 7 * LANES
     leaves, batch = leaves_of(count, 1, (50, 40)), share(count, world)
     partial, reducer = partial_of(batch, leaves), Reducer(world, 1)
@@ -258,7 +258,7 @@ def test_terms_of_different_types_and_trees_in_one_sum(world):
 
 
 def test_plain_sums_depend_on_the_number_of_ranks(world):
-    """Negative control: a plain sum has other bytes, because it adds each share in order."""
+    """Negative control: a plain sum has other bytes, because each rank adds its blocks in order."""
     plain = World(plain=True)
     leaves = leaves_of(17 * LANES, 3, (1000,))
     batch = share(17 * LANES, plain)

@@ -1,4 +1,4 @@
-"""Test that the exit guard ends stopped processes, and no others."""
+"""Test that the exit guard ends stopped processes and leaves all other processes alone."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ def rank():
 
 
 def guard(*words, timeout=0.2):
-    """Start the exit guard as a rank does, with "PID TICK NAME" of each process to watch."""
+    """Start the exit guard as a rank does. Each word is "PID TICK NAME" of a process to watch."""
     command = [sys.executable, "-I", "-S", exit_guard.__file__, str(timeout), *words]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -44,7 +44,7 @@ def test_a_stopped_process_is_named_and_ended(rank):
 
 
 def test_a_process_that_goes_on_is_left_alone(rank):
-    """If a process continues, the guard prints nothing, and ends with the last process."""
+    """If a process continues, the guard prints nothing. It ends when the last process ends."""
     process = guard(f"{rank.pid} {exit_guard.start_tick(rank.pid)} rank 1", timeout=30)
     stop(rank)
     os.kill(rank.pid, signal.SIGCONT)

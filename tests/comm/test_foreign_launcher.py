@@ -59,8 +59,8 @@ def test_srun_of_a_cluster_that_has_its_own_mpi(launched):
 @pytest.mark.parametrize(
     ("vendor", "variables", "start"),
     [
-        ("Open MPI", HYDRA, "the launcher started 2 tasks (PMI_SIZE=2): mpirun of MPICH, but"),
-        ("MPICH", PRTE, "the launcher started 2 tasks (OMPI_COMM_WORLD_SIZE=2): mpirun of Open"),
+        ("Open MPI", HYDRA, "the launcher started 2 tasks (PMI_SIZE=2) with mpirun of MPICH, but"),
+        ("MPICH", PRTE, "the launcher started 2 tasks (OMPI_COMM_WORLD_SIZE=2) with mpirun of"),
     ],
 )
 def test_an_mpirun_of_another_mpi(launched, tmp_path, vendor, variables, start):
@@ -88,7 +88,7 @@ def test_the_mpirun_of_a_cluster_is_named(launched):
 def test_srun_with_another_interface(launched, monkeypatch, vendor, variables, kind):
     launched(variables)
     monkeypatch.setattr(srun, "offered_types", lambda: ["none", "pmi2", "pmix"])
-    text = rf"^the launcher started 2 tasks \(.*=2\): an srun that cannot start {vendor}; "
+    text = rf"^the launcher started 2 tasks \(.*=2\): this srun cannot start {vendor}; "
     text += rf"expected srun --mpi={kind} \(srun --mpi=list: none, pmi2, pmix\)$"
     with pytest.raises(UserError, match=text):
         foreign_launcher.refuse(vendor)

@@ -66,7 +66,7 @@ def test_an_exception_on_all_ranks(world):
 
 @pytest.mark.parametrize("failing", ["first", "last"])
 def test_an_exception_on_one_rank_ends_the_waits_of_the_others(world, failing):
-    """An exception on one rank cancels the waits of the other ranks.
+    """An exception on one rank cancels the other ranks' waits.
 
     The other ranks wait in a broadcast of a megabyte, in a sum, or in a barrier.
     """
@@ -139,7 +139,7 @@ def test_describe():
 
 
 def member(rank, size, neighbours):
-    """Return a substitute for the World of a group, for functions that only gather."""
+    """Return a replacement for a group's World, for functions that call only `allgather`."""
     fake = SimpleNamespace(rank=rank, size=size, host="node0", neighbours=neighbours)
     fake.allgather = lambda value: [value] * size
     return fake

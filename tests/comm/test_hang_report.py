@@ -19,8 +19,8 @@ SILENT = [
     "  rank 2 on host n1 (process 102) does not answer: its process has ended",
     "  rank 3 on host n1 (process 103) does not answer: its process is running; last activity: "
     "epoch 1, iteration 2: computes, after gop max, for 8 s",
-    "  rank 4 on host n2 (process 104) does not answer: no rank of this host answers",
-    "  rank 5 on host n2 (process 105) does not answer: no rank of this host answers",
+    "  rank 4 on host n2 (process 104) does not answer: no rank on this host answers",
+    "  rank 5 on host n2 (process 105) does not answer: no rank on this host answers",
 ]
 NO_STACKS = "  rank 1 is stopped, so it cannot show its Python stacks"
 

@@ -28,7 +28,7 @@ SUM, MOMENTS = (fold.add, np.add), (fold.merge_moments, fold.merge_moments)
 
 
 def queues_of(ranks):
-    """Return the queues of several simulated ranks that share memory in this process."""
+    """Return the sum queues of simulated ranks, which share memory in this process."""
     nbytes = sum_queue.queue_bytes(ranks)
     memory = np.zeros(nbytes + sum_plans.LINE, np.uint8)
     start = -sum_queue.address_of(memory) % sum_plans.LINE
@@ -37,7 +37,7 @@ def queues_of(ranks):
 
 
 def moments(name, blocks, channels):
-    """Return moments of all blocks. Some blocks have no images."""
+    """Return counts, means and sums of squared deviations. Some blocks have no images."""
     values = wide(name, blocks, 1 + 2 * channels).astype("f8")
     values[:, 0] = np.arange(blocks) % 3
     return np.abs(values)
@@ -51,7 +51,7 @@ class Job:
         self.expected = tree_sum(values, 0, len(values), oracle).tobytes()
 
     def pieces(self, tree):
-        """Return a rank's nodes, divided into two values, and an array for the root."""
+        """Return a rank's nodes as two pieces (width, parts of the nodes), and the root's array."""
         counter = Counter(tree, self.combine)
         for block in range(*tree.run):
             counter.push(self.values[block].copy())
@@ -62,7 +62,7 @@ class Job:
         return pieces, np.full(width, np.nan, self.values.dtype)
 
     def of_rank(self, tree):
-        """Return the HostSum of a rank, for ranks that all share memory, and its root array."""
+        """Return the HostSum of a rank and its root array. All ranks share memory."""
         pieces, root = self.pieces(tree)
         kind = KINDS[self.combine, root.dtype]
         plan = sum_plans.plan_of(tree, (0, len(tree.runs)), tree.rank, len(root), kind)
@@ -70,7 +70,7 @@ class Job:
 
 
 def run(jobs, trees, queues, seed):
-    """Run sums on simulated ranks that advance in random order; return each rank's roots."""
+    """Run sums on simulated ranks that advance in random order. Return each rank's roots."""
     draw = random.Random(seed)
     started = [[] for _ in trees]
     pending = set(range(len(trees)))
@@ -97,8 +97,7 @@ def assert_sums(jobs, roots):
 def test_all_ranks_get_the_sum_that_the_tree_defines(ranks):
     """Sums of different sizes give the expected bytes on all ranks.
 
-    They include sums without values, of one value, of several chunks, and of more chunks than
-    slots.
+    The sums have no values, one value, several chunks, or more chunks than the queue has slots.
     """
     for blocks, layout in ((1, "equal"), (ranks, "equal"), (13, "equal"), (29, "one has most")):
         large = 700_000 // blocks
@@ -126,7 +125,7 @@ def test_small_sums_are_folded_by_every_rank_and_large_ones_in_segments():
 
 
 def test_another_order_of_additions_gives_other_bytes():
-    """Negative control: a sum from left to right has other bytes than the sum of the tree."""
+    """Negative control: a sum from left to right and the tree's sum have different bytes."""
     job, trees = Job(wide(1, 13, 1000)), trees_of(13, 3, "equal")
     plain = fold.Tree(13, trees[0].runs, 0, plain=True)
     joins_of = sum_plans._joins_of
@@ -142,7 +141,7 @@ def test_another_order_of_additions_gives_other_bytes():
 
 
 def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
-    """Rank 0 can be ahead of rank 1 by the number of slots, but not further."""
+    """Rank 0 can be ahead of rank 1 by as many sums as the queue has slots, but no further."""
     trees, queues = trees_of(2, 2, "equal"), queues_of(2)
     jobs = [Job(wide(n, 2, 6)) for n in range(sum_queue.SLOTS + 3)]
     first_sums = [job.of_rank(trees[0]) for job in jobs]
@@ -161,7 +160,7 @@ def test_a_slot_is_used_again_only_when_all_ranks_have_taken_its_results():
 
 
 def run_different_sums():
-    """Run a sum on three ranks, with a different shape on the last rank; return job and roots."""
+    """Run a sum on three ranks with a different shape on the last rank. Return job and roots."""
     jobs, trees = [Job(wide(1, 7, 1000)), Job(wide(1, 7, 1001))], trees_of(7, 3, "equal")
     queues = queues_of(3)
     sums = [jobs[rank == 2].of_rank(tree) for rank, tree in enumerate(trees)]
@@ -193,7 +192,7 @@ def test_ranks_that_start_different_sums_raise_an_error(monkeypatch):
 
     sum_plans.plan_of.cache_clear()
     monkeypatch.setattr(sum_plans, "_plan", without_identity)
-    job, roots = run_different_sums()  # negative control: wrong sums without an error
+    job, roots = run_different_sums()  # negative control: no error, but wrong sums
     sum_plans.plan_of.cache_clear()
     assert not np.isnan(roots[0]).any() and roots[2][:1000].tobytes() != job.expected
 
@@ -202,7 +201,7 @@ def test_ranks_that_start_different_sums_raise_an_error(monkeypatch):
 def test_ranks_that_run_at_the_same_time():
     """Ranks that run concurrently get the expected sums.
 
-    The ranks are threads, which share memory; kernels run without the interpreter's lock.
+    The ranks are threads, which share memory. Kernels run without the interpreter's lock.
     """
     ranks, blocks = 3, 7
     trees, queues = trees_of(blocks, ranks, "equal"), queues_of(ranks)
@@ -240,7 +239,7 @@ class Mailbox:
         return (source, self.rank, tag), array
 
     def receive(self, requests):
-        """Receive all messages if all of them have been sent; return whether they were received."""
+        """Receive the messages if all of them have been sent. Return whether they were received."""
         receives = [request for request in requests if request is not None]
         if not all(self.letters.get(key) for key, _ in receives):
             return False
@@ -250,7 +249,7 @@ class Mailbox:
 
 
 def memories_of(sizes):
-    """Return the HostMemory of each simulated rank, given the number of ranks of each host."""
+    """Return the HostMemory of each simulated rank, given the number of ranks per host."""
     stops, letters, memories = np.cumsum(sizes).tolist(), {}, []
     hosts = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
     for first, stop in hosts:
@@ -263,7 +262,7 @@ def memories_of(sizes):
 
 
 def exchange_all(jobs, trees, memories, draw):
-    """Run all sums at once on ranks that advance in random order; return each rank's roots."""
+    """Run all sums at once on ranks that advance in random order. Return each rank's roots."""
     pending, roots = [], [[None] * len(jobs) for _ in memories]
 
     def advance(rank, number, steps):
@@ -372,7 +371,7 @@ def test_two_worlds_at_once(world):
 
 
 def test_without_room_the_ranks_send_messages(world, monkeypatch):
-    """If one host has too little free memory, all ranks send messages, with the same results."""
+    """If a host has too little free memory, all ranks send messages. The results are the same."""
     free_bytes = 0 if world.rank == world.size - 1 else 1 << 40
     monkeypatch.setattr(host_memory, "free_shared_bytes", lambda transport: free_bytes)
     ranks, count = World(timeout=60), 13 * LANES
@@ -391,7 +390,7 @@ def test_without_room_the_ranks_send_messages(world, monkeypatch):
 
 
 def test_a_late_rank_is_waited_for(world):
-    """The other ranks wait for a late rank, first in the library, then in `wait_until`."""
+    """The other ranks wait for a late rank, first in the C library, then in `wait_until`."""
     count = 5 * LANES
     leaves = leaves_of(count, 1, (20,))
     for late in range(world.size):
@@ -403,7 +402,7 @@ def test_a_late_rank_is_waited_for(world):
 
 @pytest.mark.parametrize("width", [7, 100_000])
 def test_ranks_of_a_job_that_sum_different_shapes(world, width):
-    """Every rank raises the same error, and the ranks can continue in another world."""
+    """Every rank raises the same error, and the ranks can still use another world."""
     count, ranks, other = 5 * LANES, World(timeout=60), World(timeout=60)
     shape = (width + (world.rank == world.size - 1),)
     partial = partial_of(share(count, ranks), leaves_of(count, 1, shape))
@@ -430,7 +429,7 @@ def unlearnable(x):
 
 
 def test_memory_of_worlds_that_end(world):
-    """Evaluations free their shared memory, and no kernel advances sums after an exception."""
+    """Evaluations free their shared memory. After an exception, no kernel advances sums."""
 
     def count_maps():
         return Path("/proc/self/maps").read_text().count("/dev/shm")

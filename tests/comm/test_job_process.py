@@ -1,4 +1,4 @@
-"""Test a job that a launcher has started: its messages, its end, and its leftover processes."""
+"""Test a job that a launcher has started: its messages, its end, and its remaining processes."""
 
 import contextlib
 import os
@@ -101,7 +101,7 @@ def test_a_signal_and_a_program_that_does_not_exist(capfd):
 
 
 def test_processes_of_a_dead_launcher_are_ended():
-    """Both processes that a launcher leaves are ended, even the one in a separate session."""
+    """Both processes that a launcher leaves behind are ended, even a process in another session."""
     job = start("sleep 600 & setsid sleep 600 & exit 1")
     assert job.wait(failure.Signals(), has_children=True) == 1
     wait_until(lambda: not marked(TOKEN))

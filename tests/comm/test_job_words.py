@@ -1,4 +1,4 @@
-"""Test the parsing of a job's command line, and the command for fewer hosts."""
+"""Test the parsing of a job's command line, and the command that restarts it on fewer hosts."""
 
 import shutil
 
@@ -42,7 +42,7 @@ def test_the_options_of_the_training(words, start):
 
 @pytest.mark.parametrize("words", [[], ["mpirun", "-n", "4", "python", "-m", "mpidl.sweep"]])
 def test_a_command_without_a_training(words):
-    with pytest.raises(UserError, match="^launch: expected the command of a training after --"):
+    with pytest.raises(UserError, match="^launch: expected a training command after --"):
         parse(*words)
 
 

@@ -12,13 +12,13 @@ from mpidl.comm import mpi_start
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Return a function that runs a watched block, and returns reasons to end the process."""
+    """Return a function that watches a block and returns the reasons to end the process."""
     monkeypatch.setattr(mpi_start, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(mpi_start, "GONE_SECONDS", 0.05)
     monkeypatch.setattr(mpi_start, "START_SECONDS", 0.02)
 
     def watch(timeout, seconds, states=None):
-        """Watch a block of `seconds`. `states` are the process states of this host's ranks."""
+        """Watch a block that takes `seconds`. `states` are {PID: state} of this host's ranks."""
         end_event, reasons = threading.Event(), []
         watch = mpi_start.Watch(timeout)
         if states is not None:
@@ -77,7 +77,7 @@ def test_a_process_ends_although_nobody_reads_its_message(monkeypatch):
 
 @pytest.mark.parametrize("states", [None, {os.getpid(): "R", 77: "S"}, {}])
 def test_a_start_in_time(watched, states):
-    """A start in time is not ended, even if the states of other ranks are unknown."""
+    """A process that starts in time is not ended, even if other ranks' states are unknown."""
     assert watched(100, 0.3, states) == []
 
 

@@ -13,11 +13,11 @@ from mpidl.blocks import share
 from mpidl.comm.recorded_world import RecordedWorld
 
 pytestmark = needs_kernels
-IMAGES, WIDTH = 60, 4  # the images are 4 blocks, so some ranks may have no block
+IMAGES, WIDTH = 60, 4  # 60 images are 4 blocks, so some ranks may have no block
 
 
 def parts(world, rows):
-    """Return this rank's nodes of a sum, which a kernel copies from `rows` (nodes, WIDTH)."""
+    """Return a Partial whose nodes a kernel copies from `rows`, of shape (nodes, WIDTH)."""
     tree = share(IMAGES, world).tree
     nodes = arenas.empty(rows.shape)
     builds.kernels().copy(rows, nodes, rows.size)
@@ -72,7 +72,7 @@ def test_gradients_of_replays(world):
 
 
 def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
-    """Ranks that replay wait for late ranks, and work with ranks that run eagerly."""
+    """Ranks that replay a step wait for late ranks, and a late rank may run the step eagerly."""
     result = np.zeros(WIDTH, np.float32)
     recorder = Recorder([result])
     ranks = RecordedWorld(world, recorder)
@@ -94,7 +94,7 @@ def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
         builds.kernels().copy(total, result, WIDTH)
     program = recorder.finish()
     assert recorder.problem is None
-    if world.size > 1 and ranks.memory is not None:  # only the factor 0.5 needs a call of Python
+    if world.size > 1 and ranks.memory is not None:  # only the factor 0.5 needs Python
         assert [type(part) is Calls for part in program.parts[0]] == [True, False, True]
     unit = result.copy()
     for late in range(world.size):
@@ -108,7 +108,7 @@ def test_replays_wait_for_late_ranks_and_for_ranks_that_run_eagerly(world):
         factors = (1, 1, 1, 0.5) if world.size > 1 else (1,)
         for array, factor in zip((total, *gradients), factors, strict=False):
             assert array.tolist() == ((2 + late) * factor * unit).tolist()
-        world.barrier()  # sends messages, which requires equal tags on all ranks
+        world.barrier()  # its messages need equal tags on all ranks
 
 
 def test_other_values_make_a_step_unrecordable(world):

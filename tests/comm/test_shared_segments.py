@@ -68,7 +68,7 @@ def test_a_young_segment_stays_in_a_container(folder, monkeypatch):
 
 
 def test_dead_segments_of_ucx_are_removed_where_all_processes_are_seen(folder, monkeypatch):
-    """UCX's segments are kept in containers, because a rank may open them at any time."""
+    """In containers, UCX's segments are kept, because an unseen rank may open them at any time."""
     old_segment(folder / "ucx_shm_posix_3c7d16b0")
     monkeypatch.setattr(shared_segments, "_sees_all_processes", lambda: False)
     assert shared_segments.remove_dead(str(folder)) == ["mpich_shm_5f3a_0"]
@@ -98,7 +98,7 @@ def test_too_little_room(folder, monkeypatch):
 
 
 def test_the_segments_of_this_start_count_as_room(folder, monkeypatch):
-    """Segments that a faster rank on this host has already allocated count as free space."""
+    """If a faster rank on this host has already allocated segments, they count as free space."""
     status = os.statvfs(folder)
     room = status.f_bavail * status.f_frsize
     (folder / "mpich_shm_77_0").write_bytes(bytes(8 << 20))
@@ -132,7 +132,7 @@ def test_the_segments_of_this_start_count_as_room(folder, monkeypatch):
             },
             (3, 4),
         ),
-        ({"SLURM_LOCALID": 0}, (0, 1)),  # in the batch script of a job
+        ({"SLURM_LOCALID": 0}, (0, 1)),  # in a job's batch script
     ],
 )
 def test_the_ranks_of_a_host(monkeypatch, variables, expected):

@@ -1,4 +1,4 @@
-"""Test parsing the output of `srun --mpi=list`, and the advice for an MPI library."""
+"""Test parsing the output of `srun --mpi=list`, and the command that mpidl suggests."""
 
 import pytest
 
@@ -31,9 +31,9 @@ def test_parse_types():
         (
             "Open MPI v5.0.11",
             ["pmi2"],
-            "srun with the --mpi that works with Open MPI v5.0.11 (",
+            "srun with a value of --mpi that works with Open MPI v5.0.11 (",
         ),
-        ("Vendor MPI 7", ["pmi2"], "srun with the --mpi that works with Vendor MPI 7 (srun"),
+        ("Vendor MPI 7", ["pmi2"], "srun with a value of --mpi that works with Vendor MPI 7 (srun"),
     ],
 )
 def test_advice(monkeypatch, library, offered, command):

@@ -12,7 +12,7 @@ class Lost(Exception):
 
 
 class Ranks:
-    """Fake world that loses ranks and records the calls of its methods."""
+    """Simulated world that loses ranks and records calls."""
 
     outlives_ranks = True
 
@@ -24,7 +24,7 @@ class Ranks:
         return value
 
     def task(self, *errors):
-        """Return a task that raises one of the errors in each call, and then returns 7."""
+        """Return a task that raises one error per call, in the given order, and then returns 7."""
         errors = list(errors)
 
         def run():

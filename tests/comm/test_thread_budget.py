@@ -18,7 +18,7 @@ from mpidl.comm.thread_budget import (
 
 
 def bound(*ranks, quota=None):
-    """Return ranks on one host, given the cores that each rank may use and the common quota."""
+    """Return (host, Cores) of ranks on one host. `quota` is the host's CPU quota in cores."""
     return [("node0", Cores(tuple(cores), quota)) for cores in ranks]
 
 
@@ -53,7 +53,7 @@ HALVES_OF_64 = bound(range(32), range(32, 64), quota=4)
     ],
 )
 def test_ranks_divide_their_cores_and_warn_once(ranks, threads, expected, warning):
-    """With 0 threads, ranks divide the cores that they share; too many threads cause a warning."""
+    """With 0 threads, ranks divide their common cores. Too many threads cause one warning."""
     counts, lines = assign_threads(ranks, threads)
     assert counts == expected
     assert len(lines) == bool(warning) and warning in "".join(lines)
@@ -107,7 +107,7 @@ def test_a_variable_that_asks_for_nothing_else(monkeypatch, value):
 
 
 def test_an_ignored_variable_is_named(monkeypatch):
-    """The note contains the user's value, although the package sets the variable to 1."""
+    """The message names the user's value, although the package sets the variable to 1."""
     program = "import mpidl; print(mpidl.startup.omp_num_threads, os.environ['OMP_NUM_THREADS'])"
     result = subprocess.run(
         [sys.executable, "-c", f"import os; {program}"],

@@ -1,6 +1,6 @@
-"""Test which MPI libraries and launchers let a job survive lost ranks, and which errors do so.
+"""Test which MPI libraries and launchers let a job survive a loss of ranks.
 
-An error of MPI counts as a loss of ranks only in some cases.
+Also test which MPI errors count as a loss of ranks.
 """
 
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def enabled(monkeypatch):
         (
             mpi(),
             {"PMIX_NAMESPACE": "slurm.pmix.12.0"},
-            "srun, which ends the job with its first rank",
+            "srun, which ends the job when a rank ends",
         ),
         (mpi(is_revoked=lacking), {}, "an Open MPI that was compiled without ULFM"),
     ],

@@ -22,7 +22,7 @@ def looks(dog, count, before=lambda: None):
 
 
 def test_a_call_that_does_not_return(dog, capsys):
-    looks(dog, 20)  # the rank computes
+    looks(dog, 20)  # the rank computes and calls no MPI
     assert dog.codes == []
     dog.describe = lambda operation, limit: f"{operation} has taken {limit} s"
     dog.record.begin("MPI_Comm_split", 3.0)
@@ -36,7 +36,7 @@ def test_a_wait_that_polls(dog):
     dog.record.begin("gop max", 3.0)
     looks(dog, 20, before=dog.record.renew)
     assert dog.codes == []
-    looks(dog, 6)  # a poll of MPI does not return
+    looks(dog, 6)  # an MPI poll does not return
     assert dog.codes == [1]
 
 
@@ -50,7 +50,7 @@ def test_many_short_operations(dog):
 
 
 def test_a_launcher_that_has_ended(dog, monkeypatch, capsys):
-    """If its parent process changes, a rank ends, because the launcher has ended."""
+    """A rank ends if its parent process changes, because the launcher has ended."""
     monkeypatch.setenv("PMI_SIZE", "3")
     looks(dog, 1)
     assert dog.codes == []

@@ -27,7 +27,7 @@ def test_ranks_are_numbered_once(world):
 
 
 def test_ranks_bound_to_cores_of_their_own_share_none(world):
-    """Ranks that are bound to one core each are oversubscribed only if they share cores."""
+    """Ranks bound to one core each are oversubscribed only if two ranks have the same core."""
     allowed = os.sched_getaffinity(0)
     core = sorted(allowed)[world.rank % len(allowed)]
     os.sched_setaffinity(0, {core})
@@ -111,7 +111,7 @@ def test_gop_refuses_what_it_cannot_combine(world):
 
 
 def partial_of_ones(world, *shape):
-    """Return the sum over 37 images of ones, as a Partial that is not yet folded."""
+    """Return the sum of 37 images of ones as a Partial."""
     batch = dl.share(37, world)
     images = np.ones((batch.images[1] - batch.images[0], *shape))
     return dl.sum(dl.from_images(images, batch))
@@ -234,7 +234,7 @@ def test_every_message_has_arrived_at_the_barrier(world):
             assert all((data == i).all() for _, i, data in from_rank)
     else:
         assert received == []
-    world.barrier()  # rank 0 has counted the messages before any rank sends more
+    world.barrier()  # no rank sends more before rank 0 has counted the messages
     world.send((world.rank, "more", np.zeros(0)))
     world.barrier()
     assert world.gop("max", len(received)) == 31 * world.size
@@ -294,7 +294,7 @@ def test_a_world_of_some_of_the_ranks(world):
     assert (half.rank, half.size) == (members.index(world.rank), len(members))
     assert half.gop("sum", world.rank) == sum(members)
     assert half.gplus(partial_of_ones(half)) == 37
-    assert world.gop("sum", 1) == world.size  # the first world still works
+    assert world.gop("sum", 1) == world.size  # the whole world still works
 
 
 def test_rank_0_reports(world, capsys):
@@ -319,7 +319,7 @@ def test_a_world_continues_with_some_of_its_ranks(world):
         lost = [(last, job.host)] if last else []
         assert [tuple(rank) for rank in job.lost_ranks] == lost
         assert job.gop("sum", 1) == job.size and job.allgather(job.rank) == survivors
-        array[...] = 7  # memory shared with the lost rank is still valid
+        array[...] = 7  # memory that was shared with the lost rank is still valid
         job.free(array)
         job.barrier()
 

@@ -52,7 +52,7 @@ def test_draws_depend_on_seed_and_epoch_alone():
     for seed, epoch in ((5, 2), (6, 1)):
         other = balanced.draw(LABELS, seed, epoch)
         assert not np.array_equal(first, other)
-        assert set(first % 54) != set(other % 54)  # other images of the large class
+        assert set(first % 54) != set(other % 54)  # different images of the large class
     assert not np.array_equal(LABELS[first % 54], np.sort(LABELS[first % 54]))
 
 

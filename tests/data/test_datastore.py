@@ -45,7 +45,7 @@ def test_split_is_per_label_seeded_and_in_order():
     labels = np.array([0] * 50 + [1] * 5 + [2] * 1)[np.random.default_rng(0).permutation(56)]
     store = ArrayDatastore(np.arange(56, dtype=np.uint8).reshape(56, 1, 1), labels)
     first, second = store.split(0.29, seed=3)
-    # 14.5, 1.45 and 0.29, rounded half up
+    # 0.29 of 50, 5 and 1 images: 14.5, 1.45 and 0.29, rounded half up
     assert np.bincount(first.labels, minlength=3).tolist() == [15, 1, 0]
     assert np.bincount(second.labels, minlength=3).tolist() == [35, 4, 1]
     parts = [part.read(np.arange(len(part))).reshape(-1) for part in (first, second)]
@@ -58,11 +58,11 @@ def test_split_is_per_label_seeded_and_in_order():
 
 
 def test_a_split_into_several_parts():
-    """The first part equals that of a split into two, and all parts contain each image once."""
+    """The first part is the same as in a split into two. The parts contain each image once."""
     labels = np.array([0] * 50 + [1] * 7 + [2] * 3)[np.random.default_rng(1).permutation(60)]
     store = ArrayDatastore(np.arange(60, dtype=np.uint8).reshape(60, 1, 1), labels, "abc")
     parts = store.split(0.7, 0.2, seed=5)
-    # first part: 35, 4.9, 2.1 of 50, 7, 3; ends of the second part: 45, 6.3, 2.7
+    # Of 50, 7 and 3 images, part 1 ends at 35, 4.9 and 2.1, and part 2 at 45, 6.3 and 2.7.
     counts = [list(part.class_counts().values()) for part in parts]
     assert counts == [[35, 5, 2], [10, 1, 1], [5, 1, 0]]
     assert np.array_equal(parts[0].indices, store.split(0.7, seed=5)[0].indices)
@@ -88,7 +88,7 @@ def test_a_split_by_counts():
     assert "at least 0, found -1" in refusal(store.split, -1)
     for sizes in ((0.9, "randomized"), (0.9, 1), (True,), ()):
         text = refusal(store.split, *sizes)
-        assert "or images per label such as 100, 20" in text and "at random, by seed=" in text
+        assert "or images per label such as 100, 20" in text and "at random (see seed=)" in text
     for sizes in (0.7, 0.4), (float("nan"),), (-0.1, 0.5), (np.inf,):
         assert "which add up to at most 1" in refusal(store.split, *sizes)
     assert "expected images with labels to count" in refusal(unlabelled.class_counts)
@@ -160,7 +160,7 @@ def test_transforms_are_checked():
 
 
 class UserDatastore(Datastore):
-    """A minimal dataset of a user: three methods and two shapes."""
+    """A minimal dataset that a user defines: three methods and two shapes."""
 
     image_shape, targets_shape, dtype = (1, 3, 3), (2,), np.dtype(np.float32)
 

@@ -162,7 +162,7 @@ def test_arguments_are_checked():
 
 @pytest.mark.parametrize("sampling", ["global", "partition"])
 def test_the_partial_mini_batch_is_discarded(sampling):
-    """The other mini-batches equal those of a queue with partial mini-batches, from any start."""
+    """Complete mini-batches are the same as in a queue that keeps the partial mini-batch."""
     store, options = numbered(203), {"sampling": sampling, "prefetch": 0}
     for size in (1, 3):
         for world in worlds(size):

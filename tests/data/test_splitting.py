@@ -1,4 +1,4 @@
-"""Test the folds of a cross-validation: stratified as in scikit-learn, disjoint, and keyed."""
+"""Test folds of a cross-validation: stratified as in scikit-learn, disjoint, and reproducible."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_each_image_validates_once(count):
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_mix_of_labels_is_that_of_scikit_learn(count):
-    """Folds have the same numbers of images per label as scikit-learn's folds, in another order."""
+    """Folds have as many images per label as scikit-learn's folds, but in another order."""
     selection = pytest.importorskip(
         "sklearn.model_selection", reason="scikit-learn is not installed"
     )

@@ -75,7 +75,7 @@ def region():
 
 
 class Memory:
-    """Allocation on the device, freed when this object is garbage-collected.
+    """An allocation on the device, freed when this object is garbage-collected.
 
     `nbytes` is rounded up as on a GPU. The guard starts after the requested bytes.
     """
@@ -86,7 +86,7 @@ class Memory:
 
 
 class Kernel:
-    """Compiled kernel whose C function is `run`."""
+    """A compiled kernel with the C function `run`."""
 
     def __init__(self, name, library):
         self.name = name
@@ -96,7 +96,7 @@ class Kernel:
 
 
 class Token:
-    """Point on a stream; a wait for it calls `land`, which completes the earlier copies."""
+    """A point on a stream. Waiting for it calls `land`, which completes the earlier copies."""
 
     def __init__(self, moment=None, land=None):
         self.moment, self.land = moment, land
@@ -222,7 +222,7 @@ class EmulatedDevice:
             raise RuntimeError(f"kernel {handle.name}: {text}")
 
     def _place(self, guard, size, pattern):
-        """Restore a guard and return a description of its allocation."""
+        """Restore a guard that was overwritten, and describe the position of its allocation."""
         _fill(guard, size, pattern)
         if guard + GUARD in self._regions:
             return f", before an allocation of {self._regions[guard + GUARD]} bytes"
@@ -269,7 +269,7 @@ class EmulatedDevice:
         if not self._is_pinned(array):
             raise RuntimeError("stage: the array's memory is not pinned")
         self._check(address, "stage", array.nbytes)
-        ctypes.memset(address, 0xFF, array.nbytes)  # arrives when a stream waits for it
+        ctypes.memset(address, 0xFF, array.nbytes)  # the data arrive when a stream waits
         return Token(land=lambda: _move(address, array.ctypes.data, array.nbytes))
 
     # Streams, events and graphs
@@ -325,7 +325,7 @@ class EmulatedDevice:
 
 
 class Graph:
-    """Captured calls, which `launch` repeats with the addresses of the capture."""
+    """Captured calls. `launch` repeats these calls with the captured addresses."""
 
     def __init__(self, nodes):
         self.nodes = nodes
@@ -358,7 +358,7 @@ def _move(to, source, nbytes, keep=None):
 
 @contextlib.contextmanager
 def opened(order=0, **options):
-    """Compute on an EmulatedDevice inside the `with` statement.
+    """Compute on an EmulatedDevice inside the `with` block.
 
     Each Array gets a separate allocation, so the guards detect writes outside an Array.
     """

@@ -19,8 +19,9 @@ import numpy as np
 from mpidl.backends.gpu import kernels
 
 SHIM = (Path(__file__).parent / "shim.h").read_text()
-# No contraction: products and sums are rounded separately, as with -fmad=false of NVRTC. No strict
-# aliasing: kernels read floats as integers, and shared memory as any type, as CUDA allows.
+# Without contraction, products and sums are rounded separately, as with NVRTC's -fmad=false.
+# Without strict aliasing, kernels may read floats as integers, and shared memory as any type, as in
+# CUDA.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-fcf-protection=none"] if os.uname().machine == "x86_64" else []
 FLAGS += ["-march=native", "-fPIC", "-w"]
@@ -35,7 +36,7 @@ def find():
 
 
 def program(text, defines=()):
-    """Return the C++ text of a unit, to be placed after shim.h."""
+    """Return the C++ text of a unit, which follows shim.h."""
     names = "".join(f"#define {name} {value}\n" for name, value in defines)
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     calls = [_call(name, params, code) for name, params in kernels.signatures(text).items()]
@@ -70,7 +71,7 @@ def loaded(text, family, defines=()):
 
 
 def compiled(text, name):
-    """Return the path of the shared object of shim.h and a C++ text."""
+    """Return the path of the shared object compiled from shim.h and a C++ text."""
 
     def compile_unit(target):
         source = target.with_suffix(".cpp")
@@ -115,7 +116,7 @@ def _key(text):
 
 
 def _make_once(name, make):
-    """Return the path of a file that one process creates with make(path) while others wait."""
+    """Return the path of a file, which one process creates with make(path) while others wait."""
     path = _folder() / name
     if path.exists():
         return path

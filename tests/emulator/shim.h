@@ -1,11 +1,11 @@
 // Runs CUDA C kernels on the CPU, for tests only. This header defines the parts of the language
-// that our .cu files use. A kernel runs one block at a time. Each thread of a block is a fiber that
-// runs until it waits for other threads.
+// that mpidl's .cu files use. A kernel runs one block at a time. Each thread of a block is a fiber
+// that runs until it waits for other threads.
 //
 // - __syncthreads waits for the block. Warp collectives (shuffles, ldmatrix, mma) wait for 32
 //   lanes. A wait that can never end is an error, and so is a barrier after some threads have
 //   returned.
-// - The data of cp.async arrive only at its cp_wait. Until then, the target is NaN.
+// - The data of a cp.async arrive only at the cp_wait for it. Until then, the target holds NaN.
 // - Shared memory starts as NaN (bytes 0xFF), like all memory of the emulated device.
 // - There are three schedules (order 0 forward, 1 reverse, 2 random). A warp runs as far as it can
 //   before the next warp runs, so a missing barrier changes the results.
@@ -78,7 +78,7 @@ struct Thread {
     uint3 index;
     int number;
     bool started;
-    std::vector<Copy> copies;  // by cp.async, in order; the first `landed` have been written
+    std::vector<Copy> copies;  // by cp.async, in order; the first `landed` copies have been written
     std::vector<int> groups;   // the end of each committed group in `copies`
     size_t landed, waited;     // `waited` groups have landed
 };
@@ -204,7 +204,7 @@ __attribute__((noinline)) static void fiber_main() {
     }
 }
 
-// Returns the context in which a thread that has not started can run, from an idle fiber.
+// Returns the context of an idle fiber, in which a thread that has not started can run.
 __attribute__((noinline)) static void** fiber_for(Thread* t) {
     next = t;
     if (!idle.empty()) {
@@ -368,7 +368,7 @@ static inline void wait(int most) {
     SHIM_FENCE;
 }
 
-static inline float rounded(double sum) {  // to nearest, or towards zero like some tensor cores
+static inline float rounded(double sum) {  // to nearest, or towards zero as some tensor cores do
     const float f = (float)sum;
     return truncate && std::fabs((double)f) > std::fabs(sum) ? std::nextafterf(f, 0.f) : f;
 }

@@ -166,7 +166,7 @@ def test_ignored_labels_do_not_count(world):
 
 @pytest.mark.slow_on_ranks
 def test_the_size_of_mini_batches_and_ranks_does_not_matter(world):
-    """Not a bit may change, not even of means over the images."""
+    """The metrics must be equal to the last bit, even means over the images."""
     for net, store, loss in (
         (classifier(), labelled(), "crossentropy"),
         (classifier(), with_targets(), LABELS),
@@ -258,7 +258,7 @@ def test_the_table(world, tmp_path):
             "roc-auc",
             "not per pixel",
         ),
-        (classifier, lambda: with_targets(), "mse", "f1", "no metrics of classes"),
+        (classifier, lambda: with_targets(), "mse", "f1", "no class metrics"),
     ],
 )
 def test_unusable_names_are_refused(world, net, store, loss, names, message):

@@ -34,7 +34,7 @@ def test_counts_recall_precision_and_text():
 
 
 class Table(HTMLParser):
-    """Parse a document's only table. A row is a list of (tag, style, text)."""
+    """Parser of a document's only table. A row is a list of (tag, style, text)."""
 
     def __init__(self, text):
         super().__init__()

@@ -107,7 +107,7 @@ def test_results_only_on_rank_0(world):
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_activations(fuse, world):
-    """Fused layers must have activations, and the last layer's must equal the outputs."""
+    """Fused layers must have activations. Those of the last layer must equal the outputs."""
     net, store = small(), labelled(35)
     net.fuse = fuse
     expected = by_layer(net, store.images)
@@ -223,7 +223,7 @@ def test_arguments_are_checked(world):
     blank = dl.ArrayDatastore(pixels(5))
     wide = dl.ArrayDatastore(pixels(5), np.arange(5))
     image = dl.Network([dl.Conv2D(1, 2)], SHAPE)
-    outputs = r"expected targets of shape \(4,\), as the network's outputs, found \(3,\)"
+    outputs = r"expected targets of shape \(4,\), like the network's outputs, found \(3,\)"
     shapes = r"of shape \(2, 6, 5\), which the network expects, found \(1, 6, 5\)"
     for function, network, data, options, text in (
         (dl.evaluate, net, blank, {}, "the images have no labels"),

@@ -138,7 +138,7 @@ def test_the_last_picture_is_drawn_before_the_run_is_called_done(world, tmp_path
 
 
 def test_patience_and_the_best_network(world):
-    """The loss rises at a high rate, and the best network has the lowest loss."""
+    """The loss rises when the learning rate becomes high. The best network has the lowest loss."""
     options = {"validation": HELD_OUT, "validation_frequency": 1, "shuffle": "every-epoch"}
     options |= {
         "learn_rate_schedule": diverging_rate,
@@ -247,7 +247,7 @@ def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, freque
 
 @pytest.mark.parametrize("limit", [None, pytest.param(5, marks=pytest.mark.slow("jobs"))])
 def test_resuming_a_finished_run_returns_its_result(world, tmp_path, monkeypatch, limit):
-    """The run ended with an epoch, or within an epoch after a validation."""
+    """The run ended at the end of an epoch, or within an epoch after a validation."""
     out, store = world.broadcast(str(tmp_path)), pictures(100)
     options = RUN | {"max_iterations": limit, "validation_frequency": 5 if limit else 0}
     options = dl.TrainingOptions(validation=HELD_OUT, **options)
@@ -299,7 +299,7 @@ def test_a_fraction_of_the_training_set_validates(world):
 
 
 def test_validations_record_metrics(world, tmp_path):
-    """The values are those of an evaluation at that moment, and change nothing else."""
+    """Recorded values equal those of an evaluation at that iteration. Nothing else changes."""
     out, values = world.broadcast(str(tmp_path)), []
 
     class Evaluated:

@@ -67,7 +67,7 @@ def test_names_of_libraries_are_detected(tmp_path):
 
 
 def foreign(path, operator="Relu", softmax=True):
-    """Write an ONNX file like another library: without a description, with other names."""
+    """Write an ONNX file as another library would, without a description and with other names."""
     dl.save_onnx(network(), path)
     proto = onnx.load(path)
     del proto.metadata_props[:]

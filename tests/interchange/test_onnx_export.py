@@ -165,7 +165,7 @@ def test_a_changed_graph_is_read_as_it_is(tmp_path):
 
 
 def test_a_description_that_does_not_fit_is_ignored(tmp_path):
-    """In this case, the graph is read without the description, or refused."""
+    """If the description does not match the graph, the graph is read without it, or refused."""
     net, path = zoo.digits((1, 12, 11), 3, seed=1), tmp_path / "a.onnx"
     net.classes = ("a", "b", "c")
     dl.save_onnx(net, path)

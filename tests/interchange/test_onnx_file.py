@@ -90,7 +90,7 @@ def test_unusable_files(tmp_path):
         path.write_bytes(content)
         assert refusal(dl.load_onnx, path).startswith(f"{path}: ")
     proto = model([CONV], {"w": WEIGHT}, SHAPE)
-    proto.graph.initializer[0].dims[0] = 1 << 50  # more than its data
+    proto.graph.initializer[0].dims[0] = 1 << 50  # larger than the data
     path.write_bytes(proto.SerializeToString())
     assert "not an ONNX file that can be read: " in refusal(dl.load_onnx, path)
     proto = model([CONV], {"w": WEIGHT}, SHAPE)
@@ -180,7 +180,7 @@ def test_the_type_of_the_input(tmp_path):
 
 
 def test_constants_larger_than_allowed(tmp_path):
-    """A few bytes of a file could make the reader compute terabytes."""
+    """Without a limit, a few bytes of a file could make the reader compute terabytes."""
     long = np.ones(1 << 15, np.float32)
     for nodes, constants in (
         ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 20, 1 << 20, 3, 3])}),

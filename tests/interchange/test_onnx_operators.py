@@ -1,4 +1,4 @@
-"""Test ONNX operators with a corresponding layer, and values with axes in another order."""
+"""Test ONNX operators that correspond to a layer, and values with axes in another order."""
 
 import numpy as np
 import onnx
@@ -233,7 +233,7 @@ def channels_last(nodes, constants, path):
 
 
 def test_images_that_the_graph_transposes_first(tmp_path):
-    """Exported TensorFlow networks have such graphs, also with a normalization first."""
+    """Networks exported from TensorFlow have such graphs. A normalization may come first."""
     nodes = [
         *(node("Sub", "x mean", "a"), node("Div", "a std", "b"), node("Pad", "b border", "p")),
         node("Transpose", "p", "t", perm=[0, 3, 1, 2]),

@@ -14,7 +14,7 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    """Return {kind of targets: HDF5 file of 90 images with such targets}."""
+    """Return {kind of targets: HDF5 file of 90 images with targets of this kind}."""
     return jobs.write_pairs(tmp_path_factory.mktemp("pairs"))
 
 

@@ -6,7 +6,7 @@ Environment variables:
 EMULATED_GPUS
     Number of GPUs, by default 1. If there are more ranks than GPUs, ranks share GPUs.
 EMULATED_GATHERED
-    Largest number of bytes that a GPU gathers; see `sums.GATHERED`.
+    Maximum size in bytes of the nodes that a GPU gathers; see `sums.GATHERED`.
 EMULATED_RESIDENT
     Fraction of the GPU's memory that data sets may occupy; see `device_queue.RESIDENT`.
 """

@@ -72,7 +72,7 @@ def command(name, *options, network=SMALL, data=None, out=None):
 
 
 def train(ranks, data, out, *options, network=SMALL, check=0, env=None):
-    """Train to the end in mini-batches of 50, and return the Result of the job."""
+    """Train to the end with mini-batches of 50, and return the Result of the job."""
     words = command("train", "--batch-size", 50, *options, network=network, data=data, out=out)
     if env:
         return launcher.mpirun(ranks, *words, env=without_plots() | env, check=check)
@@ -103,7 +103,7 @@ def refused_prediction(model, data, *options, ranks=2):
 
 
 def start(ranks, data, out, *options, network=SMALL, until="Epoch: 2,"):
-    """Start a run in mini-batches of 50, and return the Job when a line begins with `until`."""
+    """Start a run with mini-batches of 50; return the Job at the line that begins with `until`."""
     words = ["--batch-size", 50, *options]
     words = command("train", *words, network=network, data=data, out=out)
     job = launcher.start(ranks, *words, env=without_plots())
@@ -114,7 +114,7 @@ def start(ranks, data, out, *options, network=SMALL, until="Epoch: 2,"):
 
 
 # Text that mpirun adds to stderr if a job ends early. MPICH adds a line and a box of "=". Open MPI
-# adds a NUL and boxes between lines of "-". Both add lines that start with a host name.
+# adds a NUL character and boxes between lines of "-". Both add lines that start with a host name.
 NOISE = re.compile(
     r"\0|-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[(?:warn|[\w.-]+[:@][\w.]+)\][^\n]*",
     re.M | re.S,
@@ -162,7 +162,7 @@ def iterations(out):
 
 
 def rehash(path):
-    """Return the SHA-256 of the weights in a model file, computed with h5py alone.
+    """Return the SHA-256 of the weights in a model file, computed only with h5py.
 
     The hash covers all learnables, then all state, layer by layer, as little-endian float32 in C
     order.

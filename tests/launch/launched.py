@@ -29,7 +29,7 @@ def trained(world, pixels, labels):
 def speak(world, path):
     """Print two lines, and wait for a file to appear.
 
-    Rank 0 prints them with one write, because mpirun may mix the writes of ranks.
+    Rank 0 prints both lines with one write, because mpirun may mix the writes of ranks.
     """
     end = "in two lines\n" if world.rank == 0 else "in two"
     sys.stdout.write(f"rank {world.rank} speaks\n{end}")

@@ -1,4 +1,4 @@
-"""Start jobs under mpirun like a user, and end all processes of a job at the end of its test."""
+"""Start jobs under mpirun as a user would, and end a job's processes at the end of its test."""
 
 import contextlib
 import os

@@ -14,7 +14,7 @@ def small(input_shape, classes):
 
 
 def varied(input_shape, classes):
-    """Return a network with all kinds of layers and all convolution algorithms of the kernels."""
+    """Return a network with all kinds of layers and all of the kernels' convolution algorithms."""
     return [
         dl.Conv2D(3, 32, padding=1),
         dl.BatchNorm(),

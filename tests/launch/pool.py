@@ -30,10 +30,10 @@ def run(ranks, *args, env=None, check=None, cwd=None):
         Number of ranks. With None or 1, the pool is a process without mpirun.
     env : dict, optional
         Environment variables that the command reads while it runs. Variables that a process reads
-        when it starts have the values of the pool.
+        only when it starts keep the values that the pool started with.
     """
     words = [str(word) for word in args]
-    ranks = None if ranks == 1 else ranks  # without mpirun, there is one process less to start
+    ranks = None if ranks == 1 else ranks  # without mpirun, there is one process fewer to start
     pool = _pools.get(ranks)
     if pool is None or not pool.is_up():
         pool = _pools[ranks] = Pool(ranks)
@@ -55,7 +55,7 @@ class Pool:
         self.log = open(self.folder / "log", "w+")
         streams = {"stdout": self.log, "stderr": self.log}
         self.job = launcher.start(ranks, SERVER, self.folder, env=env, **streams)
-        # Open the pipes for reading too, so that opening does not wait for ranks to start.
+        # Also open the pipes for reading, so that opening does not wait for ranks to start.
         paths = [self.folder / f"commands-{rank}" for rank in range(self.size)]
         self.pipes = [os.fdopen(os.open(path, os.O_RDWR), "w") for path in paths]
         atexit.register(self.close)

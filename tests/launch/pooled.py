@@ -31,7 +31,7 @@ def serve(folder):
 
 
 def _run(words, env, cwd):
-    """Return (exit code, stdout, stderr) of a command."""
+    """Run a command and return (exit code, stdout, stderr)."""
     out, err, before = io.StringIO(), io.StringIO(), dict(os.environ)
     os.environ.update(env)
     os.chdir(cwd)

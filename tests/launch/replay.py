@@ -37,7 +37,7 @@ UNRECORDED = ("set_hook", "optimizer_step")  # functions whose arguments are add
 
 
 class Recorder:
-    """A kernel library that records its calls as a program `text` with standard input `data`."""
+    """A kernel library that records its calls as a program `text` with the stdin `data`."""
 
     def __init__(self, library):
         self.kernels, self.called = library, []
@@ -84,7 +84,7 @@ class Recorder:
 
 
 class recording:
-    """Context manager that records the kernel calls of this process in the yielded Recorder."""
+    """Record the kernel calls of this process inside the `with` block, in the yielded Recorder."""
 
     def __enter__(self):
         self.before = builds.kernels()

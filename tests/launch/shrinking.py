@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 4 python shrinking.py OUT '{"2": 31, "0": 57}'
 
 In this example, rank 2 ends in its 31st wait for other ranks, and rank 0 in its 57th wait. A rank
-with fewer waits than that number survives. The last line of the output is JSON with the result and
-the number of waits.
+that makes fewer waits than its number survives. The last line of the output is JSON with the result
+and the number of waits.
 """
 
 import json
@@ -34,7 +34,7 @@ waits = 0
 
 
 def end_in_wait(moment):
-    """Let this process kill itself in its wait number `moment`."""
+    """Let this process kill itself in the wait whose number is `moment`."""
     poll = Transport._poll
 
     def counted(*arguments):

@@ -52,7 +52,7 @@ def test_the_bytes_of_avx2(tmp_path):
     subprocess.run([COMPILER, *words, "-lm", "-o", program], check=True)
     assert run(program, calls.data) == (0, f"{len(calls.called)} calls\n")
     calls.data[-1] = bytes([calls.data[-1][0] ^ 1]) + calls.data[-1][1:]
-    code, text = run(program, calls.data)  # negative control: one bit of the last result differs
+    code, text = run(program, calls.data)  # negative control: one bit of the last result changed
     assert code == 1 and f"{calls.called[-1]}, call {len(calls.called) - 1} differs" in text
 
 

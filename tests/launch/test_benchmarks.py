@@ -1,4 +1,4 @@
-"""Test the benchmarks as a user runs them, and the content of their JSON, but not the speed."""
+"""Test benchmarks as a user runs them, and the content of their JSON files, but not the speed."""
 
 import importlib.util
 import json
@@ -238,7 +238,7 @@ def test_large_batch(bench):
 @needs_torch
 @pytest.mark.slow("jobs")
 def test_time_to_accuracy(bench, pictures):
-    """Both sides train an epoch of a mini-batch, after which each accuracy is high enough."""
+    """Both sides train for one epoch, after which they have reached an accuracy of 0."""
     words = ["--data", pictures, "--accuracy", 0, "--epochs", 1, "--rounds", 1, "--threads", 1]
     stdout, record = bench("time_to_accuracy", *words, "--variants", "eager,channels_last")
     assert set(record["torch_variants"]["seconds"]) == {"eager", "channels_last"}
@@ -253,7 +253,7 @@ def test_time_to_accuracy(bench, pictures):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow("jobs")
 def test_compare(bench, tmp_path, ranks):
-    """The comparison continues if a variant fails, in this test for lack of a compiler."""
+    """The comparison continues if a variant fails, here because there is no compiler."""
     words = ["--variants", "eager,compile", "--ranks", ranks]
     env = {"CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     stdout, record = bench("compare", *QUICK, *words, env=env)
@@ -304,7 +304,7 @@ def test_refused_under_mpirun():
 
 @pytest.mark.slow("jobs")
 def test_input(bench):
-    """The record has each kind of file and every comparison; the times are not meaningful."""
+    """The record has each kind of file and every comparison; the test ignores the times."""
     words = ["--side", 40, "--images", 20, "--batch-size", 16, "--rounds", 1, "--workers", "1,2"]
     stdout, record = bench("input", *words, "--network", jobs.SMALL)
     assert set(record["input"]) == {"jpeg", "png", "packed", "arrays"}
@@ -319,7 +319,7 @@ def test_input(bench):
 
 @pytest.mark.slow("jobs")
 def test_packs(bench):
-    """The record has the size of the packed files, and rates, which are not meaningful."""
+    """The record has the size of the packed files, and rates, which the test ignores."""
     words = ["--packs", "--side", 40, "--images", 12, "--batch-size", 8, "--rounds", 1]
     _, record = bench("input", *words)
     assert all(0 < size <= 0.3 for size in record["packs"]["size"].values())

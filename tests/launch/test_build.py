@@ -134,7 +134,7 @@ def test_sources_that_do_not_compile_leave_the_old_library(broken, two, old_libr
 @needs_compiler
 @pytest.mark.parametrize("source", [None, "int two = 3;"], ids=["the library", "an object"])
 def test_a_full_disk_leaves_the_old_library(source, two, old_library, tmp_path, monkeypatch):
-    """If the disk is full while the library or an object is written, the old library is kept."""
+    """If the disk fills up while the library or an object is written, the old library is kept."""
     before = objects(tmp_path)
 
     def replace(source, target):
@@ -152,7 +152,7 @@ def build(*words, env=None):
 
 
 def test_the_command_line(tmp_path):
-    """The program prints one line and gives the right exit code without a working compiler."""
+    """Without a working compiler, the program prints one line and exits with the right code."""
     no_compiler = {"PATH": tmp_path, "CC": ""}
     out = ["--out", tmp_path / "lib"]
     text = "kernels/build.py: no C compiler: cc, gcc or clang is not on PATH\n"
@@ -201,7 +201,7 @@ def sanitized(tmp_path_factory):
 @pytest.mark.slow("sanitizers")
 @pytest.mark.timeout(240)
 def test_the_kernels_under_sanitizers(sanitized):
-    """The tests of the kernels pass under sanitizers. They run in two concurrent processes."""
+    """The tests of the kernels pass under sanitizers. The tests run in two concurrent processes."""
     words = ["-m", "pytest", "-q", "-x", "-p", "sanitized", "-k", "not gpu"]
     processes = [
         start(None, *words, *tests, cwd=ROOT, env=sanitized, stderr=subprocess.STDOUT)

@@ -90,7 +90,7 @@ def test_validation_ends_a_run_that_learns_nothing(pictures, tmp_path):
 
 
 def test_a_run_does_not_replace_another_one_unasked(trained, pictures, tmp_path):
-    """A run in another run's folder is refused unless it resumes that run or has --overwrite."""
+    """A run in another run's folder is rejected unless it resumes that run or has --overwrite."""
     out = shutil.copytree(trained[0], tmp_path / "run")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     words = jobs.command("train", *SHORT, data=pictures, out=out)
@@ -171,7 +171,7 @@ def test_verify_finds_weights_that_differ(pictures):
 
 
 def test_verify_refuses(tmp_path):
-    """`verify` reports the error of its training in one line, and is refused under mpirun."""
+    """`verify` reports the error of its training in one line, and does not run under mpirun."""
     words = jobs.command("verify", "--ranks", "1", data=tmp_path / "missing")
     for ranks, text in ((None, "no such folder"), (2, "run it without mpirun")):
         assert text in jobs.refusal(pool.run(ranks, *words))
@@ -196,7 +196,7 @@ def test_info(ranks):
 
 
 def test_info_as_json():
-    """The facts about each rank equal those that this process gets from the system."""
+    """The facts about each rank are those that this process gets from the system."""
     text = pool.run(2, "-m", "mpidl.info", "--json", "--threads", 999, check=0).stdout
     report = json.loads(text)
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
@@ -277,7 +277,7 @@ def test_predict_prints_and_writes_the_values_of_evaluate(model, pictures, tmp_p
     assert [predicted.count(name) for name in jobs.CLASSES] == columns.tolist()
 
 
-# The ranks of a pool cannot import matplotlib. The import takes long, so that one process runs both
+# The ranks of a pool cannot import matplotlib. The import takes long, so one process runs both
 # commands.
 TWO_COMMANDS = """
 import json, sys
@@ -333,7 +333,7 @@ if world.rank == 0:
 
 
 def test_predict_with_a_network_that_a_script_trained(colours, tmp_path):
-    """`predict` preprocesses raw images as stored in the model, and gives the script's accuracy."""
+    """`predict` applies the model's stored preprocessing, and gives the script's accuracy."""
     script, path = tmp_path / "script.py", tmp_path / "model.h5"
     script.write_text(SCRIPT)
     expected = jobs.output_lines(pool.run(2, script, colours, path, check=0))[-1]

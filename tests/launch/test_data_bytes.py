@@ -1,6 +1,6 @@
 """Test that data options give the same bytes for any number of ranks, threads and workers.
 
-The bytes must also be the same in a resumed run.
+A resumed run must also give the same bytes.
 """
 
 import jobs
@@ -66,7 +66,7 @@ def test_folds(pictures, tmp_path):
 
 @SLOW  # test_pack_layout.py compares the mini-batches
 def test_packs_of_image_files_in_shards(pictures, tmp_path):
-    """Packed files give the same weights as the folder, and a run on the folder can use them."""
+    """Packed files give the weights of the folder, and a run on the folder can resume with them."""
     words = ["--shuffle", "every-epoch", "--cache-mb", 0]
     folder = jobs.trained_hash(1, pictures, tmp_path / "folder", "--epochs", 2, *words)
     packs = {}
@@ -99,7 +99,7 @@ def table(pictures):
 
 @SLOW  # test_table.py reads tables on several ranks
 def test_a_table_with_several_labels(table, tmp_path):
-    """A network with one output per label is trained, validated and tested on a table's rows."""
+    """A network with one output per label trains, validates and tests on the rows of a table."""
     words = ["--loss", "mse", "--validation-frequency", 2]
     jobs.assert_same_weights(hashes(table, tmp_path, words))
     kinds = [record["kind"] for record in jobs.metrics(tmp_path / "1")]

@@ -36,7 +36,7 @@ def single(pictures, tmp_path_factory):
     [
         (2, [], {}),
         pytest.param(3, [], {}, marks=SLOW),
-        # one GPU per rank and a CUDA-aware MPI; sums above the limit go through host memory
+        # one GPU per rank and a CUDA-aware MPI; larger sums than the limit go through host memory
         pytest.param(2, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000"}, marks=SLOW),
         pytest.param(3, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000000"}, marks=SLOW),
         pytest.param(2, ["--graphs", "off"], {}, marks=SLOW),
@@ -61,6 +61,16 @@ def test_a_timeline_has_the_work_of_the_gpus(graphs, single, pictures, tmp_path)
         assert ("forward / conv2+batchnorm2+relu2" in names) == (graphs == "off")
     sums = {event["name"] for event in trace["traceEvents"] if event["ph"] == "b"}
     assert {"forward / conv2+batchnorm2+relu2", "sums of gradients"} <= sums
+
+
+@SLOW
+def test_mixed_images_on_several_ranks(single, pictures, tmp_path):
+    words = ["--epochs", 1, "--mixup", 0.5, "--cutmix", 1, "--label-smoothing", 0.1]
+    words += ["--shuffle", "every-epoch"]
+    for ranks in (1, 3):
+        train(ranks, pictures, tmp_path / str(ranks), *words)
+    jobs.assert_same_end(tmp_path / "1", tmp_path / "3")
+    assert jobs.weights_hash(tmp_path / "1") != jobs.weights_hash(single)
 
 
 @SLOW
@@ -92,7 +102,7 @@ def test_options_that_decide_during_the_training(pictures, tmp_path):
 def test_targets(kind, network, loss, resident, pairs, tmp_path):
     """Training on images with targets gives the same bytes on 1 and 3 ranks.
 
-    The mini-batches have 50 and 31 images. Two of three ranks have none of the 9 test images.
+    The mini-batches have 50 and 31 images. Of three ranks, two have none of the 9 test images.
     """
     words = ["--loss", loss, "--epochs", 2, "--validation-data", "test"]
     for ranks in (1, 3):
@@ -103,7 +113,7 @@ def test_targets(kind, network, loss, resident, pairs, tmp_path):
 
 @pytest.mark.slow("gpu")
 def test_predict(single, pictures, tmp_path):
-    """Ranks that share a GPU must write the same scores and activations."""
+    """Ranks that share a GPU must write the same scores and activations as a single rank."""
     files = {}
     for ranks in (1, 2):
         words = ["predict", "--device", "gpu", "--model", single / "model.h5", "--data", pictures]
@@ -115,7 +125,7 @@ def test_predict(single, pictures, tmp_path):
 
 
 def write_sweep(path, data, **tables):
-    """Write the file of a sweep on GPUs, and return its path."""
+    """Write a sweep file for GPUs, and return its path."""
     train = {"device": "gpu", "batch_size": 50, "threads": 1, "epochs": 1, "timeout": 30}
     train |= {"network": NETWORK, "data": str(data)}
     path.write_text(tomli_w.dumps({"train": train, **tables}))

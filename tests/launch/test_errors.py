@@ -1,6 +1,6 @@
 """Test that invalid options and data give one line from rank 0 and exit code 2.
 
-No process may be left.
+No process of the job may remain.
 """
 
 import shutil
@@ -96,7 +96,7 @@ DEVICES = {
     "none of that number": (["--gpus", "0,1"], "--gpus 0,1: expected a GPU that mpidl can train"),
     "for no GPU": (
         ["--device", "cpu", "--gpus", "0"],
-        "--gpus 0: expected --device gpu with it, found --device cpu",
+        "--gpus 0: expected --device gpu, found --device cpu",
     ),
 }
 
@@ -149,14 +149,14 @@ def test_folders(case, tmp_path):
 
 @pytest.fixture
 def spoiled(pictures, tmp_path):
-    """Return a copy of the images, for tests that damage one of them."""
+    """Return a copy of the images, for tests that damage an image."""
     return shutil.copytree(pictures, tmp_path / "images")
 
 
 @SLOW
 @pytest.mark.parametrize("name", ["box/33.png", pytest.param("dot/69.png", marks=SLOW)])
 def test_a_corrupt_image(spoiled, tmp_path, name):
-    """A damaged image is reported, whichever rank reads it, in training or in the test."""
+    """A damaged image is reported in training and in the test, whichever rank reads the image."""
     path = spoiled / name
     path.write_bytes(path.read_bytes()[:90])
     paths = {"data": spoiled, "out": tmp_path / "run"}

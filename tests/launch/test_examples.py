@@ -107,7 +107,7 @@ def test_denoise_gives_one_hash(folder):
 @pytest.mark.slow("jobs")
 @pytest.mark.parametrize("name, arguments", [("cells.py", (1, 80)), ("angle.py", (1,))])
 def test_recipes_give_one_hash(name, arguments):
-    """The printed figures and the weights are equal on any number of ranks after one epoch."""
+    """After one epoch, the printed figures and the weights are the same on any number of ranks."""
     ends = {tuple(run(name, ranks, *arguments).splitlines()[-2:]) for ranks in (1, 2, 3)}
     assert len(ends) == 1, ends
 
@@ -128,7 +128,7 @@ def test_denoise_removes_noise(folder):
 
 @pytest.mark.slow("jobs")
 def test_transfer_learns_other_classes(tmp_path):
-    """transfer.py learns two new classes after pretraining on two others.
+    """transfer.py learns two new classes after pretraining on two other classes.
 
     The classes differ in the position of a bright row.
     """

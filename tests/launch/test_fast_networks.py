@@ -1,4 +1,4 @@
-"""Test that the fast networks give the same bytes on any number of ranks, and if resumed."""
+"""Test that the fast networks give the same bytes on any number of ranks and after a resume."""
 
 import jobs
 import pytest

@@ -1,4 +1,4 @@
-"""Test that a failure in the middle of a job ends all ranks soon, with a short message."""
+"""Test that a failure in the middle of a job soon ends all ranks, with a short message."""
 
 import os
 import re
@@ -124,7 +124,7 @@ def test_a_rank_that_stops_answering(pictures, tmp_path):
 
 
 def test_a_loss_that_is_not_finite(pictures, tmp_path):
-    """The error names the iteration, and weights that are not finite replace no checkpoint."""
+    """The error names the iteration, and weights that are not finite never replace a checkpoint."""
     out = tmp_path / "run"
     options = ["--learning-rate", 1e30, "--checkpoint-every", 1, "--epochs", 3]
     result = jobs.train(3, pictures, out, *options, check=1)
@@ -181,7 +181,7 @@ def test_more_ranks_than_blocks(pictures, tmp_path):
     ],
 )
 def test_a_launcher_of_another_mpi(variables, tmp_path):
-    """Another MPI's launcher is an error, because it starts four jobs of one rank.
+    """The launcher of another MPI causes an error, because it starts four jobs of one rank each.
 
     Only the first of these jobs prints the error.
     """

@@ -57,7 +57,7 @@ def test_launch_returns_the_trained_network():
     "show", [pytest.param("rank 0", marks=SLOW), "all", pytest.param("none", marks=SLOW)]
 )
 def test_output(show, capsys, monkeypatch, tmp_path):
-    """The output is shown at once: the ranks end only after the output of rank 0 has arrived."""
+    """The output is shown immediately: the ranks end only after rank 0's output has arrived."""
     path = tmp_path / "arrived"
 
     class Reader(io.StringIO):
@@ -135,7 +135,7 @@ def test_a_time_out_ends_all_ranks():
 
 
 class Interrupter(io.StringIO):
-    """A stdout that interrupts this process each time the next of the given words arrives."""
+    """A stdout that interrupts this process each time the next given word is printed."""
 
     def __init__(self, *words):
         super().__init__()
@@ -313,7 +313,7 @@ def test_a_script_without_a_guard(script):
 
 @SLOW
 def test_a_function_that_the_ranks_do_not_find(script):
-    """A function defined under the `__main__` guard is an error, because ranks skip that code."""
+    """A function defined under the `__main__` guard causes an error: ranks skip that code."""
     guarded = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
     text = last_error(script(f'{SCRIPT}\nif __name__ == "__main__":\n{guarded}'))
     assert text.startswith("mpidl.errors.UserError: launch: Can't get")
@@ -322,7 +322,7 @@ def test_a_function_that_the_ranks_do_not_find(script):
 
 @SLOW
 def test_a_notebook():
-    """Functions of an interactive session work, although the ranks can read no file of them."""
+    """Functions of an interactive session work, although no file contains them."""
     pytest.importorskip("cloudpickle", reason="cloudpickle sends functions defined in a notebook")
     run_and_check("-c", SCRIPT + "\nmain(work)\n")
 

@@ -1,4 +1,4 @@
-"""Test that augmentation and normalization give the same bytes on any ranks, threads, workers."""
+"""Test that input options give the same bytes on any number of ranks, threads and workers."""
 
 import itertools
 
@@ -39,7 +39,7 @@ RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
     ids=["some", "all"],
 )
 def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
-    """Training with the recipe, which mirrors and shifts images, gives the same bytes."""
+    """The recipe, which mirrors and shifts images, gives the same bytes on any number of ranks."""
 
     def weights(ranks, out, *words):
         words = ("--batch-size", 20, "--max-iterations", 1, *words)
@@ -91,6 +91,24 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
 
 
 @pytest.mark.slow("jobs")
+def test_replayed_steps_of_mixed_images_on_any_ranks_and_threads(pictures, tmp_path):
+    """Replayed and eager steps give the same bytes, also if the run is stopped and resumed.
+
+    An epoch of 189 images has 3 mini-batches of 50 and one of 39.
+    """
+    words = (*MIXED, "--epochs", 2)
+    hashes = {}
+    for ranks, threads, graphs in (*itertools.product((1, 2, 3), (1, 2), ("auto",)), (1, 1, "off")):
+        out = f"{ranks}-{threads}-{graphs}"
+        options = (*words, "--threads", threads, "--graphs", graphs)
+        hashes[out] = jobs.trained_hash(ranks, pictures, tmp_path / out, *options)
+    jobs.train(3, pictures, tmp_path / "halted", *words, "--threads", 1, "--max-iterations", 5)
+    jobs.resume(2, tmp_path / "halted", "--max-iterations", "none", "--threads", 2)
+    hashes["resumed"] = jobs.weights_hash(tmp_path / "halted")
+    jobs.assert_same_weights(hashes)
+
+
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize(
     "kind, function, words",
     [
@@ -101,7 +119,7 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
     ],
 )
 def test_images_with_their_targets_on_any_ranks(kind, function, words, pictures, pairs, tmp_path):
-    """A run stopped on three ranks and resumed on two has the bytes of a run on one rank."""
+    """A run stopped on three ranks and resumed on two ranks has the bytes of a run on one rank."""
     words, network = (*words, "--epochs", 2, "--learning-rate", 0.01), jobs.network(function)
     data, halted = pairs.get(kind, pictures), tmp_path / "halted"
 

@@ -1,4 +1,4 @@
-"""Test that a test that hangs or fails is reported with its name, rank and stack."""
+"""Check that a test which hangs or fails is reported with its name, rank and stack."""
 
 import os
 import re

@@ -43,7 +43,7 @@ def in_use(option, folder):
 
 @pytest.mark.parametrize("options", [["--overwrite"], [], ["--resume"]], ids=" ".join)
 def test_the_second_of_two_jobs_is_refused(pictures, tmp_path, options):
-    """The second job is refused and does not disturb the first job."""
+    """The second job is rejected and does not disturb the first job."""
     out = tmp_path / "run"
     with jobs.start(2, pictures, out, *OPTIONS, "--epochs", 200) as job:
         words = [*options, *([out] if "--resume" in options else [])]
@@ -59,7 +59,7 @@ def test_the_second_of_two_jobs_is_refused(pictures, tmp_path, options):
 
 
 def test_a_killed_run_is_resumed_at_once(pictures, tmp_path):
-    """A killed run can be resumed at once on its host, where its process is known to be dead."""
+    """A killed run can be resumed immediately on its host, which knows that the process is dead."""
     expected = jobs.trained_hash(1, pictures, tmp_path / "expected", *OPTIONS)
     out = tmp_path / "run"
     jobs.start(2, pictures, out, *OPTIONS, "--epochs", 200).kill()
@@ -90,12 +90,12 @@ def test_a_suspended_run_notices_its_successor(pictures, tmp_path, is_taken_over
             )
         contents = [None]
 
-        def has_settled():  # the process that writes checkpoints completes its current file
+        def has_settled():  # the process that writes checkpoints first completes its current file
             contents.append(content(out))
             return contents[-1] == contents[-2]
 
         wait_until(has_settled, 0.5)
-        if is_taken_over:  # simulate a job on another host that takes over after STALE_SECONDS
+        if is_taken_over:  # simulate a takeover by a job on another host, after STALE_SECONDS
             part = out / "part"
             part.write_bytes(Holder.current({"SLURM_JOB_ID": "8"}).content())
             os.replace(part, out / NAME)

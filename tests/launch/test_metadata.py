@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 pytestmark = pytest.mark.slow("jobs")
 
-# A shell command with which strace writes the calls of each rank to a separate file.
+# A shell command that runs strace and writes the calls of each rank to a separate file.
 TRACE = """
 exec strace -f -y -qq -e trace=%file,getdents64 -o "$0-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" "$@"
 """

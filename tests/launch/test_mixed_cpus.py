@@ -1,4 +1,4 @@
-"""Test that ranks with different CPUs run the best kernel build that all of them support.
+"""Test that ranks with different CPUs run the best kernel build that all of these CPUs support.
 
 The variable MPIDL_CPU simulates the CPUs.
 """

@@ -47,7 +47,7 @@ def test_bad_input_is_one_line(pictures, tmp_path):
     result = jobs.train(2, pictures, out, "--monitor", "all", check=2)
     assert jobs.refusal(result) == "--monitor must be a whole number from 0 to 65535, found all"
     words = ("-m", "mpidl.monitor", out)
-    assert jobs.refusal(pool.run(2, *words)) == "monitor is one process: run it without mpirun"
+    assert jobs.refusal(pool.run(2, *words)) == "monitor uses one process: run it without mpirun"
 
 
 @pytest.mark.slow("pages")

@@ -29,7 +29,7 @@ print("loaded:", *sorted({"numpy", "mpidl", "mpi4py", "rich"} & set(sys.modules)
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """Return the path of a program like the one that pip writes for setup.cfg's entry point."""
+    """Return the path of a program like the program that pip writes for setup.cfg's entry point."""
     config = configparser.ConfigParser()
     config.read(launcher.ROOT / "setup.cfg")
     name, _, target = config["options.entry_points"]["console_scripts"].strip().partition(" = ")

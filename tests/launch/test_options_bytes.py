@@ -1,6 +1,6 @@
-"""Test that options whose effect depends on earlier results give the same bytes on any ranks.
+"""Test that options which depend on earlier results give the same bytes on any number of ranks.
 
-The bytes must also be the same in a resumed run.
+A resumed run must also give the same bytes.
 """
 
 import shutil
@@ -9,7 +9,7 @@ import jobs
 import pytest
 
 SLOW = pytest.mark.slow("jobs")
-# Options for all decisions during a run: rates, clipping, the best network and an early end.
+# Options that make decisions during a run: rates, clipping, the best network and an early end.
 DECIDING = [
     *("--solver", "adam", "--learning-rate", 0.1, "--learn-rate-schedule", "cosine"),
     *("--warmup-iterations", 2, "--gradient-threshold", 0.3),
@@ -51,13 +51,13 @@ def test_stopped_in_an_epoch_and_resumed_on_other_ranks(runs, pictures, tmp_path
     assert jobs.summary(out)["iterations"] == 7
     jobs.resume(ranks, out, "--max-iterations", "none", "--threads", 1)
     jobs.assert_same_end(runs[1], out)
-    # The stopped run also has a validation at its end, after iteration 7.
+    # The stopped run also validates at its end, after iteration 7.
     assert [r for r in records(out) if r[2] != 7] == [r for r in records(runs[1]) if r[2] != 7]
 
 
 @SLOW  # test_trainer.py trains without the last mini-batch
 def test_a_discarded_mini_batch(pictures, tmp_path):
-    """Discarding the last mini-batch gives the same bytes on any ranks and in a resumed run.
+    """Without the last mini-batch, the bytes are the same on any number of ranks and if resumed.
 
     Each epoch of 189 images has 3 mini-batches of 50. The run is resumed in epoch 2.
     """

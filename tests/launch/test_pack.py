@@ -129,7 +129,7 @@ def test_refusals(case, tmp_path):
 
 def test_pack_is_one_process(pictures, tmp_path):
     line = jobs.refusal(pool.run(2, "-m", "mpidl.pack", pictures, tmp_path / "x.h5"))
-    assert line == "pack is one process with threads: run it without mpirun"
+    assert line == "pack uses one process with threads: run it without mpirun"
 
 
 def test_training_refuses_bad_data_in_one_line(packed, tmp_path):

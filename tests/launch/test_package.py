@@ -12,13 +12,13 @@ import pytest
 from building import kernels, needs_compiler
 from launcher import ROOT, mpirun
 
-# Endings of files and folders that an earlier installation or run has created.
+# Name endings of files and folders that an earlier installation or run has created.
 LEFTOVERS = ("__pycache__", ".egg-info", ".pyc")
 SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
 
 
 def sources(*names):
-    """Yield the source files in these files and folders of the checkout."""
+    """Yield the source files among the given files and folders of the checkout."""
     for name in names:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
@@ -159,7 +159,7 @@ def test_import_is_lean():
 
 
 def test_a_folder_named_mpidl_does_not_hide_the_checkout(tmp_path):
-    """A program next to a checkout in a folder named mpidl imports the package of the checkout.
+    """If a checkout's folder is named mpidl, a program next to it imports the checkout's package.
 
     Without run/common.sh, Python would import the folder itself as a namespace package.
     """

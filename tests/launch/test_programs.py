@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from launcher import ROOT
 
-TIMELESS = "unset SECONDS; SECONDS=0; "  # a variable without a clock
+TIMELESS = "unset SECONDS; SECONDS=0; "  # a plain variable instead of a clock
 # A simulated `sleep` that advances the clock by 3 seconds at once, and fails after 30 seconds.
 FAST = TIMELESS + "sleep() { SECONDS=$((SECONDS + 3)); [ $SECONDS -lt 30 ]; }; "
 
@@ -34,7 +34,7 @@ def test_a_terminal_has_one_line():
     bash(FAST + 'watch_command "installing packages" ""', capture_output=False, stderr=slave)
     os.close(slave)
     chunks = []
-    with contextlib.suppress(OSError):  # the terminal's end, after all of its text
+    with contextlib.suppress(OSError):  # reading fails at the terminal's end, after all of its text
         while chunk := os.read(master, 1 << 16):
             chunks.append(chunk)
     text = b"".join(chunks).decode()

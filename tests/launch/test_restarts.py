@@ -96,7 +96,7 @@ def test_a_training_that_dies_each_time(pictures, tmp_path):
 
 
 def test_what_ends_the_command(pictures, tmp_path):
-    """A requested stop gives exit code 75, and invalid options give 2, without a restart."""
+    """A requested stop gives exit code 75 and invalid options give 2, both without a restart."""
     out = tmp_path / "run"
     with start(*words_of(out, pictures)) as job:
         wait_for_iteration(out, 4)
@@ -112,9 +112,9 @@ def test_what_ends_the_command(pictures, tmp_path):
 
 
 def test_a_run_that_is_replaced_is_not_resumed(pictures, tmp_path):
-    """A restart does not resume the run to be replaced.
+    """A restart does not resume an earlier run that the job should replace.
 
-    The job dies before --overwrite has removed the checkpoint of that run.
+    The job dies before --overwrite has removed the earlier run's checkpoint.
     """
     out = tmp_path / "run"
     jobs.train(1, pictures, out, "--max-iterations", 2)

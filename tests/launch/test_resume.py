@@ -1,4 +1,4 @@
-"""Test that a resumed run ends with the same bytes as an uninterrupted run, on any ranks."""
+"""Test that a resumed run ends with an uninterrupted run's bytes, on any number of ranks."""
 
 import shutil
 
@@ -18,7 +18,7 @@ def uninterrupted(pictures, tmp_path_factory):
 def halted(pictures, tmp_path_factory):
     """Return the folder of a run on 2 ranks that stopped in the second epoch.
 
-    Its checkpoints are of iterations 6 and 5.
+    The run's two checkpoints are from iterations 6 and 5.
     """
     out = tmp_path_factory.mktemp("halted") / "run"
     limits = ["--epochs", 2, "--max-iterations", 6, "--checkpoint-every", 5]

@@ -71,7 +71,7 @@ def test_weights_on_other_ranks_and_threads(ranks, threads, runs, pictures, tmp_
 @SLOW
 @pytest.mark.parametrize("build", [*BUILDS, "numpy"])
 def test_weights_by_build(build, runs, pictures, tmp_path):
-    """Each kernel build gives the same hash on any ranks, and AVX-512 gives the hash of AVX2."""
+    """Each kernel build gives one hash on any number of ranks, and AVX-512 gives AVX2's hash."""
     keywords = {"network": "digits", "env": {"MPIDL_CPU": build}}
     hashes = hashes_on([(1, 1), (3, 2)], pictures, tmp_path, "--epochs", 1, **keywords)
     if build in ("x86-64-v4", "x86-64-v3") and BUILDS[0] in ("x86-64-v4", "x86-64-v3"):
@@ -82,9 +82,10 @@ def test_weights_by_build(build, runs, pictures, tmp_path):
 @pytest.mark.parametrize(
     "network, images, cases, options",
     [
-        # dropout, normalization across channels, transposed convolution, concatenation and others
+        # dropout, normalization across channels, transposed convolution, concatenation and other
+        # layers
         (jobs.network("varied"), "pictures", [(1, 1), (3, 2)], ["--max-iterations", 2]),
-        # layers with several readers and sums of layers
+        # layers that several layers read, and sums of layers
         pytest.param("resnet", "pictures", [(1, 1), (3, 2)], ["--max-iterations", 3], marks=SLOW),
         # convolutions with each algorithm
         *(
@@ -105,7 +106,7 @@ def test_weights_of_networks(network, images, cases, options, request, tmp_path)
 
 
 def test_predict(runs, pictures, tmp_path):
-    """`predict` writes the same scores, confusion matrix and activations on any ranks."""
+    """`predict` writes the same scores, confusion matrix and activations on any number of ranks."""
     arguments = (runs[3] / "model.h5", pictures, "--batch-size", 50)
     outputs = {}
     for ranks in RANKS:
@@ -155,7 +156,8 @@ if world.rank == 0:
 def test_scores_in_a_program(runs, pictures, tmp_path):
     """A program computes the same scores and activations on any number of ranks.
 
-    The 210 images form mini-batches of 50 and one of 10 images, a single block on rank 0.
+    The 210 images form mini-batches of 50 images and a last one of 10 images, a single block on
+    rank 0.
     """
     script = tmp_path / "scores.py"
     script.write_text(SCORES)

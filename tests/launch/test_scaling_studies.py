@@ -47,7 +47,7 @@ def test_the_runs_are_trainings_by_hand(pictures, tmp_path):
 @SLOW
 @pytest.mark.timeout(180)
 def test_a_study_grows(pictures, tmp_path):
-    """A repeated command repeats no run, and more numbers of ranks can be added.
+    """If a command is repeated, no run is repeated, and more numbers of ranks can be added.
 
     All runs have the same number of threads per rank.
     """

@@ -1,4 +1,4 @@
-"""Test which images the commands use for training, test and prediction, and preprocessing."""
+"""Test which images the commands use for training, tests and predictions, and preprocessing."""
 
 import csv
 

@@ -100,7 +100,7 @@ def test_an_early_signal_kills_a_command_without_checkpoints(tmp_path):
 @SLOW
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
-    """If one rank is stopped, the other ranks end after the time-out in MPI_Init.
+    """If one rank is stopped, the other ranks end in MPI_Init after the time-out.
 
     mpirun then ends the stopped rank.
     """
@@ -241,7 +241,7 @@ SMALL_SHM = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && shift && exec "$@"'
 
 
 def in_small_shm(megabytes, ranks, *words):
-    """Run a job in a mount namespace in which /dev/shm has `megabytes` MB."""
+    """Run a job in a mount namespace with a /dev/shm of `megabytes` MB."""
     shell = ["unshare", "-m", "sh", "-c", SMALL_SHM, "sh", f"{megabytes}m"]
     command = [*shell, *launcher.command(ranks, *words)]
     env = launcher.environment(jobs.without_plots())

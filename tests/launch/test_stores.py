@@ -91,7 +91,7 @@ def test_the_weights_of_local_files(store, photos, expected, pictures, tmp_path)
 
 
 def test_keys_in_the_settings_of_fsspec(store, photos, expected, tmp_path):
-    """The keys may come from the settings of fsspec alone."""
+    """The keys may come from fsspec's environment variables instead of AWS's variables."""
     settings = {name: text for name, text in credentials(store.url).items() if "KEY" not in name}
     env = {"FSSPEC_S3_KEY": object_store.ACCESS, "FSSPEC_S3_SECRET": object_store.SECRET}
     train(2, photos, tmp_path / "run", env=settings | env)
@@ -217,7 +217,7 @@ def test_an_object_that_changes(store, proxy, pictures, tmp_path):
 
     proxy.plant(fault)
     result = train(2, url, tmp_path / "run", "--cache-mb", 0, env=credentials(proxy.url), check=2)
-    # Rank 1 prints the error if rank 0 has read its images before the change.
+    # If rank 0 has read its images before the change, rank 1 prints the error.
     line = jobs.refusal(result).removeprefix("rank 1: ")
     assert line.startswith(f"{url}/") and "the file has changed since the run began (" in line
     store.files().rm("bucket/changing/bar/00.png")

@@ -23,7 +23,7 @@ LIMITS = {"batch_size": 50, "max_iterations": 6, "epochs": 2}
 
 @pytest.fixture
 def write(pictures, tmp_path):
-    """Return a function that writes the file of a sweep and returns its path."""
+    """Return a function that writes a sweep file and returns the file's path."""
 
     def write_tables(train=None, **tables):
         common = {"network": jobs.SMALL, "data": str(pictures), "threads": 1, **LIMITS}
@@ -55,7 +55,7 @@ def files(folder):
 def test_the_trials_are_trainings_alone(write, pictures, tmp_path):
     """Trials on groups of one rank or of all ranks give the weights of single runs.
 
-    If a complete sweep is started again, no file of a trial changes.
+    If a complete sweep is started again, the files of its trials do not change.
     """
     file = write(grid={"learning_rate": RATES, "seed": SEEDS})
     first, second, single = tmp_path / "first", tmp_path / "second", tmp_path / "single"
@@ -105,7 +105,7 @@ def test_a_changed_file_is_refused(write, tmp_path):
 
 
 def test_trials_that_fail(write, tmp_path):
-    """If trials fail, on one rank or on all, at the start or later, the others are trained."""
+    """If a trial fails, on one rank or on all ranks, at the start or later, other trials train."""
     out = tmp_path / "out"
     networks = [
         jobs.network("breaks_on_odd_ranks"),
@@ -211,7 +211,7 @@ def test_a_trial_whose_upload_fails_has_failed(write, tmp_path):
 def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     """A signal stops the trials of both groups with checkpoints, from which they can be resumed.
 
-    In this test, a single group resumes them, and they give the weights of uninterrupted runs.
+    In this test, a single group resumes the trials, which give the weights of uninterrupted runs.
     """
     out = tmp_path / "out"
     endless = {"epochs": 10**6, "max_iterations": "none", "timeout": 50}
@@ -229,7 +229,7 @@ def test_a_signal_stops_all_groups(write, pictures, tmp_path, name, target):
     text = r"SIG\w+: 2 trial\(s\) stopped with a checkpoint, 1 not trained; to continue, run the "
     assert re.fullmatch(text + "same command again", result.stdout.splitlines()[-1])
 
-    # A resumed training cannot have fewer iterations, so the longer training sets the end.
+    # A resumed training cannot have fewer iterations, so use the limit of the longer training.
     end = max(jobs.iterations(out / f"trial-00{i}")[-1] for i in (1, 2)) + 3
     for path in out.glob("*/trial.json"):  # as if the sweep file had always had this limit
         path.unlink()

@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow("jobs")
 
 @pytest.fixture
 def environment(tmp_path):
-    """Return the Python of an environment with the same packages as this one, but without MPI."""
+    """Return the Python of an environment with this environment's packages, but without MPI."""
     return environments.make_without_mpi(tmp_path / "venv")
 
 
@@ -76,7 +76,7 @@ def test_the_library_of_mpirun(environment, abi):
 
 @SLOW
 def test_without_a_compiler(environment):
-    """Debian's MPICH needs a C compiler, because its internal name is not what mpi4py expects."""
+    """Debian's MPICH needs a C compiler, because mpi4py expects another library name."""
     if not os.path.exists(MPIRUNS["mpich"]):
         pytest.skip(f"no {MPIRUNS['mpich']}: apt-get install mpich")
     result = link(environment, MPIRUNS["mpich"], CC="/no/cc")
@@ -119,7 +119,7 @@ def test_a_library_by_name(environment, tmp_path):
     ],
 )
 def test_a_library_that_is_none(environment, mpirun, kind):
-    library = _umath_linalg.__file__  # a non-MPI library that every environment has
+    library = _umath_linalg.__file__  # a library without MPI that every environment has
     result = link(environment, mpirun, MPI4PY_LIBMPI=library)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
@@ -130,7 +130,7 @@ def test_a_library_that_is_none(environment, mpirun, kind):
 
 @SLOW
 def test_only_in_a_virtual_environment(environment):
-    """Outside a virtual environment, the program is refused, so shared folders do not change."""
+    """Outside a virtual environment, the program does nothing, so shared folders do not change."""
     base = Path(os.path.realpath(environment))
     result = link(base, "false")
     assert (result.returncode, result.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""Test commands that train on images with targets: numbers, images, or one label per pixel."""
+"""Test commands for images whose targets are numbers, images, or one label per pixel."""
 
 import csv
 import re
@@ -71,7 +71,7 @@ LOSSES = {
 def test_the_losses_of_labels_on_any_ranks_and_resumed(pairs, tmp_path, kind):
     """Losses with weights that depend on the targets give the same bytes on any number of ranks.
 
-    The bytes are also the same with more threads and in a resumed run.
+    The bytes are also the same with more threads and after a resume.
     """
     network = "digits" if kind == "labels" else PIXELS
     words, halted = [*OPTIONS, *LOSSES[kind], "--metrics", "all"], tmp_path / "halted"

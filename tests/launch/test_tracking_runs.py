@@ -1,4 +1,4 @@
-"""Test that the command `train` records runs for MLflow and Weights & Biases without network."""
+"""Test that `train` records runs for MLflow and Weights & Biases without network access."""
 
 import collections
 import importlib.util
@@ -89,7 +89,7 @@ def test_weights_and_biases_reads_a_resumed_run(pictures, tmp_path):
     files = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and files[0].name == files[1].name  # two parts of one run
     run_id = json.loads((out / "tracking.json").read_text())["wandb"]["run_id"]
-    assert all(file.parent.name.endswith(f"-{run_id}") for file in files)  # --overwrite finds them
+    assert all(file.parent.name.endswith(f"-{run_id}") for file in files)  # for --overwrite
     steps, losses = collections.Counter(), {}
     for file in files:
         for record in records_of(file):

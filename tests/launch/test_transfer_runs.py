@@ -32,7 +32,7 @@ def network(*classes):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """Return {suffix: file} with the weights of a network of four classes in each format."""
+    """Return {suffix: file}: the weights of a network of four classes in each format."""
     folder = tmp_path_factory.mktemp("weights")
     net = network("a", "b", "c", "d")
     files = {suffix: folder / f"pretrained.{suffix}" for suffix in ("h5", "onnx", "safetensors")}

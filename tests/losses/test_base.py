@@ -24,7 +24,7 @@ def pixels_of(count):
 
 
 def with_labels(count=90, dtype=np.int32):
-    """Return images with a target per third of the rows: whether it is brighter than the rest."""
+    """Return images with three targets: whether each third of the rows is brighter than average."""
     images = pixels_of(count)
     means = images.reshape(count, LABELS, -1).mean(axis=2)
     targets = (means > means.mean(axis=0)).astype(dtype)

@@ -36,7 +36,7 @@ def brightness(images):
 
 
 def bright(images):
-    """Return a label for each pixel."""
+    """Return a label for each pixel, 0 to 2 from dark to bright."""
     return (images[:, 0] // 86).astype(np.int32)
 
 

@@ -157,7 +157,7 @@ def test_a_frozen_normalization_uses_its_running_state(world):
 
 
 def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(world):
-    """MATLAB freezes a batch normalization with factors of 0."""
+    """MATLAB freezes a batch normalization by setting its learning-rate factors to 0."""
     norm = dl.BatchNorm(scale_learn_rate_factor=0.0, offset_learn_rate_factor=0.0)
     net, plain = (
         network([dl.Conv2D(3, 4), layer, dl.ReLU(), dl.Dense(4)])

@@ -140,7 +140,7 @@ def test_a_residual_block_stores_only_what_its_convolutions_read(world, monkeypa
 def branches(fused):
     """Return a loss in which built-in ops and a custom op read the same activation.
 
-    `fused` is whether one op computes convolution, batch normalization and ReLU.
+    If `fused`, one op computes convolution, batch normalization and ReLU.
     """
 
     def loss(p, images, labels):

@@ -13,7 +13,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def branched(approximate="none"):
-    """Return a network in which two other layers read GELU's input, and two read its output."""
+    """Return a network in which several layers read the input and the output of a GELU."""
     return dl.Network(
         [
             dl.Conv2D(3, 4, name="scores"),
@@ -85,7 +85,7 @@ def test_fused_or_not_and_frozen(world, approximate):
 @APPROXIMATIONS
 def test_gradients_where_several_read_it(world, approximate):
     net = branched(approximate)
-    net.fuse = False  # because the images are differentiated too
+    net.fuse = False  # check_vjp also differentiates the images
     x = images(world, dtype=np.float64)
     targets = blocked(world, numbers("targets", 21, 3), batch=x.batch)
     names = list(net.parameters)

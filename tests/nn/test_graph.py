@@ -234,7 +234,7 @@ def test_outputs_live_until_their_last_reader(world):
         layer.name = name
     images, _ = batch_of(world)
     dl.Network(layers, SHAPE)(images)
-    # a and b are in memory while c is computed, a and c for d, and later only one output
+    # a and b are in memory while c is computed, a and c while d is computed, then one output
     assert alive_counts == [0, 1, 2, 2, 1, 1, 1]
 
 
@@ -252,7 +252,7 @@ ERRORS = {
     "no inputs": ([dl.ReLU(name="a"), dl.Add()], "add1: expected the names of two or more inputs"),
     "both": (
         [dl.ReLU(name="a"), dl.Add(inputs=("a", "images"), after="a")],
-        "add1: a layer with inputs cannot also have after",
+        "add1: a layer with `inputs` cannot also have `after`",
     ),
     "shapes": (
         [dl.Conv2D(3, 4, name="c"), dl.Add(inputs=("c", "images"))],

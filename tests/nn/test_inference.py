@@ -62,7 +62,7 @@ def test_the_network_keeps_its_arrays():
 
 
 def test_what_is_not_folded():
-    """A normalization stays if other layers read the convolution, or if no convolution precedes."""
+    """A normalization stays if other layers read its convolution, or if there is no convolution."""
     layers = [
         *(dl.Conv2D(1, 3, name="c"), dl.BatchNorm(), dl.Add(inputs=("c", "batchnorm1"))),
         *(dl.ReLU(), dl.BatchNorm(), dl.Conv2D(1, 3, name="d"), dl.ReLU()),

@@ -150,7 +150,7 @@ def test_gradients_of_a_network_of_them(world):
     """Check the gradients in float64, along one random direction of images and learnables."""
     images, targets = mini_batch(world, np.float64)
     net = in_float64(network())
-    net.fuse = False  # because the images are differentiated too
+    net.fuse = False  # check_vjp also differentiates the images
 
     def loss(x, *learnables):
         bound = net.bind(dict(zip(net.parameters, learnables, strict=True)))

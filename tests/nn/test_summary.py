@@ -135,7 +135,7 @@ def test_the_command(world, capsys):
     [
         ("--network cifer", "did you mean cifar"),
         ("--network a.py:f", "expected --input-shape too, found none"),
-        ("--network cifar --input-shape 3,4,4", "leave no output of images"),
+        ("--network cifar --input-shape 3,4,4", "leave no output for images"),
         (
             "--network alexnet --input-shape 3,64,64",
             "pool5: .*; it is designed for larger images: train with --resize 227x227",

@@ -71,7 +71,7 @@ def test_a_network_with_the_same_classes_keeps_its_last_layer():
     assert old.factors["learning_rate_factors"]["dense1.weight"] == 9 and old["conv1"].trainable
     for classes in ("pqrsT", "tsrqp"):
         assert table_of(dl.transfer(old, list(classes))) != table_of(old)
-    # `classes` is a number, which matches only a regression network
+    # a number of outputs keeps the last layer only if the old network has no classes
     assert table_of(dl.transfer(old, 5)) != table_of(old)
     assert dl.transfer(old, 5).classes is None
     old.classes = ()
@@ -108,7 +108,7 @@ def test_frozen_layers():
     assert [layer.name for layer in second.layers if not layer.trainable] == frozen
     old = network().freeze("dense1")
     assert dl.transfer(old, NAMES)["dense1"].trainable
-    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # kept, but must be trained
+    assert dl.transfer(old, list("pqrst"))["dense1"].trainable  # the layer is kept and trained
 
 
 def test_refused_arguments():
@@ -177,7 +177,7 @@ def test_the_first_step_of_the_new_layer(world):
 
 
 def test_frozen_layers_keep_their_bytes_in_training(world):
-    """A frozen batch normalization does not update its statistics, but the next one does."""
+    """A frozen batch normalization keeps its statistics. The next normalization updates them."""
     net = dl.transfer(network(), NAMES, new_layer_factor=2, freeze_up_to="conv2")
     before = table_of(net)
     trained(world, net, pictures(), batch_size=18, epochs=2)

@@ -35,7 +35,7 @@ class TestBatchnorm(OpChecks):
             "'global' or 'local', got 'all'",
         ),
     ]
-    test_a_share_without_blocks = None  # statistics require all ranks
+    test_a_share_without_blocks = None  # not run: statistics require all ranks
 
 
 def images(count, dtype=np.float64):

@@ -78,8 +78,8 @@ class TestBinaryLoss(OpChecks):
 
 
 class TestIgnoredTargets(OpChecks):
-    test_a_share_without_blocks = None  # the number of targets requires all ranks
-    test_errors_say_what_was_expected = None  # TestBinaryLoss tests the errors
+    test_a_share_without_blocks = None  # not run: the number of targets requires all ranks
+    test_errors_say_what_was_expected = None  # not run: TestBinaryLoss tests the errors
     cases = {"sigmoid_cross_entropy, ignored": of_labels((3, 2), WEIGHTS, 0.0, -1)}
 
 

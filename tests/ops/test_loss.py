@@ -138,8 +138,8 @@ class TestLoss(OpChecks):
 
 
 class TestLabelRules(OpChecks):
-    test_a_share_without_blocks = None  # the weight of the labels requires all ranks
-    test_errors_say_what_was_expected = None  # TestLoss tests the errors
+    test_a_share_without_blocks = None  # not run: the weight of the labels requires all ranks
+    test_errors_say_what_was_expected = None  # not run: TestLoss tests the errors
     cases = {
         "softmax_cross_entropy, class weights": with_rule(
             (6,), ("labels",), class_weights=CLASS_WEIGHTS, ignore_label=255

@@ -80,7 +80,7 @@ def gradient(kind, x, dy, size, stride=None, padding=0, count_padding=True):
 
 
 def pooled(world, kind, x, options):
-    """Return the result and the cotangent of x on all ranks, for the cotangent `numbers("dy")`."""
+    """Return y and dx of all ranks' images, for the cotangent dy = `numbers("dy")`."""
     variable = dl.Var(blocked(world, x))
     y = KINDS[kind](variable, **options)
     dy = blocked(world, numbers("dy", *y.shape, dtype=x.dtype), batch=y.value.batch)
@@ -118,9 +118,9 @@ class TestPool(OpChecks):
             [(3, 4, 5)],
         )
     }
-    # slow here, because test_against_loops tests all windows
+    # slow tests, because test_against_loops tests all windows in every run
     variants = [f"{kind}, {name}" for kind in KINDS for name in WINDOWS if name not in QUICK]
-    last_block_sizes = (1, 7, 8, 15)  # only a few, because the reference is slow
+    last_block_sizes = (1, 7, 8, 15)  # few sizes, because the reference is slow
     errors = [
         (lambda x, f, i: dl.max_pool2d(np.zeros((5, 1, 9, 9)), 2), TypeError, "a value per image"),
         (lambda x, f, i: dl.average_pool2d(f, 2), ValueError, "expected x of shape"),
@@ -202,7 +202,7 @@ def test_nan_stays(world):
         ({"size": 2, "padding": -1}, "padding must be an integer >= 0"),
         ({"size": 2, "padding": "valid"}, "padding must be an integer >= 0"),
         ({"size": (2, 3), "padding": (2, 0)}, r"padding must be smaller than size \(2, 3\)"),
-        ({"size": 7}, r"windows of \(7, 7\) leave no output of images \(2, 6, 6\)"),
+        ({"size": 7}, r"windows of \(7, 7\) leave no output for images \(2, 6, 6\)"),
     ],
 )
 def test_impossible_windows_are_refused(world, kind, options, message):
@@ -225,7 +225,7 @@ def test_a_maximum_has_windows_of_at_most_256_pixels(world):
 @each_kind
 @pytest.mark.parametrize("size, stride", [(3, 2), (2, 2), (4, 3), ((5, 2), (1, 3)), (2, 4)])
 def test_same_padding_against_pytorch(world, kind, size, stride):
-    """Compare with PyTorch after explicit padding, with possibly one more pixel at the end."""
+    """Compare with PyTorch on padded images. The end may have one more pixel than the start."""
     torch, functional = torch_functions()
     x = numbers("images", 18, 2, 7, 10)
     (top, bottom), (left, right) = pads((7, 10), as_pair(size), as_pair(stride), "same")

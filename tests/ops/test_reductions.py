@@ -9,7 +9,7 @@ import mpidl as dl
 
 
 def along(op, **options):
-    """Return a function that calls the op with these options."""
+    """Return a function that calls the op with the given options."""
     return lambda x: op(x, **options)
 
 

@@ -1,4 +1,4 @@
-"""Test the prediction with records that known costs generate."""
+"""Test the prediction of training speed with records that are generated from known costs."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def record(noise=0.0, threads=1, batch_size=128, step=STEP, block=BLOCK, network
 
 
 def simulated(event, ranks, leaves, network):
-    """Return the time of an exchange of two ranks: one message each way."""
+    """Return the time of an exchange between two ranks: one message each way."""
     nbytes = event.width * event.itemsize
     if event.kind == AGREE:
         return 1e-5
@@ -182,7 +182,7 @@ def test_measured_sizes_are_not_replaced_by_a_line():
 
 
 def test_measured_sums_are_not_replaced_by_the_simulation():
-    """On the probe's ranks, the measured time must count, although no network explains it."""
+    """For the probe's number of ranks, measured times count, although no network explains them."""
     odd = record()
     event = [list(EVENTS[1]), 1e-3]
     odd["network"] = [item | {"folds": [event, *item["folds"][2:]]} for item in odd["network"]]
@@ -215,11 +215,14 @@ def test_ranks_together_are_slower_than_the_parts():
         assert step.seconds == pytest.approx(1.1 * separate.seconds)
         assert step.compute + step.input + step.wait + step.sum == pytest.approx(step.seconds)
     errors = [Error(model).relative(ranks, setting)[0] for ranks in (1, 2, 4)]
-    assert errors[0] < 1e-9 < errors[1] < errors[2]  # beyond the probe, the factor is a guess
+    assert errors[0] < 1e-9 < errors[1] < errors[2]  # the factor is a guess on 4 ranks
 
 
 def test_scaling_stops_where_half_is_lost():
-    """Without communication, the efficiency on N ranks is (s + 8 b) / (N (s + 8 / N b))."""
+    """Without communication, the efficiency on N ranks is (s + 8 b) / (N (s + 8 b / N)).
+
+    A step takes s seconds, plus b seconds per block.
+    """
     free = Network(0.0, Link(0.0, 0.0), Link(0.0, 0.0), ranks_per_node=2)
     quiet = record(network=free) | {"reading_seconds_per_block": 0.0}
     quiet["network"] = [
@@ -249,7 +252,7 @@ def test_weak_scaling_does_not_stop_without_a_network():
 
 
 def test_a_slower_link_stops_scaling_earlier():
-    """The assumed link must count only between nodes."""
+    """The assumed link must affect only exchanges between nodes."""
     probed = record()
     rates = {
         latency: [
@@ -262,7 +265,7 @@ def test_a_slower_link_stops_scaling_earlier():
 
 
 def test_the_error_follows_the_noise():
-    """A record must always give the same error. More noise must give a larger, sufficient error."""
+    """A record's error estimate is reproducible, grows with noise, and covers the real error."""
     errors = []
     for noise in (0.0, 0.2):
         model = Model(record(noise))

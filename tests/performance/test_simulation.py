@@ -31,12 +31,12 @@ def test_one_rank_takes_no_time():
 
 
 def test_messages_of_a_rank_follow_each_other():
-    """Each of three ranks sends two messages; the last message leaves second."""
+    """Each of three ranks sends two messages. A rank's second message leaves after its first."""
     size = 100
     slow = Network(
         OVERHEAD, Link(LATENCY, 1e-6), Link(LATENCY, 1e-6)
-    )  # the ports are busy for longer than its overhead
-    # Both messages to rank 2 are the second message of their sender, and share rank 2's port.
+    )  # a message occupies the ports for longer than its overhead
+    # Both messages to rank 2 are their senders' second messages, and share rank 2's port.
     expected = OVERHEAD + 2 * 1e-6 * size + LATENCY + 1e-6 * size + OVERHEAD
     assert simulation.allgather_seconds(3, size, slow) == pytest.approx(expected)
     fast = Network(OVERHEAD, Link(LATENCY, 0.0), Link(LATENCY, 0.0))  # the processor is the limit
@@ -54,7 +54,7 @@ def test_links_between_nodes_cost_more():
 
 
 def test_ranks_of_a_node_share_memory():
-    """Each rank copies its node, sees the others' nodes, and folds all values or a segment."""
+    """Each rank copies its values to shared memory. Then it folds all values, or a segment."""
     node = FLAT._replace(ranks_per_node=4, shares_memory=True)
     small, large = 4 * 1000, 4 * 100_000
     expected = FIXED + PER_BYTE * small + LATENCY + 3 * COMBINED * small
@@ -105,7 +105,7 @@ def test_few_elements_stand_for_long_messages(ranks):
 
 @pytest.mark.parametrize("width", [40, 100_000])
 def test_time_grows_with_each_cost(width):
-    """The algorithm depends on the size, and every cost must contribute."""
+    """The size determines the algorithm. In each algorithm, every cost must contribute."""
     base = seconds(100, 12, width)
     costs = ("overhead", "inside", "per_combined_byte", "per_exchange")
     for name in costs:
@@ -146,7 +146,7 @@ def test_a_message_of_another_size_is_an_error():
 @pytest.mark.slow("ranks")
 @pytest.mark.timeout(120)
 def test_1024_ranks():
-    """At the end of the curve, both algorithms must stay within the bounds of their tables."""
+    """On the largest number of ranks, both algorithms must stay within their tables' bounds."""
     ranks = 1024
     small = seconds(2 * ranks, ranks, 41, algorithm=exchange.up_and_down)
     assert (

@@ -133,13 +133,13 @@ def test_a_run_without_times_of_ranks(plan):
 
 
 def test_checks_leave_out_shared_cores_and_one_rank(content):
-    """Negative control: the oversubscribed run is far from its prediction, and does not count."""
+    """Negative control: the oversubscribed run is far from its prediction, but does not count."""
     checks = {check["ranks"]: check for check in content["checks"]}
     assert [n for n, check in checks.items() if check["is_counted"]] == [2]
     assert checks[2]["difference"] == pytest.approx(1000 * 2**0.8 / (1800 * 1.05 + 2.5) - 1)
     lines = report.check_lines(content["checks"])
     assert lines[-1] == (
-        "Largest difference of prediction and measurement: 8.0% of the speed, "
+        "Largest difference between prediction and measurement: 8.0% of the speed, "
         "3.2% of the efficiency"
     )
     del content["rows"][0]  # without a run on one rank, efficiencies have another base
@@ -166,7 +166,7 @@ def test_table_and_notes(content):
     assert "Network inside a node: alpha 3 µs, beta 10 GB/s" in notes
     assert "Ranks that train together: 1.06 x the time of these parts" in notes
     point = notes.index(
-        "Scaling stops at 4 rank(s): twice as many would lose most to the exchange of sums"
+        "Scaling stops at 4 rank(s): twice as many would lose most time to the exchange of sums"
     )
     assert notes[point + 1 : point + 4] == [
         "  with --batch-size 256 it would stop at 8 ranks (other weights)",

@@ -1,4 +1,4 @@
-"""Test that the exchanges that one rank traces are the exchanges of several ranks."""
+"""Test that the exchanges traced on one rank are the exchanges that several ranks make."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_the_digits_network_sends_what_the_document_lists(world, subject):
     assert all(event.itemsize == 4 for event in buckets) and len(buckets) == 2
     assert len(times.places) == len(times.events)
     assert (np.diff(times.places) >= 0).all() and 0 < times.places[0] < times.places[-1] < 1
-    assert times.segments.shape == (len(times.segments), 8)  # between the agreement and 7 sums
+    assert times.segments.shape == (len(times.segments), 8)  # one per wait: agreement, 7 sums
     step_seconds = [end - start for start, end, _ in clock.steps]
     assert times.segments.sum(axis=1) == pytest.approx(step_seconds)
     assert (times.segments > 0).all() and times.input >= 0

@@ -1,4 +1,4 @@
-"""Test that any bytes of metrics.jsonl, options.toml etc. are read, or refused in one line."""
+"""Test that any bytes of a run's text files are read, or refused with a one-line error."""
 
 import parsers
 import pytest

@@ -33,7 +33,7 @@ def test_columns_have_the_numbers_of_the_file(tmp_path):
     for name, column in history.iteration.as_dict().items():
         np.testing.assert_array_equal(column, [line[name] for line in iterations])
         assert column.dtype == (np.int64 if name in ("epoch", "iteration") else np.float64)
-    assert math.isnan(history.epoch.accuracy[0])  # a loss without classes
+    assert math.isnan(history.epoch.accuracy[0])  # the loss has no classes
     assert math.isnan(history.validation.loss[0]) and history.validation.accuracy[0] == 0.75
     assert math.isnan(history.validation.images_per_second[0])
     assert repr(history.iteration) == "Series(6 records, last iteration 6)"
@@ -60,7 +60,7 @@ def test_a_recorder_returns_the_records_of_the_file(tmp_path):
 
 
 def test_metrics_of_validations(tmp_path):
-    """They survive the file, a rewind and a resume with other metrics."""
+    """Metrics survive writing and reading the file, a rewind, and a resume with other metrics."""
     with Metrics(tmp_path / "metrics.jsonl") as records:
         for i, values in enumerate(({"f1": 0.25}, None, {"f1": math.nan, "iou": 0.5}), 1):
             records.record("validation", 1, i, 0.5, 0.1, None, 1.0, 0.75, metrics=values)
@@ -131,4 +131,4 @@ def test_a_recorder_grows_beyond_the_memory_that_it_has_reserved(reserved, monke
     recorder.cut(120)
     recorder.add({"kind": "iteration", "epoch": 2, "iteration": 121})
     assert recorder.history().iteration.iteration[-2:].tolist() == [120, 121]
-    assert first.iteration.iteration.tolist() == [*range(1, 21)]  # a copy
+    assert first.iteration.iteration.tolist() == [*range(1, 21)]  # `first` is a copy

@@ -34,7 +34,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Metrics(path) as records:
         records.record("iteration", 1, 1, float("nan"), 0.01, float("inf"), 0.5)
-        records.record("validation", 1, 1, 0.5, 0.01, None, 0.5)  # no images were trained on
+        records.record("validation", 1, 1, 0.5, 0.01, None, 0.5)  # no training since the start
     for line, loss in zip(path.read_text().splitlines(), (None, 0.5), strict=True):
         record = json.loads(line, parse_constant=lambda text: pytest.fail(text))
         assert record["loss"] == loss and record["images_per_second"] is None
@@ -66,10 +66,10 @@ def test_records_are_cut_while_the_file_is_written(tmp_path):
 
 def test_another_rank_continues_the_file_with_the_records_that_are_missing(tmp_path):
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other.jsonl"
-    write(path, (1, 2, 3))  # by a rank that is lost before it writes the fourth record
+    write(path, (1, 2, 3))  # this rank is lost before it writes the fourth record
     write(other, (1, 2, 3, 4))
     heir = Metrics(path, rank=1)
-    heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)  # no effect yet
+    heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)  # no effect before the rewind
     heir.rewind(4, metrics.read(other))
     heir.record_lost(1, 4, {"ranks": [0], "hosts": ["n1"], "ranks_left": 3, "seconds_lost": 0.5})
     heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)
@@ -94,7 +94,7 @@ def test_metrics_that_cannot_be_written_are_an_error(tmp_path):
 
 
 def test_records_that_are_discarded(tmp_path):
-    """Discarded records do not reach the file, which may belong to another run by then."""
+    """Discarded records do not reach the file, because it may already belong to another run."""
     path = tmp_path / "metrics.jsonl"
     records = Metrics(path)
     records.record("iteration", 1, 1, 0.5, 0.01, 100.0, 0.1)

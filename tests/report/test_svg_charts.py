@@ -69,7 +69,7 @@ def test_long_lines_keep_their_extremes():
     "count", [1, svg_charts.MAX_POINTS // 2, 2 * svg_charts.MAX_POINTS + 3, 100_001]
 )
 def test_a_curve_keeps_its_extremes(count):
-    """A curve of any length keeps its extremes, with the same few ordered points in every part."""
+    """A curve of any length keeps its extremes and a small number of evenly spread points."""
     curve, spikes = svg_charts.Curve(), {count // 3: -1.0, count // 2: 2.0}
     for i in range(count):
         curve.add(i, spikes.get(i, (i % 7) / 7))

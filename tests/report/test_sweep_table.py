@@ -23,7 +23,7 @@ def row(trial, state="done", rate=0.1, **values):
 
 
 def test_the_best_trial():
-    """Trials are ranked by validation before test, and accuracy before loss, if all have them."""
+    """Trials are ranked by a score that all have: validation before test, accuracy before loss."""
     rows = [row(1, accuracy=0.9, loss=0.3), row(2, accuracy=0.8, loss=0.1)]
     assert sweep_table.best_of(rows)["trial"] == 1 and sweep_table.score_of(rows) == "accuracy"
     rows += [row(3, accuracy=0.9, loss=0.2), row(4, accuracy=0.9, loss=0.2), row(5, "failed")]

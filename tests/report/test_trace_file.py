@@ -141,7 +141,7 @@ def test_the_table_names_the_slowest_rank_and_the_largest_wait():
     )
     busy = ranks[1]._replace(seconds=ranks[1].seconds._replace(compute=0.02))
     lines = timeline_table.summary([ranks[0], busy])
-    assert lines[-2] == ("Slowest rank: 1 on node1, 24 % more work of its own than the mean")
+    assert lines[-2] == ("Slowest rank: 1 on node1, with 24 % more work than the mean")
 
 
 def test_waits_that_other_ranks_do_not_share_name_no_rank():

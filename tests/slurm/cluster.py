@@ -19,7 +19,7 @@ import launcher
 from limits import wait_until
 
 NODES = ("n1", "n2", "n3")
-ADDRESS = "10.0.0.1"  # in namespaces without another network
+ADDRESS = "10.0.0.1"  # address inside the namespaces, which have no other network
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter", "mount", "hostname")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 PMIX = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/pmix2/lib")
@@ -85,7 +85,7 @@ def _child(pid):
 
 
 class Cluster:
-    """Daemons of the cluster; `with Cluster(folder) as cluster:` ends all of them.
+    """The daemons of the cluster. `with Cluster(folder) as cluster:` ends all daemons at its end.
 
     `folder` is an empty folder. Its path must be short, because the folder contains a socket.
     """
@@ -113,7 +113,7 @@ class Cluster:
         self.configure()
         words = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child"]
         words += ["--mount-proc", sys.executable, Path(__file__).with_name("machine.py")]
-        # The kernel ends the namespaces with this thread, even if this process is killed.
+        # The kernel ends the namespaces together with this thread, even if this process is killed.
         self.machine = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *words, ADDRESS, *mounts],
             stdout=subprocess.PIPE,
@@ -140,7 +140,7 @@ class Cluster:
             daemon.wait()
 
     def configure(self, parameters="SlurmctldParameters=preempt_send_user_signal"):
-        """Write slurm.conf with a line of parameters; a running controller reads the file again."""
+        """Write slurm.conf with a line of parameters; a running controller reads the new file."""
         nodes = [NODE.format(name=name, port=17001 + i) for i, name in enumerate(NODES)]
         text = CONFIGURATION.format(
             folder=self.folder, parameters=parameters, nodes="\n".join(nodes)
@@ -160,7 +160,7 @@ class Cluster:
         wait_until(self.is_idle, 0.2)
 
     def kill_controller(self):
-        """Kill slurmctld, like a restart of its machine."""
+        """Kill slurmctld, as a restart of its machine would."""
         os.kill(int(_child(self.daemons["slurmctld"].pid)), signal.SIGKILL)
         self.daemons["slurmctld"].wait()
 
@@ -170,13 +170,14 @@ class Cluster:
 
     def start_node(self, name):
         """Start the daemon of a node, with the node's host name and shared memory."""
-        # MPICH names its shared memory after the job number, which other clusters also use.
+        # MPICH names its shared memory after the job number, and other clusters use the same
+        # numbers.
         script = f"mount -t tmpfs shm /dev/shm && hostname {name} && exec slurmd -D -N {name}"
         self._start(name, "unshare", "--uts", "--mount", "sh", "-c", script)
         wait_until(lambda: self._has_own_name(name))
 
     def _has_own_name(self, name):
-        """Return whether the daemon of a node has its own UTS namespace, and note it."""
+        """Return whether a node's daemon has a separate UTS namespace, and store the namespace."""
         pid = _child(self.daemons[name].pid)
         if pid is None:
             return False
@@ -235,7 +236,7 @@ class Cluster:
         return pids
 
     def kill_node(self, node):
-        """Kill all processes of a node, like a loss of its power."""
+        """Kill all processes of a node, as a power failure would."""
         while pids := self.pids(node):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -245,7 +246,7 @@ class Cluster:
 
 
 class Job:
-    """Submitted job, whose `number` is the job's number or ARRAY_TASK."""
+    """A submitted job. `number` is the job's number, or ARRAY_TASK for a task of an array."""
 
     def __init__(self, cluster, number, folder):
         self.cluster, self.number, self.folder = cluster, number, folder
@@ -264,7 +265,7 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     def wait(self, state):
-        """Wait for a state. Another final state is an error, and so is a return to the queue."""
+        """Wait until the job has a state. Any other final state or a requeue is an error."""
         facts = self.facts()
         restarts = facts["Restarts"]
 
@@ -273,18 +274,18 @@ class Job:
             before, facts = facts, self.facts()
             is_back = facts["JobState"] == "PENDING" and facts["Restarts"] != restarts
             is_end = is_back or facts["JobState"] in FINAL | {state}
-            return is_end and facts["JobState"] == before["JobState"]  # not in transition
+            return is_end and facts["JobState"] == before["JobState"]  # no transition
 
         wait_until(is_over, 0.2)
         text = f"{facts['JobState']}, expected {state}; exit code {facts['ExitCode']}"
         assert facts["JobState"] == state, f"{text}\n{self.log()}"
 
     def wait_for_requeue(self, count=1):
-        """Wait until the job is in the queue again, and let it start at once."""
+        """Wait until the job is in the queue again, and let it start immediately."""
         self.wait("PENDING")
-        # a controller that was away reports the state before it counts the restart
+        # a restarted controller reports the state before it counts the restart
         wait_until(lambda: self.facts()["Restarts"] == str(count), 0.2)
-        time.sleep(2)  # a node refuses credentials of the second in which it revoked earlier ones
+        time.sleep(2)  # a node rejects credentials from the second of an earlier revocation
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def scancel(self, *options):

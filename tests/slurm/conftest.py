@@ -1,4 +1,4 @@
-"""Provide the cluster, and trainings on it, as fixtures."""
+"""Define fixtures for the cluster and for trainings on the cluster."""
 
 import shutil
 import tempfile
@@ -39,9 +39,10 @@ def expected_hash(shapes, tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, shapes, tmp_path):
-    """Yield a function that submits run/NAME.slurm; the test's jobs end with the test.
+    """Yield a function that submits run/NAME.slurm. Submitted jobs end with the test.
 
-    By default, the job is the usual training, with additional `words` for mpidl.train.
+    By default, the job is the training of `trainings.train_words`, with additional `words` for
+    mpidl.train.
     """
     submitted = []
 

@@ -1,12 +1,12 @@
-"""Prepare the cluster's namespaces and adopt orphans, as the first process in them.
+"""Prepare the cluster's namespaces and adopt orphans, as the first process in the namespaces.
 
     unshare --mount --uts --net --pid --fork --kill-child --mount-proc \
         python machine.py ADDRESS SOURCE TARGET [SOURCE TARGET ...]
 
-The network consists of the loopback interface. The interface gets a second ADDRESS, because names
-whose only address is 127.0.0.1 are not resolved without another network. Each SOURCE, a file or
-folder, replaces its TARGET. When this process ends, the kernel ends every process of its
-namespaces.
+The network consists of the loopback interface. The interface gets ADDRESS as a second address,
+because without another network, names whose only address is 127.0.0.1 are not resolved. Each
+SOURCE, a file or folder, replaces its TARGET. When this process ends, the kernel ends every process
+of its namespaces.
 """
 
 import contextlib

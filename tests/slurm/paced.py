@@ -1,6 +1,6 @@
 """Define networks for `--network FILE.py:FUNCTION` whose steps are slow while a file exists.
 
-The environment variable PACE_FILE names the file, which does not change the training.
+The environment variable PACE_FILE names the file. The file does not affect the training's results.
 """
 
 import os

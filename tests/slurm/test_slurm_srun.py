@@ -1,4 +1,4 @@
-"""Test `srun python -m mpidl.train` on a real Slurm: one rank's weights, the right --mpi."""
+"""Test `srun python -m mpidl.train` on a real Slurm: the weights, and errors about --mpi."""
 
 import sys
 
@@ -17,7 +17,7 @@ OPENMPI = launcher.ROOT / ".venv-openmpi" / "bin" / "python"
 def words_of(
     shapes, out, *options, nodes=2, tasks=2, mpi=trainings.MPI_TYPE, python=sys.executable
 ):
-    """Return the words of a training under srun."""
+    """Return the command-line arguments for a training under srun."""
     start = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--mpi={mpi}"]
     return [*start, python, "-m", "mpidl.train", *trainings.train_words(shapes, out, *options)]
 
@@ -52,7 +52,7 @@ def test_a_signal_and_a_resume_on_other_nodes(cluster, shapes, tmp_path, expecte
 
 
 def test_the_wrong_type(cluster, shapes, tmp_path):
-    """One line must name the right type."""
+    """If srun has the wrong type --mpi, one line must name the right type."""
     if trainings.MPI_TYPE == "pmix":
         pytest.skip("Open MPI ends a process that srun started with another type")
     result = cluster.finish(*words_of(shapes, tmp_path / "run", mpi="none"))
@@ -67,7 +67,7 @@ def test_the_types_are_listed(cluster):
 
 
 def test_verify_starts_srun(cluster, tmp_path):
-    """A job of 2 × 2 tasks verifies one rank, ranks of one node, and ranks of two nodes."""
+    """A job of 2 x 2 tasks verifies one rank, ranks of one node, and ranks of two nodes."""
     words = "-m mpidl.verify --srun --ranks 1,2,4 --max-iterations 2 --batch-size 64"
     options = ["--nodes=2", "--ntasks-per-node=2", f"--wrap={sys.executable} {words}"]
     job = cluster.submit(tmp_path, *options, env={"MPIDL_SRUN_MPI": trainings.MPI_TYPE})

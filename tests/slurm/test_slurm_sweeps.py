@@ -28,7 +28,7 @@ def start(submit, shapes, tmp_path):
 
 @pytest.mark.parametrize("name", ["sweep", "scaling"])
 def test_a_request_to_stop(start, expected_hash, name):
-    """The job must requeue itself and continue."""
+    """After a request to stop, the job must requeue itself and continue."""
     training = start(name)
     training.wait_for_steps()
     training.job.scancel("--batch", "--signal=USR1")
@@ -47,7 +47,7 @@ def test_scancel(start, expected_hash, name):
 
 
 def test_stop_file_of_a_trial(start):
-    """The file must end only its trial; the job ends after the other trials."""
+    """A stop file must end only the trial in its folder; the job ends after the other trials."""
     training = start("sweep")
     training.wait_for_steps()
     (training.out / "stop").write_text("now\n")
@@ -60,7 +60,7 @@ def test_stop_file_of_a_trial(start):
 
 
 def test_stop_file_of_a_study(start):
-    """The file must end the study, which must not be requeued."""
+    """A stop file must end the study, and the job must not be requeued."""
     training = start("scaling")
     training.wait_for_steps()
     (training.out / "stop").write_text("now\n")

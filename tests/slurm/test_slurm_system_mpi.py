@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow("slurm"), pytest.mark.timeout(240)]
 
 
 def test_debians_mpich(submit, tmp_path, expected_hash):
-    """The default of this Slurm is no MPI, so the script must choose the type by the ABI."""
+    """This Slurm's default is no MPI, so the script must choose the type of --mpi by the ABI."""
     if not os.path.exists("/usr/bin/mpirun.mpich"):
         pytest.skip("no MPICH of Debian: apt-get install mpich")
     python = environments.make_without_mpi(tmp_path / "venv")

@@ -1,4 +1,4 @@
-"""Test run/train.slurm on a real Slurm: whatever ends a job, weights equal one rank's."""
+"""Test run/train.slurm on a real Slurm: however a job ends, the weights equal one rank's."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ SIZES = [pytest.param(2, 2, id="2 nodes"), pytest.param(3, 1, id="3 nodes")]
 
 @pytest.fixture
 def preempt(cluster, tmp_path):
-    """Return a function that starts and ends a job on all nodes, which preempts other jobs."""
+    """Return a function that starts a job on all nodes, which preempts other jobs, and ends it."""
     urgent = []
 
     def start():
@@ -45,7 +45,10 @@ def has_user_signal(cluster, request):
 
 @pytest.mark.parametrize(("nodes", "tasks"), SIZES)
 def test_time_limit(submit, expected_hash, nodes, tasks):
-    """Slurm sends the signal up to a minute early. The job continues under a longer limit."""
+    """The time limit stops the job, and the requeued job continues under a longer limit.
+
+    Slurm may send the signal up to a minute early.
+    """
     limit = ["--time=1", "--signal=B:USR1@20"]
     training = submit(*limit, nodes=nodes, tasks=tasks)
     training.wait_for_steps()
@@ -113,7 +116,7 @@ def test_preemption_at_the_start(submit, preempt, has_user_signal, expected_hash
 def test_preemption_before_an_earlier_run_is_replaced(
     submit, cluster, preempt, shapes, tmp_path, expected_hash
 ):
-    """The second start finds the checkpoint of the earlier run, and must replace that run."""
+    """The second start finds an earlier run's checkpoint, and must still replace that run."""
     jobs.train(1, shapes, tmp_path / "run", "--epochs", 1, "--seed", 5, network=trainings.NETWORK)
     wait = f'[ -e "{tmp_path}/called" ] || {{ touch "{tmp_path}/called"; exec sleep 600; }}'
     (tmp_path / "srun").write_text(
@@ -153,7 +156,7 @@ def test_scontrol_requeue(submit, expected_hash):
 
 
 def test_the_controller_is_restarted_when_a_job_wants_back(submit, cluster, expected_hash):
-    """The controller is away for longer than scontrol waits."""
+    """The job is requeued although the controller is away for longer than scontrol waits."""
     training = submit(nodes=1)
     training.wait_for_steps()
     log = Path(training.job.facts()["StdOut"])
@@ -178,8 +181,8 @@ def is_batch_script(pid):
 def test_a_node_that_dies(submit, cluster, expected_hash, node):
     """Slurm requeues the job, which resumes on the other nodes from the last checkpoint.
 
-    The job must take over its own lock at once, although no other node sees the process that held
-    it.
+    The job must immediately take over its lock, although no other node can see the process that
+    held the lock.
     """
     training = submit(words=["--checkpoint-every", 4])
     training.wait_for_steps(12)
@@ -196,7 +199,7 @@ def test_a_node_that_dies(submit, cluster, expected_hash, node):
 
 
 def test_stop_file(submit, expected_hash):
-    """A person stopped the run, so the job must not be requeued."""
+    """A stop file is a person's request, so the job must not be requeued."""
     training = submit()
     training.wait_for_steps()
     (training.out / "stop").write_text("now\n")
@@ -208,7 +211,7 @@ def test_stop_file(submit, expected_hash):
 
 
 def test_two_jobs_in_one_folder(submit, expected_hash):
-    """The second job must be refused, and must not disturb the first job."""
+    """The second job must be rejected, and must not disturb the first job."""
     training = submit(nodes=1)
     training.wait_for_steps()
     second = submit(nodes=1, words=["--overwrite"])
@@ -239,7 +242,7 @@ def test_job_array(submit, shapes, tmp_path):
 
 
 def test_a_task_of_an_array_is_requeued_alone(submit, tmp_path):
-    """The last task has the same job number as the array."""
+    """The last task, whose job number is the array's, must be requeued without other tasks."""
     words = ["--out", tmp_path / "task-%a"]
     array = submit("--array=0-1", nodes=1, tasks=1, words=words)
     first, last = array.job.task(0), array.job.task(1)
@@ -272,7 +275,7 @@ def test_an_unknown_mpi_type(submit):
 
 @pytest.mark.parametrize("words", [["--epoch", "3"], ["--momentum", "2"]], ids=" ".join)
 def test_an_unusable_option(submit, words):
-    """The job must end with one line and exit code 2, without a second start."""
+    """An unusable option must end the job with one line and exit code 2, without a second start."""
     training = submit(words=words)
     training.job.wait("FAILED")
     assert training.job.facts()["ExitCode"] == "2:0"
@@ -281,7 +284,7 @@ def test_an_unusable_option(submit, words):
 
 
 def test_a_step_that_cannot_start(submit, cluster, tmp_path, expected_hash):
-    """The script must start the step once more, and only once."""
+    """If a step cannot start, the script must start it once more, and only once."""
     for failures, state in ((1, "COMPLETED"), (2, "FAILED")):
         folder = tmp_path / str(failures)
         folder.mkdir()
@@ -299,7 +302,7 @@ def test_a_step_that_cannot_start(submit, cluster, tmp_path, expected_hash):
 
 
 def test_the_limit_of_a_partition_applies(submit):
-    """Without --time, a job has its partition's limit; with more, the job would wait forever."""
+    """Without --time, a job has its partition's limit. A longer --time would wait forever."""
     training = submit()
     assert training.job.facts()["TimeLimit"] == "01:00:00"
     longer = submit("--time=120", words=["--out", training.out / "longer"])

@@ -1,4 +1,4 @@
-"""Submit trainings by run/train.slurm whose speed a test controls; create environments."""
+"""Submit trainings with run/train.slurm, control their speed, and create environments."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ MPI_TYPE = "pmi2" if MPI.get_vendor()[0] == "MPICH" else "pmix"
 
 
 class Training:
-    """Job that trains, with the folder of its results.
+    """A job that trains, with the folder of its results.
 
     The steps are slow until `release` is called.
     """
@@ -46,7 +46,7 @@ class Training:
 
 
 def start(cluster, folder, name, words, out, options=(), nodes=2, tasks=2, checkout=launcher.ROOT):
-    """Submit run/NAME.slurm with `words`, and return the Training in `out`.
+    """Submit run/NAME.slurm with the arguments `words`, and return the Training in `out`.
 
     `options` are for sbatch, and `checkout` is the folder that contains run/.
     """
@@ -61,13 +61,13 @@ def start(cluster, folder, name, words, out, options=(), nodes=2, tasks=2, check
 
 
 def train_words(shapes, out, *words):
-    """Return the arguments of mpidl.train for the usual training; later words take precedence."""
+    """Return mpidl.train's arguments for the usual training; a test may append arguments."""
     usual = [*LENGTH, "--batch-size", 50, "--network", NETWORK, "--data", shapes, "--out", out]
     return [*usual, *words]
 
 
 def make_environment(folder, checkout):
-    """Create the environment of run/install for a checkout, with the packages of these tests."""
+    """Create a checkout's environment as run/install does, with this environment's packages."""
     prefix, packages = Path(sys.prefix), Path(sysconfig.get_path("purelib"))
     own_packages = folder / packages.relative_to(prefix)
     own_packages.mkdir(parents=True)

@@ -4,5 +4,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The helpers of the tests; pytest finds them by pyproject.toml.
+# Folders with the helpers of the tests. pytest gets these folders from pyproject.toml.
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("launch", "support", "")]

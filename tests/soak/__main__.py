@@ -10,8 +10,8 @@
 until the run ends (see kills.py). The log has a line of JSON per start, with the drawn values and
 the results. --replay reads the drawn values from a log.
 
-`inputs` feeds damaged files to all parsers, or to the parser of --parser (see inputs.py). The log
-has a line for each problem.
+`inputs` feeds damaged files to all parsers, or to the parser that --parser names (see inputs.py).
+The log has a line for each problem.
 
 The seed determines all random values. The exit code is 0 if there were no problems, or 1 if there
 were problems, which the log and the output name.

@@ -2,12 +2,12 @@
 
 Input number i of a parser is a valid file that `mutations.hostile` has damaged with random numbers
 of the key (seed, parser, i). The parser must accept the input, or raise a UserError of one short
-line. Problems are another exception, a signal, more than MEMORY of address space, more than
+line. Problems are any other exception, a signal, more than MEMORY of address space, more than
 CPU_SECONDS of work, and more than WAIT_SECONDS in total. An input with a problem is kept next to
 the log, with the traceback.
 
-Forked processes read the inputs, SHARE inputs each, so a crash ends only one of these processes.
-Each writes the number of its current input to shared memory.
+Forked processes read SHARE inputs each, so a crash ends only one of these processes. Each process
+writes the number of its current input to shared memory.
 """
 
 import faulthandler
@@ -35,7 +35,7 @@ from mpidl.data.formats import hdf5_probe
 MEMORY = 600 << 20  # bytes of address space that an input may add
 HARD_MEMORY = 8 << 30  # limit of address space in bytes, which protects this machine
 CPU_SECONDS, WAIT_SECONDS = 20, 600  # limits of work and of elapsed time
-PROBE_SECONDS = 3.0  # for the process that tries HDF5 files before mpidl reads them
+PROBE_SECONDS = 3.0  # limit of the process that checks HDF5 files before mpidl reads them
 SHARE, SLOW_SHARE = 8000, 1000
 STATE = struct.Struct("<qdd")  # number of the input, and time and CPU time at its start
 
@@ -57,14 +57,14 @@ def cpu_time(pid):
 
 
 class Worker:
-    """Child process that reads the inputs `first` to `last` of one parser."""
+    """A child process that reads the inputs `first` to `last` of one parser."""
 
     def __init__(self, seed, name, first, last, folder):
         self.seed, self.name, self.first, self.last = seed, name, first, last
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.state = mmap.mmap(-1, STATE.size)
         self.problem = None
-        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # prepares the valid file
+        self.state[:] = STATE.pack(first - 1, time.monotonic(), 0.0)  # while preparing the file
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
@@ -136,7 +136,7 @@ class Worker:
         return next((line for line in reversed(lines) if line.strip()), "no message")[:300]
 
     def keep(self, target):
-        """Copy the files of the input with a problem."""
+        """Copy the files of an input with a problem to the folder `target`."""
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self.folder, target)
 
@@ -145,7 +145,7 @@ class Worker:
 
 
 class Fuzzing:
-    """Inputs of all parsers in shares, with a log and totals."""
+    """The inputs of all parsers, divided into shares, with a log and totals."""
 
     def __init__(self, options, folder):
         self.options, self.folder = options, folder
@@ -239,7 +239,7 @@ def main(options):
     for name in options.parser or ():
         if name not in parsers.PARSERS:
             sys.exit(f"no parser {name}: expected one of {', '.join(parsers.PARSERS)}")
-    # Each input is written to a file, which is faster on a file system in memory.
+    # Each input is written to a file. Writing is faster on a file system in memory.
     with tempfile.TemporaryDirectory(prefix="mpidl-inputs-", dir=_memory()) as folder:
         fuzzing = Fuzzing(options, folder)
         try:

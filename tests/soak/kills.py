@@ -7,10 +7,10 @@ A chain is one run. Each start has a random number of ranks and a random fault:
     signal  USR1 or TERM, after which the run ends with a checkpoint
     full    a full disk, or a limit on file size, while the run writes
 
-Before a fault, a rank may be stopped for a moment (`pause`). After each end, every generation of
-the checkpoint must be complete, the newest checkpoint must not be older than before the fault, and
-no process may remain. At the end of a chain, the weights must equal an uninterrupted run's, and no
-temporary file may remain.
+Before a fault, a rank may be stopped for a moment (`pause`). When the processes have ended, every
+generation of the checkpoint must be complete, the newest checkpoint must not be older than before
+the fault, and no process may remain. At the end of a chain, the weights must equal an uninterrupted
+run's weights, and no temporary file may remain.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from . import private
 from .processes import Job, send
 
 TIMEOUT = 6  # --timeout of the trainings
-HANG_SECONDS = 30  # after a fault, all processes must have ended
+HANG_SECONDS = 30  # time after a fault in which all processes must end
 STOP_SECONDS = TIMEOUT + 2 + 20  # 20 s more, because ranks may still be starting
 RUN_SECONDS = 300  # limit of an undisturbed training
 YOUNG_SECONDS = 2.0  # mpidl removes older segments of dead jobs
@@ -64,7 +64,7 @@ def draw(numbers, ranks, is_last):
         if numbers.random() < 0.15:
             plan["pause"] = numbers.uniform(0, TIMEOUT / 4)
     elif kind == "stop":
-        plan["ranks"] = max(plan["ranks"], 2)  # with one rank, no other rank can name it
+        plan["ranks"] = max(plan["ranks"], 2)  # another rank must name the stopped rank
     elif kind == "signal":
         plan["moment"], plan["seconds"] = "save", numbers.uniform(0, 1)
         plan["signal"] = numbers.choice(["SIGUSR1", "SIGTERM"])
@@ -85,10 +85,10 @@ def drawn_plans(seed, chain):
 
 
 def logged_plans(path, chain):
-    """Return {chain: plans} of a log, for one chain, or for all chains if `chain` is None.
+    """Return {chain: plans} from a log, for one chain, or for all chains if `chain` is None.
 
-    A start may end before its fault in one trial but not in the other, so an undisturbed start is
-    appended.
+    A start may end before its fault in one trial but not when it is replayed. Therefore, a start
+    without a fault is appended.
     """
     plans = {}
     for line in path.read_text().splitlines():
@@ -102,10 +102,10 @@ def logged_plans(path, chain):
 
 
 class Chain:
-    """One run with its faults.
+    """A run and the faults that are injected into it.
 
-    The chain writes to `folder` and trains on the images `data`; `expected` is the final weights'
-    hash.
+    The chain writes to `folder` and trains on the images `data`. `expected` is the hash of
+    the final weights.
     """
 
     def __init__(self, folder, number, data, expected, is_private):
@@ -201,7 +201,7 @@ class Chain:
         return facts
 
     def _check_generations(self):
-        """Return the newest checkpoint's iteration, or -1 if there is none; record torn files."""
+        """Return the newest checkpoint's iteration, or -1 if there is none; report torn files."""
         iteration = -1
         for name in (checkpoint.PREVIOUS, checkpoint.CURRENT):
             try:
@@ -259,7 +259,7 @@ class Chain:
 
 
 class Soak:
-    """Chains with a log and totals."""
+    """A sequence of chains, with a log and totals."""
 
     def __init__(self, options, folder, is_private):
         self.folder, self.is_private = folder, is_private
@@ -325,7 +325,7 @@ class Soak:
         )
 
     def _keep(self, chain, start):
-        """Keep the files of a start with a problem next to the log."""
+        """If a start has a problem, keep its files next to the log."""
         target = Path(f"{self.log.name}-chain-{chain.number}-start-{start}")
         shutil.rmtree(target, ignore_errors=True)
         with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ PROXIES = ("hydra_pmi_proxy", "prted")
 
 
 class Job:
-    """Started training; all of its processes have `mark` in their environment."""
+    """A started training. All of its processes have `mark` in their environment."""
 
     def __init__(self, words, folder, mark):
         self.mark = f"{MARK}={mark}\0".encode()

@@ -1,4 +1,4 @@
-"""Test short trials with random faults and their replay, and that trials detect problems."""
+"""Test short random trials and their replay, and check that the trials detect problems."""
 
 import argparse
 import ctypes
@@ -91,7 +91,7 @@ def test_a_torn_checkpoint_is_noticed(chain):
 
 
 def test_processes_of_a_chain_are_noticed(tmp_path):
-    """Processes with another parent must be found, too."""
+    """Orphaned processes must be found, too."""
     shell = f"{sys.executable} -c 'import time; time.sleep(600)' &"
     job = kills.Job(["sh", "-c", shell], tmp_path, f"test-{os.getpid()}")
     job.process.wait()

@@ -11,7 +11,7 @@ import pytest
 INSTALL = "apt-get install chromium chromium-driver; pip install selenium"
 POLL_SECONDS, SECONDS = 0.1, 3600
 wait_until = functools.partial(limits.wait_until, seconds=POLL_SECONDS)
-# Finds the element of a CSS selector in a model's view, in any shadow root of the view.
+# Finds the element that matches a CSS selector in a model's view, in any shadow root of the view.
 FIND = """
 const search = (root) => {
   const element = root.querySelector(arguments[1]);
@@ -73,7 +73,7 @@ def wait_for_page(driver):
 
 
 def element(driver, name, selector):
-    """Wait for the element of a CSS selector in the view of a model, and return it."""
+    """Wait for the element that matches a CSS selector in a model's view, and return it."""
     elements = []
 
     def is_there():

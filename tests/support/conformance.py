@@ -2,7 +2,8 @@
 
 A `Case` names a function of `backends.interface` and declares its arguments; the table is in
 `tests/backends/cases.py` and `training_cases.py`. `results` calls a backend, folds each sum to its
-root, and returns host arrays. Results of any shares and backends can be compared.
+root, and returns host arrays. Results for any division into shares, and from any backend, can be
+compared.
 """
 
 import functools
@@ -29,11 +30,11 @@ SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks; the second rank 
 
 
 class Draw(NamedTuple):
-    """Argument that is drawn at random.
+    """An argument that is drawn at random.
 
-    kind: "lanes" (a value per image), "deferred" (lanes, the input of an activation), "normalized"
-    (the same without ReLU), "images" (an entry per image), "samples" (sample numbers), "filters"
-    (weights of images) or "plain".
+    kind: "lanes" (a value per image), "deferred" (lanes that are the input of an activation),
+    "normalized" (the same without ReLU), "images" (an entry per image), "samples" (sample numbers),
+    "filters" (weights of images) or "plain".
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Draw(NamedTuple):
     image: tuple | None = None  # for dense weights: the shape of the images that they read
     flattened: bool = False  # image axes of lanes are flattened
     rounded: bool = False  # positive numbers are rounded to integers, so many are equal
-    special: bool = False  # with NaN and infinities
+    special: bool = False  # contains NaN and infinities
 
 
 def lanes(*shape, **options):
@@ -57,12 +58,12 @@ def cotangent(*shape):
 
 
 def deferred(*shape, **options):
-    """Return an activation of lanes that a backend that fuses convolutions does not store."""
+    """Return an activation of lanes. A backend that fuses convolutions does not store it."""
     return Draw("deferred", shape, **options)
 
 
 def normalized(*shape):
-    """A normalization of lanes, which a backend that fuses convolutions does not store."""
+    """Return a normalization of lanes. A backend that fuses convolutions does not store it."""
     return Draw("normalized", shape)
 
 
@@ -83,7 +84,7 @@ def images(*shape, low=0, high=256, dtype=np.uint8):
 
 
 class Case(NamedTuple):
-    """Call of the interface.
+    """A call of a function of the interface.
 
     call: the callable; by default the function itself, with `counts` and `tree` if it takes them.
     oracle: callable that replaces `call` on the reference, for functions that the reference lacks.
@@ -91,7 +92,8 @@ class Case(NamedTuple):
         number; 0 requires the reference's float32 numbers, including the signs of zeros.
     settings: for each backend, the values of `backends.settings` to test.
     typed: whether results have the reference's types.
-    numbers_only: whether to skip checks of shares on an emulated GPU, which would take long.
+    numbers_only: whether to skip the checks of shares on an emulated GPU, which would take too
+    long.
     """
 
     function: str
@@ -111,7 +113,7 @@ class Case(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Rank's blocks of a mini-batch.
+    """The blocks of a mini-batch that belong to a rank.
 
     The last of all blocks has `last` images. If `last` is not positive, the last block and some
     earlier blocks have no images, like blocks that a GPU reserves for the largest mini-batch.
@@ -145,7 +147,7 @@ def fill_unused(lanes, counts, number):
 
 @functools.lru_cache(maxsize=64)
 def drawn(name, draw, blocks, last):
-    """Draw an argument for a whole mini-batch, from which `part` copies."""
+    """Draw an argument for a whole mini-batch. `part` copies shares from it."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     images = max(LANES * blocks - LANES + last, 0)
     per_image = {"images": (images,), "samples": (LANES * blocks,)}
@@ -293,7 +295,7 @@ def host(value):
 
 
 def results(case, backend, blocks=2, runs=None, last=LAST, double=False, change=None):
-    """Return the results of a mini-batch, which `runs` divides among ranks, as host arrays."""
+    """Return the results for a mini-batch that `runs` divides among ranks, as host arrays."""
     shares = []
     for rank in range(len(runs or [0])):
         owned = share(blocks, runs, rank, last)

@@ -1,4 +1,4 @@
-"""Run the compiled kernels of every build that this CPU supports, on several thread counts."""
+"""Run the compiled kernels of every build that this CPU supports, with several thread counts."""
 
 import os
 
@@ -30,7 +30,7 @@ def bytes_of(value):
 
 
 def on_all_builds(call, names=BUILDS):
-    """Return {build: call()}; check that AVX-512, AVX2 and any threads give equal bytes."""
+    """Return {build: call()}; check that AVX-512, AVX2 and all thread counts give equal bytes."""
     results, before = {}, builds.running()
     try:
         for build in names:

@@ -40,7 +40,7 @@ def cifar100(folder, n=4):
 
 
 def hdf5(path, images, labels=None, classes=None, layout=None, targets=None, **options):
-    """Write an HDF5 file in the usual layout of h5py users."""
+    """Write an HDF5 file in the layout that h5py users usually choose."""
     with h5py.File(path, "w") as file:
         dataset = file.create_dataset("images", data=images, **options)
         if layout is not None:
@@ -55,7 +55,7 @@ def hdf5(path, images, labels=None, classes=None, layout=None, targets=None, **o
 
 
 def mat5(path, compressed=True, **variables):
-    """Write a .mat file of version 5, like `save -v7`, or like -v6 if not compressed."""
+    """Write a .mat file of version 5 as `save -v7` does, or as -v6 does if not `compressed`."""
     scipy.io.savemat(path, variables, do_compression=compressed, oned_as="column")
     return path
 

@@ -22,7 +22,7 @@ def parser_of(command):
 
 PARSERS = {command: parser_of(command) for command in mpidl_command.COMMANDS}
 PARSERS["benchmarks"] = bench_arguments.parse
-STARTERS = {"mpirun", "srun", "sbatch"}  # their arguments are options, then a command
+STARTERS = {"mpirun", "srun", "sbatch"}  # their arguments are options followed by a command
 # Commands that run in one process and refuse to run on several ranks.
 SINGLE = {"verify", "scaling", "monitor", "report", "pack", "convert", "completion"}
 # Programs of other projects, which are not checked.
@@ -60,7 +60,7 @@ def is_command(text):
 
 
 def problem(command):
-    """Return the error in a command line, or None if there is none."""
+    """Return the error in a command line, or None if there is no error."""
     for part in re.split(r" *(?:&&|;|\|) *", re.sub(r"\s#.*|\s>\s\S+", "", command)):
         words = shlex.split(part)
         while words and re.fullmatch(r"\w+=.*", words[0]):
@@ -72,7 +72,7 @@ def problem(command):
 
 
 def _problem(words):
-    """Return the error in a call of one program, or None if there is none."""
+    """Return the error in the command line of one program, or None if there is no error."""
     if not words:
         return None
     first, *rest = words
@@ -116,7 +116,7 @@ def _exists(path):
 
 
 def _options(name, words):
-    """Return the error of the command's parser for these options, or None if there is none."""
+    """Return the error of the command's parser for these options, or None if there is no error."""
     if not words or {"...", "--help", "--help-all"} & set(words):
         return None  # the text names the command and shows no options
     try:
@@ -137,7 +137,7 @@ def _extras(words):
 
 
 def flags():
-    """Return every option of our commands and programs."""
+    """Return every option of mpidl's commands and programs."""
     names = {"--help"}
     for path in (ROOT / "run").iterdir():
         names |= set(re.findall(r"--[a-z][\w-]+", path.read_text()))
@@ -154,7 +154,7 @@ def flags():
 
 
 def variables():
-    """Return every variable MPIDL_... that our programs read."""
+    """Return every variable MPIDL_... that mpidl's programs read."""
     names = set()
     for folder in ("mpidl", "benchmarks", "run", "kernels"):
         for path in (ROOT / folder).rglob("*"):

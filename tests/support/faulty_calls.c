@@ -1,8 +1,8 @@
 /* This library is preloaded into a process. The n-th system call on the files of a folder fails or
  * kills the process.
  *
- * Only calls on paths below $FAULTY_FOLDER, and on files opened there, count. The process sets a
- * fault with faulty_calls_arm; $FAULTY_CALL (n) and $FAULTY_ERROR set a fault at the start.
+ * Only calls on paths below $FAULTY_FOLDER, and on files opened there, are counted. The process
+ * sets a fault with faulty_calls_arm. $FAULTY_CALL (n) and $FAULTY_ERROR set a fault at the start.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

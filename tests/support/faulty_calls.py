@@ -1,4 +1,4 @@
-"""Make system calls fail or kill, by the shared library of faulty_calls.c."""
+"""Make system calls fail or kill the process, with the shared library of faulty_calls.c."""
 
 import ctypes
 import functools
@@ -37,7 +37,7 @@ def _functions():
 
 
 def calls(function, folder, number=0, error=0):
-    """Call a function in this process, which preloads the library; record its calls on a folder.
+    """Call a function in this process, which preloads the library, and record its system calls.
 
     Returns
     -------
@@ -59,4 +59,4 @@ def calls(function, folder, number=0, error=0):
     return [preloaded.faulty_calls_name(i + 1).decode() for i in range(count)], problem
 
 
-_keep: list = []  # the library refers to these texts
+_keep: list = []  # keeps the texts alive that the library refers to

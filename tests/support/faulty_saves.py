@@ -1,9 +1,9 @@
-"""Save checkpoints while a system call fails or kills; the process preloads `faulty_calls`.
+"""Save checkpoints while a system call fails or kills the process, which preloads `faulty_calls`.
 
-The arguments are a folder, the name of a kind of save, and the names of faults; or a folder and
-"disk", for saves on a small file system. Each system call of the save fails once with each error,
-or kills a child once (KILL). With "lasting-", all later calls fail, too. The result is a line of
-JSON.
+The arguments are a folder, the name of a kind of save, and the names of faults. For saves on a
+small file system, the arguments are a folder and "disk". Each system call of the save fails once
+with each error, or kills a child once (KILL). If the name of a fault begins with "lasting-", all
+later calls fail, too. The result is a line of JSON.
 """
 
 import errno
@@ -34,12 +34,12 @@ def arguments(iteration):
 
 
 def save(folder, iteration=9):
-    """Write a checkpoint like a training."""
+    """Write a checkpoint as a training does."""
     BackgroundWriter().save(str(folder), *arguments(iteration), str(folder / "metrics.jsonl"))
 
 
 def careless(folder, iteration=9):
-    """Overwrite the previous checkpoint; the walks must detect this unsafe save."""
+    """Overwrite the previous checkpoint. The tests must detect this unsafe way of saving."""
     tables, facts = arguments(iteration)
     content = model_file.pack(tables, checkpoint.attributes_of(facts))
     try:
@@ -72,7 +72,7 @@ class Walk:
             (self.folder / name).write_bytes(self.generations[iteration])
 
     def run(self, number, error):
-        """Save with a fault; return the calls and the exception."""
+        """Save with a fault. Return the system calls and the exception."""
         self.reset()
         return self.save(number, error)
 
@@ -105,7 +105,7 @@ class Walk:
             self.problems.append(f"{label}: the next save is wrong")
 
     def errors(self, name):
-        """Make call 1, 2, ... of a save fail; return the calls of the first save with fewer."""
+        """Make call 1, 2, ... of a save fail. Return the calls of the last save."""
         is_lasting, error = name.startswith(LASTING), getattr(errno, name.removeprefix(LASTING))
         for number in itertools.count(1):
             names, problem = self.run(-number if is_lasting else number, error)
@@ -125,7 +125,7 @@ class Walk:
         names, _ = self.run(0, 0)
         for number in range(1, len(names) + 1):
             self.reset()
-            checkpoint.load(str(self.folder))  # like a run that resumes
+            checkpoint.load(str(self.folder))  # as a resumed run does
             child = os.fork()
             if not child:
                 self.save(number, faulty_calls.KILL)
@@ -138,7 +138,7 @@ class Walk:
 
 
 def disk(folder):
-    """Save on a small file system until it is full, after it has space again, and read-only."""
+    """Save on a small file system until it is full, with space again, and while it is read-only."""
     (folder / "metrics.jsonl").touch()
     lines, iterations = [], []
 

@@ -1,4 +1,4 @@
-"""Set how many damaged files the tests try, and limit what a parser may do with them.
+"""Set how many damaged files the tests try, and limit the time and memory of parsers.
 
 The examples are the same in each run (`derandomize`). With MPIDL_FUZZ=100000, the tests try this
 number of examples, which differ in each run, as in the slow part `fuzz`.
@@ -23,12 +23,12 @@ FUZZ = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-MEMORY = 600 << 20  # bytes that reading hostile files may add to the peak
+MEMORY = 600 << 20  # bytes that reading hostile files may add to the peak memory
 
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded():
-    """Check that no file makes mpidl allocate gigabytes."""
+    """Check that no damaged file makes mpidl allocate gigabytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
@@ -36,7 +36,7 @@ def bounded():
 
 
 def fuzz(name, folder):
-    """Feed files with random damage to a parser of `parsers.PARSERS`."""
+    """Feed randomly damaged files to a parser of `parsers.PARSERS`."""
     path, valid, read, parser = parsers.prepared(name, folder)
     hdf5_probe.SECONDS = 1.0  # the fixture `impatient` restores it
 

@@ -1,6 +1,6 @@
-"""Provide the GPU of the kernels' tests: emulated or, with `--device cuda`, real.
+"""Provide the GPU for tests of kernels: an emulated GPU or, with `--device cuda`, a real GPU.
 
-A real GPU schedules its threads itself, so tests of several schedules only repeat.
+A real GPU schedules its threads itself, so there, tests of several schedules repeat the same work.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from mpidl.backends.gpu import launching
 
 @pytest.fixture
 def device(request):
-    """Yield an open device; the indirect parameter is the schedule: 0, 1 or 2."""
+    """Yield an open device. The fixture's indirect parameter is the schedule: 0, 1 or 2."""
     with _opened(request)(getattr(request, "param", 0)) as device:
         yield device
 
@@ -38,7 +38,7 @@ def _opened(request):
 
 @contextlib.contextmanager
 def on_cuda(order=0, truncate=False, architecture=None, **facts):
-    """Open a real GPU like `emulator.opened`; `facts` replace attributes of the device.
+    """Open a real GPU in place of `emulator.opened`; `facts` replaces attributes of the device.
 
     A GPU sets its own schedule and rounding, so `order` and `truncate` have no effect.
     """

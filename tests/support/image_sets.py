@@ -26,7 +26,7 @@ def save(path, pixels, **options):
 
 
 def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
-    """Write a folder of PNG files, in a sub-folder per class; return {relative path: pixels}."""
+    """Write PNG files into one sub-folder per class; return {relative path: pixels}."""
     drawn = {}
     for c, name in enumerate(classes):
         for i in range(per_class):
@@ -36,7 +36,7 @@ def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
 
 
 class ReadArrays(Datastore):
-    """Datastore that reads images from arrays batch by batch, with targets or labels."""
+    """A datastore that reads images from arrays batch by batch, with targets or labels."""
 
     def __init__(self, images, targets=None, labels=None):
         self.images, self.values, self.image_shape = images, targets, images.shape[1:]

@@ -19,7 +19,7 @@ DAMAGES = ["set", "set", "bits", "number", "token", "word", "cut", "out", "twice
 
 
 def damaged(content, numbers):
-    """Return bytes of a file with some of them changed, removed, doubled, or cut off.
+    """Return a file's bytes after some of them were changed, removed, doubled, or cut off.
 
     `numbers` is a random.Random.
     """
@@ -50,8 +50,8 @@ def damaged(content, numbers):
 def endless(content):
     """Damage a model file so that HDF5 never finishes reading its attributes.
 
-    The text "mpidl" is an object of HDF5's global heap. It gets a size after which the heap is
-    empty.
+    The text "mpidl" is an object in HDF5's global heap. Its size is changed so that no heap space
+    remains after it.
     """
     number, size, text = (5).to_bytes(8, "little"), 222, b"mpidl"
     assert content.count(number + text) == 1
@@ -75,7 +75,7 @@ def random_bytes(content, beginning, numbers):
 
 
 def hostile(content, beginning, numbers):
-    """Return damaged bytes of a valid file or, in 1/8 of cases, a beginning and random bytes."""
+    """Return a valid file's bytes, damaged or, in 1/8 of cases, random after the beginning."""
     if numbers.random() < 0.125:
         return random_bytes(content, beginning, numbers)
     return damaged(content, numbers)

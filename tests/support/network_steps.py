@@ -1,4 +1,4 @@
-"""Compute a network's step and the bytes of its results, for the tests of `mpidl.nn`."""
+"""Compute a training step and the bytes of its results, for the tests of `mpidl.nn`."""
 
 import numpy as np
 from single_rank import SingleRank
@@ -16,7 +16,7 @@ def model_loss(net, images, labels):
 
 
 def step(ranks, net, batch, loss=model_loss):
-    """Return loss, gradients and state of a mini-batch, summed over the ranks."""
+    """Return the loss, gradients and state for a mini-batch, summed over the ranks."""
     if not isinstance(ranks, SingleRank):
         return dl.value_and_grad(loss, reduce=ranks)(net, *batch)
     result, gradients, *state = dl.value_and_grad(loss)(net, *batch)
@@ -39,7 +39,7 @@ def table_bytes(table):
 
 
 def fused_and_separate(make_network):
-    """Return two equal networks, one that fuses layers, and one that runs them separately."""
+    """Return two equal networks: one that fuses layers, and one that runs layers separately."""
     networks = make_network(), make_network()
     networks[1].fuse = False
     return networks

@@ -1,4 +1,4 @@
-"""Run a real object store on loopback (seaweedfs), behind a proxy that plants faults."""
+"""Run a real object store on loopback (seaweedfs), behind a proxy that injects faults."""
 
 import contextlib
 import http.client
@@ -16,7 +16,7 @@ ACCESS, SECRET = "mpidl-access", "mpidl-secret-of-the-tests"
 
 
 def _free_ports(count):
-    """Return free ports; the ports 10000 higher, for seaweedfs's gRPC, are free as well."""
+    """Return free ports. Adding 10000 gives free ports, too, which seaweedfs uses for gRPC."""
     ports = []
     while len(ports) < count:
         with socket.socket() as probe:
@@ -31,7 +31,7 @@ def _free_ports(count):
 
 
 class ObjectStore:
-    """Running store whose endpoint is `url`."""
+    """A running store with the endpoint `url`."""
 
     def __init__(self, folder):
         s3, master, volume, filer = _free_ports(4)
@@ -124,7 +124,7 @@ def credentials(url, secret=SECRET):
 
 
 class LoopbackServer(http.server.ThreadingHTTPServer):
-    """Server on loopback, in threads of this process, that prints nothing."""
+    """A server on loopback that runs in threads of this process and prints nothing."""
 
     daemon_threads = True
 
@@ -142,7 +142,7 @@ class LoopbackServer(http.server.ThreadingHTTPServer):
 
 
 class QuietHandler(http.server.BaseHTTPRequestHandler):
-    """Handler that keeps connections open and prints no line per request."""
+    """A handler that keeps connections open and does not print a line per request."""
 
     protocol_version = "HTTP/1.1"
 
@@ -151,12 +151,12 @@ class QuietHandler(http.server.BaseHTTPRequestHandler):
 
 
 class Proxy(LoopbackServer):
-    """Proxy that passes requests on to a store and plants faults.
+    """A proxy that passes requests on to a store and injects faults.
 
-    `fault` is a function of the number of an object's GET request, starting at 1. The function
-    returns None to pass the request on, "drop" to close the connection in the middle of the reply,
-    "refuse" to close it before the reply, an HTTP status for the answer, or a function to call
-    first.
+    `fault` is called with the number of an object's GET request, starting at 1. It returns None to
+    pass the request on, "drop" to close the connection in the middle of the reply, "refuse" to
+    close the connection before the reply, an HTTP status for the answer, or a function to call
+    before the request is passed on.
     """
 
     def __init__(self, port):
@@ -165,7 +165,7 @@ class Proxy(LoopbackServer):
         super().__init__(_Handler)
 
     def plant(self, fault):
-        """Plant a fault, and count requests from 1 again."""
+        """Inject a fault, and count requests from 1 again."""
         self.count, self.fault, self.faults = 0, fault, []
 
 

@@ -49,7 +49,7 @@ def session_scores(path, images):
 
 
 def scores(net, images):
-    """Return the scores of a network for images that the network normalizes."""
+    """Return the scores of a network, which normalizes the images."""
     values = images.astype(np.float32)
     if net.normalization is not None:
         values = net.normalization(images)
@@ -57,7 +57,7 @@ def scores(net, images):
 
 
 def difference(net, path, images):
-    """Return the largest difference to onnxruntime's scores, relative to the largest score."""
+    """Return the largest difference from onnxruntime's scores, relative to the largest score."""
     expected, actual = session_scores(path, images), scores(net, images)
     assert actual.shape == expected.shape
     return abs(actual - expected).max() / max(abs(expected).max(), 1e-3)

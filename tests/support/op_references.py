@@ -12,14 +12,14 @@ import mpidl as dl
 from mpidl.autodiff import tape
 from mpidl.blocks import LANES, zero_unused
 
-IDLE_RANK = SimpleNamespace(rank=1, size=2)  # no images if there is one block
+IDLE_RANK = SimpleNamespace(rank=1, size=2)  # has no images if there is only one block
 
 
 class Case(NamedTuple):
-    """Op, its reference on whole arrays, and the shapes of its arguments.
+    """An op, its reference on whole arrays, and the shapes of its arguments.
 
     `images` has, for each blocked argument, the shape of one image's entry. A shape that starts
-    with "labels" stands for integers in 0..5. `replicated` has the shapes of the learnables.
+    with "labels" stands for integers from 0 to 5. `replicated` has the shapes of the learnables.
     """
 
     op: object
@@ -57,7 +57,7 @@ def plain(world, value):
 
 
 def gradients(world, op, args):
-    """Return the result, and all arguments' cotangents for a fixed cotangent of the result."""
+    """Return the result, and all arguments' cotangents given a fixed cotangent of the result."""
     variables = [dl.Var(a, name="x") if a.dtype.kind == "f" else a for a in args]
     y = op(*variables)
     dy = numbers("dy", *y.shape, dtype=y.dtype)
@@ -87,7 +87,7 @@ def bytes_of_gradients(world, op, args):
 
 
 def with_dirty_lanes(value, number):
-    """Return a value with large numbers in the unused lanes, if this rank has any."""
+    """Return a value with large numbers in the unused lanes, if this rank has unused lanes."""
     if not isinstance(value, dl.Blocked) or value.dtype.kind != "f":
         return value
     lanes, count = value.lanes.copy(), value.batch.count
@@ -115,9 +115,9 @@ def torch_functions():
 
 
 class OpChecks:
-    """Tests of every op. The subclass of a family lists its cases and its errors.
+    """Tests of every op. The subclass for a family of ops lists the family's cases and errors.
 
-    The file of a family must use the fixture `world` itself, because files that never name the
+    The test file of a family must use the fixture `world` itself, because files that never name the
     fixture are skipped under mpirun.
     """
 
@@ -185,7 +185,7 @@ class OpChecks:
 
     @pytest.mark.parametrize("dtype", ["f4", "f8"])
     def test_a_share_without_blocks(self, case, dtype):
-        """Test an op on a rank without a block, without the other ranks."""
+        """An op works on a rank without blocks, without the help of other ranks."""
         images, replicated = case.arrays(5, dtype)
         batch = dl.share(5, IDLE_RANK)
         shares = [dl.from_images(array[:0], batch) for array in images]

@@ -2,7 +2,8 @@
 
 `PARSERS` is {name: Parser}. `prepare(folder)` writes valid files into a folder. It returns the path
 of the file to damage, and a function without arguments that reads this file. The function returns
-whether the file was accepted. It raises nothing, because `attempt` catches refusals.
+whether the file was accepted. It raises no exception for rejected files, because `attempt` catches
+UserError.
 """
 
 import json
@@ -33,10 +34,10 @@ from mpidl.training.options import configuration, sweep_file
 
 
 class Parser(NamedTuple):
-    """Preparation of a parser's input.
+    """A parser, and how to prepare its input.
 
     `beginning` is the number of bytes of the valid file that stay before random bytes.
-    `is_slow` is whether an input takes milliseconds rather than microseconds.
+    `is_slow` says whether an input takes milliseconds rather than microseconds.
     """
 
     prepare: Callable
@@ -71,7 +72,7 @@ def use(store):
 
 
 def open_and_use(path):
-    """Open a path as --data and --test-data, use the datastores, and return whether it opened."""
+    """Open a path as --data and --test-data, use the datastores, and return whether this worked."""
     stores = attempt(open_data, str(path))
     test = attempt(open_test_data, str(path), classes=["a", "b", "c"], labelled=False)
     for store in [*(stores or ()), test]:
@@ -81,7 +82,7 @@ def open_and_use(path):
 
 
 def open_and_verify(path):
-    """Do the same with a packed file, and also compare its pixels with their checksums."""
+    """Open and use a packed file, and also compare its pixels with their checksums."""
     open_and_use(path)
     store = attempt(packed.PackedDatastore, path, labelled=False)
     if store is not None:
@@ -90,7 +91,10 @@ def open_and_verify(path):
 
 
 def images(write, beginning, opened=None, check=open_and_use):
-    """Return the Parser of a file that `write(folder)` writes; open the folder or the file."""
+    """Return the Parser for a file that `write(folder)` writes.
+
+    The Parser opens this file or, if `opened` is "folder", the folder.
+    """
 
     def prepare(folder):
         path = write(folder)
@@ -125,7 +129,10 @@ def cifar(name):
 
 
 def hdf5(kind):
-    """The oldest format version has no checksums, and the newest has checksums everywhere."""
+    """Return the Parser for an HDF5 file.
+
+    The oldest format version has no checksums, and the newest has checksums everywhere.
+    """
 
     def write(folder):
         path = folder / "x.h5"
@@ -154,7 +161,7 @@ def packed_file(labelled):
 
 
 def encoded_pack(damaged):
-    """Return the Parser of PNG files packed in two shards; an index or shard is damaged."""
+    """Return the Parser for PNG files in two shards, with a damaged index or shard."""
 
     def prepare(folder):
         grow(folder / "set")
@@ -174,7 +181,7 @@ def encoded_file(folder):
 
 
 def table(text):
-    """Return the Parser of a table of images with the given columns."""
+    """Return the Parser for a table of images with the given text."""
 
     def prepare(folder):
         grow(folder / "set")
@@ -339,7 +346,7 @@ GRID = '[train]\nepochs = 3\n[grid]\nlearning_rate = [0.1, 0.01]\nflip = ["none"
 
 
 def read_run(folder):
-    """Read the folder of a run like mpidl.report and mpidl.monitor."""
+    """Read the folder of a run as mpidl.report and mpidl.monitor do."""
     contents = attempt(run_files.read, str(folder))
     run = LiveRun(str(folder), "run")
     run.poll(at_once=True)

@@ -7,7 +7,7 @@ from mpidl.performance.simulation import Simulation
 
 
 class Outcome:
-    """Root that each rank has after an exchange, and its counts of messages and bytes."""
+    """The root that each rank has after an exchange, and its numbers of messages and bytes."""
 
     def __init__(self, roots, ranks):
         self.roots = roots

@@ -1,4 +1,4 @@
-"""Simulate a world of one rank, whose results all numbers of ranks must reproduce."""
+"""Simulate a world of one rank, whose results any number of ranks must reproduce."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mpidl import keyed
 
 
 class SingleRank:
-    """World of one rank without MPI; its share is the mini-batch, and it folds sums to roots."""
+    """A world of one rank without MPI. Its share is the mini-batch, and it folds sums to roots."""
 
     rank, size = 0, 1
 
@@ -41,7 +41,7 @@ def all_images(world, value):
 
 
 def finite_differences(loss, parameters, step=1e-6, max_elements=40):
-    """Return d loss / d parameter by central differences: {name: (flat indices, slopes)}.
+    """Return d loss / d parameter, by central differences, as {name: (flat indices, slopes)}.
 
     At most `max_elements` elements of each parameter are changed. loss(parameters) is a float.
     """

@@ -1,6 +1,6 @@
 """Check that a file is a trace in the Chrome Trace Event format.
 
-`SCHEMA` states the format's description: https://docs.google.com/document/d/
+`SCHEMA` follows the description of the format: https://docs.google.com/document/d/
 1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (sections JSON Object Format, Complete Events, Async
 Events and Metadata Events).
 """
@@ -81,7 +81,7 @@ def check(trace):
 
 
 def check_threads(trace):
-    """Check that thread numbers are unique, because Perfetto merges equal ones."""
+    """Check that thread numbers are unique, because Perfetto merges equal numbers."""
     processes = {}
     for event in trace["traceEvents"]:
         if processes.setdefault(event["tid"], event["pid"]) != event["pid"]:
@@ -108,7 +108,7 @@ def check_nesting(trace):
 
 
 def check_pairs(trace):
-    """Check that each asynchronous event begins once, and later ends once."""
+    """Check that each asynchronous event begins once and later ends once."""
     begins = {}
     for event in trace["traceEvents"]:
         key = event["pid"], event.get("cat"), event["name"], str(event.get("id2"))

@@ -1,4 +1,4 @@
-"""User's program for `test_types`: mypy reports the types of values at `reveal_type`.
+"""A user's program for `test_types`, in which mypy reports types at `reveal_type`.
 
 The program is only type-checked, never run.
 """
@@ -121,7 +121,7 @@ def penalized(
 
 reveal_type(dl.value_and_grad(penalized, reduce=world)({"scale": np.ones(1)}, images, labels))
 
-# ops of values and of Vars
+# ops on values and on Vars
 filters = np.ones((4, 1, 3, 3), np.float32)
 var = dl.Var(images)
 reveal_type(dl.conv2d(images, filters, np.ones(4), stride=2, padding="same"))
@@ -152,7 +152,7 @@ reveal_type(dl.add(images, 1.0))
 reveal_type(dl.multiply(2.0, var))
 reveal_type(dl.mean(images) + 2 * dl.sum(images))
 
-# training by the library
+# training with dl.train
 options = dl.TrainingOptions(epochs=2, solver="adam", validation=test, plots="none")
 reveal_type(options)
 reveal_type(options.epochs)

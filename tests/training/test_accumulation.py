@@ -26,9 +26,9 @@ def hash_of(world, net, count=300, **options):
 
 
 def test_parts_are_nodes_of_the_tree():
-    """Each part is a node of the reduction tree.
+    """Each part of a mini-batch is a node of the reduction tree.
 
-    A part has 2**k blocks, as few as possible for the requested number of parts.
+    Parts have 2**k blocks, where k is as small as the requested number of parts allows.
     """
     for count in (*range(1, 40), 100, 128, 150, 511, 512, 513, 2048):
         leaves = -(-count // 16)
@@ -66,7 +66,7 @@ def test_every_rank_has_its_share_of_each_part(world):
 
 @pytest.mark.slow_on_ranks
 def test_parts_give_the_bytes_of_the_whole_mini_batch(world):
-    """The bytes are also equal if the last mini-batch is smaller and a part has one image."""
+    """The bytes are also equal if the last mini-batch is smaller, or if a part has one image."""
     for count in (300, 257):
         hashes = {k: hash_of(world, plain(), count, accumulate=k) for k in (1, 2, 3, 5, 10)}
         assert len(set(hashes.values())) == 1, hashes

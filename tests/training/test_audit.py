@@ -108,7 +108,7 @@ def test_a_run_ends_at_the_next_audit(world, place):
 
 
 def test_a_weight_that_is_nan_on_one_rank_is_no_reason_to_roll_back(world):
-    """If only some ranks have the bad weight, the run fails. A single rank rolls back instead."""
+    """If only some ranks have a bad weight, the run fails. A single rank would roll back."""
 
     class Spoil:
         def step(self, trainer):

@@ -134,7 +134,7 @@ def test_evaluation_refuses_labels_of_other_classes(world):
     for classes in (("square", "circle", "triangle"), ("circle", "triangle"), None):
         with pytest.raises(dl.UserError, match="expected the classes of the network"):
             dl.evaluate(net, labelled(classes, 2), world=world)
-    # One list of classes may be the beginning of the other list.
+    # One list of class names may be the beginning of another list.
     two, four = labelled(NAMES[:2], 2), labelled((*NAMES, "star"))
     assert dl.evaluate(net, two, world=world, confusion=True).confusion.classes == NAMES
     assert dl.evaluate(net, four, world=world)[:3] == expected[:3]
@@ -189,7 +189,7 @@ def test_a_regression_network_does_not_classify(world):
     ):
         dl.classify(net, pixels(), world=world)
     assert dl.predict(net, measured(), world=world).shape == (40, 2)
-    net.classes = None  # unknown
+    net.classes = None  # the class names are unknown
     assert dl.classify(net, pixels(), world=world).shape == (40,)
 
 

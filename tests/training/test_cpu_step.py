@@ -68,12 +68,14 @@ def run(
     batch=40,
     epochs=3,
     parts=1,
+    **queue_options,
 ):
-    """Train, and return the step and the losses.
+    """Train. Return the step and the losses.
 
     By default, an epoch has two full mini-batches and a mini-batch of 20 images.
     """
-    queue = MinibatchQueue(pictures(100) if store is None else store, batch, 0, world)
+    store = pictures(100) if store is None else store
+    queue = MinibatchQueue(store, batch, 0, world, **queue_options)
     queue.parts = parts
     step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
     losses = []
@@ -92,7 +94,7 @@ def results(net, optimizer):
 
 
 def assert_equal(net, solver, world, **arguments):
-    """Assert that eager and replayed steps give the same bytes; return the replayed step."""
+    """Assert that eager and replayed steps give the same bytes. Return the replayed step."""
     nets = net(), net()
     optimizers = [solver(**net.factors) for net in nets]
     _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
@@ -134,10 +136,35 @@ def test_separate_transforms_on_ranks_without_images(transforms, world):
 @pytest.mark.parametrize("net", NETWORKS)
 @pytest.mark.parametrize("batch, parts", [(96, 3), (80, 5), (24, 2)])
 def test_replayed_parts_have_the_bytes_of_eager_parts(net, batch, parts, world):
-    """Parts of several sizes: a smaller last part, a smaller mini-batch with parts of full size."""
+    """Replays are correct for a smaller last part, and for a smaller mini-batch with full parts."""
     arguments = {"store": pictures(144), "batch": batch, "parts": parts}
     step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, **arguments)
     assert step.program is not None and not step._is_off
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_mixed_images_and_labels_are_replayed(parts, world):
+    mixing = dl.data.Mixing(mixup=0.5, cutmix=1.0, probability=0.8)
+    arguments = {"mixing": mixing, "classes": 3, "parts": parts, "batch": 48}
+    step = assert_equal(small, SOLVERS["sgdm"], world, **arguments)
+    assert step.program is not None and not step._is_off
+
+
+def test_trainings_with_mixed_images_replay_steps(world, monkeypatch):
+    counts, gradient = [], cpu_step.StepProgram.gradient
+
+    def count(self, *batch):
+        counts.append(1)
+        return gradient(self, *batch)
+
+    monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
+    options = {"batch_size": 40, "mixup": 0.4, "label_smoothing": 0.1, "shuffle": "every-epoch"}
+    replayed, _ = trained(world, **options)
+    assert counts
+    counts.clear()
+    eager, _ = trained(world, graphs="off", **options)
+    assert not counts
+    assert weights_sha256(replayed) == weights_sha256(eager)
 
 
 def test_trainings_replay_parts(world, monkeypatch):
@@ -150,14 +177,14 @@ def test_trainings_replay_parts(world, monkeypatch):
     monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
     options = {"batch_size": 48, "accumulate": 3, "partial_minibatch": "discard"}
     replayed, _ = trained(world, **options)
-    assert len(counts) == 2 * 2 * 3  # one of 12 parts is recorded, and one is checked before
+    assert len(counts) == 2 * 2 * 3  # of 12 parts, 11 are replayed, one of them also for the check
     eager, _ = trained(world, graphs="off", **options)
     assert len(counts) == 2 * 2 * 3
     assert weights_sha256(replayed) == weights_sha256(eager)
 
 
 def test_changes_between_accumulated_steps(world):
-    """A hook replaces arrays of the network, and a setting of the optimizer."""
+    """After a step, arrays of the network or a setting of the optimizer are replaced."""
 
     def change(step, iteration):
         if iteration == 3:
@@ -183,7 +210,7 @@ def test_networks_of_the_zoo_are_recorded(net, world):
 
 @pytest.fixture
 def stale_samples(monkeypatch):
-    """Make replays reuse the dropout mask of the first mini-batch, which is wrong."""
+    """Make replays wrong: they reuse the dropout mask of the first mini-batch."""
     set_samples = cpu_step.StepProgram._set_samples
 
     def set_once(self, batch):
@@ -246,11 +273,11 @@ def decayed(step):
     step.net.layers[1].decay = 0.5
 
 
-# iterations before the check of the recording, in an epoch, and at the end of an epoch
+# Changes before the recording is checked, within an epoch, and at the end of an epoch.
 @pytest.mark.parametrize("iteration", [1, 4, 6])
 @pytest.mark.parametrize("change", [halved, swapped, decayed])
 def test_a_change_on_one_rank_alone(change, iteration, world):
-    """If one rank recorded again without the others, it would wait for them, and hang the job."""
+    """If only one rank recorded again, it would wait for the others, and the job would hang."""
 
     def change_on_last_rank(step, number):
         if number == iteration and world.rank == world.size - 1:

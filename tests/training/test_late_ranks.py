@@ -9,7 +9,7 @@ HOSTS = ["n1", "n1", "n2", "n2"]
 
 
 def interval(*busy, length=2.0, other=0.0):
-    """Return the times of ranks that compute for `busy` seconds and wait for the slowest rank."""
+    """Return the ranks' times. Rank i computes for `busy[i]` seconds, and then waits."""
     return [Seconds(other, 0.0, work, length - work - other, 0.0) for work in busy]
 
 

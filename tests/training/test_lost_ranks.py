@@ -74,7 +74,7 @@ class Interrupt:
 
 @pytest.fixture
 def ranks(world, monkeypatch):
-    """Return the world of the session, changed to repeat a task after an interruption."""
+    """The world of the session, changed so that an interrupted task is repeated."""
 
     def attempt(world, task, recover):
         while True:
@@ -127,7 +127,7 @@ def test_without_the_restored_state_the_weights_differ(ranks, monkeypatch):
 
 @pytest.mark.parametrize("iteration", [2, 4])
 def test_ranks_an_iteration_apart_return_to_the_same_one(ranks, monkeypatch, iteration):
-    """Rank 0 has completed an iteration in whose last hook the other ranks are interrupted."""
+    """Rank 0 has completed an iteration. The other ranks are interrupted in its last hook."""
     expected, _ = train(ranks)
     hook, reach = Interrupt("step", iteration), lost_ranks.IterationStart.reach
 

@@ -1,4 +1,4 @@
-"""Test how --cache-mb is divided between mini-batches and cached images, and its effect."""
+"""Test how --cache-mb is divided between mini-batches and cached images, and the memory in use."""
 
 from types import SimpleNamespace
 
@@ -96,7 +96,7 @@ def test_validation_reads_ahead_too():
 
 
 def peak_memory(world, monkeypatch, **options):
-    """Train; return the peak bytes of all ranks' mini-batches, and the bytes of cached images."""
+    """Train. Return the peak bytes of all ranks' mini-batches, and the bytes of cached images."""
     opened, peaks, caches = [], [0], []
 
     class Arena(arenas.Arena):

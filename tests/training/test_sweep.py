@@ -24,7 +24,7 @@ def short_grace(monkeypatch):
 
 
 def train(trial, world):
-    """Train with the options of a trial; return the hash of the weights."""
+    """Train with the options of a trial. Return the hash of the weights."""
     net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)], (1, 8, 8))
     store = dl.ArrayDatastore(PIXELS, np.arange(90) % 3)
     options = dl.TrainingOptions(epochs=1, batch_size=33, verbose="off", **trial)

@@ -23,7 +23,7 @@ BATCHES = 3  # mini-batches per epoch: 40, 40 and 20 images
 
 
 def train(world, out, console=None, hooks=(), store=None, **options):
-    """Train two epochs with files in the folder `out`; return the network."""
+    """Train for two epochs with files in the folder `out`. Return the network."""
     options = {"epochs": 2, "batch_size": 40, "verbose_every": 0} | options
     net, store = small(), pictures(100) if store is None else store
     options = dl.TrainingOptions(**options)
@@ -80,7 +80,7 @@ def test_the_weights_have_the_same_bytes_with_and_without(world, out):
 
 
 def coverage_of_digits(world, out):
-    """Train the digits network on 128 images per rank; return the coverages on rank 0."""
+    """Train the digits network on 128 images per rank. Return the coverages on rank 0."""
     size = 128 * world.size
     images = numbers("timeline", 3 * size, 1, 28, 28, low=0, high=200).astype(np.uint8)
     store, options = dl.ArrayDatastore(images, np.arange(3 * size) % 10), {"verbose_every": 0}
@@ -189,5 +189,5 @@ def test_metrics_tell_what_the_ranks_spend_their_time_on(world, out, images, mon
             assert record["device"] == ["cpu, 1 thread"] * world.size
         total = sum(r[kind][0] for r in ranks for kind in phases.KINDS)
         rounding = 1e-6 * len(ranks) * len(phases.KINDS)
-        # No time is counted twice, and no iteration is missing.
+        # No time is counted twice, and every iteration is counted.
         assert clock.last - clock.first - rounding <= total <= duration + rounding

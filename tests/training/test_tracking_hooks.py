@@ -129,7 +129,7 @@ def test_an_error_leaves_a_checkpoint_of_the_epoch(world, tmp_path):
 
 @pytest.mark.slow_on_ranks
 def test_an_error_after_the_last_epoch_leaves_the_result(world):
-    """The caller of `concluded` gets the error after the records of all hooks have ended."""
+    """`concluded` returns the error to its caller after it has closed the records of all hooks."""
     hooks = [CallsHook(fails_at=5), CallsHook()]
     for hook in hooks:
         hook.ends_with_training = False
@@ -191,7 +191,7 @@ def nameless(count, name="pictures"):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Replace the drawing of confusion matrices; return the class names of each drawn matrix."""
+    """Replace the drawing of confusion matrices. Return the class names of each drawn matrix."""
     names = []
 
     def draw(counts, classes, accuracy):
@@ -421,7 +421,7 @@ def test_a_flush_of_an_event_file_reaches_the_disk(tmp_path):
 
 
 def test_a_killed_run_continues_its_record_for_wandb(tmp_path, monkeypatch):
-    """The resumed run logs only records after the checkpoint, and its pending validation."""
+    """The resumed run logs only its pending validation and the records after the checkpoint."""
     from mpidl.report.trackers import wandb_run
 
     logged = []

@@ -143,7 +143,7 @@ def test_an_image_that_is_missing_at_the_start_leaves_no_checkpoint(world, tmp_p
 def test_a_discarded_mini_batch_shortens_the_epoch(world):
     """Discarding the last mini-batch gives the same weights as training without its images.
 
-    With shuffle="never", these are always the same images.
+    With shuffle="never", the discarded images are the same in every epoch.
     """
     options = {"shuffle": "never", "batchnorm_statistics": "moving"}
     net, result = trained(world, partial_minibatch="discard", **options)

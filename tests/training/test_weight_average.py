@@ -80,12 +80,12 @@ def test_shares_of_the_weights():
     ]
     thirds = [1 / 3, 0, 1 / 4, 0, 1 / 5]
     assert shares(average="swa", average_start=1)[1:10] == [1, 0, 1 / 2, 0, *thirds]
-    assert shares(average="swa") == [*[0] * 13, 1, 0, 1 / 2]  # the average starts in epoch 7
+    assert shares(average="swa") == [*[0] * 13, 1, 0, 1 / 2]  # starts in epoch 7 of 8
     assert shares(average="swa", average_start=8, average_every=1)[-3:] == [0, 1, 1 / 2]
 
 
 def expected_ema(weights, decay):
-    """Return the moving average after each table in a list, computed in float64."""
+    """Return the moving average after each table of weights, computed in float64."""
     average = {name: a.astype(np.float64) for name, a in weights[0].items()}
     averages = [average]
     for table in weights[1:]:
@@ -216,7 +216,7 @@ def test_trained_alone_and_with_an_average(world):
 
 
 def test_a_second_training_starts_its_average_anew(world):
-    """A second training with the same optimizer starts a new average, even if the old is NaN."""
+    """A second training with an optimizer starts a new average, even if the old average is NaN."""
     used, fresh = dl.SGDM(0.05, momentum=0), dl.SGDM(0.05, momentum=0)
     for kind in ("ema", "swa"):
         train(world, optimizer=used, average=kind)

@@ -19,8 +19,8 @@ import numpy as np
 LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
 REGION = 32 << 20  # smallest region to request from the system, in bytes
-SMALL = 1 << 14  # bytes; smaller arrays use NumPy's allocator
-LARGE = 32 << 20  # bytes; malloc returns larger freed blocks to the system
+SMALL = 1 << 14  # bytes; arrays below this size use NumPy's allocator
+LARGE = 32 << 20  # bytes; malloc returns freed blocks above this size to the system
 
 
 class Arena:
@@ -41,7 +41,7 @@ class Arena:
 
     def __init__(self, region=None, smallest=SMALL):
         self.region, self.smallest = region or _of_the_system, smallest
-        self.regions, self.free = [], []  # free: sorted [(address, bytes)]
+        self.regions, self.free = [], []  # `free`: a sorted list of (address, bytes)
         self.lock = threading.Lock()
         # Finalizers of arrays append to this queue, because their thread may already hold the lock.
         self.returned = collections.deque()
@@ -117,7 +117,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """The owner of an array's memory, which returns the memory to the arena when it is deleted.
+    """The owner of an array's memory. When the owner is deleted, the arena gets the memory back.
 
     NumPy reads `__array_interface__` and keeps this object alive as long as the array.
     """
@@ -172,7 +172,7 @@ def empty(shape, dtype=np.float32, arena=None):
 
 
 def to_read(shape, dtype):
-    """Return an uninitialized array for the pixels of a few blocks, which a thread reads.
+    """Return an uninitialized array into which a thread reads the pixels of a few blocks.
 
     All threads share one arena, because malloc would reserve separate memory for each thread.
     """

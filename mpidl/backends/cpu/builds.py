@@ -26,13 +26,14 @@ ORDER = list(NEEDS)
 
 # Functions that use neither the threads nor the scratch memory of the library. Threads that prepare
 # mini-batches may call these functions at any time. The progress hook (see `watch`) may call the
-# functions of sums at any time. All other functions run one at a time.
+# functions of sums.c at any time. All other functions run one at a time.
 ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
     *("sums_start", "sums_advance", "sums_wait", "sums_leave"),
 }
-_one_pass, _in_pass = threading.Lock(), None  # lock held during a call, thread that holds it
+# The lock that is held during a call, and the thread that holds it.
+_one_pass, _in_pass = threading.Lock(), None
 
 
 def _forked():
@@ -88,7 +89,7 @@ def _type(text):
 
 
 def declarations(header):
-    """Parse the functions of a header; return {name: (result type, argument types)} for ctypes."""
+    """Parse a header's functions; return {name: (result type, argument types)} for ctypes."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
     functions = {}
@@ -107,7 +108,7 @@ def texts(header):
 
 
 on_call = (
-    None  # while a step is recorded, called as on_call(name, arguments) after each kernel call
+    None  # a function on_call(name, arguments) to call after each kernel call of a recorded step
 )
 
 
@@ -116,7 +117,7 @@ def _one_at_a_time(name, function, missing_bytes):
 
     The function raises MemoryError if the kernel cannot allocate its scratch memory.
     """
-    is_recorded = ctypes.c_void_p not in function.argtypes  # False if it sets a hook
+    is_recorded = ctypes.c_void_p not in function.argtypes  # False for a function that sets a hook
 
     def call(*arguments):
         global _in_pass
@@ -145,8 +146,8 @@ class Library:
     Raises
     ------
     UserError
-        If the file cannot be loaded. Also if a function is accessed whose declaration in the
-        library differs from the header, because the library was compiled from other sources.
+        If the file cannot be loaded, or if the caller accesses a function whose declaration in the
+        library differs from the header. Such a library was compiled from other sources.
     """
 
     def __init__(self, path, header, build):
@@ -186,7 +187,7 @@ class Library:
         return self._declared[name][1]
 
     def position(self, name):
-        """Return the position of a function in the header, by which `play` identifies it."""
+        """Return a function's position in the header, which identifies the function in `play`."""
         return self._positions[name]
 
     def __getattr__(self, name):
@@ -207,9 +208,9 @@ class Library:
 
 
 def why_numpy():
-    """Return a one-line reason why no library can be run.
+    """Return a one-line reason why no library can be used.
 
-    Return None if a library can be run or MPIDL_CPU is "numpy". Raise UserError if MPIDL_CPU names
+    Return None if a library can be used or MPIDL_CPU is "numpy". Raise UserError if MPIDL_CPU names
     an unusable build.
     """
     if os.environ.get("MPIDL_CPU") == "numpy" or choose() != ["numpy"]:
@@ -223,7 +224,7 @@ def why_numpy():
     return f"none are compiled: {how_to_build()}"
 
 
-_progress = []  # the current C callback, to keep it alive; then the exception that it raised
+_progress = []  # the current C callback, to keep it alive; then any exception that it raised
 
 
 def watch(progress):
@@ -244,7 +245,7 @@ def watch(progress):
             _progress.append(error)
 
     callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)
-    kernels().set_hook(callback)  # must precede the release of the old callback
+    kernels().set_hook(callback)  # before the old callback is released
     _progress[:] = [] if callback is None else [callback]
     if raised:
         raise raised[0]
@@ -405,8 +406,9 @@ def common(offers):
 def settle(world):
     """Make all ranks of a world run the best build that every rank supports. Collective.
 
-    A rank that already runs a build does not change to a better build, because ranks of another
-    world may run the same build. If MPIDL_CPU is unusable on any rank, all ranks raise UserError.
+    A rank that already runs a build does not change to a better build, because the ranks of another
+    world may rely on the old build. If MPIDL_CPU is unusable on any rank, all ranks raise
+    UserError.
     """
     error, names = None, []
     try:

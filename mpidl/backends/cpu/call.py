@@ -35,7 +35,7 @@ def nodes_of(tree):
 
 
 def partial_of_rows(rows, tree, combine=add, shape=None):
-    """Create a Partial from folded rows. The first rows are this rank's reduction-tree nodes."""
+    """Create a Partial from folded rows. The first rows are this rank's tree nodes."""
     shape = rows.shape[1:] if shape is None else shape
     nodes = [rows[i, ...].reshape(shape) for i in range(nodes_of(tree))]
     return Partial([Term(tree, nodes, combine, rows.dtype)], None, shape, rows.dtype)

@@ -20,7 +20,7 @@ FEW = 32  # minimum number of channels for Winograd's algorithm in forward passe
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """Return `struct conv` of kernels/cpu/conv.h as an int64 array, and the shape (K, P, Q)."""
+    """Return `struct conv` of kernels/cpu/conv.h as an int64 array, and the output shape."""
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
@@ -43,8 +43,8 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
 def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
     """Return the number of rows (or columns) of the padded gradient, as in `lay_out_dy` of conv.c.
 
-    Padding before the first output covers filter taps that reach beyond it. Padding after the last
-    output covers the remaining pixels of the image.
+    Padding before the first output covers filter taps that reach beyond this output. Padding after
+    the last output covers the remaining pixels of the image.
     """
     reach = max(dilation * (taps - 1) - before, 0)
     beyond = (pixels - 1 + before) // stride - (outputs - 1)
@@ -66,18 +66,19 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
     Notes
     -----
-    The choice depends only on the policy and the arguments of the layer. The kernels compute 3x3
+    The choice depends only on the policy and the arguments of the layer. The kernels support 3x3
     and 5x5 filters at stride 1. In forward and dweight passes, the kernels compute a larger filter
     at stride s as a 3x3 or 5x5 filter at stride 1 on s * s times as many channels.
 
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
     direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
     layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In forward passes, an error
-    can flip a ReLU. Therefore "auto" uses 2x2 for FEW or more channels, and only "fast" uses 4x4.
+    can flip a ReLU. Therefore "auto" uses tiles of 2x2, in layers with at least FEW channels, and
+    only "fast" uses tiles of 4x4.
 
-    Sums are direct if the transforms would cost more than they save. This is the case for gradients
-    with fewer than SAVING channels, for outputs smaller than a tile, and for filters that fill less
-    than two thirds of the equivalent filter at stride 1.
+    Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
+    do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
+    the transforms would cost more than they save.
 
     References
     ----------

@@ -34,7 +34,7 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
         raise TypeError(f"{formula}: expected writable C-ordered arrays as state")
     factors = [1.0] * len(weights) if factors is None else factors
-    # while a step is recorded, it updates its learnables in place
+    # a step that is being recorded updates its learnables in place
     stepped = list(weights) if recording.owns(weights) else _results(weights)
     weights, gradients = _contiguous(weights, gradients)
     parameters = np.zeros((len(weights), COLUMNS), np.int64)
@@ -107,8 +107,8 @@ def trust(weights, updates, decays, coefficients, method):
 def _scaling_table(learnables, weights, gradients):
     """Return the table of addresses for the kernels in clip.c, and the arrays that they write.
 
-    `weights` are the learnables in C order. The caller keeps them and the gradients until the
-    kernel has run.
+    `weights` are the learnables in C order. The caller must keep these arrays and the gradients
+    alive until the kernel has run.
     """
     scaled = _results(learnables)
     parameters = [

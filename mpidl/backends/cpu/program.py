@@ -16,8 +16,8 @@ class Calls:
     library : Library
         The library.
     wait : callable
-        Function wait(address) that waits for the sum at this address. Replays call it if a kernel
-        call needs a sum that is not ready in time, and then repeat the kernel call.
+        Function wait(address) that waits for the sum at this address. A replay calls `wait` if a
+        kernel call needs a sum that is not ready in time, and then repeats the kernel call.
     """
 
     def __init__(self, library, wait):
@@ -107,6 +107,6 @@ class Program:
         self.parts, self.inputs, self._owners = parts, inputs, owners
 
     def run(self, part):
-        """Run the part of the step with this index."""
+        """Run the part with this index, from 0."""
         for step in self.parts[part]:
             step()

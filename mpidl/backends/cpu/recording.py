@@ -1,9 +1,9 @@
 """Record the kernel calls of a training step on a CPU while the step runs.
 
-The module `program` replays the calls. A Recorder stores each call of the library with the
-addresses and numbers of its arguments. Kernels may read only memory that a replay fills too: arrays
-that earlier recorded calls wrote, inputs, learnables, and constants. If a kernel reads an array
-that was computed in another way, for example with NumPy, the step cannot be recorded. In this case
+The module `program` replays the calls. A Recorder stores each library call with the addresses and
+numbers of its arguments. Kernels may read only memory that a replay fills too: arrays that earlier
+recorded calls wrote, inputs, learnables, and constants. If a kernel reads an array that was
+computed in another way, for example with NumPy, the step cannot be recorded. In this case
 `Recorder.problem` says why, and the step itself continues normally.
 
 Temporary arrays come from an arena of the recorder. A replay writes to the same addresses.
@@ -39,7 +39,7 @@ def scalar(name, value):
 
 
 def numbers(values):
-    """Return the numbers as a float32 array for a kernel. Some may be results of `scalar`."""
+    """Return `values` as a float32 array for a kernel. Values may be results of `scalar`."""
     array = np.array(values, np.float32)
     if _recorder is not None:
         _recorder.constant(array)
@@ -67,11 +67,11 @@ def owns(arrays):
 
 def address_of(array):
     """Return the address of an array's first element."""
-    return array.__array_interface__["data"][0]
+    return array.ctypes.data
 
 
 class _Place:
-    """A description of memory, for NumPy. It does not keep the memory allocated."""
+    """A description of memory that NumPy can view, without keeping the memory allocated."""
 
     __slots__ = ("__array_interface__",)
 
@@ -89,8 +89,8 @@ def fixed(array):
 class _Range:
     """A range of memory that the recorder knows.
 
-    `name` is the name of the input that the range contains, or None. `is_written` is whether the
-    contents are valid, and `is_owned` whether the step may update them in place.
+    `name` is the name of the input that the range contains, or None. `is_written` tells whether the
+    contents are valid, and `is_owned` whether the step may update the contents in place.
     """
 
     def __init__(self, start, nbytes, is_written=True, name=None, is_owned=False):
@@ -143,7 +143,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self):
-        """Record the calls of the library within the `with` block."""
+        """Record the library calls within the `with` block."""
         global _recorder
         _recorder, builds.on_call = self, self._called
         try:
@@ -159,7 +159,7 @@ class Recorder:
     def input(self, name, array):
         """Declare an array that each replay may replace by another array of the same shape.
 
-        The caller keeps the array alive until the end of the recording.
+        The caller must keep the array alive until the end of the recording.
         """
         if not array.flags.c_contiguous:
             self.refuse(f"the input {name} is not contiguous")
@@ -175,7 +175,7 @@ class Recorder:
         return array
 
     def call_python(self, function, writes=()):
-        """Let replays call function(), which writes `writes`, at this point of the step."""
+        """Let replays call function() at this point. The function writes the arrays `writes`."""
         self._parts[-1].append(function)
         for array in writes:
             self._write(array)
@@ -203,7 +203,7 @@ class Recorder:
             self._write(array)
 
     def next_part(self):
-        """End the current part of the step. The caller of the Program runs the parts one by one."""
+        """End the current part of the step. The user of the Program runs the parts one by one."""
         self._parts.append([])
 
     def fix(self, array):
@@ -231,7 +231,7 @@ class Recorder:
         self._add(_Range(address, size, is_written=False))
 
     def _add(self, memory):
-        """Add a range, and remove the ranges that it overlaps, whose memory has been freed."""
+        """Add a range. Remove overlapping ranges, because their memory has been freed."""
         i = bisect.bisect_left(self._starts, memory.start)
         if i and self._ranges[self._starts[i - 1]].stop > memory.start:
             i -= 1
@@ -284,7 +284,7 @@ class Recorder:
         return steps[-1]
 
     def _called(self, name, arguments):
-        """Record a call of the library that has just returned."""
+        """Record a library call that has just returned."""
         if threading.get_ident() != self._thread:
             return
         calls, written = self._calls(), []
@@ -307,7 +307,7 @@ class Recorder:
     def _array(self, calls, name, array, is_read):
         memory = self._range(array)
         if is_read and memory is None and array.dtype == np.int64:
-            array = self.constant(array.copy())  # sizes and strides of a layer
+            array = self.constant(array.copy())  # for example, the sizes and strides of a layer
         elif is_read:
             memory = self._read(array, name)
         position = calls.add(address_of(array))

@@ -1,4 +1,4 @@
-"""Compute transposed convolutions with the kernels of convolution.
+"""Compute transposed convolutions with the convolution kernels.
 
 The forward pass uses the backward kernel, and the backward pass uses the forward kernel.
 """

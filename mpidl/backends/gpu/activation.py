@@ -1,4 +1,4 @@
-"""Compute activation functions with kernels/cuda/activations.cu and the ReLU of batchnorm.cu."""
+"""Compute activation functions with the kernels in activations.cu and batchnorm.cu (ReLU)."""
 
 import math
 
@@ -6,7 +6,7 @@ from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import channel_sums, cotangent_like
 from mpidl.blocks import LANES
 
-THREADS = 256  # threads per CUDA block, as in these two files
+THREADS = 256  # threads per CUDA block, as in both .cu files
 
 
 def _by_element(name, *arrays, scale=()):
@@ -123,8 +123,8 @@ def _slopes(slope, x):
     """
     if slope.size not in (1, x.dims[1]):
         raise ValueError(
-            f"prelu: on a GPU expected a slope per channel of {x}, got {slope.size} slopes: apply "
-            "it before flattening"
+            f"prelu: on a GPU, expected one slope per channel of {x}, got {slope.size} slopes: "
+            "apply prelu before flattening"
         )
     return slope, slope.size
 

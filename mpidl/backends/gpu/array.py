@@ -32,13 +32,13 @@ def order_of_lanes(dims):
 
 
 class Bounds:
-    """Minimum and maximum of the integers in an Array, which the host checks without a download.
+    """Minimum and maximum of the integers in an Array, for checks by the host without a download.
 
     Parameters
     ----------
     limits : (smallest, largest), optional
-        The smallest and largest integer. None if they are unknown. This is the case while a
-        training step is recorded, because every mini-batch has other integers.
+        The smallest and largest integer. None while a training step is recorded: the limits are
+        then unknown, because every mini-batch has different integers.
     """
 
     def __init__(self, limits=None):
@@ -66,7 +66,7 @@ def in_memory(array, dims, order):
 
 
 def empty_lanes(shape, dtype=np.float32):
-    """Return an uninitialized Array of lanes, whose shape is (blocks, *image_shape, 16)."""
+    """Return an uninitialized Array of lanes with shape (blocks, *image_shape, 16)."""
     y = launching.empty(tuple(shape), dtype)
     y.order = order_of_lanes(y.dims)
     return y

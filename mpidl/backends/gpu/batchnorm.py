@@ -80,7 +80,7 @@ def _leaf(pixels):
 def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
     """Launch a kernel that computes the leaves of a sum, and return the sum as a Partial.
 
-    A leaf has `width` elements of this dtype. The kernel's arguments are `arguments`, followed by
+    A leaf has `width` elements of type `dtype`. The kernel's arguments are `arguments`, followed by
     (leaves, images per leaf, pixels, channels, threads across a tile).
     """
     images, pixels, channels = _sizes(x)

@@ -3,8 +3,8 @@
 `conv_direct` computes the convolution instead if the GPU has no TF32 tensor cores, if
 `settings.direct` is set, or if the images are too large. The sizes of leaves (partial sums over a
 few images) and tiles depend on the shape of the layer, the global mini-batch and the number of
-multiprocessors. They never depend on this rank's share of the mini-batch. Only the sizes of leaves
-change the bytes of the result.
+multiprocessors. These sizes never depend on this rank's share of the mini-batch. Only the sizes of
+leaves change the bytes of the result.
 """
 
 import functools
@@ -16,7 +16,8 @@ from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
 from mpidl.blocks import LANES
 
-# Depth of a tile in shared memory (BK in the kernels): elements of k, or pixels in conv_dweight.
+# Depth of a tile in shared memory (BK in the kernels), along the axis that a matrix product sums
+# over: filter elements (r, s, c) in conv_gemm, pixels in conv_dweight.
 STEP = 32
 # Images with this many elements are too large, because offsets in a block of 16 images are ints.
 LARGEST = 1 << 27

@@ -29,7 +29,7 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     for kind, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
         if math.prod(shape) >= LARGEST:
-            raise ValueError(f"conv2d: {kind} of {shape} are too large: at most 2^31 - 1 numbers")
+            raise ValueError(f"conv2d: {kind} {shape} are too large: at most 2^31 - 1 elements fit")
     (top, _), (left, _) = padding
     return (*x_shape, k, p, q, r, s, *stride, top, left, *dilation, groups), (k, p, q)
 

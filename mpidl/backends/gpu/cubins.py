@@ -1,6 +1,6 @@
 """Cache compiled kernels (cubins) in files, so only one process per host compiles each kernel.
 
-The name of a file contains a hash of everything that determines the contents. The file ends with a
+A file name contains a hash of everything that determines the file's contents. The file ends with a
 hash of its contents, so a truncated file is detected, and the kernel is compiled again. A file is
 written under a temporary name and renamed when it is complete.
 """
@@ -110,7 +110,7 @@ def _is_ours(place):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Hold the lock of a file in the `with` block. The system releases it if the process dies."""
+    """Hold a file's lock in the `with` block. The system releases the lock if the process dies."""
     path, file = f"{path}.lock", None
     try:
         file = open(path, "w")

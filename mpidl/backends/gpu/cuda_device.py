@@ -1,6 +1,6 @@
 """Control a GPU with CUDA, through CuPy's thin layer over the runtime and driver APIs.
 
-The module does not use CuPy's arrays and memory pool. Memory comes from cudaMalloc, `nvrtc.cubin`
+The module does not use CuPy's arrays or memory pool. Memory comes from cudaMalloc, `nvrtc.cubin`
 compiles the kernels, and captured graphs replay repeated launches.
 
 This module has not run on a GPU yet. On machines without a GPU, a test checks that the installed
@@ -94,7 +94,8 @@ class CudaDevice:
     """
 
     specialize = True  # compile convolution kernels with the shape of the layer as constants
-    # A function until(ready, name) that waits for ready(); None if other ranks cannot delay a GPU.
+    # A function until(ready, name) that waits until ready() is true; None if other ranks cannot
+    # delay this GPU.
     until = None
     sharers = 1  # number of ranks that compute on this GPU; `comm.devices` sets it
 
@@ -139,7 +140,7 @@ class CudaDevice:
         return Memory(self, self._take(lambda: self.runtime.malloc(size), nbytes), size)
 
     def pinned(self, nbytes):
-        """Return pinned host memory as a uint8 array (nbytes,). Kernels use the array's address."""
+        """Return pinned host memory as a uint8 array (nbytes,). Kernels can use its address."""
         self._refuse("allocating", f"{nbytes} bytes of pinned memory")
         runtime, size = self.runtime, max(nbytes, 1)
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
@@ -266,7 +267,7 @@ class CudaDevice:
     # kernels
 
     def load(self, unit):
-        """Load a `kernels.Unit`, compiled if it is not cached; return {kernel name: handle}."""
+        """Load a `kernels.Unit`, from the cache if possible; return {kernel name: handle}."""
         self._refuse("loading", f"{unit.family}.cu")
         driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         try:

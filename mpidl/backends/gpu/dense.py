@@ -30,14 +30,14 @@ FOLDS = {
     "dense_dweight_short": (64, 64, 16),
     "dense_dweight_long": (64, 32, 256),
 }
-SHORTEST_RANGE = 8  # blocks; longer ranges are halved until there are enough to fill the GPU
+SHORTEST_RANGE = 8  # blocks; longer ranges are halved until the ranges fill the GPU
 
 
 def rows_of(value, name):
     """Return the shape (images, K) of the matrix that stores an array (blocks, K, 16).
 
-    Raise ValueError for images with several pixels and channels, because they have another memory
-    order.
+    Raise ValueError for images with several pixels and channels, because their memory order is
+    different.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
         raise ValueError(f"{name}: expected (blocks, K, 16), got images {value.dims}")
@@ -120,9 +120,9 @@ def _cut(nodes, outputs, features, plain):
     """Cut tree nodes into enough ranges of blocks to fill the GPU; return (kernel, ranges, ends).
 
     `kernel` is the name of the kernel that folds the ranges. Each range is a pair (first block,
-    number of blocks). `ends` has a pair (first range, number of ranges) for each node, whose ranges
-    are folded afterwards. Except for the last range of a node, the number of blocks is a power of
-    two, so each range is itself a node of the tree. The nodes of a plain sum are not cut.
+    number of blocks). `ends` has a pair (first range, number of ranges) for each node. The caller
+    folds these ranges into the node. Except for the last range of a node, the number of blocks is a
+    power of two, so each range is itself a node of the tree. The nodes of a plain sum are not cut.
     """
     longest = max((stop - start for start, stop in nodes), default=0)
     kernel = "dense_dweight_few" if outputs <= FEW else "dense_dweight_short"

@@ -18,10 +18,10 @@ class Gpu(NamedTuple):
 
     index: int  # CUDA's index of this GPU among the visible GPUs
     identity: str  # identifier of the physical GPU or MIG instance, the same in all processes
-    name: str  # "NVIDIA H200"
-    architecture: str  # "sm_90"
+    name: str  # such as "NVIDIA H200"
+    architecture: str  # such as "sm_90"
     processors: int  # number of streaming multiprocessors
-    memory: int  # bytes
+    memory: int  # size of the device memory in bytes
 
 
 class Visible(NamedTuple):

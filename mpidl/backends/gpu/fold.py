@@ -57,7 +57,7 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
     rows = (stop - start) * per_block
     if per_block & (per_block - 1) or values.ndim != 2 or len(values) != rows:
         raise ValueError(
-            f"expected a matrix with a power of two of rows for each of {stop - start} blocks, "
+            f"expected a power of two as the number of rows for each of {stop - start} blocks, "
             f"got shape {values.shape}, {per_block} rows per block"
         )
     ranges = [

@@ -29,7 +29,7 @@ def images(
     counts=None,
     blocks=None,
 ):
-    """Return normalized images as `Backend.images` does, or gather the images from a dataset.
+    """Return normalized images, as `Backend.images` does, optionally gathered from a dataset.
 
     `mirrored`, `top` and `left` are int32 Arrays with one element for each image of this rank.
 

@@ -1,4 +1,4 @@
-"""Concatenate and split per-image values with kernels/cuda/concat.cu, and add them."""
+"""Add per-image values, and concatenate and split them with kernels/cuda/concat.cu."""
 
 import math
 
@@ -15,8 +15,8 @@ def rows_and_channels(name, x):
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
         raise ValueError(
-            f"{name}: on a GPU expected images or features, got flattened images {x.dims}: apply "
-            "it before flattening"
+            f"{name}: on a GPU, expected images or features, got flattened images {x.dims}: apply "
+            f"{name} before flattening"
         )
     return blocks * lanes * math.prod(pixels), channels
 

@@ -38,7 +38,7 @@ KERNEL = re.compile(
 class Unit(NamedTuple):
     """A compilation unit: the source of a family with one set of preprocessor definitions."""
 
-    family: str  # "pool" for kernels/cuda/pool.cu
+    family: str  # for example "pool", for kernels/cuda/pool.cu
     defines: tuple = ()  # (("CV_K", 20), ...), sorted
 
     @property

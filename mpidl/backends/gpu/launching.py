@@ -15,7 +15,7 @@ from mpidl.backends.gpu import kernels
 from mpidl.device_array import DeviceArray
 
 ALIGNED = 256  # bytes: the alignment of cudaMalloc
-LARGE = 1 << 20  # words of 4 bytes; a kernel sets arrays of at least this size to zero
+LARGE = 1 << 20  # words of 4 bytes; a kernel zeroes new arrays of at least this size
 
 THREADS = 256  # threads per block of elementwise kernels
 WORD = 4  # bytes; memory is copied and set to zero word by word
@@ -122,7 +122,7 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array, converted between float32 and float64 if it has the other dtype.
+        """Return this Array with the given dtype, converted between float32 and float64.
 
         Raise TypeError for all other conversions.
         """
@@ -239,7 +239,7 @@ class Eager:
 
 
 def open(device):
-    """Make this process use a device, and return the device. None ends the use of a device."""
+    """Make this process use a device, and return the device. With None, use no device."""
     global _device, _sink
     _device, _sink = device, None if device is None else Eager(device)
     _constants.clear()
@@ -289,7 +289,7 @@ def blocks_of_threads(elements, per_thread=1):
 
 
 def kind_of(x):
-    """Return the type of x as it appears in names of kernels: "float" or "double"."""
+    """Return the type of x as it appears in kernel names: "float" or "double"."""
     kind = KINDS.get(x.dtype.str[1:])
     if kind is None:
         raise TypeError(f"expected float32 or float64, got {x}")

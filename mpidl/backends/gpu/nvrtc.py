@@ -1,8 +1,8 @@
 """Compile CUDA C to cubins (GPU binaries) with NVRTC, NVIDIA's compiler library.
 
-NVRTC needs no GPU or driver. It is part of CUDA toolkits, and available as a pip package:
-nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for CUDA 12. CUDA 13 compiles for sm_75 and
-later, CUDA 12 also for sm_70. The module `cubins` caches the cubins.
+NVRTC needs no GPU or driver. NVRTC is part of CUDA toolkits, and is also available as a pip
+package: nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for CUDA 12. CUDA 13 compiles for
+sm_75 and later, CUDA 12 also for sm_70. The module `cubins` caches the cubins.
 """
 
 import contextlib

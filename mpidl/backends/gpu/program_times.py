@@ -10,7 +10,7 @@ from mpidl import phases
 
 
 class ProgramTimes:
-    """Measures spans of time on a GPU with events, and adds the spans to the GPU's track.
+    """Measures spans of time on a GPU with events, and adds the spans to the timeline.
 
     A segment that is captured as a graph is one span, because events inside a graph would change
     the graph. In other segments, the launches of each layer are one span.
@@ -23,12 +23,12 @@ class ProgramTimes:
 
     def __init__(self, device: Any) -> None:
         self.device = device
-        self._spans: phases.Spans | None = None  # the recording that `_reference` belongs to
-        self._reference: tuple[Any, float] = (None, 0.0)  # an event, and its time in ns
+        self._spans: phases.Spans | None = None  # the timeline that `_reference` belongs to
+        self._reference: tuple[Any, float] = (None, 0.0)  # an event and its time in ns
         self._parts: dict[int, list[tuple[str, Any, Any]]] = {}  # {step: (name, first, last)}
 
     def begin(self, step: int) -> None:
-        """Begin a training step. If a recording has begun, relate the clocks of GPU and host."""
+        """Begin a training step. If a new timeline has begun, match the GPU's and host's clocks."""
         if phases.spans() is not self._spans:
             self._spans, self._parts = phases.spans(), {}
             self.device.synchronize()
@@ -61,7 +61,7 @@ class ProgramTimes:
         """Store the spans of a training step that the GPU has completed."""
         parts, spans = self._parts.pop(step, []), phases.spans()
         if spans is None:
-            self._spans = None  # release the memory of the recording
+            self._spans = None  # release the memory of the timeline
         if spans is None or spans is not self._spans:
             return
         for name, first, last in parts:
@@ -75,7 +75,7 @@ class ProgramTimes:
 
 
 def segment_name(segment: list[Any]) -> str:
-    """Return a name made of the first and last operation's places: "forward / conv1 to conv2"."""
+    """Return a name from the first and the last place, such as "forward / conv1 to conv2"."""
     places = [operation.place for operation in segment if operation.place]
     if not places:
         return "other"

@@ -25,7 +25,7 @@ from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Pr
 
 
 class Planned:
-    """A buffer that a training step needs from its operation `first` to its operation `last`."""
+    """A buffer that a training step needs from operation `first` to operation `last`."""
 
     def __init__(self, nbytes):
         self.nbytes = -(-max(nbytes, 1) // launching.ALIGNED) * launching.ALIGNED
@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, device):
         self.device = device
         self.steps, self.planned, self.tables, self.carried = [], [], [], []
-        self.controls = Planned(0)  # `finish` allocates `controls`, when the size is known
+        self.controls = Planned(0)  # `finish` allocates `controls`, once the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
         self.touched = {}  # {id(buffer): (first, last operation)} of buffers outside the slab
 
@@ -88,7 +88,7 @@ class Recorder:
         return target
 
     def between(self, mover, source, target):
-        """Record an operation that gathers `source` from all ranks in `target`, GPU to GPU."""
+        """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
         self._step(Between(mover, source, target), [source, target])
 
     def carry(self, new, old):

@@ -16,7 +16,7 @@ from mpidl.backends.gpu import elementwise, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Late, Partial
 
-# Maximum size in bytes of the nodes that a GPU gathers from all ranks. More bytes are exchanged
+# Maximum size in bytes of the nodes that a GPU gathers from all ranks. Larger nodes are exchanged
 # through host memory, where each rank sums a part of each node (`comm.exchange`).
 GATHERED = 1 << 28
 
@@ -86,7 +86,7 @@ def _is_computed(scale):
 
 
 def gplus(partials, world):
-    """Sum each Partial of {name: Partial} over all ranks; return {name: sum}. Collective.
+    """Sum Partials, {name: Partial}, over all ranks; return {name: sum}. Collective.
 
     A sum of shape () is a Pending. Any other sum is an Array.
     """
@@ -114,7 +114,7 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    """Exchange nodes with all ranks; return the root. `matrix` (nodes, width) is on this rank."""
+    """Exchange nodes with all ranks; return the root. `matrix` has a row per node of this rank."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:

@@ -1,4 +1,4 @@
-"""Compute transposed convolutions with the kernels of convolution.
+"""Compute transposed convolutions with the convolution kernels.
 
 The forward pass uses the backward kernel, and the backward pass uses the forward kernel.
 """
@@ -11,7 +11,7 @@ from mpidl.backends.gpu.array import Array
 def transposed_conv2d(x, weight, bias, stride, cropping):
     blocks, *image, lanes = x.dims
     shape = blocks, *shapes.transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
-    like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # has no memory
+    like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # an Array without memory
     return conv.dx_of(x, like, weight, (stride, cropping, *shapes.PLAIN), None, bias)
 
 

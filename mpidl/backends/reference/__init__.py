@@ -1,4 +1,4 @@
-"""NumPy backend: the reference that tests compare the other backends with.
+"""NumPy backend: the reference that tests compare the other backends against.
 
 The backend computes one block of 16 images at a time and uses BLAS for matrix products. BLAS
 selects a kernel by the shapes of the matrices, and the kernel determines the rounding. Therefore

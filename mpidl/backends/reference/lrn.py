@@ -9,7 +9,7 @@ def _over(x, channels_before, channels_after):
     """Sum x over the window of each channel; return an array with the shape of x, (C, ..., 16).
 
     The window of a channel contains the channel, the `channels_before` channels before it, and the
-    `channels_after` channels after it, as far as they exist.
+    `channels_after` channels after it, if they exist.
     """
     total = np.zeros_like(x)
     last = len(x) - 1

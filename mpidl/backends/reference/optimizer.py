@@ -58,7 +58,7 @@ def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, 
 
     The new m is mean_decay * m + mean_share * g. The new v is square_decay * v +
     square_share * g**2, with g as in `sgdm`. The bias correction is part of `rate`. For
-    `CorrectedAdamMoments`, it is part of `epsilon` too.
+    `CorrectedAdamMoments`, the correction is part of `epsilon` too.
     """
     g = _regularized(w, g, decay)
     m *= mean_decay

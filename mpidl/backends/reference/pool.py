@@ -33,7 +33,7 @@ def max_pool2d(x, size, stride, padding):
     shape = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     argmax = np.empty(y.shape, np.uint8)
-    # position in each window of the first pixel that is not padding
+    # position of each window's first pixel that is not padding
     down, across = (
         np.maximum(0, before - np.arange(n) * step)
         for n, step, (before, _) in zip(shape[1:], stride, padding, strict=True)

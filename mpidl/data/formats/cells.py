@@ -3,7 +3,7 @@
 An image shows 4 to 12 ellipses of various sizes, angles and brightness on an uneven, noisy
 background. Ellipses may overlap. A pixel belongs to a cell if its centre is inside an ellipse.
 
-Every random number depends on the image's number as a key. As in `digits`, pixels are computed only
+The number of an image is a key of its random numbers. As in `digits`, pixels are computed only
 with sums, products, quotients and square roots, so every machine draws the same bytes.
 """
 
@@ -22,7 +22,7 @@ SIZE = 64
 COUNTS = {"train": 800, "test": 200}
 CLASSES = ["background", "cell"]
 SEED = 0
-MAX_CELLS = 12  # largest number of cells in an image
+MAX_CELLS = 12  # maximum number of cells in an image
 
 # Ranges of random values. Each value is drawn uniformly from its range.
 CELLS = (4, MAX_CELLS + 1)  # number of cells, rounded down
@@ -30,7 +30,7 @@ RADIUS = (4, 9)  # half axes in pixels
 WHITE = (25, 95)  # gray levels by which a cell is brighter than the background
 EDGE = (1.5, 4)  # width of a cell's blurred edge in pixels
 SHADE = (0, 0.5)  # fraction by which a cell's brightness decreases from its centre to its edge
-BACKGROUND = (30, 90)  # gray level in the centre
+BACKGROUND = (30, 90)  # gray level of the background in the centre
 SLOPE = (-30, 30)  # change of the background's gray level across the image, in each direction
 NOISE = (6, 18)  # standard deviation of the noise in gray levels
 _DRAWS = 8  # random numbers per cell

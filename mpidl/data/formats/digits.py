@@ -2,7 +2,7 @@
 
 The images use the eight type faces of `digit_glyphs`. Each digit is rotated by up to 30 degrees,
 shifted, scaled and sheared. The width and brightness of the stroke vary, and noise is added.
-The image's index keys every random number. Pixels are computed only with float64
+The index of an image is a key of its random numbers. Pixels are computed only with float64
 sums, products, quotients and square roots, which IEEE 754 defines to the last bit. No font, drawing
 library or sine is used, so every machine draws the same bytes. The constant SHA256 is the digest of
 these bytes.
@@ -50,7 +50,7 @@ SEED = 0
 # Ranges of random values. Each value is drawn uniformly from its range.
 TURN = (-0.27, 0.27)  # tangent of half the rotation angle: -30 to 30 degrees
 HEIGHT = (13.5, 15)  # height of a digit in pixels
-WIDEN = (0.95, 1.05)  # the width of the type face is multiplied by this
+WIDEN = (0.95, 1.05)  # factor for the width of the type face
 SHEAR = (-0.05, 0.05)  # shift of x per unit of y, added to the slant of the type face
 SHIFT = (1.5, 2)  # distance from the centre in pixels, in a random direction
 STROKE = (1.6, 2.1)  # width of the stroke in pixels

@@ -136,7 +136,7 @@ def list_images(
         problem = f"{printable(stray[0])} is outside the class sub-folders: move it into one"
     elif classes is None and set(folders) - set(names):
         empty_folders = [name for name in folders if name not in names]
-        problem = f"sub-folder {printable(empty_folders[0])} has no images: add some or remove it"
+        problem = f"sub-folder {printable(empty_folders[0])} has no images: add images or remove it"
     elif classes is not None and (unknown := sorted(set(names) - set(classes), key=os.fsencode)):
         problem = (
             f"sub-folder {printable(unknown[0])} is not one of the classes "

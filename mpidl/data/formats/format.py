@@ -52,8 +52,8 @@ class Format(NamedTuple):
         ``open_data(path, world, options)`` returns a tuple of the training set and the test set.
         The test set is None if the data have no test set. Collective.
     open_test_data : callable
-        ``open_test_data(path, world, options)`` returns one set for testing or prediction. This is
-        the test set if the data have a test set, and all data otherwise. Collective.
+        ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
+        set if the data have a test set, and all data otherwise. Collective.
     noun : str
         Phrase that names a file of this format in messages, such as "an HDF5 file". If empty,
         messages omit the format.

@@ -37,8 +37,8 @@ LAYOUTS = {
 }
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # first bytes of an HDF5 file
 MAX_CHUNK = 256 << 20  # largest chunk in bytes: HDF5 decodes a whole chunk at once
-MAX_READ = 16 << 20  # largest number of bytes read at once from a dataset without chunks
-RATIO = 1032  # largest compression ratio of deflate
+MAX_READ = 16 << 20  # maximum number of bytes read at once from a dataset without chunks
+RATIO = 1032  # maximum compression ratio of deflate
 
 
 class Rows(NamedTuple):
@@ -97,8 +97,8 @@ class HDF5Datastore(Datastore):
         Name of the dataset of targets, (n, ...). Targets are used if there are no labels.
     layout : {"NHWC", "NCHW", "NHW"}, optional
         Order of the dimensions of `images`. By default, the attribute `layout` of the dataset or
-        the file gives the order. If there is no such attribute, the order is chosen that gives 1 or
-        3 channels.
+        the file gives the order. Without this attribute, the order that gives 1 or 3 channels is
+        used.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
     labelled : bool

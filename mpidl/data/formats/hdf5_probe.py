@@ -1,9 +1,10 @@
 """Test HDF5 files in a helper process before the main process reads them.
 
-The HDF5 library trusts the structure of a file. With a damaged file, a library call may crash or
-never return, and no exception handler can catch this. Therefore, a helper process runs this module
-and reads the attributes and the first, middle and last rows of all datasets. If the helper crashes,
-does not finish, or allocates more memory than the datasets need, the file is rejected.
+The HDF5 library trusts the structure of a file. With a damaged file, a library call may crash the
+process or never return. Exception handlers do not help in these cases. Therefore, a helper process
+runs this module and reads the attributes and the first, middle and last rows of all datasets. If
+the helper crashes, does not finish, or allocates more memory than the datasets need, the file is
+rejected.
 
 A process starts the helper when it opens its first HDF5 file. Usually, only rank 0 opens data sets,
 models and checkpoints. If all ranks of a host load the same model at the same time, only one of
@@ -25,8 +26,8 @@ from typing import Any
 
 SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # the helper ends after this time in seconds without work
-STEP_SECONDS = 1.0  # longer pauses count as this time, because the job was suspended meanwhile
-OBJECTS = 10000  # largest number of objects that the helper reads per file
+STEP_SECONDS = 1.0  # longest step of a wait; if the job is suspended, only one step counts
+OBJECTS = 10000  # maximum number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
 SERVED_BYTES = 1 << 20  # the same limit for a file that this process sends to the helper
 GROWTH = 256 << 20  # address space in bytes that the helper may need in addition to CHUNKS chunks
@@ -70,8 +71,8 @@ def problem_of(
 
 
 def _ask_once(key):
-    """Return the problem that one rank of this host finds for all its ranks, or None."""
-    from mpidl.data.formats.shared_answer import shared_answer  # the helper must not import it
+    """Return the problem that one rank finds for all ranks of this host, or None."""
+    from mpidl.data.formats.shared_answer import shared_answer  # not imported by the helper
 
     answer = shared_answer(key, lambda: f"problem: {_ask(key[0], None) or ''}", 2 * SECONDS)
     return answer.removeprefix("problem: ") or None
@@ -107,7 +108,7 @@ def _ask(path, stream):
             _helper.kill()
         code = _end()
         if answer is not None and code == -signal.SIGKILL:
-            continue  # another process killed the helper, such as the kernel if memory is short
+            continue  # the helper was killed, for example by the kernel because memory was short
         if answer is None:
             return f"the HDF5 library did not finish reading it within {SECONDS:g} s: it is damaged"
         if code < 0:

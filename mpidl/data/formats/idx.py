@@ -20,7 +20,7 @@ from mpidl.text import printable
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MAX_DIMENSIONS = 8
-DEFLATE_RATIO = 1032  # largest compression ratio of deflate
+DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
 PREFIX = {"train": "train", "test": "t10k"}
 
 

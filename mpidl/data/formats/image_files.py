@@ -19,9 +19,9 @@ from mpidl.text import printable
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
 JPEG = b"\xff\xd8\xff"  # first bytes of a JPEG file
-MAX_BYTES = 1 << 30  # largest size of a file
+MAX_BYTES = 1 << 30  # maximum size of a file
 CHANNELS = {"L": 1, "RGB": 3}  # number of channels of the Pillow modes that need no conversion
-MEMORY_BLOCKS = 4  # blocks that Pillow keeps for reuse; new pages would take 1/3 of decoding time
+MEMORY_BLOCKS = 4  # blocks that Pillow reuses; new blocks would take 1/3 of the decoding time
 KINDS = {1: "gray", 3: "RGB"}
 
 

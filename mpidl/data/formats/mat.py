@@ -44,7 +44,7 @@ LABELS = {
 CLASSES = ("classes", "classnames", "categories", "labelnames", "label_names")
 NUMBERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 FLOATS = ("single", "double")
-MAX_NAME = 4096  # largest number of characters in a class name
+MAX_NAME = 4096  # maximum number of characters in a class name
 
 
 class Selection(NamedTuple):

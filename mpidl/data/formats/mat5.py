@@ -23,8 +23,8 @@ from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
 
-RATIO = 1032  # largest compression ratio of deflate
-MAX_TEXTS = 1 << 24  # largest size of a cell array in bytes
+RATIO = 1032  # maximum compression ratio of deflate
+MAX_TEXTS = 1 << 24  # maximum size of a cell array in bytes
 MOST_DIMENSIONS = 8
 HEAD = 1 << 12  # number of leading bytes of a matrix that contain its class, size and name
 Order = Literal["little", "big"]

@@ -29,7 +29,7 @@ ARRAYS = {
 }
 CLASSES = "classes"
 ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")  # first bytes of an archive and of an empty archive
-DEFLATE_RATIO = 1032  # largest compression ratio of deflate
+DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
 HEADER_READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -50,7 +50,7 @@ def npz_file(
 
     - `images`: uint8 or floats, (n, C, H, W) or (n, H, W).
     - `labels`: n whole numbers of at least 0.
-    - `targets`: used if there are no labels, (n, ...), such as 0 or 1 for each of K labels, (n, K).
+    - `targets`: (n, ...), used if there are no labels. An example is 0 or 1 for each of K labels.
     - `images_test`, `labels_test`, `targets_test`: the same for the test set, optional.
     - `classes`: class names in the order of the labels, by default "0", "1", ...
 

@@ -15,7 +15,7 @@ the following datasets:
 Each group also has the following attributes:
 
     fingerprint   fingerprint of the packed set
-    chunk_images  largest number of images per chunk
+    chunk_images  maximum number of images per chunk
     preprocess    the `Preprocess` applied to the images, as JSON, optional
     files_fingerprint
                   fingerprint of encoded images, for conversions such as `--resize`, optional

@@ -34,8 +34,8 @@ class Rows(NamedTuple):
     shape, dtype : tuple of int, dtype
         Shape and type of an entry. An encoded image file has shape () and type uint8.
     ends : ndarray or None
-        For encoded image files, the end of each file in bytes in their concatenation, int64 (n,).
-        None if all entries have the same size.
+        For encoded image files, the offset in bytes where each file ends if all files are
+        concatenated, int64 (n,). None if all entries have the same size.
     first : ndarray
         For each file, the number of its first image, int64 (files,).
     starts : ndarray
@@ -77,7 +77,7 @@ def chunks(first: np.ndarray, count: int, chunk_images: int) -> Iterator[tuple[i
     count : int
         Number of images.
     chunk_images : int
-        Largest number of images per chunk.
+        Maximum number of images per chunk.
     """
     edges = [*first.tolist(), count]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
@@ -98,7 +98,7 @@ def shard_header(number: int, identity: bytes) -> bytes:
 
 
 def check_shards(paths: Sequence[str], sizes: Sequence[int], identity: bytes) -> list[Stamp]:
-    """Return each shard's Stamp. Raise UserError if a shard is missing or of another set."""
+    """Return each shard's Stamp. Raise UserError if a shard is missing or from another set."""
     stamps = []
     for path, size in zip(paths, sizes, strict=True):
         try:

@@ -79,7 +79,7 @@ def source_of(store: Datastore, images: str) -> Source:
         if sizes is None:
             raise UserError(
                 f"{store.describe()}: --images encoded: expected image files as they are (in a "
-                "folder, a table or a packed file); training takes --resize and the like"
+                "folder, a table or a packed file); training accepts options such as --resize"
             )
         if sizes.min() < 1:
             raise UserError(

@@ -29,8 +29,8 @@ class ImageTable(ImageList):
 
     - `label`: the name of the image's class. Other columns are then ignored. The classes are the
       class names in the training rows, sorted by bytes, or by value if all are whole numbers.
-    - `labels`: names of several classes with a separator. The target is then float32 (K,): 1 for
-      the classes of the image and 0 for other classes.
+    - `labels`: names of several classes, joined by a separator. The target is then float32 (K,): 1
+      for the classes of the image and 0 for other classes.
     - otherwise all other columns, which hold numbers. R columns give targets of shape (R,), and one
       column gives targets of shape (). If there are several columns and all of them hold only 0 and
       1, the column names are the class names.

@@ -4,7 +4,7 @@ The column `path` has the path of the image file relative to the folder of the t
 targets are in one of the following columns:
 
 - `label`: the name of the image's class.
-- `labels`: names of several classes with a separator.
+- `labels`: names of several classes, joined by a separator.
 - any other columns: numeric targets. If there are several columns and all of them hold only 0 and
   1, each column is a class, and an image may have several classes.
 
@@ -177,7 +177,7 @@ class Table:
         for name in columns:
             if not name or columns.count(name) > 1:
                 found_text = "an empty one" if not name else f"{printable(name)} twice"
-                raise UserError(f"{line}: expected different names of columns, found {found_text}")
+                raise UserError(f"{line}: expected different column names, found {found_text}")
         return columns
 
     def place(self, line: int, column: str | None = None) -> str:
@@ -229,8 +229,8 @@ class Table:
         labelled : bool
             Whether labels or targets are required.
         separator : str, optional
-            Separator of names in the column `labels`. By default, the one of `SEPARATORS` that
-            occurs in the column.
+            Separator of names in the column `labels`. By default, the separator in `SEPARATORS`
+            that occurs in the column.
 
         Raises
         ------
@@ -377,8 +377,8 @@ class Table:
             if value is None:
                 raise UserError(
                     f"{self.place(line, name)}: expected a number, found {_cell_text(cell)} "
-                    f"(without a column {LABEL} or {LABELS}, all columns but {PATH} and {SPLIT} "
-                    "are targets)"
+                    f"(without a column {LABEL} or {LABELS}, all columns except {PATH} and "
+                    f"{SPLIT} are targets)"
                 )
             values.append(value)
         return values

@@ -45,7 +45,7 @@ class BadImages:
 
     @classmethod
     def of_options(cls, options: Any) -> BadImages | None:
-        """Return a new object if the option `on_bad_image` is "skip".
+        """Return a new BadImages if the option `on_bad_image` is "skip".
 
         Parameters
         ----------

@@ -29,7 +29,7 @@ class NodeCache(Derived):
     world : World, optional
         The ranks that share the cache. By default, the cache is private to this rank.
     budget_bytes : int
-        Largest size of the cache per node in bytes. If there is a world, the cache also uses at
+        Maximum size of the cache per node in bytes. If there is a world, the cache also uses at
         most half of the free shared memory, which may be small in a container.
     """
 

@@ -103,7 +103,7 @@ class Table:
     count : int or None
         Number of images in the data set, or None if the data set is not resident.
     size : int
-        Largest number of images in this rank's share of a mini-batch.
+        Maximum number of images in this rank's share of a mini-batch.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class Pipeline:
     ------
     UserError
         If the crop is larger than the images, the statistics of the normalization do not match the
-        images, or the function returns an invalid result for image 0. Also if images are augmented,
-        and their targets are images or label maps of a different size.
+        images, or the function returns an invalid result for image 0. The error is also raised if
+        images are augmented, and their targets are images or label maps of a different size.
     TypeError
         If `normalization` is not a Normalization.
     """
@@ -147,7 +147,7 @@ class Pipeline:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether `read` computes the final pixels. `moves` then returns no operations."""
+        """Whether `read` computes the final pixels. If so, `moves` returns no operations."""
         augmenter = self.augmenter
         if self.mixing is not None:
             return True
@@ -311,7 +311,7 @@ class Pipeline:
         return pixels, labels
 
     def _target_fill(self):
-        """Return the value of pixels outside targets, for augmenters without `target_fill`."""
+        """Return the fill value outside targets, for augmenters without `target_fill`."""
         if self.datastore.targets_dtype.kind in "iu":
             return 0 if self.ignore_label is None else self.ignore_label
         fill = np.asarray(self.augmenter.fill, np.float64).ravel()
@@ -371,7 +371,7 @@ def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
     block_bytes : int
         Bytes of pixels per block.
     blocks, workers : int
-        Number of blocks of this rank, and number of its threads.
+        Number of blocks and number of threads of this rank.
     """
     share = blocks if workers == 1 else -(-blocks // workers)
     return max(1, min(share, -(-SPAN // max(block_bytes, 1))))

@@ -69,7 +69,7 @@ def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Gene
     jobs : iterable of Job
         The jobs. The consumer's thread iterates over them.
     prefetch : int
-        Largest number of items to prepare in advance.
+        Maximum number of items to prepare in advance.
     workers : int
         Number of threads. The threads start tasks in the order of the jobs.
     """

@@ -1,4 +1,4 @@
-"""Read objects completely or by byte ranges, also in advance, with the methods of local files."""
+"""Read objects whole or by byte ranges, and in advance, with the same methods as local files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpidl.files import RawFile, Stamp
 from mpidl.text import printable
 
 GAP = 64 << 10  # ranges are read by one request if the gap between them has at most this size
-MAX_SPAN = 4 << 20  # largest number of bytes of a request that reads several ranges
+MAX_SPAN = 4 << 20  # maximum number of bytes of a request that reads several ranges
 BLOCK = 256 << 10  # size in bytes of a block of a `ByteStream`
 MAX_BLOCKS = 64  # number of blocks that a `ByteStream` keeps
 PIECE = 8 << 20  # bytes per request of a copy to --cache-dir

@@ -22,7 +22,7 @@ from mpidl.text import printable
 
 
 class Entry(NamedTuple):
-    """An object or a sub-folder in a remote folder, with methods of os.DirEntry."""
+    """An object or a sub-folder in a remote folder, with the methods of os.DirEntry."""
 
     name: str
     path: str

@@ -74,7 +74,7 @@ class BucketUrls:
         return url
 
     async def _template_of(self, url, key):
-        """Return the Template of a URL that the client has signed, or None if it fails."""
+        """Return the Template of a URL that the client has signed, or None; see `make_template`."""
         # Take the credentials of the client, because its session may have other credentials or
         # none: fsspec passes the keys in its settings only to the client.
         signer = getattr(self._client, "_request_signer", None)

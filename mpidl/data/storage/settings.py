@@ -24,7 +24,7 @@ class Settings(NamedTuple):
         URL of an S3-compatible store. With None, the environment variable AWS_ENDPOINT_URL applies,
         or Amazon's URL if it is not set.
     requests : int
-        Largest number of concurrent requests of this rank.
+        Maximum number of concurrent requests of this rank.
     cache_dir : str or None
         Local folder that caches the bytes of objects. None for no cache.
     retry_seconds : float
@@ -66,7 +66,7 @@ def configure(
         URL of an S3-compatible store. The default is the environment variable AWS_ENDPOINT_URL, or
         Amazon's URL if it is not set.
     requests : int
-        Largest number of concurrent requests per node. Each rank sends at least one request.
+        Maximum number of concurrent requests per node. Each rank sends at least one request.
     cache_dir : path-like, optional
         Folder on a local disk that caches the bytes of objects, for all ranks of the node and for
         later runs. The folder is created if it does not exist. By default, there is no cache.

@@ -74,7 +74,7 @@ class Store:
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
-        import asyncio  # a local import, because it takes 40 ms that programs with local data save
+        import asyncio  # imported here to save 40 ms in programs with local data
 
         self._slots = asyncio.Semaphore(configuration.requests)
         self._requests: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()
@@ -216,7 +216,7 @@ class Store:
             content = await self.fs._cat_file(path, **ends)
         if now != expected:
             raise changed(url, expected, now)
-        if len(content) != stop - start and len(content) == expected.size:  # Range was ignored
+        if len(content) != stop - start and len(content) == expected.size:  # no support for Range
             content = content[start:stop]
         if len(content) != stop - start:
             raise ConnectionError(f"expected {stop - start} bytes, found {len(content)}")

@@ -24,7 +24,7 @@ DRAWS = 12  # random numbers drawn per image, including unused numbers
 
 
 class TransformParameters(NamedTuple):
-    """Transformation parameters of n images, as arrays (n,). `Augmenter` documents them."""
+    """Transformation parameters of n images, as arrays (n,). See `Augmenter` for their meaning."""
 
     reflect_x: np.ndarray  # bool
     reflect_y: np.ndarray

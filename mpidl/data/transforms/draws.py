@@ -72,7 +72,7 @@ def between(low: float, high: float, u: np.ndarray) -> np.ndarray:
 
 
 def log_between(low: float, high: float, u: np.ndarray) -> np.ndarray:
-    """Map numbers u in [0, 1) to [low, high), such that uniform u gives uniform logarithms."""
+    """Map numbers u in [0, 1) to [low, high) so that uniform u gives uniform logarithms."""
     return low * power(high / low, u)
 
 
@@ -90,8 +90,8 @@ def boxes(
     Parameters
     ----------
     u : ndarray
-        Uniform numbers in [0, 1), (4 * attempts, n). Each attempt uses four of them, in the order
-        area, aspect, top and left.
+        Uniform numbers in [0, 1), (4 * attempts, n). Each attempt uses four of these numbers, in
+        the order area, aspect, top and left.
     shape : (int, int)
         Height and width of the images.
     area : (float, float)

@@ -82,7 +82,7 @@ def _gray(x):
 
 
 def _mean(gray):
-    """Return each image's mean (n,). Its bits do not depend on NumPy's order of addition."""
+    """Return the mean of each image, (n,), with bits that do not depend on NumPy's summation."""
     units = np.rint(gray * np.float32(_UNIT)).astype(np.int64)
     pixels = gray[0].size if len(gray) else 1
     return (units.sum(axis=(1, 2, 3)) / (_UNIT * pixels)).astype(np.float32)

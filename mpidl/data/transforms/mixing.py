@@ -48,9 +48,9 @@ class Mixing:
         other image, where w has the distribution Beta(alpha, alpha).
     cutmix : float
         Alpha of CutMix, 0 or from 0.05 to 10. A rectangle of the image is replaced by the same
-        rectangle of the other image. Its area is 1 - w times the image's area, minus the part
-        outside the image. If both alphas are given, mixup or CutMix is selected at random for each
-        image.
+        rectangle of the other image. The rectangle's area is (1 - w) times the image's area, minus
+        the part outside the image. If both alphas are given, mixup or CutMix is selected at random
+        for each image.
     probability : float
         Probability that an image is combined with another image.
 
@@ -63,7 +63,7 @@ class Mixing:
     -----
     The label becomes the probabilities of two classes: w' for the image's class and 1 - w' for the
     other image's class. w' is w for mixup, and the fraction of remaining pixels for CutMix. The
-    cross-entropy is w' times the cross-entropy of the first label plus 1 - w' times the
+    cross-entropy is w' times the cross-entropy of the first label plus (1 - w') times the
     cross-entropy of the second label.
 
     The other image is in the same block. A block lies on one rank, so no rank reads or sends

@@ -144,7 +144,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
 
         - "none": leave pixels unchanged.
         - "rescale-zero-one": divide uint8 pixels by 255; leave floats unchanged.
-        - "rescale-symmetric": map uint8 pixels to pixel / 127.5 - 1. Map floats linearly, such that
+        - "rescale-symmetric": map uint8 pixels to pixel / 127.5 - 1. Map floats linearly so that
           the smallest and largest value of each channel become -1 and 1.
         - "zerocenter": subtract each channel's mean.
         - "zerocenter-element": subtract the mean image.

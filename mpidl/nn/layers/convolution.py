@@ -32,8 +32,8 @@ class Conv2D(Weighted):
         As in `ops.conv2d`.
     weight_initializer
         Initial weights: "glorot", or "whitening" for filters that `dl.train` computes from training
-        images before the first step (see `whiten`). A whitening layer must read the images, and may
-        have at most two filters per weight of a filter.
+        images before the first step (see `whiten`). A whitening layer must read the images, and its
+        number of filters may be at most twice the number of weights in a filter.
 
     Notes
     -----
@@ -68,7 +68,7 @@ class Conv2D(Weighted):
         padding = check.same_or_pads("Conv2D", self.padding, shape[1:], (r, s), stride, dilation)
         output = conv2d_shape(shape, weight, stride, padding, dilation)
         if min(output) < 1:
-            raise ValueError(f"{self.name}: filters {weight} leave no output of images {shape}")
+            raise ValueError(f"{self.name}: filters {weight} leave no output for images {shape}")
         fans = weight[1] * r * s, self.filters // self.groups * r * s
         return Built(output, self.learnables(weight, glorot_uniform(*fans), self.filters))
 
@@ -83,7 +83,7 @@ class Conv2D(Weighted):
         if self.groups != 1 or self.filters > 2 * pixels:
             raise ValueError(
                 f"{self.name}: weight_initializer whitening: expected one group and at most "
-                f"{2 * pixels} filters, two per pixel of a filter, got {self.groups} group(s) and "
+                f"{2 * pixels} filters, two per weight of a filter, got {self.groups} group(s) and "
                 f"{self.filters} filters"
             )
 
@@ -137,7 +137,9 @@ class TransposedConv2D(Weighted):
         weight = (shape[0], self.filters, r, s)
         output = transposed_conv2d_shape(shape, weight, stride, cropping)
         if min(output) < 1:
-            raise ValueError(f"{self.name}: cropping {cropping} leaves no output of images {shape}")
+            raise ValueError(
+                f"{self.name}: cropping {cropping} leaves no output for images {shape}"
+            )
         initial = glorot_uniform(shape[0] * r * s, self.filters * r * s)
         return Built(output, self.learnables(weight, initial, self.filters))
 

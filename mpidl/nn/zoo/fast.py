@@ -1,7 +1,7 @@
 """Networks that learn to classify small images in few epochs, with recipes from speed records.
 
 The recipes use a one-cycle learning rate, Nesterov momentum, label smoothing and a moving average
-of the weights. In tests, scores are averaged over each image and its mirror image.
+of the weights. At test time, scores are averaged over each image and its mirror image.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _residual(input_shape: Sequence[int], classes: int, seed: int, filters: int)
 def fashion(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
     """Return `cifar_fast` with 32 filters, for images such as Fashion-MNIST.
 
-    For 28x28 gray images of 10 classes, there are 487,230 learnables, including 180 frozen ones.
+    For 28x28 gray images of 10 classes, there are 487,230 learnables, and 180 of these are frozen.
 
     Parameters
     ----------
@@ -93,14 +93,14 @@ def cifar_fast(
     *,
     filters: int = 48,
 ) -> Network:
-    """Return a small residual network that learns images such as CIFAR-10 in few epochs.
+    """Return a small residual network that learns data such as CIFAR-10 in few epochs.
 
     The first convolution is frozen: it whitens patches of the images, and is computed from the
-    training images (see `whiten`). Its filters are 2x2 for colour images and 3x3 for gray ones.
+    training images (see `whiten`). Its filters are 2x2 for colour images and 3x3 for gray images.
     Three stages follow. A stage has a 3x3 convolution with batch normalization and ReLU, max
     pooling by 2, and a residual block of two such convolutions. Each stage doubles the number of
-    filters. Global max pooling and a fully connected layer end the network. For 32x32 colour
-    images of 10 classes, there are 1,092,898 learnables, including 312 frozen ones.
+    filters. Global max pooling and a fully connected layer end the network. For 32x32 colour images
+    of 10 classes, there are 1,092,898 learnables, and 312 of these are frozen.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def cifar_fast(
     seed : int
         Seed of the initial weights.
     filters : int
-        Filters of the first stage.
+        Number of filters in the first stage.
 
     Returns
     -------
@@ -120,7 +120,7 @@ def cifar_fast(
 
     Notes
     -----
-    The network is similar to the ResNet-9 of Page, "How to train your ResNet", 2019. Its recipe
+    The network is similar to the ResNet-9 in Page, "How to train your ResNet", 2019. Its recipe
     has alternating flips, as in Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024.
     """
     return _residual(input_shape, classes, seed, filters)

@@ -21,9 +21,9 @@ def unet(
 
     The encoder has `depth` stages. Each stage has two 3x3 convolutions with batch normalization and
     ReLU, and ends with 2x2 max pooling. Two more such convolutions follow. The decoder also has
-    `depth` stages. Each stage doubles the rows and columns by a transposed convolution, appends the
-    channels of the encoder stage of the same size (before pooling), and has two convolutions. The
-    last layer is a 1x1 convolution. Convolutions are padded, so outputs have the images' size.
+    `depth` stages. Each stage doubles the rows and columns by a transposed convolution, and appends
+    the channels of the encoder stage of the same size (before pooling). Two convolutions follow.
+    The last layer is a 1x1 convolution. Convolutions are padded, so outputs have the images' size.
 
     Parameters
     ----------

@@ -5,7 +5,7 @@ The name of a layer is the name of torchvision's module with "_" instead of ".".
 therefore load torchvision's published weights. These weights expect RGB images that are normalized
 with the mean and standard deviation of ImageNet's channels, `CENTRE` and `DIVISOR`.
 
-For images of other sizes than 224x224, torchvision pools the feature map adaptively to a fixed size
+For image sizes other than 224x224, torchvision pools the feature map adaptively to a fixed size
 before the fully connected layers. In this module, the fully connected layers read the whole feature
 map, so the shape of their weights depends on the image size. Initial weights are Glorot uniform,
 and biases are zero.
@@ -300,7 +300,7 @@ def squeezenet1_1(
         Conv2D(3, 64, stride=2, name="features_0"),
         ReLU(name="features_1"),
     ]
-    fires = [(16, 64), (16, 64), None, (32, 128), (32, 128), None]  # None: max pooling
+    fires = [(16, 64), (16, 64), None, (32, 128), (32, 128), None]  # None stands for max pooling
     fires += [(48, 192), (48, 192), (64, 256), (64, 256)]
     for i, fire in enumerate([None, *fires], 2):
         name = f"features_{i}"
@@ -339,7 +339,7 @@ MOBILENET_STAGES = (
 def _conv_norm(
     prefix: str, size: int, filters: int, stride: int = 1, groups: int = 1, norm: str = ""
 ) -> list[Layer]:
-    """Return a convolution and its batch normalization, named `norm` or by default PREFIX_1."""
+    """Return a convolution and a batch normalization, which is named `norm` or else PREFIX_1."""
     conv = Conv2D(size, filters, stride, size // 2, groups=groups, bias=False)
     conv.name = prefix if norm else f"{prefix}_0"
     return [conv, BatchNorm(name=norm or f"{prefix}_1")]

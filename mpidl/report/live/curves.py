@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-POINTS = 1000  # largest number of points of a curve
+POINTS = 1000  # maximum number of points of a curve
 
 
 class Columns:

@@ -10,8 +10,8 @@ from mpidl.files import reason
 from mpidl.report import stop_file
 
 T = TypeVar("T")
-MAX_BYTES = 1 << 20  # largest size of a small file
-NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO  # link, socket
+MAX_BYTES = 1 << 20  # maximum size of a small file
+NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO  # the last two: link, socket
 
 
 class Folder:

@@ -1,4 +1,4 @@
-"""The server of the live page as a separate process, which ends with the training."""
+"""The server of the live page as a separate process, which ends when training ends."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PHASES = {
     "other": ("#c9ced6", "other"),
 }
 MEGABYTE = 1e6
-MAX_ROWS = 256  # largest number of rows of the table; the bars show all ranks
+MAX_ROWS = 256  # maximum number of rows of the table; the bars show all ranks
 TABLE_STYLE = """
 div { max-height: 260px; overflow-y: auto; }
 table { width: 100%; border-collapse: collapse; font: 13px/1.6 system-ui, sans-serif; color: #222;

@@ -47,9 +47,9 @@ class LiveRun:
     status : Status or None
         The content of status.json.
     summary : dict or None
-        The content of summary.json; None until the run has ended and written it.
+        The content of summary.json; None until the run has ended and written the file.
     request : str or None
-        The requested stop: `stop_file.NOW`, `EPOCH` or None. It stays until the end of the run.
+        The requested stop: `stop_file.NOW`, `EPOCH` or None. The value stays until the run ends.
     version : int
         Number that increases when the records change.
     """
@@ -127,7 +127,7 @@ class LiveRun:
 
     @property
     def iterations_per_epoch(self) -> int:
-        """Number of iterations per epoch. Without a status: the iterations of epoch 1 so far."""
+        """Number of iterations per epoch. Without a status, the iterations of epoch 1 so far."""
         if self.status is not None and self.status.iterations_per_epoch:
             return self.status.iterations_per_epoch
         return max(1, int((self.iterations.column("epoch") == 1).sum()))
@@ -184,7 +184,7 @@ class LiveRun:
 
 
 def runs_of(paths: Sequence[str]) -> list[LiveRun]:
-    """Return a `LiveRun` for each folder. A folder may appear later.
+    """Return a `LiveRun` for each folder. The folders need not exist yet.
 
     Raises
     ------

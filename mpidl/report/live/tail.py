@@ -7,7 +7,7 @@ from typing import Any
 from mpidl.report.live.folder import Folder
 
 FILE = "metrics.jsonl"
-PIECE = 4 << 20  # largest number of bytes per call, so that a long file does not block the server
+PIECE = 4 << 20  # maximum number of bytes per call, so that a long file does not block the server
 MAX_LINE = 64 << 20  # longer lines are skipped
 OVERLAP = 256  # bytes before the position; if they change, the file has been rewritten
 

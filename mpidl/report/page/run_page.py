@@ -1,4 +1,4 @@
-"""Write an HTML page about one run, or a comparison of several: curves, options, confusion."""
+"""Write an HTML page about one or more runs: curves, options and confusion matrices."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _metric_points(validation, metric):
 
 
 def _options(runs, names):
-    """Return a table of options that differ between runs or from defaults, and one of the rest."""
+    """Return two tables: options that differ (between runs or from defaults), and the rest."""
     if not any(run.options for run in runs):
         return []
     everything = list(dict.fromkeys(name for run in runs for name in run.options))
@@ -257,7 +257,7 @@ def _options(runs, names):
         ]
     rest = [name for name in everything if name not in first]
     head = ["option", *(["value", "from"] if is_single else names)]
-    text = "No option differs from its default." if is_single else "The options are the same."
+    text = "No option differs from its default." if is_single else "All options are the same."
     top: Content = element("p", text)
     if first:
         top = table(head, [_option_row(runs, name) for name in first], "options")
@@ -315,7 +315,7 @@ def _confusion(confusion: ConfusionTable) -> list[Content]:
         [name, *(_shaded(n, shade) for n, shade in zip(row, shade_row, strict=True))]
         for name, row, shade_row in zip(classes, counts, shades, strict=True)
     ]
-    text += " A row per true class, a column per predicted class."
+    text += " Rows are true classes, and columns are predicted classes."
     heads = [element("th", name, title=name) for name in classes]
     return [element("p", text), table(["", *heads], rows, "confusion")]
 

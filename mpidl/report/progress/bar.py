@@ -11,12 +11,12 @@ from mpidl.report.progress.terminal import terminal_width
 if TYPE_CHECKING:
     from rich.text import Text
 
-MIN_BAR = 8  # columns; fields are omitted if the bar would be shorter
+MIN_BAR = 8  # minimum number of columns; fields are omitted if the bar would be shorter
 SEPARATOR = "  "
 
 
 class Field(NamedTuple):
-    """A text next to the bar. Fields with the highest `rank` are omitted first, rank 0 never."""
+    """A text next to the bar. Fields with a high `rank` are omitted first, and rank 0 is kept."""
 
     text: str
     rank: int = 0

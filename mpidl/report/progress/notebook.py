@@ -1,7 +1,7 @@
 """Show a run in a notebook while it trains: rank 0 writes records, and the notebook draws them.
 
-`dl.launch` calls `record_in` on rank 0. Each training then writes a file of JSON lines to the
-folder of the launch, which the launching process reads.
+`dl.launch` calls `record_in` on rank 0. Each training run then writes a file of JSON lines to the
+folder of the launch. The launching process reads these files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from mpidl.report import plots, svg_charts
@@ -25,13 +26,13 @@ _folder: str | None = None
 
 
 def record_in(folder: str) -> None:
-    """Let each following training of this process write its progress to a folder."""
+    """Make the next training runs of this process write their progress to a folder."""
     global _folder
     _folder = folder
 
 
 def recorder() -> Recorder | None:
-    """Return the recorder of a new training, or None if `record_in` has not been called."""
+    """Return the recorder of a new training run, or None if `record_in` has not been called."""
     if _folder is None:
         return None
     count = sum(name.startswith(PREFIX) for name in os.listdir(_folder))
@@ -39,15 +40,19 @@ def recorder() -> Recorder | None:
 
 
 class Recorder:
-    """Writes the progress of a training to a file of JSON lines."""
+    """Writes the progress of a training run to a file of JSON lines."""
 
     def __init__(self, path: str) -> None:
         self.file, self.flush_time = open(path, "w"), 0.0
 
-    def write(self, kind: str, **values: float | str | None) -> None:
+    def write(
+        self, kind: str, metrics: Mapping[str, float] | None = None, **values: float | str | None
+    ) -> None:
         """Append a record. Write numbers that are not finite as null."""
-        record: dict[str, float | str | None] = {"kind": kind}
+        record: dict[str, Any] = {"kind": kind}
         record |= {k: v if isinstance(v, str) else number(v) for k, v in values.items()}
+        if metrics:
+            record["metrics"] = {name: number(value) for name, value in metrics.items()}
         self.file.write(json.dumps(record) + "\n")
         if kind != "iteration" or time.monotonic() - self.flush_time >= FLUSH_SECONDS:
             self.file.flush()
@@ -55,7 +60,7 @@ class Recorder:
 
 
 class Run:
-    """The progress of one training, as read from its file."""
+    """The progress of one training run, as read from its file."""
 
     def __init__(self, path: str) -> None:
         self.file, self.partial = open(path), ""
@@ -110,10 +115,11 @@ class Run:
             texts.append(f"epoch {last['epoch']:.0f} of {self.epochs:.0f}")
             texts.append(f"iteration {last['iteration']:.0f} of {self.iterations:.0f}")
             for source, prefix in ((last, ""), (self.validation, "validation ")):
+                scores = {name: source.get(name) for name in ("loss", "accuracy")}
                 texts += [
-                    f"{prefix}{name} {rows.decimal(source[name])}"
-                    for name in ("loss", "accuracy")
-                    if source.get(name) is not None
+                    f"{prefix}{name} {rows.decimal(score)}"
+                    for name, score in (scores | source.get("metrics", {})).items()
+                    if score is not None
                 ]
             texts.append(f"learning rate {last['learning_rate']:g}")
             if last["images_per_second"] is not None:
@@ -161,7 +167,7 @@ class Run:
 
 
 class LiveDisplay:
-    """Shows the trainings of a launch in the output of a notebook cell.
+    """Shows the training runs of a launch in the output of a notebook cell.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Record a run in a file store of MLflow: parameters, metrics, pictures and files."""
+"""Record a run in an MLflow file store: parameters, metrics, pictures and files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class MLflowRun(Tracker):
                     if experiment is None:
                         raise
         if experiment.lifecycle_stage != "active":
-            raise UserError(f"{self.store}: the experiment {name} is deleted: name another one")
+            raise UserError(f"{self.store}: the experiment {name} is deleted: choose another name")
         return experiment.experiment_id
 
     def _resumed(self, folder):

@@ -115,5 +115,6 @@ class WandbRun(Tracker):
         remember(self.run_folder, "wandb", facts)
 
     def _writing(self):
-        # Weights & Biases raises its own errors, and the errors of the sockets to its process.
+        # Weights & Biases raises its own errors, and errors of the sockets that connect to its
+        # process.
         return writing(os.path.join(self.folder, "wandb"), self._wandb.Error, RuntimeError)

@@ -39,7 +39,7 @@ Tables = Mapping[str, Mapping[str, np.ndarray]]
 class BackgroundWriter:
     """Writes the large files of a run in a separate process.
 
-    The process is started for the first job that takes long: a large checkpoint or a plot. At most
+    The process is started for the first long job: writing a large checkpoint or a plot. At most
     one checkpoint is written at a time; `save` waits for the previous checkpoint. Only rank 0 calls
     the methods.
 
@@ -51,9 +51,9 @@ class BackgroundWriter:
     Attributes
     ----------
     problem : UserError, LostLock or None
-        Error of a file that could not be written. All later calls raise this error.
+        The error of the first file that could not be written. All later calls raise this error.
     process : Popen or None
-        The separate process; None before the first job that takes long.
+        The separate process; None before the first long job.
     """
 
     def __init__(self, *, starts_process: bool = True) -> None:
@@ -289,7 +289,7 @@ def main() -> None:
 def _pass_on(jobs):
     """Pass on the jobs from stdin. When stdin ends, end the process immediately.
 
-    At that point rank 0 has ended, and another job may write to the same files.
+    At that point, rank 0 has ended, and another job may write to the same files.
     """
     for line in sys.stdin.buffer:
         jobs.put(line)

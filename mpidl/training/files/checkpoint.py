@@ -2,7 +2,7 @@
 
 Each checkpoint is a complete HDF5 file (see `model_file`) with everything that a run needs to
 resume on any number of ranks. At any time, at least one of the two files can be loaded, because
-`save` proceeds in three steps. It writes and flushes the new file under a temporary name, renames
+`save` has three steps. It writes and flushes the new file under a temporary name, renames
 checkpoint.h5 to checkpoint-previous.h5, and then renames the new file to checkpoint.h5.
 """
 

@@ -1,4 +1,4 @@
-"""Check the checkpoints and the model of a run, without a network and without MPI."""
+"""Check the checkpoints and the model of a run, without creating its network or starting MPI."""
 
 from __future__ import annotations
 

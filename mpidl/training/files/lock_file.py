@@ -6,8 +6,8 @@ apply to one node only, so the existence of the file is the lock:
 - A process takes the lock with `link`, which creates the file with its content in one step and
   fails if the file exists.
 - The holder of the lock renews it by updating the file's modification time. The clocks of two nodes
-  are never compared: any change of the time counts as a renewal, and the age of the lock is
-  measured relative to a file that was just written in the same folder.
+  are never compared. Any change to the modification time counts as a renewal, and the age of the
+  lock is measured relative to a file that was just written in the same folder.
 - To take over the lock of a holder that has ended, a process first creates a claim file, whose name
   contains the holder's token. Only one process can create this file. If that process ends too,
   another process takes over its claim in the same way.
@@ -185,7 +185,7 @@ class LockFile:
 
     def release(self) -> None:
         """Remove the lock if this process still holds it. Never raises OSError."""
-        remover = self.holder.renamed()  # keep the lock renewed until its file is removed
+        remover = self.holder.renamed()  # a claim needs a token other than the holder's
         claim = self._claim_of(self.holder.token)
         try:
             with self._part(remover) as part:
@@ -208,7 +208,7 @@ class LockFile:
 
     @contextlib.contextmanager
     def _part(self, holder):
-        """Write a file that describes a holder, and remove it at the end of the block."""
+        """Write a file that describes a holder, and remove the file at the end of the block."""
         path = os.path.join(self.folder, f".{NAME}.{holder.token}.part")
         try:
             _write(path, holder)
@@ -218,7 +218,7 @@ class LockFile:
 
     @staticmethod
     def _create(path, part, holder):
-        """Create a file with the content of `part`; return False if it exists."""
+        """Create a file with the content of `part`; return False if the file already exists."""
         try:
             os.link(part, path)
         except FileExistsError:

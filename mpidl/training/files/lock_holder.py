@@ -30,7 +30,7 @@ class Holder:
         Name of the host.
     machine : str
         Identifiers of the host's current boot and of the PID namespace; "" if the system does not
-        provide them. A process can only check processes with the same value.
+        provide them. A process can check only processes with the same value of this attribute.
     pid : int
         Process ID.
     process_start : int
@@ -46,7 +46,7 @@ class Holder:
         Token of the `mpidl.launch` command that started the process; "" if the process was started
         in another way.
     start : int
-        How many times `mpidl.launch` has started the training, including this time.
+        How many times `mpidl.launch` has started the training run, including this time.
     """
 
     token: str

@@ -53,8 +53,8 @@ RESULTS = (
 COPIED = (history.FILE, TENSORBOARD)  # copied if a run is resumed in a different folder
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
-# Before it writes a record, a run checks its lock if the last check is older than this. Only a run
-# that was suspended has not checked for so long.
+# Before it writes a record, a run checks its lock if the last check is older than this time. Only a
+# run that was suspended has not checked for so long.
 RECORD_LOOK_SECONDS = 2 * lock_file.RENEW_SECONDS
 PLOT_SECONDS = 10.0  # shortest time between two plots, and from the start to the first plot
 # The arguments that set the folder, resume a run and replace a run, as shown in error messages.
@@ -240,7 +240,7 @@ class RunWriter:
         The ranks.
     last_iteration : int, optional
         Iteration of the checkpoint from which the run resumes. Records of later iterations are
-        removed from metrics.jsonl. By default the run is new.
+        removed from metrics.jsonl. By default, the run is new.
 
     Attributes
     ----------
@@ -301,7 +301,7 @@ class RunWriter:
             self._try(self.metrics.record_ranks, *arguments)
 
     def _try(self, write, *arguments):
-        """Call a function unless an earlier call failed; keep its error until the checkpoint."""
+        """Call a function unless an earlier call failed; keep its error for `save` to raise."""
         if self.record_error is None:
             try:
                 self.folder.lock.check(RECORD_LOOK_SECONDS)

@@ -53,7 +53,7 @@ class TrialFolder(NamedTuple):
         return os.path.basename(self.path)
 
     def state(self) -> str:
-        """Return one of `STATES`. The state of a killed trial stays "running"."""
+        """Return the state of the trial, one of `STATES`. A killed trial stays "running"."""
         return self._record().get("state", WAITING)
 
     def row(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class TrialFolder(NamedTuple):
 
 def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
     """Return the folders of all trials of a sweep in the folder `out`."""
-    return [  # the names do not depend on the number of trials, because it may grow
+    return [  # the names do not depend on the number of trials, which may grow
         TrialFolder(os.path.join(out, f"trial-{i + 1:03}"), i + 1, sweep.options(i))
         for i in range(len(sweep.trials))
     ]

@@ -74,7 +74,7 @@ class AdamMoments(Transform):
         return {"correction": self.correction(-1.0, step)}
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the backends' formula "adam".
+        """Return the arguments for the backends' formula "adam".
 
         Parameters
         ----------
@@ -188,18 +188,18 @@ class Adam(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors, at least 0 and below 1, by which m and v decay in each step. By default 0.9 and
-        0.999.
+        Factors, at least 0 and below 1, by which m and v decay in each step. The defaults are 0.9
+        and 0.999.
     epsilon : float
         A small number added to the square root in the denominator.
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The L2 term is added before the gradient is clipped.
     decay_exclude : str
@@ -243,19 +243,19 @@ class AdamW(Solver):
     Parameters
     ----------
     l2 : float, optional
-        The weight decay, called `weight_decay` in PyTorch. By default 0.01. The moments do not
+        The weight decay, called `weight_decay` in PyTorch. The default is 0.01. The moments do not
         include the decay, and the decay is not clipped.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors, at least 0 and below 1, by which the moments decay in each step. By default 0.9 and
-        0.999.
+        Factors, at least 0 and below 1, by which the moments decay in each step. The defaults are
+        0.9 and 0.999.
     epsilon : float
         A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The clipped gradient does not include the decay.
     decay_exclude : str

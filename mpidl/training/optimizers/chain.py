@@ -38,13 +38,13 @@ class Optimizer:
     Parameters
     ----------
     learning_rate : float
-        The learning rate. Schedules assign the attribute of the same name.
+        The learning rate. Schedules assign to the attribute of the same name.
     *transforms : Transform
         The transforms, in the order in which they change the gradients.
     learning_rate_factors : dict, optional
         {name: factor} by which the learning rate of a parameter is multiplied, 1 by default. A
         parameter with the factor 0 does not change and needs no gradient. `net.factors` contains
-        the factors of a network's layers, for use as in `SGDM(0.01, **net.factors)`.
+        the factors of a network's layers. Pass them as in `SGDM(0.01, **net.factors)`.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class Optimizer:
         parts, self._fused = _fused_tail(transforms)
         if self._fused is not None:
             parts = (*parts, self._fused)
-        # Prefix the number names of each part, because two parts may use the same name.
+        # Prefix the names of each part's scalars, because two parts may use the same name.
         self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(

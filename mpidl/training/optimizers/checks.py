@@ -47,8 +47,8 @@ def check_optimizer(optimizer: Any, net: Network) -> None:
     has_factors = any(factor != 1 for factor in net.factors["learning_rate_factors"].values())
     if isinstance(optimizer, Optimizer) and has_factors and not optimizer.learning_rate_factors:
         raise UserError(
-            "optimizer: the network has frozen layers or layers with factors: pass them to the "
-            f"optimizer, {type(optimizer).__name__}(..., **net.factors)"
+            "optimizer: the network has frozen layers or layers with factors: pass the factors to "
+            f"the optimizer, {type(optimizer).__name__}(..., **net.factors)"
         )
 
 

@@ -36,11 +36,11 @@ class LarsTrustRatio(Transform):
     coefficient : float
         The trust coefficient.
     factors : dict, optional
-        {name: factor} of the weight decay, as for `WeightDecay`. Updates of a parameter with the
-        factor 0 are not scaled. Without an entry, the factor is 1 for names that end in ".weight"
-        and 0 for other names.
+        Multiplier of the weight decay of each parameter, {name: factor}; see `WeightDecay`.
+        Updates of a parameter with the factor 0 are not scaled. For names without an entry, the
+        factor is 1 if the name ends in ".weight", and 0 otherwise.
     exclude : str
-        Parameters without weight decay, as for `WeightDecay`. Their updates are not scaled.
+        Parameters without weight decay; see `WeightDecay`. Their updates are not scaled.
 
     Notes
     -----
@@ -76,14 +76,14 @@ class LambTrustRatio(LarsTrustRatio):
     """Multiply each update by |w| / |update|, where the update includes the weight decay.
 
     This is the layerwise adaptation in algorithm 2 of You et al., "Large batch optimization for
-    deep learning: training BERT in 76 minutes", 2020, with the identity as scaling function.
+    deep learning: training BERT in 76 minutes", 2020, with the identity as the scaling function.
 
     Parameters
     ----------
     factors : dict, optional
-        {name: factor} of the weight decay, as for `LarsTrustRatio`.
+        Multiplier of the weight decay of each parameter, {name: factor}; see `LarsTrustRatio`.
     exclude : str
-        Parameters without weight decay, as for `LarsTrustRatio`.
+        Parameters without weight decay; see `LarsTrustRatio`.
     """
 
     method = "lamb"
@@ -141,18 +141,18 @@ class LARS(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 1, because the ratio is a few thousandths.
+        Learning rate. The default is 1, because the ratio is a few thousandths.
     momentum : float
         Fraction of the previous step that is added to the current step.
     trust_coefficient : float
         Factor in the ratio.
     l2 : float
-        The weight decay. It is added after the gradient is clipped.
+        The weight decay, which is added after the gradient is clipped.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`. Updates of a learnable with the
-        factor 0 are not scaled.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
+        Updates of a learnable with the factor 0 are not scaled.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`.
     nesterov : bool
@@ -209,19 +209,19 @@ class LAMB(AdamW):
     Parameters
     ----------
     l2 : float, optional
-        The decoupled weight decay. By default 0.01.
+        The decoupled weight decay. The default is 0.01.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`. Updates of a learnable with the
-        factor 0 are not scaled.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
+        Updates of a learnable with the factor 0 are not scaled.
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     gradient_decay_factor, squared_gradient_decay_factor : float
-        Factors, at least 0 and below 1, by which the moments decay in each step. By default 0.9 and
-        0.999.
+        Factors, at least 0 and below 1, by which the moments decay in each step. The defaults are
+        0.9 and 0.999.
     epsilon : float
         A small number added to the square root in the denominator.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The weight decay is added after the gradient is clipped.
     decay_exclude : str

@@ -45,7 +45,7 @@ class RMSPropMoment(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the backends' formula "rmsprop".
+        """Return the arguments for the backends' formula "rmsprop".
 
         Parameters
         ----------
@@ -92,17 +92,17 @@ class RMSProp(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 0.001.
+        Learning rate. The default is 0.001.
     squared_gradient_decay_factor : float, optional
-        Factor, at least 0 and below 1, by which v decays in each step. By default 0.9.
+        Factor, at least 0 and below 1, by which v decays in each step. The default is 0.9.
     epsilon : float
         A small number added to sqrt(v).
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The L2 term is added before the gradient is clipped.
     decay_exclude : str

@@ -68,7 +68,7 @@ class NesterovMomentum(Momentum):
 
 
 def momentum_of(momentum: float, nesterov: bool | Literal["on", "off"]) -> Momentum:
-    """Return the transform of one of the two kinds of momentum."""
+    """Return a `NesterovMomentum` if `nesterov` is true or "on", else a `Momentum`."""
     is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
     return NesterovMomentum(momentum) if is_nesterov else Momentum(momentum)
 
@@ -102,15 +102,15 @@ class SGDM(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        Learning rate. By default 0.01.
+        Learning rate. The default is 0.01.
     momentum : float
         Fraction of the previous step that is added to the current step.
     l2 : float
         L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor} of the weight decay; see `WeightDecay`.
+        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor} of the learning rate; see `Optimizer`.
+        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         Arguments of `Clip`. The L2 term is added before the gradient is clipped.
     nesterov : bool

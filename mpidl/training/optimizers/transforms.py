@@ -30,7 +30,7 @@ Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 BIASES_AND_NORMS = "biases-and-norms"
 EXCLUSIONS = one_of(BIASES_AND_NORMS, "biases", "none")  # the values of `decay_exclude`
 
-# Rules for the arguments of transforms and solvers, and for the training options of the same names.
+# Rules for the arguments of transforms and solvers, and for the training options with these names.
 RULES: dict[str, Rule] = {
     "learning_rate": positive(),
     "momentum": fraction(),
@@ -109,7 +109,7 @@ class Updates:
         numbers : sequence
             Scalar arguments of the formula.
         factors : list of float, optional
-            Factor of the learning rate for each parameter. By default all factors are 1.
+            Factor of the learning rate for each parameter. By default, all factors are 1.
         """
         self.add_decays()
         factors = [1.0] * len(self.names) if factors is None else factors
@@ -136,7 +136,7 @@ class Transform:
     """
 
     tables: tuple[str, ...] = ()
-    counts_steps = True  # whether `numbers` depends on the step count; if so, checkpoints store it
+    counts_steps = True  # whether `numbers` depends on the step count, which checkpoints then store
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         """Return the scalars of training step `step`, counted from 1.
@@ -208,15 +208,14 @@ class WeightDecay(Transform):
     Parameters
     ----------
     l2 : float
-        The regularization factor of all parameters.
+        The regularization factor for all parameters.
     factors : dict, optional
-        {name: factor} by which `l2` is multiplied for a parameter. By default 1 for names that end
-        in ".weight", and as `exclude` determines for other names (biases, gamma, beta).
+        {name: factor} by which `l2` is multiplied for a parameter. The default is 1 for names that
+        end in ".weight". For other names (biases, gamma, beta), `exclude` determines the default.
     exclude : {"biases-and-norms", "biases", "none"}
-        Parameters other than weights with the factor 0. "biases-and-norms" excludes biases and the
-        parameters of normalization layers, "biases" excludes only biases, and "none" excludes no
-        parameters. Parameters that are not excluded have the factor 1. A factor in `factors` other
-        than 0 takes precedence.
+        Which parameters other than weights have the factor 0: biases and the parameters of
+        normalization layers ("biases-and-norms"), only biases ("biases"), or none ("none"). All
+        other parameters have the factor 1. A factor in `factors` other than 0 takes precedence.
     """
 
     counts_steps = False

@@ -1,7 +1,8 @@
 """Merge the sources of a run's options, record the result and check changes on resume.
 
-The sources, from highest to lowest precedence: the command line, --config FILE.toml, the resumed
-run, the network's recipe, and the defaults, which are the same as in MATLAB's trainingOptions.
+The sources are, from highest to lowest precedence: the command line, --config FILE.toml, the
+resumed run, the network's recipe, and the defaults. The defaults are the same as in MATLAB's
+trainingOptions.
 """
 
 import json
@@ -37,7 +38,7 @@ from mpidl.training.options.training_options import (
 from mpidl.training.schedules import ENDING
 
 WEIGHTS = "weights"  # source of a normalization that is stored in the weight file
-RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml without options
+RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that contain no options
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES: dict[str, Rule] = {
     **{name: rule_of(declared) for name, declared in OPTIONS.items()},
@@ -102,7 +103,7 @@ def resolve(
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
-        # Checkpoints of the command have "run"; checkpoints of dl.train do not.
+        # Checkpoints of the command `train` contain "run"; checkpoints of `dl.train` do not.
         layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
     merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
     usual = RUN["network"] if merged.get("weights") in (None, "none") else None
@@ -128,9 +129,8 @@ def resolve(
 def _refuse_two_batch_sizes(values, sources, order):
     """Raise UserError if a batch size per rank would silently override the user's batch size.
 
-    The batch size per rank does so if two conditions hold: the user set the batch size on the
-    command line or in a config file, and the batch size per rank comes from a source of the same or
-    lower precedence.
+    This would happen if the user set the batch size on the command line or in a config file, and
+    the batch size per rank came from a source with the same or lower precedence.
     """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")
@@ -205,7 +205,7 @@ def write_options(
     versions : mapping
         Software versions, {"python": "3.11.7", ...}, as returned by `versions_of`.
     weights_file : mapping, optional
-        Path and SHA-256 of the weight file. By default no weight file is recorded.
+        Path and SHA-256 of the weight file. By default, no weight file is recorded.
     """
     import tomli_w
 
@@ -214,7 +214,7 @@ def write_options(
         return {name: printable(v) if isinstance(v, str) else v for name, v in table.items()}
 
     options = resolved.options.as_dict()
-    if options["batch_per_rank"] is not None:  # the batch size follows from it
+    if options["batch_per_rank"] is not None:  # the batch size follows from this option
         del options["batch_size"]
     if resolved.sources["normalization"] == WEIGHTS:
         del options["normalization"]
@@ -230,7 +230,7 @@ def write_options(
 
 def version_of(package: str) -> str:
     """Return the installed version of a package, or "not installed as a package"."""
-    from importlib import metadata  # only rank 0 needs it, and the import takes 20 ms
+    from importlib import metadata  # only rank 0 needs this module, and the import takes 20 ms
 
     try:
         return metadata.version(package)

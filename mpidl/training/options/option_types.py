@@ -148,7 +148,7 @@ def option(
     text : str
         Help text.
     default : object
-        The value if no source, such as the command line, sets the option. It must be passed by
+        The value if no source, such as the command line, sets the option. Pass this argument by
         keyword, because type checkers and editors look for the keyword `default`.
     resume : {"free", "fixed", "up"}
         Whether a resumed run may change the option, must keep it, or may only increase it.

@@ -62,8 +62,8 @@ class RunOptions:
             optional=True,
         ),
         "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured "
-        "to set the shares by the speed of each rank in the previous epoch; affects speed only; "
-        "none gives equal shares",
+        "to set the shares according to each rank's speed in the previous epoch; affects speed "
+        "only; none gives equal shares",
         default=None,
         matlab="WorkerLoad",
     )
@@ -83,12 +83,12 @@ class RunOptions:
     audit_every: int = option(
         at_least(0),
         "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
-        "with wrong bytes; 0 compares the weights only when a checkpoint is written",
+        "whose weights differ; 0 compares the weights only when a checkpoint is written",
         default=0,
     )
     on_nan: Literal["stop", "rollback"] = choice(
-        "If the loss or a weight is NaN or infinite: stop, or return to the last epoch or periodic "
-        "checkpoint and continue with half the learning rate, at most 5 times",
+        "If the loss or a weight is NaN or infinite: stop, or return to the end of the last epoch "
+        "or the last periodic checkpoint and halve the learning rate, at most 5 times",
         default="stop",
     )
     on_lost_rank: Literal["stop", "shrink"] = choice(
@@ -107,8 +107,8 @@ class RunOptions:
     )
     verbose_every: int = option(
         at_least(0),
-        "Iterations between log lines, with at most one line every 5 s; 0 logs an iteration only "
-        "if the run ends with it in the middle of an epoch",
+        "Iterations between log lines, with at most one line every 5 s; 0 logs no iteration, "
+        "except the last iteration of a run that ends in the middle of an epoch",
         default=50,
         matlab="VerboseFrequency",
     )
@@ -121,8 +121,8 @@ class RunOptions:
     timeline: int | float = option(
         at_least(0, allow_inf=True)._replace(bare=100),
         "Iterations to record in timeline.json.gz in the results folder, a timeline for Perfetto "
-        "of what each rank computes and waits for; the flag without a value records 100, inf the "
-        "whole run",
+        "of what each rank computes and waits for; the flag without a value records 100 "
+        "iterations, and inf records the whole run",
         default=0,
     )
     timeline_mb: int = option(

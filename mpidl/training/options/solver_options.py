@@ -202,8 +202,8 @@ class SolverOptions:
     )
     trust_coefficient: float = option(
         RULES["trust_coefficient"],
-        "Factor by which the ratio of weight norm to gradient norm is multiplied to scale the "
-        f"learning rate of each layer ({_takers('trust_coefficient')})",
+        "Trust coefficient: the learning rate of each layer is multiplied by this factor and by "
+        f"the ratio of weight norm to gradient norm ({_takers('trust_coefficient')})",
         default=0.001,
         resume="fixed",
     )
@@ -299,8 +299,8 @@ class SolverOptions:
     )
     average: Literal["none", "ema", "swa"] = option(
         one_of("none", "ema", "swa"),
-        "Average the weights: an exponential moving average over iterations (ema), or the mean of "
-        "the weights at the ends of epochs (swa)",
+        "Average of the weights: an exponential moving average over iterations (ema), or the mean "
+        "of the weights at the ends of epochs (swa)",
         default="none",
         resume="fixed",
     )
@@ -382,7 +382,7 @@ class SolverOptions:
         datastore : Datastore
             The training set, from which "balanced" weights are computed.
         world : World, optional
-            The ranks that share the reading of targets. By default this rank reads all targets.
+            The ranks that share the reading of targets. By default, this rank reads all targets.
 
         Returns
         -------

@@ -40,11 +40,11 @@ class Sweep(NamedTuple):
     path : str
         Path of the file.
     train : dict
-        Options of every trial: {name: value}, with underscores in the names.
+        Options for every trial: {name: value}, with underscores in the names.
     trials : list of dict
         For each trial, the options that vary. They override the options in `train`.
     varied : list of str
-        Names of all options that vary, in the order of the file.
+        Names of all options that vary, in the order in which the file lists them.
     folds : int or None
         Number of folds of a cross-validation. Each combination of the other options then has one
         trial per fold, in succession. None without cross-validation.
@@ -64,11 +64,11 @@ class Sweep(NamedTuple):
 def read(path: str | os.PathLike[str]) -> Sweep:
     """Read the file of a sweep.
 
-    The table [train] sets options of every trial. One of three other tables defines the trials: all
-    combinations of the lists in [grid], one trial per table [[trial]], or random trials as
+    The table [train] sets options for every trial. One of three other tables defines the trials:
+    all combinations of the lists in [grid], one trial per table [[trial]], or random trials as
     described in [random]. If the key `folds` = K precedes the tables, each trial becomes K trials,
-    with the option `fold` from 1/K to K/K. A file with `folds` may have no table that defines
-    trials.
+    with the option `fold` from 1/K to K/K. In a file with `folds`, the table that defines the
+    trials is optional.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str]) -> Sweep:
         if any("fold" in options for options in (train, *trials)):
             raise UserError(f"{path}: {FOLDS} = {folds} sets the option fold, found another value")
         trials = [t | {"fold": f"{i + 1}/{folds}"} for t in trials for i in range(folds)]
-    for options in (train, *trials):  # check URLs before they are written to files of a trial
+    for options in (train, *trials):  # check URLs before they are written to a trial's files
         for name, value in options.items():
             if isinstance(value, str):
                 check_url(value, f"{path}: {name}")

@@ -237,8 +237,8 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         Returns
         -------
         tuple of int or None
-            The entries of `worker_load` times 1000, one per rank. None for equal shares. This
-            includes "measured", which starts with equal shares.
+            The entries of `worker_load` times 1000, one per rank. None for equal shares, with which
+            "measured" also starts.
 
         Raises
         ------
@@ -310,7 +310,7 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that remain valid when other options override the recipe.
 
     If `overrides` change the solver, the recipe's options that depend on the solver are dropped.
-    These are the options in `SOLVER_NAMES`, and options whose default differs between the two
+    These options are those in `SOLVER_NAMES`, and those whose defaults differ between the two
     solvers. The recipe's `scale_rate` is dropped if the learning rate is overridden or dropped, or
     if `linear_scaling` is set.
 
@@ -358,7 +358,7 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     value : object
         The value to check.
     spelled : str, optional
-        The option as the user wrote it, for the error message. By default `name`.
+        The option as the user wrote it, for the error message. The default is `name`.
     text : bool
         Whether the value comes from text, such as a command line. If true, strings such as "12" are
         converted to numbers.

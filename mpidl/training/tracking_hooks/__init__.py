@@ -1,10 +1,10 @@
 """Hooks that record a run for TensorBoard, MLflow, and Weights & Biases.
 
-The hooks pass the following data to a tracker: each record of metrics.jsonl, the options, a gallery
-of augmented images, histograms of the learnables and their gradients after each epoch, and the
-confusion matrix at the end. All ranks call the hooks, but only rank 0 imports the tracker's library
-and writes. If rank 0 fails to write, the run writes a checkpoint at the end of the epoch and ends
-on all ranks.
+The hooks pass to a tracker the options, a gallery of augmented images, and each record of
+metrics.jsonl. They also pass histograms of the learnables and their gradients after each epoch, and
+the confusion matrix at the end. All ranks call the hooks, but only rank 0 imports the tracker's
+library and writes. If rank 0 fails to write, the run writes a checkpoint at the end of the epoch
+and ends on all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
     """Return the hooks that the options of a command request.
 
-    The caller must call `conclude` of each hook.
+    The caller must call the method `conclude` of each hook.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object
     Raises
     ------
     UserError
-        If a hook is to be added and the run has no folder.
+        If a hook must be added and the run has no folder.
     """
     hooks = list(hooks)
     if options.tensorboard != "on" or any(isinstance(hook, TensorBoardHook) for hook in hooks):

@@ -71,7 +71,7 @@ class TrackingHook:
             The run to record.
         """
         self._error = None
-        # A stage of the console, because importing the tracker's library takes time.
+        # Show a stage on the console, because importing the tracker's library takes time.
         with trainer.console.stage(f"start of {type(self).__name__}"):
             call_together(
                 trainer.world, lambda: self._start(trainer) if not trainer.world.rank else None
@@ -171,7 +171,7 @@ class TrackingHook:
         folder : path or None
             The folder of the run; None if the run has no folder.
         test : Evaluation, optional
-            The evaluation on the test set. By default there was no test.
+            The evaluation on the test set. By default, there was no test.
         state : {"finished", "stopped"}
             Whether the run ended as planned or was stopped.
 

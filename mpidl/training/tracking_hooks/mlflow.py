@@ -1,4 +1,4 @@
-"""Define the hook that records a run in a file store of MLflow."""
+"""Define the hook that records a run in an MLflow file store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MLflowHook(TrackingHook):
     experiment : str
         Name of the experiment. A missing experiment is created.
     name : str, optional
-        Name of the run. By default the name of the run's folder.
+        Name of the run. The default is the name of the run's folder.
 
     Raises
     ------

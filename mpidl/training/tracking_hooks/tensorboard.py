@@ -20,7 +20,7 @@ class TensorBoardHook(TrackingHook):
     Parameters
     ----------
     folder : path, optional
-        Folder for the event files. By default the subfolder "tensorboard" of the run's folder.
+        Folder for the event files. The default is the subfolder "tensorboard" of the run's folder.
 
     Raises
     ------

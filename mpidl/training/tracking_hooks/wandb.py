@@ -22,9 +22,9 @@ class WandbHook(TrackingHook):
     project : str
         Name of the project.
     name : str, optional
-        Name of the run. By default the name of the run's folder.
+        Name of the run. The default is the name of the run's folder.
     folder : path, optional
-        Folder in which the subfolder "wandb" is created. By default the folder of the run.
+        Folder in which the subfolder "wandb" is created. The default is the folder of the run.
 
     Raises
     ------

@@ -70,7 +70,7 @@ def test_a_kernel_must_not_call_another():
     convolve()
     with pytest.raises(RuntimeError, match="progress hook of another kernel"):
         builds.watch(None)
-    assert (cpu.relu(small) == small).all()  # the next kernel runs
+    assert (cpu.relu(small) == small).all()  # later calls work
 
 
 def test_the_hook_runs_only_on_the_thread_that_set_it():

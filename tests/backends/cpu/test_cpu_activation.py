@@ -49,7 +49,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def exact_gelu(x, approximate):
-    """Return GELU, computed by the C library's erfc, or its tanh approximation, both accurately."""
+    """Return accurate values of GELU, from the C library's erfc, or of its tanh approximation."""
     if approximate == "none":
         return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
     w = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
@@ -72,7 +72,7 @@ def test_gelu_is_nearly_exact(approximate, max_ulps):
 
 @APPROXIMATIONS
 def test_the_gradient_of_gelu_is_nearly_exact(approximate):
-    """Compare with finite differences in float64, and in the tails with the reference backend."""
+    """Compare with finite differences in float64, but in the tails with the reference backend."""
     x, step = np.linspace(-20, 20, 1 << 16).astype(np.float32).reshape(1, -1, LANES), 1e-5
     ones, middle = np.ones_like(x), x.astype(np.float64)
     differences = exact_gelu(middle + step, approximate) - exact_gelu(middle - step, approximate)

@@ -19,7 +19,7 @@ LABELS = ["digits 1", "digits 2", "16 channels a group", *BY_WINOGRAD]
 @pytest.mark.parametrize("function", ["conv2d", "conv2d_backward"])
 @pytest.mark.parametrize("label", LABELS)
 def test_threads_share_one_block(label, function, algorithm, monkeypatch):
-    """Here, all threads share one block. In test_conformance.py, two teams share two blocks."""
+    """All threads share one block. In test_conformance.py, each of two blocks has a thread team."""
     monkeypatch.setattr(settings, "winograd", algorithm["winograd"])
     case = BY_NAME[f"{function}, {label}"]
     for actual in on_all_builds(lambda: results(case, cpu, blocks=1)).values():

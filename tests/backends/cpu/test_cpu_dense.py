@@ -257,7 +257,7 @@ def test_flatten_leaves_an_activation_deferred(world):
 
 @pytest.mark.parametrize("outputs", [10, 20])
 def test_fused_and_separate_layers_give_the_same_bytes(monkeypatch, world, outputs):
-    """In a network, the layer reads the output of a fused convolution and computes the sums."""
+    """In a network, the layer reads a fused convolution's output and computes the sums of dx."""
     layers = [dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(outputs)]
     images = blocked(world, numbers("images", 37, 2, 9, 8, dtype=np.float32))
     labels = blocked(world, np.arange(37) % outputs, batch=images.batch)

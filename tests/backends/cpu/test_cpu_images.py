@@ -1,5 +1,6 @@
 """Test the CPU kernels that prepare images: values, decoded planes, threads and affine maps."""
 
+import functools
 import threading
 
 import numpy as np
@@ -53,6 +54,25 @@ def test_filled_and_normalized_images_are_those_by_hand(shape, size, per_pixel, 
         out = np.full_like(expected, np.nan)
         assert cpu.images(pixels, size, **options, out=out) is out
         assert np.array_equal(out, expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+def test_floats_that_are_not_moved(shape):
+    random = np.random.default_rng(3)
+    for count in (0, 5, 16, 40):
+        pixels = random.normal(size=(count, *shape)).astype(np.float32)
+        for sizes in (None, shape[:1], shape):
+            numbers = {}
+            if sizes is not None:
+                numbers = {
+                    name: random.uniform(1, 200, sizes).astype(np.float32)
+                    for name in ("centre", "divisor")
+                }
+            expected = reference.images(pixels, **numbers)
+            images = functools.partial(cpu.images, pixels, **numbers)
+            for build, result in on_all_builds(images).items():
+                assert np.array_equal(result, expected), build
 
 
 def test_floats_are_not_scaled_and_bytes_are():

@@ -110,7 +110,7 @@ def test_ties_count_for_the_first_class():
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (2, 33, 41)])
 def test_equal_numbers_have_no_error_and_unused_lanes_do_not_count(shape, power):
-    """Test zero errors. test_conformance.py compares other errors with the reference."""
+    """Equal numbers and unused lanes have gradient 0. test_conformance.py tests other numbers."""
     y, target = (numbers(n, 3, *shape, LANES, dtype=np.float32) for n in ("y", "target"))
     target[..., 1] = y[..., 1]
     _, _, counts, tree = scored(3, 2, last=5)

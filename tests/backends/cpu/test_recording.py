@@ -48,7 +48,7 @@ def test_memory_that_is_used_again_must_be_written_again(owned):
         address = recording.address_of(y)
         del y
         z = arenas.empty(owned.shape)
-        assert recording.address_of(z) == address  # otherwise no memory would be used again
+        assert recording.address_of(z) == address  # otherwise, no memory would be reused
         relu(z)
     assert recorder.problem is not None
 

@@ -1,4 +1,4 @@
-"""Read the registers, stack and shared memory of every CUDA kernel from NVRTC's log.
+"""Read every CUDA kernel's use of registers, stack and shared memory from NVRTC's log.
 
 `PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes these numbers to resources.json
 in this folder. test_gpu_kernels.py compares the numbers of the current kernels with the file.

@@ -11,7 +11,7 @@ from mpidl.blocks import LANES
 
 
 def arguments(limit, count):
-    """Return lanes with `count` numbers in -limit..limit, other magnitudes, infinities and NaN."""
+    """Return lanes with `count` numbers in -limit..limit, extreme numbers, infinities and NaN."""
     x = np.concatenate([np.linspace(-limit, limit, count), np.geomspace(1e-30, 80, 1000)])
     x = np.concatenate([x, -x, [np.inf, -np.inf, 0, -0.0]])
     x = np.pad(x, (0, 12 + -(len(x) + 12) % LANES), constant_values=np.nan)

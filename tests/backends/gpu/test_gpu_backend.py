@@ -40,9 +40,9 @@ def test_ops_of_numpy_arrays_refuse_device_arrays(images, call):
 
 def test_concat_and_cross_channel_norm_refuse_flattened_images(device):
     x = array.lanes(np.ones((1, 3, 2, 2, LANES), np.float32)).reshape(1, 12, LANES)
-    with pytest.raises(ValueError, match="concat: on a GPU expected images or features"):
+    with pytest.raises(ValueError, match="concat: on a GPU, expected images or features"):
         GPU.concat([x, x])
-    with pytest.raises(ValueError, match="cross_channel_norm: on a GPU expected"):
+    with pytest.raises(ValueError, match="cross_channel_norm: on a GPU, expected"):
         GPU.cross_channel_norm(x, 5, 1e-4, 0.75, 2.0)
 
 

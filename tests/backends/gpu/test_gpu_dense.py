@@ -154,7 +154,7 @@ def nodes_of_single_blocks(layer, tree):
 def test_dweight_is_folded_by_the_tree(
     device, monkeypatch, outputs, blocks, run, plain, processors
 ):
-    """The number of ranges depends on the number of processors, and must not change the bytes."""
+    """The device's number of processors determines how sums are split, but not their bytes."""
     monkeypatch.setattr(device, "processors", processors)
     tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, (9,), run[1] - run[0], LANES)

@@ -63,7 +63,7 @@ def test_a_step_agrees_with_the_cpu(world, names):
         step, layer = steps[0][name], name.split(".")[0]
         if layer in names:
             assert not expected.any() and not step.any(), name
-        elif not (name.startswith("conv") and name.endswith("bias")):  # a noisy gradient
+        elif not (name.startswith("conv") and name.endswith("bias")):  # its gradient is noise
             error = np.linalg.norm(step - expected) / np.linalg.norm(expected)
             assert error < 2e-5, name
 

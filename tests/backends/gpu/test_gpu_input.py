@@ -50,7 +50,7 @@ def test_a_queue_uploads_the_images_of_the_host(world, ranges, name, kind):
 def test_recorded_steps_learn_from_the_images_of_the_host(
     world, ranges, name, kind, resident, monkeypatch
 ):
-    """Weights agree with the CPU up to rounding, because sums have another order."""
+    """Weights agree with the CPU up to rounding, because the GPU adds in another order."""
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     store = pictures(40, kind)
     options = {

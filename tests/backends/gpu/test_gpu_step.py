@@ -47,7 +47,7 @@ def trained(world, store=None, net=None, **options):
 
 @pytest.mark.slow("gpu")
 def test_a_step_of_digits_agrees_with_the_cpu(world):
-    """Compare how one step changes the weights, for a smaller mini-batch than was recorded.
+    """Compare how one step changes the weights, for a mini-batch smaller than the recorded one.
 
     Later steps are not compared, because a ReLU that flips would amplify the difference.
     """

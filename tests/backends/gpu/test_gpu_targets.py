@@ -104,7 +104,7 @@ class ReadProgram:
 
 
 def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size=24, **options):
-    """Check that a program reads the same mini-batches as the CPU; return the DeviceQueue."""
+    """Check that a program reads the same mini-batches as the CPU. Return the DeviceQueue."""
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     queue = device_queue.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **options)
     host = dl.MinibatchQueue(store, size, 3, **options)
@@ -149,7 +149,7 @@ def test_images_with_neither_labels_nor_targets(world, monkeypatch):
 def test_images_and_labels_of_a_function_are_staged(world, function, ranges, monkeypatch):
     options = queue_options(ranges, "none" if ranges else "zscore", paired(40))
     if function is add_noise:
-        options.pop("normalization")  # it is for the channels of the original images
+        options.pop("normalization")  # computed for the original channels
     assert_same_batches(paired(60), world, monkeypatch, function=function, **options)
 
 
@@ -288,6 +288,22 @@ def test_the_dice_loss(world, outputs, loss):
 
 def test_training_on_the_labels_of_a_function(world):
     assert_learns_as_the_cpu(world, paired(60), classifier, losses.cross_entropy, function=relabel)
+
+
+MIXED = {"mixing": dl.data.Mixing(mixup=0.5, cutmix=1.0, probability=0.8), "classes": 3}
+
+
+@pytest.mark.parametrize("ranges", [None, pytest.param(MOVED, marks=pytest.mark.slow("gpu"))])
+def test_mixed_images_and_labels_are_staged(world, ranges, monkeypatch):
+    options = queue_options(ranges, "none", paired(40)) if ranges else {}
+    queue = assert_same_batches(paired(60), world, monkeypatch, **options, **MIXED)
+    assert not queue.resident
+
+
+@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.1, marks=pytest.mark.slow("gpu"))])
+def test_training_on_mixed_images(world, smoothing):
+    loss = dl.CrossEntropy(label_smoothing=smoothing)
+    assert_learns_as_the_cpu(world, paired(60), classifier, loss, **MIXED)
 
 
 def shades():

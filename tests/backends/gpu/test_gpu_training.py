@@ -169,7 +169,7 @@ def test_population_statistics_agree_with_the_cpu(world):
 def test_worker_loads_do_not_change_a_byte(world):
     hashes = {weights_sha256(trained(world, worker_load=load)[0]) for load in ("2", None)}
     assert len(hashes) == 1
-    with pytest.raises(UserError, match="--worker-load measured: on GPUs the shares are fixed"):
+    with pytest.raises(UserError, match="--worker-load measured: on GPUs, the shares are fixed"):
         trained(world, worker_load="measured")
 
 

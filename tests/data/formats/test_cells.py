@@ -1,4 +1,4 @@
-"""Test the cell data set: it has the same bytes everywhere, and masks match the drawn ellipses."""
+"""Test the cell data set: its bytes are the same everywhere, and masks match the drawn ellipses."""
 
 import hashlib
 import importlib
@@ -24,7 +24,7 @@ def test_every_machine_draws_the_same_bytes():
 
 
 def test_instances_are_the_ellipses():
-    """Instances match the formula of an ellipse at the centre of each pixel."""
+    """A pixel belongs to the last drawn ellipse that contains the pixel's centre."""
     y, x = np.mgrid[:64, :64] - 31.5
     for i in range(5):
         numbers = keyed.uniform(0, "cells", 6 + 8 * 12, sample=i)

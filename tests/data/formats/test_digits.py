@@ -21,7 +21,7 @@ module = importlib.import_module("mpidl.data.formats.digits")
 @pytest.fixture(scope="module")
 def drawn():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # raised if the bytes differ from the published bytes
+        warnings.simplefilter("error")  # mpidl warns if the bytes are not the published bytes
         return module.draw()
 
 
@@ -39,7 +39,7 @@ def sample():
 
 @pytest.fixture(scope="module")
 def halves(drawn):
-    """(training pixels, their labels, test pixels, their labels): float32 (n, 784) in 0..1."""
+    """(training pixels, labels, test pixels, labels). Pixels are float32 (n, 784) in 0..1."""
     both = ArrayDatastore(*drawn).split(0.9, seed=0)
     return [
         part
@@ -163,7 +163,7 @@ def test_folder_is_drawn_once_and_read_back(sample, tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Two images per class."""
+    """Make the digit set small: two images per class."""
     monkeypatch.setattr(module, "PER_CLASS", 2)
     monkeypatch.setattr(warnings, "warn", lambda *arguments, **options: None)
 
@@ -204,7 +204,7 @@ def test_all_ranks_share_one_folder(small, world, tmp_path):
 
 
 def test_a_cache_that_cannot_be_written_is_one_error_on_all_ranks(small, world, tmp_path):
-    # A file is in the place of the folder, because root can write to read-only folders.
+    # A file is where the folder should be. A read-only folder would not stop root from writing.
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the digit set to .*file.*MPIDL_CACHE"):
         module.digits(world, cache=tmp_path / "file" / "cache")

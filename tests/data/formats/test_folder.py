@@ -1,4 +1,4 @@
-"""Test ImageFolder: the files of a set, their order, and refused folders."""
+"""Test ImageFolder: which files it reads, their order, and folders that it refuses."""
 
 import os
 import threading

@@ -64,7 +64,7 @@ SIGNED = st.integers(-(2**63), 2**63 - 1)
     ),
 )
 def test_packed_headers(tmp_path_factory, attributes, arrays):
-    """Files with valid checksums but arbitrary shapes, types and attributes give no other error."""
+    """Files with valid checksums but arbitrary contents give a datastore or a UserError."""
     path = tmp_path_factory.mktemp("packed") / "x.h5"
     if EXAMPLES:
         path = tmp_path_factory.getbasetemp() / "packed.h5"
@@ -83,5 +83,5 @@ def test_packed_headers(tmp_path_factory, attributes, arrays):
         try:
             file.attrs["sha256"] = pack_contents.content(file)
         except (UserError, TypeError, ValueError, OverflowError):
-            pass  # the check of the sum will raise this error, too
+            pass  # verifying the checksum will raise this error, too
     parsers.open_and_verify(path)

@@ -170,7 +170,7 @@ def test_hostile_files_are_refused(tmp_path):
 
 
 def test_a_chunk_larger_than_the_file_is_refused(tmp_path):
-    """A chunk's size in the index must not make HDF5 allocate more memory than the file has."""
+    """A chunk's size in the index must not make HDF5 allocate more bytes than the file has."""
     path, images = tmp_path / "x.h5", pixels_of(0, 4, 20, 20)
     datafiles.hdf5(path, images, [0, 1, 0, 1], chunks=images.shape, compression="gzip")
     with h5py.File(path) as file:
@@ -189,7 +189,7 @@ def test_a_chunk_larger_than_the_file_is_refused(tmp_path):
 
 
 def test_a_heap_larger_than_the_file_is_refused(tmp_path):
-    """A heap's size must not make HDF5 allocate more memory than the file has."""
+    """A heap's size must not make HDF5 allocate more bytes than the file has."""
     path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     content = path.read_bytes()
     place = content.index(b"HEAP") + 8

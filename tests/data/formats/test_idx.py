@@ -37,7 +37,7 @@ def test_idx_folder(tmp_path, separator, suffix):
 
 
 def test_nodes_without_shared_memory_read_the_files_themselves(tmp_path):
-    """Nodes of equal name, and a node whose shared memory is full, read the files themselves."""
+    """Nodes with the same name, and a node with full shared memory, read the files themselves."""
     images = pixels_of(0, 3, 2, 2)
     write_idx(tmp_path / "train-images-idx3-ubyte", images)
     write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(3, np.uint8))

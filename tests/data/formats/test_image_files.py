@@ -89,7 +89,7 @@ def test_other_formats_are_refused_whatever_their_suffix(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's warning about the size
 def test_decompression_bombs(tmp_path, monkeypatch):
-    """Pillow's limit or the size in the header refuses images that decode to too many pixels."""
+    """Images with too many pixels are refused, by Pillow's limit or by the size in the header."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     for side in (40, 60):  # 1.6 times the limit, and more than twice
         bomb = save(tmp_path / "set" / "a" / "0.png", np.zeros((1, side, side), np.uint8))
@@ -111,7 +111,7 @@ def test_a_tiff_that_lacks_strips_is_refused(tmp_path):
     """A TIFF file with missing strips is an error, although Pillow returns black pixels."""
     path = save(tmp_path / "c" / "x.tif", pixels_of(0, 3, 6, 5))
     content = path.read_bytes()
-    tag = b"\x01\x01\x04\x00\x01\x00\x00\x00"  # 257, the height, is one long number
+    tag = b"\x01\x01\x04\x00\x01\x00\x00\x00"  # tag 257, the height: one 32-bit number
     place = content.index(tag) + len(tag)
     path.write_bytes(content[:place] + (600).to_bytes(2, "little") + content[place + 2 :])
     expected = "the image cannot be read: expected 5x600 pixels, found 1% of them: it is damaged"

@@ -33,7 +33,7 @@ def test_images_and_labels(tmp_path, write):
 
 @BOTH_VERSIONS
 def test_variables_named_as_in_matlab_s_examples(tmp_path, write):
-    """Variables XTrain, YTrain, XTest and YTest are read: gray double images, labels from 0."""
+    """XTrain, YTrain, XTest and TTest are read: gray images of type double, and labels from 0."""
     grays = pixels_of(0, 7, 1, 4, 5) / 255
     parts = {
         "XTrain": datafiles.matlab(grays),
@@ -80,7 +80,7 @@ def test_targets(tmp_path, write):
         assert {s.fingerprint() for s in stores} == {store.fingerprint()}
     parts = {"XTest": datafiles.matlab(images), "YTest": np.arange(7.0)[:, None]}
     path = write(tmp_path / "y.mat", XTrain=parts["XTest"], YTrain=angles[:, None], **parts)
-    test = open_data(str(path))[1]  # integers, but targets as in the training set
+    test = open_data(str(path))[1]  # integers are targets, because the training set has targets
     assert test.targets_shape == () and test.targets([5, 2]).tolist() == [5, 2]
     angles[4] = np.nan
     store = mat_file(write(tmp_path / "z.mat", X=parts["XTest"], Y=angles[:, None]))

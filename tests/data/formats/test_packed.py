@@ -163,7 +163,7 @@ def forge(path, **changes):
 
 
 def rows(value, **options):
-    """Return a function that writes a dataset."""
+    """Return a function that writes `value` to a dataset of an HDF5 group."""
     return lambda group, name: group.create_dataset(name, data=value, **options)
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def pack(folder, name="x.h5", calls=99, **options):
-    """Pack until `stop` was called `calls` times. Return whether packing finished, and chunks."""
+    """Pack until call number `calls` of `stop`. Return (whether packing finished, chunks read)."""
     store, reads, count = ImageFolder(folder), [], itertools.count(1)
     read = store.read
     store.read = lambda indices: reads.append(indices[0]) or read(indices)

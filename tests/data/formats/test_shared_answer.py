@@ -1,4 +1,4 @@
-"""Test answers that processes of a host share; threads can stand for the processes."""
+"""Test answers that the processes of a host share. In some tests, threads replace processes."""
 
 import os
 import tempfile
@@ -17,7 +17,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def ask(count, compute, patience=60):
-    """Ask from several threads at once, and return the answers."""
+    """Ask from `count` threads at once. Return their answers."""
     answers = [None] * count
 
     def work(i):
@@ -40,7 +40,7 @@ def test_one_process_computes_for_all_that_wait(folder, monkeypatch):
         return file
 
     def compute(i):
-        for _ in range(4):  # until all other threads wait
+        for _ in range(4):  # wait until all threads ask
             assert opened.acquire(timeout=60)
         computed.append(i)
         return "a problem \udcff\nof two lines"

@@ -1,4 +1,4 @@
-"""Test tables of image files: labels, several labels, targets, splits, and errors with the cell."""
+"""Test tables of image files: labels, label sets, targets, splits, and errors that name cells."""
 
 import csv
 import shutil
@@ -44,7 +44,7 @@ def column(*values):
 
 
 def test_labels(write, tmp_path):
-    """Images are read as from a folder, classes are sorted by bytes, other columns are ignored."""
+    """Images are read as from a folder. Classes are sorted by bytes. Other columns are ignored."""
     names = column("rose", 'da"i,sy', "tulip\nred")
     path = write({"label": names, "note": column("a", "", "3")})
     store = ImageTable(path)
@@ -85,7 +85,7 @@ def test_zeros_and_ones_in_several_columns_are_classes(write):
 
 @pytest.mark.parametrize("mark", [";", "|", " "])
 def test_several_labels_in_a_column(write, mark):
-    """Each cell gives a target per class, which is 1 for the names in the cell; it may be empty."""
+    """The targets are 1 for the classes that a cell names, and otherwise 0. Cells may be empty."""
     names = column(["sun", "sea"], [], ["sand"], ["sea", "sand", "sun"])
     path = write({"labels": [mark.join(cell) for cell in names]})
     store = ImageTable(path, separator=mark if mark == " " else None)
@@ -186,8 +186,8 @@ REFUSED = {
         b"file,label\na.png,x\n",
         ", line 1: expected a column path, found file",
     ),
-    "a column twice": (b"path,a,a\nb.png,1,2\n", ", line 1: expected different names of columns, "),
-    "a column without a name": (b"path,\na.png,x\n", "line 1: expected different names of columns"),
+    "a column twice": (b"path,a,a\nb.png,1,2\n", ", line 1: expected different column names, "),
+    "a column without a name": (b"path,\na.png,x\n", "line 1: expected different column names"),
     "nothing": (b"", ": expected a header and rows, found none"),
     "a header alone": (b"path,label\n", ": expected a header and rows, found none"),
     "a short row": (GOOD + b"c.png\n", ", line 4: expected 2 cells, found 1"),
@@ -278,7 +278,7 @@ def test_other_errors(tmp_path, write):
 
 
 def test_sets_of_labels_need_memory_for_the_names_alone():
-    """Memory is not proportional to images times classes, which can be large for a small table."""
+    """Memory does not grow with images times classes, which can be large even for a small table."""
     count = 100_000
     sets = table_files.LabelSets(np.arange(count), np.arange(1, count + 1), count)
     rows = sets.rows(np.array([5, 99_999]))

@@ -94,7 +94,7 @@ def test_a_store_that_does_not_answer_is_no_bad_image(world):
 
 
 def test_an_error_that_passes_costs_no_image():
-    """If each image can be read separately, the images are read again together."""
+    """If a read fails but each image can be read separately, all images are read together again."""
     calls = []
 
     def read(indices):

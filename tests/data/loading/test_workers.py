@@ -117,7 +117,7 @@ def test_threads_end_with_the_loop():
 
 
 def test_a_thread_keeps_no_reference_to_a_finished_item():
-    """A worker thread drops its reference to an item at once, not only at its next task."""
+    """A worker thread drops its reference to an item immediately, not at its next task."""
 
     def filling(array):
         return Job([functools.partial(fill, array)], functools.partial(np.asarray, array))
@@ -177,7 +177,7 @@ threading.Thread(target=train).start()
 
 @pytest.mark.parametrize("program, output", [(LEFT_LOOP, "left\n"), (THREAD_ALONE, "5\n")])
 def test_threads_neither_hold_up_the_end_of_a_program_nor_need_its_main_thread(program, output):
-    """A program ends although a read never returns; prefetching works without the main thread."""
+    """A program ends although a read never returns. Prefetching works without the main thread."""
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, capture_output=True, text=True)
     assert (process.returncode, process.stdout, process.stderr) == (0, output, "")

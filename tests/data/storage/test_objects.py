@@ -229,7 +229,7 @@ def test_cache_dir_keeps_objects_by_version(put, reads, tmp_path, capsys):
     damaged = files[0].read_bytes()
     files[0].write_bytes(damaged[:20] + bytes([damaged[20] ^ 1]) + damaged[21:])
     assert ImageFolder(url).read(range(9)).tobytes() == pixels.tobytes() and len(reads) == 1
-    assert files[0].read_bytes() == damaged  # written again
+    assert files[0].read_bytes() == damaged  # the copy has been written again
     disk_cache.write(str(tmp_path / "photos" / "cat" / "0.png" / "no folder"), b"")
     assert "this rank caches no more objects" in capsys.readouterr().err
     disk_cache._is_full = False
@@ -309,7 +309,7 @@ def test_settings_are_checked(tmp_path):
 
 
 def test_the_collector_is_paused_while_hdf5_reads(put, tmp_path):
-    """Collecting an h5py object in the thread of the requests would block both threads."""
+    """If the requests' thread collected an h5py object, both threads would block."""
     datafiles.hdf5(tmp_path / "rows.h5", pixels_of(0, 9, 1, 6, 5), np.arange(9) % 2)
     stream = objects.ByteStream(url := put(tmp_path / "rows.h5"), stamp_of(url))
     states = []

@@ -85,7 +85,7 @@ def test_the_client_signs_again_with_its_current_credentials(client, monkeypatch
 
 @pytest.mark.parametrize("session_keys", [(), ("OTHER", "another")])
 def test_keys_that_only_the_client_has(session_keys, monkeypatch):
-    """Keys in fsspec's settings, which are only in the client and not in the session, are used."""
+    """Keys from fsspec's settings are used. The client has them, but its session does not."""
     library = pytest.importorskip("aiobotocore.session", reason=REASON)
     for name, value in object_store.credentials("http://store.example:9000").items():
         monkeypatch.setenv(name, value)

@@ -106,7 +106,7 @@ def test_requests_are_repeated(server):
 
 
 def test_requests_are_cancelled_when_the_process_ends(server):
-    """Otherwise, asyncio may write "Task was destroyed but it is pending!" for each request."""
+    """Cancelling avoids asyncio's message "Task was destroyed but it is pending!"."""
     server.faults = [503] * 1000  # the request is repeated until the process ends
     command = [sys.executable, "-c", UNFINISHED, server.url]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -163,7 +163,7 @@ def test_refusals_of_the_store(server):
         (403, "HTTP status 403"),
         (404, "HTTP status 404"),
     ):
-        server.faults = [status] * 2  # a request that was refused in advance is repeated
+        server.faults = [status] * 2  # one for the read-ahead, one for the request itself
         line = refusal(store.read, [1])
         assert line.startswith(f"{server.url}: {text}") and retries.HINTS[status] in line
     server.faults = []
@@ -174,7 +174,7 @@ def test_refusals_of_the_store(server):
 
 
 def test_a_damaged_file_does_not_crash_this_process(server):
-    """The helper process first reads a remote HDF5 file, through this process."""
+    """A helper process first reads a remote HDF5 file. This process sends its requests."""
     content = bytearray(server.content)
     content[40:2000] = bytes(b ^ 0x55 for b in content[40:2000])
     server.content, server.tag = bytes(content), "damaged"
@@ -210,7 +210,7 @@ def test_without_fsspec_or_a_package_for_the_store(monkeypatch, tmp_path):
     grow(tmp_path / "photos")
     url = f"file://{tmp_path}/photos"
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    configure_storage(requests=7)  # other settings, so another Store
+    configure_storage(requests=7)  # different settings create another Store
     expected = "expected the package fsspec, which is not installed: pip install 'mpidl[s3]'"
     assert refusal(ImageFolder, url) == f"file://: {expected}"
     monkeypatch.undo()

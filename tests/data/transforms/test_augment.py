@@ -33,7 +33,7 @@ def store_of(count, shape=SHAPE, kind=np.uint8):
 
 
 def forward(augmenter, seed, epoch, i, shape):
-    """Return the 3x3 matrix from (x, y, 1) of the image to (x, y, 1) of the result."""
+    """Return the 3x3 matrix that maps (x, y, 1) in the image to (x, y, 1) in the result."""
     u = keyed.uniform(seed, PURPOSE, 12, epoch=epoch, sample=i)
 
     def between(low_high, u):
@@ -86,7 +86,7 @@ def test_against_scipy(kind, crop):
 
 
 def test_each_transformation_by_itself():
-    """Each transformation moves a bright pixel, right of and above the centre, to its place."""
+    """Each transformation moves a bright pixel to the expected place."""
     image = np.zeros((1, 1, 21, 21), np.float32)
     image[0, 0, 8, 14] = 1  # x = 4, y = -2 from the centre
 
@@ -110,7 +110,7 @@ def test_each_transformation_by_itself():
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 def test_shifts_in_the_blocks_equal_the_affine_map(kind):
-    """Reflections and whole-pixel shifts while filling blocks equal the affine map."""
+    """Reflections and whole-pixel shifts, done while blocks are filled, equal the affine map."""
     shifts = {"translate_x": 4, "translate_y": (-2, 6), "crop": (12, 20), "fill": 77}
     augmenter = dl.Augmenter(reflect_x=True, reflect_y=True, **shifts)
     assert not augmenter.warps
@@ -138,13 +138,13 @@ def test_drawn_numbers_are_uniform_and_keyed():
         values = np.sort(getattr(drawn, name))
         assert low <= values[0] and values[-1] < high
         uniform = low + (high - low) * np.linspace(0, 1, n)
-        assert abs(values - uniform).max() < 0.05 * (high - low)  # Kolmogorov and Smirnov
+        assert abs(values - uniform).max() < 0.05 * (high - low)  # Kolmogorov-Smirnov test
     ranges = {"translate_x": (-4, 2), "translate_y": (-3, 3), "top": (0, 2), "left": (0, 0)}
     for name, (low, high) in ranges.items():
         values, counts = np.unique(getattr(drawn, name), return_counts=True)
         assert values.tolist() == list(range(low, high + 1))
         assert (abs(counts - n / len(values)) < 5 * np.sqrt(n / len(values)) + 1).all()
-    # the numbers are the same one by one and in any order, and differ by epoch and seed
+    # an image's numbers do not depend on the other images, but on epoch and seed
     order = np.array([17, 3, 3999])
     for few, numbers in zip(augmenter.draw(1, 2, order, SHAPE), drawn, strict=True):
         assert np.array_equal(few, numbers[order])
@@ -157,7 +157,7 @@ def test_drawn_numbers_are_uniform_and_keyed():
 
 
 def test_alternating_flips():
-    """The orientation alternates between epochs; the first one is random, with equal chances."""
+    """The orientation alternates between epochs. Its start is random, with equal chances."""
     indices = np.arange(3000)
     for directions in ("x", "y", "xy"):
         flips = {f"reflect_{direction}": True for direction in directions}

@@ -22,7 +22,7 @@ def test_the_logarithm_is_uniform():
 
 
 def test_rectangles_have_the_drawn_area_and_ratio():
-    """Rectangles equal those of a plain loop in the order of torchvision's RandomResizedCrop."""
+    """Rectangles equal those of a plain loop with the order of torchvision's RandomResizedCrop."""
     shape, area, aspect = (40, 60), (0.05, 0.9), (0.4, 2.5)
     u = draws.uniforms(3, "rectangles", 40, 2, np.arange(300))
     *box, fits = draws.boxes(u, shape, area, aspect)

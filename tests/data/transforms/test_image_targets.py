@@ -118,7 +118,7 @@ def test_the_same_on_any_number_of_ranks_and_workers(size, workers, prefetch):
 
 
 def test_training_on_random_windows_with_their_masks(world):
-    """Training uses random windows, and validation the central windows, of images and masks."""
+    """Training uses random windows of images and masks. Validation uses their central windows."""
     store = pairs()
     layers = [dl.Conv2D(3, 4, padding=1), dl.ReLU(), dl.Conv2D(1, 2)]
     net = dl.Network(layers, (1, 12, 15), seed=0)

@@ -1,4 +1,4 @@
-"""Test Mixup and CutMix: the random numbers, and the images and labels, on any ranks."""
+"""Test Mixup and CutMix: random numbers, images and labels, on any number of ranks."""
 
 from types import SimpleNamespace
 
@@ -117,7 +117,7 @@ def test_the_same_on_any_number_of_ranks_and_workers(size, workers, prefetch):
 
 
 def test_loss_and_accuracy_are_those_of_two_labels(world):
-    """The loss is w CE(a) + (1 - w) CE(b); a correct prediction counts w or 1 - w."""
+    """The loss is w CE(a) + (1 - w) CE(b). A correct prediction counts w or 1 - w."""
     store, mixing = store_of(40), Mixing(mixup=1.0)
     net = dl.Network([dl.Dense(5)], SHAPE, seed=1)
     queue = dl.MinibatchQueue(store, 40, 3, world, mixing=mixing, classes=5)
@@ -155,7 +155,7 @@ def test_training_learns_from_mixed_images(world):
         result = dl.train(net, store, settings, world=world)
         accuracies[tuple(options)] = result.history.iteration.accuracy[-4:].mean()
         assert dl.evaluate(net, store, world=world).accuracy > 0.9
-    assert accuracies["mixup",] < accuracies[()]  # a correct label counts a weight below 1
+    assert accuracies["mixup",] < accuracies[()]  # a correct label counts less than 1
 
 
 def test_options_are_checked():

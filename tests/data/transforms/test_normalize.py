@@ -12,7 +12,7 @@ from mpidl.data.transforms import normalize
 
 
 def exact(images):
-    """Return (mean image, mean, variance) of uint8 images from fractions, rounded once."""
+    """Return (mean image, mean, variance) of uint8 images, computed exactly and rounded once."""
     pixels = images.astype(np.int64)
     mean_image = pixels.sum(axis=0) / len(images)
     mean, variance = [], []

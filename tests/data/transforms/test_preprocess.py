@@ -78,7 +78,7 @@ def test_cover_keeps_the_aspect_ratio(shape, size):
 
 @pytest.mark.parametrize("mode, size", [("RGB", (5000, 4000)), ("L", (4, 3)), ("RGB", (1, 1))])
 def test_planes_of_large_and_small_pictures(mode, size):
-    """Planes are correct even if a large picture occupies several pieces of Pillow's memory."""
+    """Planes are correct even if Pillow stores a large picture in several memory blocks."""
     image = Image.new(mode, size[::-1], (1, 2, 3) if mode == "RGB" else 1)
     image.putpixel((size[1] - 1, size[0] - 1), (7, 8, 9) if mode == "RGB" else 7)
     assert np.array_equal(planes_of(image), array_of(image))
@@ -134,13 +134,13 @@ def test_datastores_know_how_their_images_were_preprocessed(tmp_path):
         dl.data.combined(folder, np.arange(9.0)),
     ):
         assert store.preprocess == preprocess and store.image_shape == (3, 3, 4)
-    # no file describes the result of a function
+    # the result of a user's function cannot be described
     assert folder.transform(np.copy).preprocess is None
     assert dl.ImageFolder(tmp_path).preprocess is None
 
 
 def test_two_files_are_preprocessed_once(tmp_path):
-    """Covering images a second time, after cropping, would enlarge them."""
+    """Images are preprocessed once. A second `cover`, after cropping, would enlarge them."""
     pixels = pixels_of(0, 6, 20, 30, 3)
     for part in ("train", "test"):
         datafiles.hdf5(tmp_path / f"{part}.h5", pixels, [0, 1, 2] * 2)
@@ -152,7 +152,7 @@ def test_two_files_are_preprocessed_once(tmp_path):
 
 @pytest.mark.usefixtures("world")
 def test_images_of_other_sizes_for_a_trained_network(tmp_path):
-    """preprocess=net.preprocess reads a folder as in training, and errors suggest it."""
+    """preprocess=net.preprocess reads a folder as in training. Errors suggest this argument."""
     for i in range(4):
         save(tmp_path / "ab"[i % 2] / f"{i}.png", pixels_of(i, 1, 8 + i, 9))
     store = dl.ImageFolder(tmp_path, preprocess=dl.Preprocess(size=(6, 5)))

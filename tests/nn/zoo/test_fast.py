@@ -17,7 +17,7 @@ def test_the_fashion_network_is_small():
     assert net.spec() == zoo.cifar_fast((1, 28, 28), filters=32).spec()
     assert learnables(net) == 487_230 <= 500_000
     assert f"{learnables(net):,}" in zoo.fashion.__doc__
-    # multiply-adds by hand: whitening, three stages of three convolutions, dense
+    # multiply-adds of whitening, three stages of three convolutions, and dense
     products = 784 * 18 * 9 + 9 * 784 * 18 * 32 + 2 * 9 * 196 * 32 * 32
     products += 9 * 196 * 32 * 64 + 2 * 9 * 49 * 64 * 64
     products += 9 * 49 * 64 * 128 + 2 * 9 * 16 * 128 * 128 + 1280

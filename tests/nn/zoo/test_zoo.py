@@ -92,7 +92,7 @@ SLOW = pytest.mark.slow("ranks")
         pytest.param("resnet", (2, 12, 12), 4, 20, marks=SLOW),
         pytest.param("fashion", (1, 13, 12), 10, 37, marks=SLOW),
         pytest.param("cifar-fast", (3, 9, 12), 4, 20, marks=SLOW),
-        pytest.param("alexnet", (3, 67, 67), 4, 20, marks=SLOW),  # 47 MB
+        pytest.param("alexnet", (3, 67, 67), 4, 20, marks=SLOW),  # 47 MB of weights
     ],
 )
 def test_one_result_on_any_number_of_ranks(world, name, shape, classes, count):

@@ -51,7 +51,7 @@ def test_lists_of_other_lengths_are_filled():
 
 
 def test_the_panel_shows_the_last_record():
-    """The panel shows the last record, with device names as text, not as HTML."""
+    """The panel shows the last record. Device names are text, not HTML."""
     from mpidl.report.live.ranks_panel import RanksPanel
     from mpidl.report.live.run import LiveRun
 

@@ -50,7 +50,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
     assert math.isnan(run.progress()) and math.isnan(run.seconds_left())
     assert run.why_no_stop() == "the folder does not exist yet"
     write_run(tmp_path / "run", range(1, 6))
-    run.poll()  # too soon
+    run.poll()  # too soon after the first poll
     assert run.version == 0
     run.poll(at_once=True)
     assert run.version == 1 and len(run.iterations) == 5
@@ -204,7 +204,7 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
     assert [run.name for run in runs_of([*paths, paths[0] + "/"])] == ["run", "empty", "later"]
     (tmp_path / "trial-001").mkdir()
     (tmp_path / "trial-001" / "trial.json").touch()
-    assert len(runs_of([str(tmp_path / "trial-001")])) == 1  # a trial that reads its data
+    assert len(runs_of([str(tmp_path / "trial-001")])) == 1  # a trial still reading its data
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("")
     text = refusal(runs_of, [str(tmp_path / "other")])

@@ -1,4 +1,4 @@
-"""Test that the server answers only requests with the token, and serves no file of the machine."""
+"""Test that the server answers only requests with the token and serves no files."""
 
 import http.client
 import json

@@ -15,7 +15,7 @@ def line(iteration, **values):
 
 
 def numbers(answer):
-    """Return the iterations of the records of an answer, and whether the file has restarted."""
+    """Return the iterations of the records, and whether reading has restarted at the beginning."""
     records, has_restarted = answer
     return [record["iteration"] for record in records], has_restarted
 

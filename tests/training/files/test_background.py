@@ -1,4 +1,4 @@
-"""Test the separate process that writes checkpoints and plots, including faults in it."""
+"""Test the separate process that writes checkpoints and plots, and its faults."""
 
 import errno
 import itertools
@@ -86,7 +86,7 @@ def test_the_process_writes_the_same_bytes_as_they_were_at_the_call(writer, fold
 
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_a_run_that_has_lost_its_lock_leaves_the_files_of_the_other(folder, monkeypatch, small):
-    """A job that was suspended while writing does not overwrite the files of its successor."""
+    """A job that was suspended during a save does not overwrite the files of its successor."""
     monkeypatch.setattr(background, "SMALL", small)
     lock = lock_file.LockFile(folder, Holder.current())
     assert lock.attempt() is None
@@ -149,7 +149,7 @@ def test_small_checkpoints_and_a_last_plot_need_no_process(folder, monkeypatch):
 
 
 class RemovesTheMetrics:
-    """A hook that counts steps and removes metrics.jsonl, so that writing a checkpoint fails."""
+    """A hook that counts steps and removes metrics.jsonl, so the next checkpoint fails."""
 
     def __init__(self, folder):
         self.folder, self.steps = folder, 0

@@ -242,7 +242,7 @@ def test_a_full_disk(folder):
 
 
 def walk(tmp_path, *words, start=()):
-    """Make system calls fail during saves in another process; return its report."""
+    """Make system calls fail during saves in another process. Return its report."""
     library = faulty_calls.compiled(tmp_path)
     (tmp_path / "walk").mkdir()
     command = [*start, sys.executable, faulty_saves.__file__, tmp_path / "walk", *words]
@@ -266,7 +266,7 @@ def test_a_checkpoint_loads_whichever_system_call_fails_or_kills(tmp_path, fault
     assert report["old"] and report["new"] and report["no current"]
     written = report["calls"][report["calls"].index("write") :]
     order = [name for name in written if name in ("fsync", "rename")]
-    # The file is flushed first; after each rename, the folder is flushed.
+    # The file is flushed first. The folder is flushed after each rename.
     assert order == ["fsync", "rename", "fsync", "rename", "fsync"]
 
 
@@ -439,7 +439,7 @@ def test_weights_sha256_is_over_the_bytes_in_table_order():
 
 
 def test_a_device_is_not_replaced(tmp_path):
-    """Writing to a device or pipe is an error, because a rename would replace it by a file."""
+    """Saving to a device or pipe is an error, because a rename would replace it with a file."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(UserError, match="expected the path of a file, found a device or a pipe"):

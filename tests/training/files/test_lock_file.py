@@ -16,7 +16,7 @@ TAKERS = 8
 
 
 def taker(folder, **values):
-    """Return a LockFile for a holder like this process, except for the given values."""
+    """Return a LockFile whose holder is this process, except for the given values."""
     return LockFile(folder, dataclasses.replace(Holder.current({}), **values))
 
 
@@ -79,7 +79,7 @@ def test_the_second_of_two_is_refused(tmp_path, file_system):
 
 
 def killed_holder(folder, fork):
-    """Let a process take the lock or claim the lock of a dead holder, and kill the process."""
+    """Start a process that takes the lock, even from a dead holder, and kill the process."""
     reader, writer = os.pipe()
 
     def hold():
@@ -137,7 +137,7 @@ def test_a_job_that_is_started_again_takes_over_its_lock_50_times(tmp_path, job,
 
 
 def race(folder, fork):
-    """Let processes try to take the lock at the same time; return how many succeed."""
+    """Let processes try to take the lock at the same time. Return how many succeed."""
     readers, start = [], os.pipe()
     end = os.pipe()
     for _ in range(TAKERS):
@@ -194,7 +194,7 @@ def test_one_of_many_takers_wins_each_time(tmp_path, fork, file_system, kind):
 
 
 class Overtaken(LockFile):
-    """A process that another process overtakes after both have found that the holder is dead."""
+    """A slow process: a faster process takes the lock after both see that its holder is dead."""
 
     winner = None
 
@@ -228,7 +228,7 @@ def test_a_slow_taker_does_not_remove_the_lock_of_a_fast_one(tmp_path, kind):
 
 @pytest.fixture
 def short_times(monkeypatch):
-    """Make locks of other machines expire quickly."""
+    """Make locks of other machines expire after 0.05 s."""
     monkeypatch.setattr(lock_file, "STALE_SECONDS", 0.05)
     monkeypatch.setattr(lock_file, "WATCH_SECONDS", 0.0)
 
@@ -339,7 +339,7 @@ def test_a_repeated_request_of_a_file_server(tmp_path, monkeypatch):
 
 
 def test_the_lock_of_a_process_that_is_known_to_have_ended_is_free_at_once(tmp_path):
-    """After rank 0 is lost, its successor takes over the lock at once, even on another machine."""
+    """If rank 0 is lost, its successor immediately takes over its lock, even on another machine."""
     first = taken(tmp_path, machine="other")
     heir = LockFile(tmp_path, Holder.current({}), predecessor=first.holder.token)
     assert heir.attempt() is None

@@ -91,7 +91,7 @@ def test_another_process_with_the_same_number_is_not_the_holder():
 
 
 def test_processes_that_cannot_be_seen():
-    """It is unknown whether a process on another machine, or without /proc, is alive."""
+    """For processes on another machine, or without /proc, `is_alive` returns None."""
     holder = Holder.current({})
     assert dataclasses.replace(holder, machine="other").is_alive() is None
     assert dataclasses.replace(holder, machine="").is_alive() is None

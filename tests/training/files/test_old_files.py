@@ -1,8 +1,8 @@
 """Test that files of an earlier version of mpidl load, predict and resume with the same bytes.
 
 For each run in `RUNS`, tests/fixtures contains the model after 12 iterations, and the checkpoint of
-the same run stopped after 5 iterations. The earlier version, in which modules and classes had other
-names, also computed `expected.json`.
+the same run stopped after 5 iterations. The earlier version also computed `expected.json`. Its
+modules and classes had other names.
 """
 
 import hashlib

@@ -40,7 +40,7 @@ def pictures():
 
 
 def trained(world, net=None, *, options=(), **arguments):
-    """Train; return the network and the result."""
+    """Train. Return the network and the result."""
     options = dataclasses.replace(OPTIONS, **dict(options))
     net = small() if net is None else net
     return net, dl.train(net, pictures(), options, world=world, **arguments)
@@ -144,7 +144,7 @@ def test_resume_expects_a_folder(world):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Return a list that gets the records of metrics.jsonl each time the plot is drawn."""
+    """A list to which each drawing of the plot appends the records of metrics.jsonl."""
     drawn = []
 
     def plot(self, path, _, *, wait):
@@ -157,7 +157,7 @@ def drawn(monkeypatch):
 @pytest.mark.slow_on_ranks
 @pytest.mark.parametrize("seconds, count", [(0.0, 5), (1000.0, 1)])
 def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, drawn, seconds, count):
-    """The run draws the plot after an epoch if enough time has passed, and at the end."""
+    """The plot is drawn after an epoch if enough time has passed, and at the end of the run."""
     monkeypatch.setattr(run_folder, "PLOT_SECONDS", seconds)
     trained(world, out=folder, options={"epochs": 4, "plots": "training-progress"})
     assert len(drawn) == (0 if world.rank else count)

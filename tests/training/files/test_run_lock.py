@@ -52,7 +52,7 @@ def holder(**values):
 
 @contextlib.contextmanager
 def lock_of(world, folder, **values):
-    """Within the block, hold the lock of a folder on rank 0, as if for another process."""
+    """Hold the lock of a folder on rank 0 during the block, as another process would."""
     lock = LockFile(folder, holder(**values))
     if world.rank == 0:
         folder.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def lock_of(world, folder, **values):
 
 
 def test_a_second_training_is_refused(world, folder):
-    """The error says that the folder is in use; it does not advise resuming the other run."""
+    """The error says that the folder is in use, and does not suggest resuming the other run."""
     out = folder / "run"
     expected = train(world, out)
     with lock_of(world, out, host="n1", job="7 of cluster blue"):
@@ -134,7 +134,7 @@ def test_the_lock_goes_at_every_end(world, folder, end):
 
 
 def replaced(out):
-    """Replace the lock by the lock of another process."""
+    """Replace the lock with another process's lock."""
     part = out / "part"
     part.write_bytes(holder(host="n2").content())
     os.replace(part, out / NAME)
@@ -165,14 +165,14 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause)
         train(world, out, [AtIteration(4, lose_lock)])
     after = content(world, out)
     snapshot = world.broadcast(snapshot)
-    assert "metrics.jsonl" in snapshot and "checkpoint.h5" in snapshot  # the checkpoint of epoch 1
+    assert "metrics.jsonl" in snapshot and "checkpoint.h5" in snapshot  # written in epoch 1
     if lose is removed:
         assert NAME not in after
     assert after == snapshot
 
 
 def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
-    """A thread checks the lock, and ends the run like a signal."""
+    """A thread checks the lock. If the lock is lost, the thread ends the run like a signal."""
     iterations = []
 
     class Wait:
@@ -190,7 +190,7 @@ def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
 
 
 def test_a_lock_with_the_same_content_is_not_lost(world, folder):
-    """Negative control: replacing the file with the same content does not end the run."""
+    """Negative control: a lock file replaced by an identical file does not end the run."""
 
     def rewrite(trainer):
         path = folder / NAME

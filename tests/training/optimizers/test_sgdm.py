@@ -26,7 +26,7 @@ def loop(rates, momentum, l2, torch_form=False, nesterov=False):
                     old = velocity[place]
                     velocity[place] = momentum * velocity[place] - rate * g
                     weight[place] += velocity[place]
-                    if nesterov:  # as in Sutskever's form, move to the point of the next gradient
+                    if nesterov:  # Sutskever's form: move to where the next gradient is computed
                         weight[place] += momentum * (velocity[place] - old)
     return weights
 

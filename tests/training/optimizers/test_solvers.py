@@ -28,7 +28,7 @@ METHODS = ["l2norm", "global-l2norm", "absolute-value"]
     [pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name != "sgdm")) for name in FORMULAS],
 )
 def test_large_parameters_have_the_bytes_of_numpy(formula):
-    """Kernels update large arrays correctly, although their writes bypass the caches.
+    """Kernels update large arrays correctly with writes that bypass the caches.
 
     Only incomplete cache lines are written through the caches.
     """
@@ -246,9 +246,9 @@ def test_layerwise_steps_are_those_of_the_papers(solver, decay):
 
 
 def test_what_decays():
-    """`decay_exclude` selects which learnables decay, and factors of layers multiply the decay.
+    """`decay_exclude` excludes learnables from the decay. Layers' factors multiply the decay.
 
-    A factor of 0 for a bias or a norm parameter is only a default and does not prevent decay.
+    The default factor of 0 for a bias or a norm parameter does not prevent decay.
     """
     names = ["conv1.weight", "conv1.bias", "batchnorm1.gamma", "batchnorm1.beta"]
     layers = [dl.Conv2D(3, 2, weight_l2_factor=0.5), dl.BatchNorm(), dl.Dense(2)]
@@ -311,7 +311,7 @@ def test_pytorch_takes_the_steps_of_adamw():
 def test_pytorch_takes_the_steps_of_adam_and_rmsprop(solver):
     """The solvers agree with PyTorch, except for Adam with a large epsilon.
 
-    PyTorch's Adam adds epsilon after the correction.
+    PyTorch's Adam adds epsilon after the bias correction.
     """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 

@@ -65,7 +65,7 @@ def stepped(optimizer, count=5, dtype=np.float32):
 
 
 class Nothing(Transform):
-    """A transform without effect, which prevents a fused kernel from computing the chain."""
+    """A transform without effect. Chains that contain it have no fused kernel."""
 
     counts_steps = False
 
@@ -92,7 +92,7 @@ def test_trust_ratios_are_those_of_the_norms():
         np.testing.assert_allclose(lars(weights, gradients)[name], scaled, rtol=1e-6)
         np.testing.assert_allclose(lamb(weights, gradients)[name], g * ratio, rtol=1e-6)
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}
-    for transform in (lars, lamb):  # weights or gradients of zeros
+    for transform in (lars, lamb):  # zero weights, then zero gradients
         assert all(np.array_equal(a, gradients[n]) for n, a in transform(zeros, gradients).items())
         assert all(not a.any() for a in transform(weights, zeros).values())
 
@@ -140,7 +140,7 @@ def test_a_decay_after_the_moments_is_decoupled():
 
 
 def test_epsilon_is_added_before_or_after_the_correction():
-    """The order matters only if epsilon is large."""
+    """Adding epsilon before or after the bias correction matters only if epsilon is large."""
     weights, gradients = arrays(0, np.float64), arrays(1, np.float64)
     corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # as in the first step
     for name, g in gradients.items():
@@ -155,7 +155,7 @@ def test_epsilon_is_added_before_or_after_the_correction():
 def test_a_chain_may_have_a_penalty_and_a_decoupled_decay():
     """The penalty is added to the gradient, and the decoupled decay to the step.
 
-    Both are added with and without a fused kernel.
+    This holds with and without a fused kernel.
     """
     tail = CorrectedAdamMoments(), WeightDecay(0.3), Rate()
     fused = stepped(Optimizer(0.1, WeightDecay(0.2), *tail))
@@ -188,7 +188,7 @@ def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
 
 
 class Scale(Transform):
-    """A transform with a scalar whose name another transform may also use."""
+    """A transform with a number whose name another transform may also use."""
 
     def __init__(self, factor):
         self.factor = factor

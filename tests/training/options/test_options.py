@@ -20,7 +20,7 @@ SIZE = "HEIGHTxWIDTH such as 224x192, or 224"
 
 
 def refused(call, *args, **keywords):
-    """Return the message of the UserError that the call raises; it must be one line."""
+    """Return the message of the UserError that the call raises. The message must be one line."""
     with pytest.raises(UserError) as error:
         call(*args, **keywords)
     assert "\n" not in str(error.value)
@@ -160,7 +160,7 @@ def test_a_batch_size_for_each_rank():
 
 
 def test_a_batch_size_and_one_for_each_rank(tmp_path):
-    """--batch-per-rank replaces the batch size of a config file; other conflicts are errors."""
+    """--batch-per-rank overrides a config file's batch size. Other conflicts are errors."""
     config, both = tmp_path / "size.toml", {"batch_per_rank": 8, "batch_size": 64}
     config.write_text("batch_size = 32\n")
     assert resolve({"batch_per_rank": 8}, config=config).options.batch_per_rank == 8

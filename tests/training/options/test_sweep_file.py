@@ -1,4 +1,4 @@
-"""Test sweep files: each kind of trials, and errors that name the table and the key."""
+"""Test sweep files: each kind of search, and errors that name the table and the key."""
 
 import math
 
@@ -12,7 +12,7 @@ from mpidl.training.options.configuration import RULES
 
 @pytest.fixture
 def read(tmp_path):
-    """Return a function that reads a sweep from a text; `read.path` is the path of its file."""
+    """A function that reads a sweep from a text. `read.path` is the path of its file."""
     path = tmp_path / "sweep.toml"
 
     def read_text(text):
@@ -139,7 +139,7 @@ def test_changed_options():
 
 
 def test_folds(read):
-    """Each combination of options has one trial per fold; a file may contain only `folds`."""
+    """Each combination of options has one trial per fold. A file may contain only `folds`."""
     sweep = read("folds = 3\n[train]\nepochs = 2\n[grid]\nl2 = [0, 0.1]\n")
     assert sweep.folds == 3 and sweep.varied == ["l2", "fold"]
     assert [(trial["l2"], trial["fold"]) for trial in sweep.trials] == [
