@@ -46,7 +46,7 @@ def calls(request, pictures, tmp_path_factory):
     ranks, options = JOBS[request.param]
     for _ in range(2):  # ignore the first run, which compiles modules to bytecode
         shutil.rmtree(folder / "run", ignore_errors=True)
-        env = jobs.without_plots()
+        env = jobs.without_plots() | {"PYTHONDONTWRITEBYTECODE": ""}
         with launcher.start(ranks, *words, env=env, wrapper=wrapper, options=options) as job:
             result = launcher.finish(job)
         assert result.returncode == 0, result.stderr
