@@ -97,7 +97,7 @@ def test_a_package_that_is_imported_later_takes_few_calls(monkeypatch, paths_ask
 def test_imports_of_packages_do_not_search_for_extension_modules(
     monkeypatch, paths_asked, tmp_path
 ):
-    """Only files that exist are asked for, and a folder is listed once."""
+    """Only files that exist are local_paths for, and a folder is listed once."""
     folders_listed, list_folder = [], os.listdir
 
     def list_once(folder):
@@ -117,9 +117,9 @@ def test_imports_of_packages_do_not_search_for_extension_modules(
     quick_imports.begin()
     assert importlib.import_module("mpidl_package").inner.last.VALUE == 9
     assert importlib.import_module("mpidl_namespace.part").VALUE == 10
-    asked = [path for path in paths_asked if path.startswith(str(tmp_path))]
-    assert [path for path in asked if not os.path.exists(path)] == []
-    assert len(asked) == len(set(asked))
+    local_paths = [path for path in paths_asked if path.startswith(str(tmp_path))]
+    assert [path for path in local_paths if not os.path.exists(path)] == []
+    assert len(local_paths) == len(set(local_paths))
     assert folders_listed.count(str(inner)) == folders_listed.count(str(inner.parent)) == 1
 
 
