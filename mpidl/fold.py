@@ -25,12 +25,14 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpidl.device_array import is_device_array
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 Range = tuple[int, int]  # (first block, one past the last block)
 
@@ -427,7 +429,7 @@ class Partial:
         total = _sum_of_present(*scaled, self.addend)
         return np.asarray(total, self.dtype).reshape(self.shape)
 
-    def finisher(self, roots: Sequence[np.ndarray]) -> Callable[[], Any]:
+    def finisher(self, roots: Sequence[np.ndarray]) -> Callable[[], np.ndarray | np.generic]:
         """Return a function that calls `finish` with arrays whose values change between calls.
 
         Parameters
