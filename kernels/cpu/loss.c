@@ -20,7 +20,7 @@ struct rule {
 };
 
 struct job {
-    const float *logits;
+    const float *logits, *targets; /* targets: probabilities, used instead of labels */
     const int32_t *labels, *counts;
     double *p, *sums; /* `sums`: one per tile */
     float *dlogits;
@@ -207,8 +207,22 @@ static void weight_tile(void *argument, int64_t block, float *own) {
     job->sums[block] = total;
 }
 
-/* The prediction is the class with the largest logit. Ties go to the first class, and NaN is larger
- * than all numbers. */
+/* For the logits of one pixel, find the prediction for each image: the class with the largest
+ * logit. Ties go to the first class, and NaN is larger than all numbers. */
+static void predictions(const float *x, int64_t classes, int64_t step, int32_t *class) {
+    float largest[LANES];
+    memcpy(largest, x, sizeof largest);
+    EACH_LANE_OF_ALL class[lane] = 0;
+    for (int64_t c = 1; c < classes; c++)
+        EACH_LANE_OF_ALL {
+            float value = x[c * step + lane];
+            int larger_one = value > largest[lane] ||
+                             (value != value && largest[lane] == largest[lane]);
+            largest[lane] = larger_one ? value : largest[lane];
+            class[lane] = larger_one ? (int32_t)c : class[lane];
+        }
+}
+
 static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct strip s = strip_of(job, tile);
@@ -216,21 +230,77 @@ static void correct_tile(void *argument, int64_t tile, float *own) {
     int64_t step = s.count * LANES;
     int right = 0;
     for (int64_t i = 0; i < step; i += LANES) {
-        float largest[LANES];
-        int32_t class[LANES] = {0};
-        memcpy(largest, x + i, sizeof largest);
-        for (int64_t c = 1; c < job->classes; c++)
-            EACH_LANE_OF_ALL {
-                float value = x[c * step + i + lane];
-                int larger_one = value > largest[lane] ||
-                                 (value != value && largest[lane] == largest[lane]);
-                largest[lane] = larger_one ? value : largest[lane];
-                class[lane] = larger_one ? (int32_t)c : class[lane];
-            }
+        int32_t class[LANES];
+        predictions(x + i, job->classes, step, class);
         for (int lane = 0; lane < job->counts[s.block]; lane++)
             right += class[lane] == job->labels[s.labels + i + lane];
     }
     job->sums[tile] = right;
+}
+
+/* The target probability of a class after label smoothing. */
+INLINE double smoothed(const struct job *job, float target) {
+    double smoothing = job->rule.smoothing;
+    return (1 - smoothing) * target + smoothing / (double)job->classes;
+}
+
+static void soft_loss_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    double total = 0;
+    for (int64_t i = 0; i < step; i += LANES) {
+        const float *target = job->targets + s.at + i;
+        double top[LANES], sum[LANES], loss[LANES] = {0};
+        normalizers(x + i, job->classes, step, top, sum);
+        EACH_LANE_OF_ALL sum[lane] = log(sum[lane]);
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL loss[lane] += smoothed(job, target[c * s.far + lane]) *
+                                           (sum[lane] - (x[c * step + i + lane] - top[lane]));
+        for (int lane = 0; lane < job->counts[s.block]; lane++) total += loss[lane];
+    }
+    job->sums[tile] = total;
+}
+
+/* The gradient with respect to the logit of class c is p[c] times the sum of the targets, minus
+ * the target of c. */
+static void soft_dlogits_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    for (int64_t i = 0; i < step; i += LANES) {
+        const float *target = job->targets + s.at + i;
+        float *d = job->dlogits + s.at + i;
+        double top[LANES], sum[LANES], all_targets[LANES] = {0};
+        normalizers(x + i, job->classes, step, top, sum);
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL all_targets[lane] += smoothed(job, target[c * s.far + lane]);
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL {
+                double p = exponential(x[c * step + i + lane] - top[lane]) / sum[lane];
+                double slope = p * all_targets[lane] - smoothed(job, target[c * s.far + lane]);
+                d[c * s.far + lane] = (float)(slope * job->scale);
+            }
+        for (int lane = job->counts[s.block]; lane < LANES; lane++)
+            for (int64_t c = 0; c < job->classes; c++) d[c * s.far + lane] = 0;
+    }
+}
+
+static void soft_correct_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    double total = 0;
+    for (int64_t i = 0; i < step; i += LANES) {
+        int32_t class[LANES];
+        predictions(x + i, job->classes, step, class);
+        for (int lane = 0; lane < job->counts[s.block]; lane++)
+            total += job->targets[s.at + class[lane] * s.far + i + lane];
+    }
+    job->sums[tile] = total;
 }
 
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes,
@@ -282,6 +352,36 @@ void mpidl_correct_count(const float *logits, const int32_t *labels, const int32
                          const int64_t *tree) {
     struct job job = of_labels(logits, labels, counts, classes, pixels);
     sum(correct_tile, &job, blocks, rows, tree);
+}
+
+static struct job of_targets(const float *logits, const float *targets, const int32_t *counts,
+                             int64_t classes, int64_t pixels, double smoothing) {
+    struct job job = of_labels(logits, NULL, counts, classes, pixels);
+    job.targets = targets, job.rule.smoothing = smoothing;
+    return job;
+}
+
+void mpidl_soft_cross_entropy(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree, double smoothing) {
+    struct job job = of_targets(logits, targets, counts, classes, pixels, smoothing);
+    sum(soft_loss_tile, &job, blocks, rows, tree);
+}
+
+void mpidl_soft_cross_entropy_dlogits(const float *logits, const float *targets,
+                                      const int32_t *counts, double scale, float *dlogits,
+                                      int64_t blocks, int64_t classes, int64_t pixels,
+                                      double smoothing) {
+    struct job job = of_targets(logits, targets, counts, classes, pixels, smoothing);
+    job.scale = scale, job.dlogits = dlogits;
+    run(soft_dlogits_tile, &job, blocks);
+}
+
+void mpidl_soft_correct_count(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree) {
+    struct job job = of_targets(logits, targets, counts, classes, pixels, 0);
+    sum(soft_correct_tile, &job, blocks, rows, tree);
 }
 
 static void softmax_dx_tile(void *argument, int64_t tile, float *own) {

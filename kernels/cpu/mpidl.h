@@ -208,6 +208,17 @@ void mpidl_label_weight(const int32_t *labels, const int32_t *counts, double *ro
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                          const int64_t *tree);
+/* targets (blocks, classes, pixels, 16): the target probability of each class. */
+void mpidl_soft_cross_entropy(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree, double smoothing);
+void mpidl_soft_cross_entropy_dlogits(const float *logits, const float *targets,
+                                      const int32_t *counts, double scale, float *dlogits,
+                                      int64_t blocks, int64_t classes, int64_t pixels,
+                                      double smoothing);
+void mpidl_soft_correct_count(const float *logits, const float *targets, const int32_t *counts,
+                              double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                              const int64_t *tree);
 void mpidl_errors(const float *y, const float *target, int64_t power, const int32_t *counts,
                   double *rows, int64_t blocks, int64_t elements, const int64_t *tree);
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,

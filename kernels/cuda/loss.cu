@@ -193,6 +193,20 @@ __device__ __forceinline__ bool before(float value, int place, float best, int a
     return (strange || value == best) && place < at;
 }
 
+// Returns the class with the largest logit of a row, in each lane of a warp.
+__device__ __forceinline__ int prediction(const float* scores, int classes) {
+    float best = scores[0];
+    int at = 0;
+    for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
+        if (before(scores[c], c, best, at)) best = scores[c], at = c;
+    for (int mask = 16; mask; mask /= 2) {
+        const float other = shfl_xor(best, mask);
+        const int place = shfl_xor(at, mask);
+        if (before(other, place, best, at)) best = other, at = place;
+    }
+    return at;
+}
+
 // rows (leaves): for each leaf, the number of rows whose largest logit belongs to the row's label.
 extern "C" __global__ void __launch_bounds__(512)
     loss_correct(const float* __restrict__ logits, const int* __restrict__ labels,
@@ -201,19 +215,8 @@ extern "C" __global__ void __launch_bounds__(512)
     __shared__ double of_warp[ROWS];
     const Range own = leaf(valid, pixels, images, parts, chunk);
     double value = 0.0;
-    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
-        const float* scores = logits + row * classes;
-        float best = scores[0];
-        int at = 0;
-        for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
-            if (before(scores[c], c, best, at)) best = scores[c], at = c;
-        for (int mask = 16; mask; mask /= 2) {
-            const float other = shfl_xor(best, mask);
-            const int place = shfl_xor(at, mask);
-            if (before(other, place, best, at)) best = other, at = place;
-        }
-        value += at == labels[row];
-    }
+    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS)
+        value += prediction(logits + row * classes, classes) == labels[row];
     add_warps(of_warp, value, rows);
 }
 
@@ -262,6 +265,79 @@ extern "C" __global__ void __launch_bounds__(256)
         if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // NaN stays NaN
         dy[i] = i < used ? (float)(e * scale) : 0.0f;
     }
+}
+
+// Returns the target probability of class c of a row, after label smoothing.
+__device__ __forceinline__ double smoothed(const float* targets, long long row, int c,
+                                           double smoothing, int classes, int pixels, int near,
+                                           int far) {
+    const long long at = in_target(row * classes + c, classes * pixels, near, far);
+    return (1.0 - smoothing) * targets[at] + smoothing / classes;
+}
+
+// rows (leaves): for each leaf, the sum of -q log p over its rows and the classes. q: the targets
+// after label smoothing.
+extern "C" __global__ void __launch_bounds__(512)
+    loss_soft(const float* __restrict__ logits, const float* __restrict__ targets,
+              const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
+              double smoothing, int classes, int pixels, int images, int parts, int chunk) {
+    __shared__ double of_warp[ROWS];
+    const Range own = leaf(valid, pixels, images, parts, chunk);
+    double value = 0.0;
+    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
+        const float* scores = logits + row * classes;
+        const Normalizer of = normalizer(scores, classes);
+        const double log_sum = log(of.sum);
+        double loss = 0.0;
+        for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
+            loss += smoothed(targets, row, c, smoothing, classes, pixels, near, far) *
+                    (log_sum - (scores[c] - of.top));
+        value += sum_of_warp(loss);
+    }
+    add_warps(of_warp, value, rows);
+}
+
+// d (rows, classes): the gradient of the terms of loss_soft, times factor * late. d is 0 for unused
+// images.
+extern "C" __global__ void __launch_bounds__(512)
+    loss_soft_dlogits(const float* __restrict__ logits, const float* __restrict__ targets,
+                      const int* __restrict__ valid, double factor,
+                      const double* __restrict__ late, float* __restrict__ d, int near, int far,
+                      double smoothing, int classes, int pixels) {
+    const long long row = row_of_all();
+    const int lane = threadIdx.x % LANES_OF_WARP;
+    const float* own = logits + row * classes;
+    d += row * classes;
+    if (row >= (long long)*valid * pixels) {
+        for (int c = lane; c < classes; c += LANES_OF_WARP) d[c] = 0.0f;
+        return;
+    }
+    const double scale = late ? *late * factor : factor;
+    const Normalizer of = normalizer(own, classes);
+    double all_targets = 0.0;
+    for (int c = lane; c < classes; c += LANES_OF_WARP)
+        all_targets += smoothed(targets, row, c, smoothing, classes, pixels, near, far);
+    all_targets = sum_of_warp(all_targets);
+    for (int c = lane; c < classes; c += LANES_OF_WARP) {
+        const double p = exp(own[c] - of.top) / of.sum;
+        const double q = smoothed(targets, row, c, smoothing, classes, pixels, near, far);
+        d[c] = (float)((p * all_targets - q) * scale);
+    }
+}
+
+// rows (leaves): for each leaf, the sum of the targets of the classes with the largest logits.
+extern "C" __global__ void __launch_bounds__(512)
+    loss_soft_correct(const float* __restrict__ logits, const float* __restrict__ targets,
+                      const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
+                      int classes, int pixels, int images, int parts, int chunk) {
+    __shared__ double of_warp[ROWS];
+    const Range own = leaf(valid, pixels, images, parts, chunk);
+    double value = 0.0;
+    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
+        const int c = prediction(logits + row * classes, classes);
+        value += targets[in_target(row * classes + c, classes * pixels, near, far)];
+    }
+    add_warps(of_warp, value, rows);
 }
 
 // The factors of -log p and -log q of an element; see BinaryRule in

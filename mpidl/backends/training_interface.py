@@ -144,6 +144,31 @@ class TrainingFunctions(Protocol):
         If several classes have the largest logit, the first of these classes is the prediction.
         """
 
+    def soft_cross_entropy(
+        self, logits: Lanes, targets: Lanes, counts: Array, tree: Tree, smoothing: float = 0.0
+    ) -> Partial:
+        """Sum -q log p over the classes of all images and pixels: () float64.
+
+        p is the softmax of the scores, q is (1 - smoothing) * targets + smoothing / K, and the
+        targets (B, K, ..., 16) are float32.
+        """
+
+    def soft_cross_entropy_dlogits(
+        self, logits: Lanes, targets: Lanes, scale: Any, counts: Array, smoothing: float = 0.0
+    ) -> Lanes:
+        """Return the gradient of the sum of `soft_cross_entropy`, times scale.
+
+        Unused lanes of the result are 0. See `cross_entropy_dlogits` for `scale`.
+        """
+
+    def soft_correct_count(
+        self, logits: Lanes, targets: Lanes, counts: Array, tree: Tree
+    ) -> Partial:
+        """Sum the targets of the predicted classes over images and pixels: () float64.
+
+        `correct_count` defines the prediction.
+        """
+
     def binary_cross_entropy(
         self,
         logits: Lanes,

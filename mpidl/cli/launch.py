@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Returns
     -------
     Namespace
-        The attributes are restarts, an int, and words, the command line of the training.
+        The attribute restarts is an int, and words is the command line of the training run.
     """
     command = typed_command("mpidl.launch")
     parser = Parser(
@@ -93,7 +93,7 @@ class Supervisor:
     Parameters
     ----------
     command : JobCommand
-        The command line of the training.
+        The command line of the training run.
     restarts : int
         Maximum number of restarts.
     signals : Signals
@@ -102,7 +102,7 @@ class Supervisor:
     Raises
     ------
     UserError
-        If the options of the training are invalid.
+        If the options of the training run are invalid.
     """
 
     def __init__(self, command: JobCommand, restarts: int, signals: failure.Signals) -> None:
@@ -122,12 +122,12 @@ class Supervisor:
         return folder
 
     def run(self) -> int:
-        """Train to the end, and return the exit code of the training.
+        """Train to the end, and return the exit code of the training run.
 
         Raises
         ------
         Fault
-            If the training dies and no restart remains.
+            If the training run dies and no restart remains.
         """
         pause = FIRST_PAUSE
         for count in range(self.restarts + 1):

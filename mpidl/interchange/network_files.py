@@ -94,7 +94,9 @@ def load(
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
     _check_size(net, path)
     names = "mpidl" if weights.fits(net, arrays, "mpidl", path) else "torchvision"
-    return weights.assign(net, arrays, names, path)
+    weights.assign(net, arrays, names, path)
+    net.unwhitened = description.get("unwhitened", [])
+    return net
 
 
 def _check_shape(input_shape):
@@ -222,6 +224,7 @@ def _load_onnx_into(path, build):
                 f"found {_shapes(arrays)}"
             )
         setattr(net, table, dict(zip(expected, values, strict=True)))
+    net.unwhitened = []
     net.normalization, net.classes = source.normalization, source.classes
     net.crop, net.preprocess = source.crop, source.preprocess
     difference = score_difference(_without_softmax(source), _without_softmax(net))

@@ -287,6 +287,7 @@ def restored(model: Model) -> Network | None:
             for name, value in net.parameters.items()
         }
         net.state = {name: _float32(arrays[name]) for name in net.state}
+        net.unwhitened = description.get("unwhitened", [])
         expected = _nodes(library("onnx", "", "onnx"), net, is_normalized)
     except UNDESCRIBED:
         return None

@@ -97,6 +97,7 @@ def assign(
         }
     net.parameters = {name: values[name] for name in net.parameters}
     net.state = {name: values[name] for name in net.state}
+    net.unwhitened = []
     return net
 
 

@@ -61,6 +61,8 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
                     f"{new[name].shape} after the new layers: replace its layer too"
                 )
             new[name] = np.array(old[name])
+    layer_names = {*net.unwhitened, *new_names.values()}
+    edited.unwhitened = [name for name in edited.unwhitened if name in layer_names]
     return edited
 
 
@@ -73,6 +75,7 @@ def append_layer(net: Network, layer: Layer) -> Network:
     edited.crop, edited.preprocess = net.crop, net.preprocess
     edited.classes, edited.loss = net.classes, net.loss
     edited.parameters, edited.state = net.parameters, net.state
+    edited.unwhitened = net.unwhitened
     return edited
 
 
@@ -97,5 +100,6 @@ def up_to(net: Network, name: str) -> Network:
         setattr(
             part, table, {key: a for key, a in arrays if construction.layer_of(key) in ancestors}
         )
+    part.unwhitened = [name for name in net.unwhitened if name in ancestors]
     part.plan_runs()
     return part

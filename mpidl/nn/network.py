@@ -16,7 +16,7 @@ from mpidl import ops
 from mpidl.autodiff import Var, value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import construction, editing, graph, placement
-from mpidl.nn.layers import Layer, LayerContext, Softmax
+from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax
 from mpidl.nn.layers.base import Value
 from mpidl.nn.plan import Plan
 from mpidl.nn.summary import Analysis, layer_table, times
@@ -111,6 +111,12 @@ class Network:
             self._state |= construction.initial_arrays(layer, built.state, seed)
             shapes[layer.name] = built.output_shape
         self.output_shapes: list[tuple[int, ...]] = [shapes[layer.name] for layer in self.layers]
+        self._initial_filters: Arrays = {}  # {name: initial weight} of layers to whiten
+        self.unwhitened = [
+            str(layer.name)
+            for layer in self.layers
+            if isinstance(layer, Conv2D) and layer.weight_initializer == "whitening"
+        ]
         self.normalization: Any = None
         self.crop: tuple[int, int] | None = None
         self.preprocess: Any = None
@@ -166,6 +172,26 @@ class Network:
     @state.setter
     def state(self, values: Mapping[str, np.ndarray]) -> None:
         self._state = construction.checked_arrays("state", self._state, values)
+
+    @property
+    def unwhitened(self) -> list[str]:
+        """Names of the layers with `weight_initializer="whitening"` without computed filters.
+
+        `dl.train` and `whiten` compute the filters of these layers. A layer leaves the list if its
+        weights change, or if a new list is assigned. For example, `net.unwhitened = []` keeps the
+        weights of all layers. Model files store the list. On a GPU, the list is empty.
+        """
+        return [
+            name
+            for name, initial in self._initial_filters.items()
+            if isinstance(weight := self._parameters[f"{name}.weight"], np.ndarray)
+            and np.array_equal(weight, initial)
+        ]
+
+    @unwhitened.setter
+    def unwhitened(self, names: Iterable[str]) -> None:
+        weights = {name: self._parameters[f"{name}.weight"] for name in names}
+        self._initial_filters = {name: np.array(weight) for name, weight in weights.items()}
 
     @property
     def output_shape(self) -> tuple[int, ...]:

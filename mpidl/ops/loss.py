@@ -18,7 +18,7 @@ from mpidl.blocks import Blocked
 from mpidl.fold import Partial
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes, squeezed
-from mpidl.ops.probabilities import is_soft, of_soft_targets, soft_correct_count
+from mpidl.ops.probabilities import is_soft, soft_correct_count, soft_cross_entropy
 
 __all__ = [
     "correct_count",
@@ -92,9 +92,9 @@ def softmax_cross_entropy(
         Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
         Integers from 0 to K-1, (N,) or (N, ...), or probabilities of the classes, such as one-hot
-        targets. Probabilities are floats in the shape of the scores, and are supported only on
-        CPUs. For probabilities, the result is the mean of -sum(labels * log softmax(logits)), and
-        only the option label_smoothing is supported.
+        targets. Probabilities are floats in the shape of the scores. For probabilities, the result
+        is the mean of -sum(labels * log softmax(logits)), and only the option label_smoothing is
+        supported.
     class_weights
         Weight of each class, (K,). The result is a weighted mean: the weight of a label is the
         weight of its class. By default, all weights are 1.
@@ -132,7 +132,7 @@ def softmax_cross_entropy(
                 "softmax_cross_entropy: expected integer labels with class_weights, ignore_label "
                 "or focal_gamma, got floats"
             )
-        return of_soft_targets(logits, labels, rule.smoothing)
+        return soft_cross_entropy(logits, labels, smoothing=rule.smoothing)
     return _cross_entropy_of_labels(logits, labels, rule=rule, ignore_label=ignore_label)
 
 

@@ -1,4 +1,4 @@
-"""One-hot targets, and the cross-entropy of probabilities or scores with such targets.
+"""One-hot targets, and the cross-entropy of probabilities or scores with such soft targets.
 
 A Partial is a sum whose terms are not yet added up over the ranks.
 """
@@ -11,9 +11,9 @@ from typing import TypeVar, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Var, op, refuse_gpu, value_of
+from mpidl.autodiff.tape import Var, WithVjp, op, refuse_gpu, value_of
 from mpidl.blocks import Blocked, zero_unused
-from mpidl.fold import Counter, Partial
+from mpidl.fold import Partial
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes
 from mpidl.ops.reductions import mean
@@ -82,27 +82,56 @@ def _cross_entropy_of_probabilities(p, targets):
     return -(targets * logs).sum(axis=axes), vjp
 
 
-@op
-def _cross_entropy_of_scores(x, targets, p, *, smoothing):
-    """Return the sum of -q * log(softmax(x)) for each image, float64 (n,).
+@op(blocks=True)
+def soft_cross_entropy(logits: Blocked, targets: Blocked, *, smoothing: float) -> WithVjp[Partial]:
+    """Return the mean of -sum(q * log(softmax(logits))) over all images and pixels.
 
-    q is (1 - smoothing) * targets + smoothing / K. p is softmax(x) as computed by the backend. The
-    gradient uses p, because the bytes of NumPy's exp and log depend on the CPU.
+    q is (1 - smoothing) * targets + smoothing / K.
+
+    Parameters
+    ----------
+    logits
+        Scores of K classes, (N, K) or (N, K, ...).
+    targets
+        Probabilities of the classes, floats in the shape of the scores.
+    smoothing
+        Label smoothing, at least 0 and below 1.
+
+    Returns
+    -------
+    Partial
+        The mean, a float64 scalar.
     """
-    axes = tuple(range(1, x.ndim))
-    shifted = x.astype(np.float64) - x.max(axis=1, keepdims=True)
-    logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    q = targets
-    if smoothing:
-        q = (1 - smoothing) * targets.astype(np.float64) + smoothing / x.shape[1]
+    backend, batch, lanes = backends.of_value(logits), logits.batch, _target_lanes(logits, targets)
+    counts = batch.counts()
+    weight = batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
+    total = backend.soft_cross_entropy(logits.lanes, lanes, counts, batch.tree, smoothing)
 
-    def vjp(dy):
-        dy = dy.reshape(-1, *(1,) * (x.ndim - 1))
-        dx = p * q.sum(axis=1, dtype=np.float64, keepdims=True) - q
-        dtargets = -dy * logs * (1 - smoothing)
-        return (dy * dx).astype(x.dtype), dtargets.astype(targets.dtype), None
+    def vjp(dy, needs):
+        scale, d, dtargets = weight * float(dy), None, None
+        if needs[0]:
+            arguments = logits.lanes, lanes, scale, counts, smoothing
+            d = logits.like(backend.soft_cross_entropy_dlogits(*arguments))
+        if needs[1]:
+            dtargets = targets.like(_dtargets(logits, targets, scale * (1 - smoothing)))
+        return d, dtargets
 
-    return -(q * logs).sum(axis=axes), vjp
+    return total * weight, vjp
+
+
+def _target_lanes(logits, targets):
+    """Return the lanes of the targets in the dtype of the logits."""
+    lanes = targets.lanes
+    return lanes if lanes.dtype == logits.dtype else lanes.astype(logits.dtype)
+
+
+def _dtargets(logits, targets, scale):
+    """Return -scale * log(softmax(logits)) as lanes, with zeros in unused lanes."""
+    refuse_gpu("softmax_cross_entropy: the gradient of targets", logits)
+    x = logits.lanes.astype(np.float64)
+    x -= x.max(axis=1, keepdims=True)
+    logs = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+    return zero_unused((-scale * logs).astype(targets.dtype), logits.batch)
 
 
 @overload
@@ -156,29 +185,14 @@ def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Parti
     if not is_soft(targets, p):
         lanes = label_lanes("cross_entropy", value_of(targets), p)
         targets = one_hot(Blocked(lanes, p.batch), p.image_shape[0])
-    return _mean_of_images(_cross_entropy_of_probabilities(probabilities, targets), p)
-
-
-def of_soft_targets(
-    logits: Blocked | Var, targets: Blocked | Var, smoothing: float = 0.0
-) -> Partial | Var:
-    """Return the mean cross-entropy of the softmax of scores, for targets of the same shape."""
-    refuse_gpu("softmax_cross_entropy", value_of(logits), value_of(targets))
-    scores: Blocked = value_of(logits)
-    p = scores.like(backends.of_value(scores).softmax(scores.lanes))
-    losses = _cross_entropy_of_scores(logits, targets, p, smoothing=smoothing)
-    return _mean_of_images(losses, scores)
+    losses = _cross_entropy_of_probabilities(probabilities, targets)
+    return mean(losses) * (1.0 / math.prod(p.image_shape[1:]))
 
 
 def soft_correct_count(scores: Blocked, targets: Blocked) -> Partial:
     """Sum the targets of the classes with the largest score, over images and pixels."""
-    refuse_gpu("correct_count", scores, targets)
-    counter = Counter(scores.batch.tree)
-    for b in range(scores.batch.blocks):
-        predicted = scores.block(b).argmax(axis=1)
-        weights = np.take_along_axis(targets.block(b), predicted[:, None], axis=1)
-        counter.push(np.array(weights.sum(dtype=np.float64)))
-    return counter.partial((), np.float64)
+    backend, batch, lanes = backends.of_value(scores), scores.batch, _target_lanes(scores, targets)
+    return backend.soft_correct_count(scores.lanes, lanes, batch.counts(), batch.tree)
 
 
 def is_soft(targets: object, scores: Blocked) -> bool:
@@ -186,8 +200,3 @@ def is_soft(targets: object, scores: Blocked) -> bool:
     value = value_of(targets)
     is_float = isinstance(value, Blocked) and value.dtype.kind == "f"
     return is_float and value.shape == scores.shape
-
-
-def _mean_of_images(losses, scores):
-    """Return the mean over images and pixels, given the sum of the losses of each image, (N,)."""
-    return mean(losses) * (1.0 / math.prod(scores.image_shape[1:]))

@@ -29,9 +29,8 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
     """Return whether the training step can be recorded.
 
     Custom layers, losses, optimizers and transforms may behave differently in each step, so a step
-    that contains them is not recorded. Two kinds of loss also prevent recording: a loss that
-    divides by a number that depends on the labels, and the loss for labels mixed by mixup or
-    CutMix, which NumPy computes.
+    that contains them is not recorded. A loss that divides by a number that depends on the labels
+    also prevents recording.
     """
     parts = [*net.layers, optimizer, *getattr(optimizer, "transforms", ())]
     named_loss = label_loss(loss)
@@ -44,7 +43,6 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
         options.graphs != "off"
         and options.worker_load != "measured"
         and options.batchnorm == "global"
-        and not (options.mixup or options.cutmix)
         and is_ours
         and isinstance(optimizer, Optimizer)
         and all(type(part).__module__.startswith("mpidl.") for part in parts)

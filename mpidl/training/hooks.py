@@ -28,6 +28,7 @@ import numpy as np
 
 from mpidl import phases
 from mpidl.errors import UserError
+from mpidl.evaluation import class_metrics
 from mpidl.report.progress import notebook
 from mpidl.training.audit import AuditHook
 from mpidl.training.options.training_options import TrainingOptions
@@ -128,8 +129,12 @@ class ConsoleHook:
 
     def start(self, trainer: Trainer) -> None:
         numbers = trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
-        has_validation = trainer.validation.store is not None
-        trainer.console.start(*numbers, trainer.position.epoch, has_validation)
+        validation, metrics = trainer.validation, ()
+        if validation.store is not None:
+            loss = validation.loss_function
+            metrics = class_metrics.requested(validation.metrics, loss, trainer.net)
+        has_validation = validation.store is not None
+        trainer.console.start(*numbers, trainer.position.epoch, has_validation, metrics)
 
     def lost(self, trainer: Trainer) -> None:
         if not trainer.console.is_started:  # if this rank has become rank 0
@@ -180,7 +185,8 @@ class LiveHook:
         if validation.last is not None and validation.last_iteration != self.validated:
             self.validated = validation.last_iteration
             scores = {"loss": validation.last.loss, "accuracy": validation.last.accuracy}
-            self.recorder.write("validation", iteration=self.validated, **scores)
+            metrics = {} if validation.last.metrics is None else validation.last.metrics.values
+            self.recorder.write("validation", metrics, iteration=self.validated, **scores)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self.step(trainer)

@@ -49,11 +49,6 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
         return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
-    if options.mixup or options.cutmix:
-        raise UserError(
-            "--mixup and --cutmix: GPUs have no kernels for labels that are probabilities; use "
-            "--device cpu"
-        )
     if options.batchnorm == "local":
         raise UserError("--batchnorm local: on GPUs, the statistics are global; use --device cpu")
     if balancer:

@@ -24,7 +24,7 @@ from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.transforms.augment import centred
 from mpidl.errors import UserError
 from mpidl.files import call_together
-from mpidl.nn import Conv2D, Network, construction, graph
+from mpidl.nn import Conv2D, Network, graph
 from mpidl.ops import check
 
 IMAGES = 4096  # number of training images whose patches are used
@@ -36,7 +36,7 @@ SWEEPS = 60  # largest number of sweeps in `eigen`; 27 x 27 matrices need 8 swee
 
 
 def layers_to_whiten(net: Network) -> list[Conv2D]:
-    """Return the layers with the initializer "whitening" that still have their initial weights.
+    """Return the layers in `Network.unwhitened`.
 
     Parameters
     ----------
@@ -53,17 +53,9 @@ def layers_to_whiten(net: Network) -> list[Conv2D]:
     UserError
         If such a layer does not read the images, or if its filters are larger than the images.
     """
-    layers: list[Conv2D] = []
-    shapes = {graph.IMAGES: net.input_shape}
-    names = [layer.name for layer in net.layers]
-    shapes |= dict(zip(names, net.output_shapes, strict=True))
+    layers, unwhitened = list[Conv2D](), net.unwhitened
     for layer, reads in zip(net.layers, net.reads, strict=True):
-        if not isinstance(layer, Conv2D) or layer.weight_initializer != "whitening":
-            continue
-        key, built = f"{layer.name}.weight", layer.build(shapes[reads[0]])
-        weight = np.asarray(net.parameters[key])
-        initial = construction.initial_arrays(layer, built.learnables, net.seed)[key]
-        if weight.any() and not np.array_equal(weight, initial):
+        if layer.name not in unwhitened or not isinstance(layer, Conv2D):
             continue
         if reads != (graph.IMAGES,):
             raise UserError(
@@ -88,8 +80,9 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
     filters are the negatives of the first filters, for a ReLU that follows the layer. If the layer
     has a bias, the bias subtracts the mean patch.
 
-    `dl.train` calls this function after it has computed the normalization. A layer whose weights
-    have changed since it was created, such as weights loaded from a file, keeps its weights.
+    `dl.train` calls this function after it has computed the normalization. A layer keeps its
+    weights if they were assigned or loaded from the file of a trained network, even if all of them
+    are 0 (see `Network.unwhitened`).
 
     Parameters
     ----------
@@ -127,6 +120,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
         filters, bias = whitening_filters(mean, covariance, shape[0])
         biases = {f"{layer.name}.bias": bias} if layer.bias else {}
         net.parameters = {**net.parameters, key: filters.reshape(shape), **biases}
+    net.unwhitened = []
 
 
 def whitening_filters(

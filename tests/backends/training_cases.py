@@ -50,6 +50,16 @@ def binary_losses(classes, pixels, label, scores, large):
             yield Case("binary_cross_entropy_dlogits", call[0], scaled, 2**-23, True, **large)
 
 
+def soft_losses(label, scores, shape, large):
+    """Yield cases with target probabilities, whose sum is not 1, with and without smoothing."""
+    compared = {"logits": scores, "targets": Draw("lanes", shape, 0, 1)}
+    yield Case("soft_correct_count", label, compared, 1e-13, True)
+    for name, options in {label: {}, f"{label}, smoothed": {"smoothing": 0.3}}.items():
+        yield Case("soft_cross_entropy", name, compared | options, 1e-13, True)
+        scaled = compared | options | {"scale": 0.37}
+        yield Case("soft_cross_entropy_dlogits", name, scaled, 1e-6, **large)
+
+
 def dice_losses(classes, pixels, label, large):
     """Yield cases with labels outside the classes, for each rule."""
     p = Draw("lanes", (classes, *pixels), 0, 1, np.float64)
@@ -100,6 +110,8 @@ def losses(classes, pixels):
     yield Case("cross_entropy", label, labelled, 1e-13, True)
     yield Case("correct_count", label, labelled, 0)
     yield Case("cross_entropy_dlogits", label, labelled | {"scale": 0.37}, 2**-23, True, **large)
+    if (classes, pixels) in ((10, ()), (33, ()), (4, (1, 1)), (3, (2, 3)), (2, (3, 87))):
+        yield from soft_losses(label, scores, (classes, *pixels), large)
     if (classes, pixels) in ((33, ()), (3, (2, 3)), (2, (3, 87))):
         yield from label_rules(classes, pixels, label, scores, large)
     if (classes, pixels) in ((1, ()), (33, ()), (3, (2, 3))):

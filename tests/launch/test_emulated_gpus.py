@@ -64,6 +64,16 @@ def test_a_timeline_has_the_work_of_the_gpus(graphs, single, pictures, tmp_path)
 
 
 @SLOW
+def test_mixed_images_on_several_ranks(single, pictures, tmp_path):
+    words = ["--epochs", 1, "--mixup", 0.5, "--cutmix", 1, "--label-smoothing", 0.1]
+    words += ["--shuffle", "every-epoch"]
+    for ranks in (1, 3):
+        train(ranks, pictures, tmp_path / str(ranks), *words)
+    jobs.assert_same_end(tmp_path / "1", tmp_path / "3")
+    assert jobs.weights_hash(tmp_path / "1") != jobs.weights_hash(single)
+
+
+@SLOW
 def test_stop_and_resume_on_more_ranks(single, pictures, tmp_path):
     train(2, pictures, tmp_path, "--epochs", 1, "--max-iterations", 2)
     words = ["train", "--resume", tmp_path, "--max-iterations", 4, "--epochs", 1]

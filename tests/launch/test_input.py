@@ -91,6 +91,24 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
 
 
 @pytest.mark.slow("jobs")
+def test_replayed_steps_of_mixed_images_on_any_ranks_and_threads(pictures, tmp_path):
+    """Replayed and eager steps give the same bytes, also if the run is stopped and resumed.
+
+    An epoch of 189 images has 3 mini-batches of 50 and one of 39.
+    """
+    words = (*MIXED, "--epochs", 2)
+    hashes = {}
+    for ranks, threads, graphs in (*itertools.product((1, 2, 3), (1, 2), ("auto",)), (1, 1, "off")):
+        out = f"{ranks}-{threads}-{graphs}"
+        options = (*words, "--threads", threads, "--graphs", graphs)
+        hashes[out] = jobs.trained_hash(ranks, pictures, tmp_path / out, *options)
+    jobs.train(3, pictures, tmp_path / "halted", *words, "--threads", 1, "--max-iterations", 5)
+    jobs.resume(2, tmp_path / "halted", "--max-iterations", "none", "--threads", 2)
+    hashes["resumed"] = jobs.weights_hash(tmp_path / "halted")
+    jobs.assert_same_weights(hashes)
+
+
+@pytest.mark.slow("jobs")
 @pytest.mark.parametrize(
     "kind, function, words",
     [

@@ -68,12 +68,14 @@ def run(
     batch=40,
     epochs=3,
     parts=1,
+    **queue_options,
 ):
     """Train. Return the step and the losses.
 
     By default, an epoch has two full mini-batches and a mini-batch of 20 images.
     """
-    queue = MinibatchQueue(pictures(100) if store is None else store, batch, 0, world)
+    store = pictures(100) if store is None else store
+    queue = MinibatchQueue(store, batch, 0, world, **queue_options)
     queue.parts = parts
     step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
     losses = []
@@ -138,6 +140,31 @@ def test_replayed_parts_have_the_bytes_of_eager_parts(net, batch, parts, world):
     arguments = {"store": pictures(144), "batch": batch, "parts": parts}
     step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, **arguments)
     assert step.program is not None and not step._is_off
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_mixed_images_and_labels_are_replayed(parts, world):
+    mixing = dl.data.Mixing(mixup=0.5, cutmix=1.0, probability=0.8)
+    arguments = {"mixing": mixing, "classes": 3, "parts": parts, "batch": 48}
+    step = assert_equal(small, SOLVERS["sgdm"], world, **arguments)
+    assert step.program is not None and not step._is_off
+
+
+def test_trainings_with_mixed_images_replay_steps(world, monkeypatch):
+    counts, gradient = [], cpu_step.StepProgram.gradient
+
+    def count(self, *batch):
+        counts.append(1)
+        return gradient(self, *batch)
+
+    monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
+    options = {"batch_size": 40, "mixup": 0.4, "label_smoothing": 0.1, "shuffle": "every-epoch"}
+    replayed, _ = trained(world, **options)
+    assert counts
+    counts.clear()
+    eager, _ = trained(world, graphs="off", **options)
+    assert not counts
+    assert weights_sha256(replayed) == weights_sha256(eager)
 
 
 def test_trainings_replay_parts(world, monkeypatch):

@@ -8,6 +8,7 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl.errors import UserError
+from mpidl.interchange import network_files
 from mpidl.training import whitening
 from mpidl.training.files.model_file import weights_sha256
 
@@ -157,6 +158,38 @@ def test_a_model_file_keeps_the_filters(world, tmp_path):
     assert loaded.parameters["whiten.weight"].tobytes() == filters
     assert weights_sha256(loaded) != before
     world.barrier()
+
+
+@pytest.mark.parametrize("seed", [1, None])
+def test_weights_that_were_set_to_zero_stay_zero(world, seed):
+    """A declared state decides, not the values: new weights of a seedless network are 0, too."""
+    layers = [dl.Conv2D(2, 6, name="whiten", **WHITENING), dl.ReLU(), dl.Dense(3)]
+    net, zeroed = (dl.Network(layers, (1, 6, 6), seed=seed) for _ in range(2))
+    assert net.unwhitened == ["whiten"]
+    zeros = np.zeros_like(net.parameters["whiten.weight"])
+    zeroed.parameters = {**zeroed.parameters, "whiten.weight": zeros}
+    zeroed.unwhitened = [] if seed is None else zeroed.unwhitened
+    assert zeroed.unwhitened == []
+    trained(world, net)
+    trained(world, zeroed)
+    assert net.parameters["whiten.weight"].all() and net.unwhitened == []
+    assert not zeroed.parameters["whiten.weight"].any()
+
+
+def test_files_and_edited_networks_keep_the_state(tmp_path):
+    zeroed = network()
+    zeroed.parameters = {k: v * 0 for k, v in zeroed.parameters.items()}
+    zeroed.normalization = dl.data.normalization("none", store_of(5, 1, 6, 6))
+    for net, expected in ((network(), ["whiten"]), (zeroed, [])):
+        net.normalization = zeroed.normalization
+        for suffix in network_files.SUFFIXES:
+            path = str(tmp_path / f"model{suffix}")
+            network_files.save(net, path)
+            assert network_files.load(path).unwhitened == expected
+        assert net.replace_layers({"dense1": dl.Dense(4)}).unwhitened == expected
+        assert net.append_layer(dl.Softmax()).unwhitened == expected
+        assert net.up_to("whiten").unwhitened == expected
+        assert net.replace_layers({"whiten": net["whiten"]}).unwhitened == ["whiten"]
 
 
 def test_without_a_bias_and_trained_further(world):

@@ -54,10 +54,27 @@ def correct_count(logits, labels, counts, tree):
     return _summed(kernels().correct_count, logits, labels, counts, tree)
 
 
+def soft_cross_entropy(logits, targets, counts, tree, smoothing=0.0):
+    return _summed(kernels().soft_cross_entropy, logits, targets, counts, tree, smoothing)
+
+
+def soft_cross_entropy_dlogits(logits, targets, scale, counts, smoothing=0.0):
+    d = arenas.empty(logits.shape)
+    arguments = *_pair(logits, targets), counts, scale, d, *sizes(logits), smoothing
+    kernels().soft_cross_entropy_dlogits(*arguments)
+    return d
+
+
+def soft_correct_count(logits, targets, counts, tree):
+    return _summed(kernels().soft_correct_count, logits, targets, counts, tree)
+
+
 def _summed(function, logits, labels, counts, tree, *rule):
     rows = arenas.empty((len(logits),), np.float64)
     logits = np.ascontiguousarray(logits)
-    function(logits, _labels(labels), counts, rows, *sizes(logits), tree_of(tree), *rule)
+    is_soft = labels.dtype.kind == "f"
+    labels = np.ascontiguousarray(labels, np.float32) if is_soft else _labels(labels)
+    function(logits, labels, counts, rows, *sizes(logits), tree_of(tree), *rule)
     return partial_of_rows(rows, tree)
 
 

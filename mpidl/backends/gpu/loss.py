@@ -92,6 +92,31 @@ def correct_count(logits, labels, counts, tree):
     return _of_rows("loss_correct", logits, labels, counts, tree)
 
 
+def soft_cross_entropy(logits, targets, counts, tree, smoothing=0.0):
+    numbers = float(smoothing), logits.dims[1]
+    return _of_targets("loss_soft", logits, targets, counts, tree, numbers)
+
+
+def soft_cross_entropy_dlogits(logits, targets, scale, counts, smoothing=0.0):
+    rows, pixels, classes = pixels_of(logits, "soft_cross_entropy_dlogits")
+    _, *order = _apart(logits, targets)
+    d = array.empty_like(logits)
+    numbers = *scale_of(scale), d, *order, float(smoothing), classes, pixels
+    launching.launch("loss_soft_dlogits", rows // ROWS, THREADS, logits, targets, counts, *numbers)
+    return d
+
+
+def soft_correct_count(logits, targets, counts, tree):
+    return _of_targets("loss_soft_correct", logits, targets, counts, tree, (logits.dims[1],))
+
+
+def _of_targets(kernel, logits, targets, counts, tree, numbers):
+    _, pixels, _ = pixels_of(logits, kernel)
+    _, *order = _apart(logits, targets)
+    arrays = logits, targets, counts
+    return _summed(kernel, arrays, (*order, *numbers), pixels, OF_ROWS, tree)
+
+
 def _of_rows(kernel, logits, labels, counts, tree, rule=()):
     _, pixels, classes = pixels_of(logits, kernel)
     arrays = logits, by_image(labels, kernel), counts

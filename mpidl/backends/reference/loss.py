@@ -88,6 +88,38 @@ def correct_count(logits, labels, counts, tree):
     return image_sums(right, counts, tree)
 
 
+def soft_cross_entropy(logits, targets, counts, tree, smoothing=0.0):
+    losses = np.empty((len(logits), logits.shape[-1]), np.float64)
+    for block, target, out in zip(logits, targets, losses, strict=True):
+        z = block - block.max(axis=0).astype(np.float64)
+        logs = z - np.log(np.exp(z).sum(axis=0))
+        out[...] = -_of_images(_smoothed(target, smoothing) * logs)
+    return image_sums(losses, counts, tree)
+
+
+def soft_cross_entropy_dlogits(logits, targets, scale, counts, smoothing=0.0):
+    d = softmax(logits)
+    for block, target, images in zip(d, targets, counts, strict=True):
+        q = _smoothed(target, smoothing)
+        block *= q.sum(axis=0)
+        block -= q
+        block[..., images:] = 0
+    d *= scale
+    return d.astype(logits.dtype)
+
+
+def soft_correct_count(logits, targets, counts, tree):
+    right = np.empty((len(logits), logits.shape[-1]), np.float64)
+    for block, target, out in zip(logits, targets, right, strict=True):
+        predicted = block.argmax(axis=0)[None]
+        out[...] = _of_images(np.take_along_axis(target, predicted, axis=0).astype(np.float64))
+    return image_sums(right, counts, tree)
+
+
+def _smoothed(target, smoothing):
+    return (1 - smoothing) * target.astype(np.float64) + smoothing / len(target)
+
+
 def binary_cross_entropy(logits, targets, counts, tree, rule=PLAIN_BINARY):
     losses = np.empty((len(logits), logits.shape[-1]), np.float64)
     for block, target, out in zip(logits, targets, losses, strict=True):

@@ -113,8 +113,8 @@ def mat_file(
     -----
     For the training part, the default names are XTrain with YTrain or TTrain, then images with
     labels, then X with Y. For the test part, the default names are XTest with YTest or TTest. If
-    the file has none of the training names, images and labels are each read from the only variable
-    of suitable type and size.
+    the file has none of the default names of the training part, images and labels are each read
+    from the only variable of suitable type and size.
 
     Labels start at 0 or 1. The class names come from a cell array of character vectors named
     `classes` (or classNames, categories, labelNames). Its first entry names label 0 if label 0

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from mpidl.report.progress import rows
@@ -57,6 +57,7 @@ class Console:
         self.follows_terminal = width is None
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs, self.iterations, self.completed, self.has_validation = 0, 0.0, 0, False
+        self.metrics: tuple[str, ...] = ()
         self.depth = 0  # number of nested `with` blocks; at 0, the bar is removed
         self.first_epoch = 1
         self.is_started = False  # whether the run has started and not finished
@@ -110,6 +111,7 @@ class Console:
         completed: int = 0,
         epoch: int = 1,
         has_validation: bool = False,
+        metrics: Sequence[str] = (),
     ) -> None:
         """Record the start of the run, and show the bar if the output is a terminal.
 
@@ -123,11 +125,14 @@ class Console:
             The epoch of the first iteration.
         has_validation : bool
             Whether the run has validations.
+        metrics : sequence of str
+            Names of the metrics of validations.
         """
         if self.stream is None or not self.progress:
             return
         with self.lock:
-            self.epochs, self.iterations, self.has_validation = epochs, iterations, has_validation
+            self.epochs, self.iterations = epochs, iterations
+            self.has_validation, self.metrics = has_validation, tuple(metrics)
             self.is_started, self.completed, self.first_epoch = True, completed, epoch
             self.last = self.last_printed = self.pace = self.table = None  # forget an earlier run
             self.iteration_time = time.monotonic()
@@ -247,7 +252,8 @@ class Console:
         if self.stream is None or not self.progress:
             return
         if not self.width:
-            self.line(rows.validation_line(iteration, evaluation))
+            for text in rows.validation_lines(iteration, evaluation):
+                self.line(text)
             return
         cells = {"iteration": str(iteration)}
         if self.last is not None:
@@ -260,9 +266,11 @@ class Console:
             cells["validation_loss"] = rows.decimal(validation.loss)
             if validation.accuracy is not None:
                 cells["validation_accuracy"] = f"{validation.accuracy:.4f}"
+            for name, text in rows.metric_texts(validation).items():
+                cells[rows.VALIDATION + name] = text
         if self.table is None:
             has_validation = self.has_validation or validation is not None
-            self.table = rows.Table(self.width, has_accuracy, has_validation)
+            self.table = rows.Table(self.width, has_accuracy, has_validation, self.metrics)
         with self.lock:
             for text in self.table.lines(cells):
                 self.line(text)

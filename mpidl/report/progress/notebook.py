@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
 
@@ -45,10 +46,14 @@ class Recorder:
     def __init__(self, path: str) -> None:
         self.file, self.flush_time = open(path, "w"), 0.0
 
-    def write(self, kind: str, **values: float | str | None) -> None:
+    def write(
+        self, kind: str, metrics: Mapping[str, float] | None = None, **values: float | str | None
+    ) -> None:
         """Append a record. Write numbers that are not finite as null."""
-        record: dict[str, float | str | None] = {"kind": kind}
+        record: dict[str, Any] = {"kind": kind}
         record |= {k: v if isinstance(v, str) else number(v) for k, v in values.items()}
+        if metrics:
+            record["metrics"] = {name: number(value) for name, value in metrics.items()}
         self.file.write(json.dumps(record) + "\n")
         if kind != "iteration" or time.monotonic() - self.flush_time >= FLUSH_SECONDS:
             self.file.flush()
@@ -111,10 +116,11 @@ class Run:
             texts.append(f"epoch {last['epoch']:.0f} of {self.epochs:.0f}")
             texts.append(f"iteration {last['iteration']:.0f} of {self.iterations:.0f}")
             for source, prefix in ((last, ""), (self.validation, "validation ")):
+                scores = {name: source.get(name) for name in ("loss", "accuracy")}
                 texts += [
-                    f"{prefix}{name} {rows.decimal(source[name])}"
-                    for name in ("loss", "accuracy")
-                    if source.get(name) is not None
+                    f"{prefix}{name} {rows.decimal(score)}"
+                    for name, score in (scores | source.get("metrics", {})).items()
+                    if score is not None
                 ]
             texts.append(f"learning rate {last['learning_rate']:g}")
             if last["images_per_second"] is not None:

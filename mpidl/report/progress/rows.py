@@ -1,10 +1,11 @@
 """Format the results of epochs and validations: lines for a log, rows of a table for a terminal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 HEADER_ROWS = 20  # rows of the table between two headers
+LOG_COLUMNS = 80  # width of the lines of a log
 SEPARATOR = "  "
 
 
@@ -57,15 +58,35 @@ def epoch_line(
     return ", ".join(parts)
 
 
-def validation_line(iteration: int, validation: Scores) -> str:
-    """Return the line for a validation in a log."""
-    parts = [f"Iteration: {iteration}", f"Validation loss: {decimal(validation.loss)}"]
+def validation_lines(iteration: int, validation: Scores) -> list[str]:
+    """Return the lines for a validation in a log, of at most `LOG_COLUMNS` columns if possible."""
+    scores = {"loss": decimal(validation.loss)}
     if validation.accuracy is not None:
-        parts.append(f"Validation accuracy: {validation.accuracy:.4f}")
-    return ", ".join(parts)
+        scores["accuracy"] = f"{validation.accuracy:.4f}"
+    scores |= metric_texts(validation)
+    start = f"Iteration: {iteration}"
+    texts = [f"Validation {name}: {text}" for name, text in scores.items()]
+    return [f"{start}, {line}" for line in _filled(texts, ", ", LOG_COLUMNS - len(start) - 2)]
 
 
-# {column: (title, width)}. The two columns of validation have a common title above them.
+def metric_texts(validation: Scores) -> dict[str, str]:
+    """Return the metrics of a validation as {name: text}."""
+    values = {} if validation.metrics is None else validation.metrics.values
+    return {name: f"{value:.4f}" for name, value in values.items()}
+
+
+def _filled(texts, separator, width):
+    """Join texts to lines of at most `width` columns, or more if a single text is longer."""
+    lines: list[str] = []
+    for text in texts:
+        if lines and len(lines[-1]) + len(separator) + len(text) <= width:
+            lines[-1] += separator + text
+        else:
+            lines.append(text)
+    return lines
+
+
+# {column: (title, width)}. The columns of validation have a common title above them.
 COLUMNS = {
     "epoch": ("Epoch", 5),
     "iteration": ("Iteration", 9),
@@ -76,9 +97,20 @@ COLUMNS = {
     "images_per_second": ("Images/s", 8),
     "seconds": ("Elapsed", 8),
 }
-# Columns that a narrow terminal omits, in this order.
+# Columns that a narrow terminal omits, in this order. Metrics need the place of the first two.
 OPTIONAL = ("iteration", "images_per_second", "accuracy", "seconds")
 GROUPS = {"loss": "Training", "validation_loss": "Validation"}
+VALIDATION = "validation_"  # prefix of the columns of a validation
+METRIC_TITLES = {
+    "balanced-accuracy": "Balanced",
+    "iou": "IoU",
+    "subset-accuracy": "Subset",
+    "f1-micro": "F1 micro",
+    "f1-samples": "F1 samples",
+    "roc-auc": "ROC AUC",
+    "average-precision": "Avg prec",
+}
+METRIC_WIDTH = 6  # of a number with 4 decimals
 
 
 def cells(
@@ -103,42 +135,73 @@ class Table:
         Number of columns of the terminal. On a narrow terminal, the table has fewer columns.
     has_accuracy, has_validation : bool
         Whether the run has an accuracy, and whether it has validations.
+    metrics : sequence of str
+        Names of the metrics of validations. If the terminal has no place for their columns, lines
+        below a row contain the metrics.
     """
 
-    def __init__(self, width: int, has_accuracy: bool, has_validation: bool) -> None:
-        self.columns = [
-            name
-            for name in COLUMNS
+    def __init__(
+        self,
+        width: int,
+        has_accuracy: bool,
+        has_validation: bool,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        self.width, self.rows = width, 0
+        usual = {
+            name: column
+            for name, column in COLUMNS.items()
             if (has_accuracy or "accuracy" not in name)
-            and (has_validation or "validation" not in name)
-        ]
-        self.rows = 0
+            and (has_validation or not name.startswith(VALIDATION))
+        }
+        self.columns = _with_metrics(usual, metrics)
+        for name in OPTIONAL[:2] if metrics else ():
+            if len(self._line({})) > width:
+                del self.columns[name]
+        self.metrics_below: tuple[str, ...] = ()
+        if metrics and len(self._line({})) > width:
+            self.columns, self.metrics_below = usual, tuple(metrics)
         optional = [name for name in OPTIONAL if name in self.columns]
         while optional and len(self._line({})) > width:
-            self.columns.remove(optional.pop(0))
+            del self.columns[optional.pop(0)]
 
     def lines(self, cells: Mapping[str, str]) -> list[str]:
-        """Return the line of a row, given as {column: text}, after the header if it is due."""
+        """Return the lines of a row, given as {column: text}, after the header if it is due."""
         header = [] if self.rows % HEADER_ROWS else self._header()
         self.rows += 1
-        return [*header, self._line(cells).rstrip()]
+        names = [name for name in self.metrics_below if VALIDATION + name in cells]
+        texts = [f"{name} {cells[VALIDATION + name]}" for name in names]
+        indent = " " * (COLUMNS["epoch"][1] + len(SEPARATOR))
+        below = [indent + line for line in _filled(texts, SEPARATOR, self.width - len(indent))]
+        return [*header, self._line(cells).rstrip(), *below]
 
     def _line(self, cells):
-        return SEPARATOR.join(f"{cells.get(name, ''):>{COLUMNS[name][1]}}" for name in self.columns)
+        texts = (f"{cells.get(name, ''):>{width}}" for name, (_, width) in self.columns.items())
+        return SEPARATOR.join(texts)
 
     def _header(self):
-        lines = [self._line({name: COLUMNS[name][0] for name in self.columns})]
+        lines = [self._line({name: title for name, (title, _) in self.columns.items()})]
         if "validation_loss" in self.columns:
             lines.insert(0, self._group_line())
         return lines
 
     def _group_line(self):
-        """Return the line above the header, with the titles of `GROUPS`."""
-        pieces = []
-        for name in self.columns:
-            width, partner = COLUMNS[name][1], name.replace("loss", "accuracy")
-            if name in GROUPS and partner in self.columns:
-                width += len(SEPARATOR) + COLUMNS[partner][1]
-            if not name.endswith("accuracy"):
-                pieces.append(f"{GROUPS.get(name, ''):>{width}}")
-        return SEPARATOR.join(pieces).rstrip()
+        """Return the line above the header. The titles of `GROUPS` end with their last column."""
+        pieces: list[tuple[str, int]] = []
+        for name, (_, width) in self.columns.items():
+            continues = name == "accuracy" or name.startswith(VALIDATION) and name not in GROUPS
+            if continues:
+                title, start = pieces.pop()
+                pieces.append((title, start + len(SEPARATOR) + width))
+            else:
+                pieces.append((GROUPS.get(name, ""), width))
+        return SEPARATOR.join(f"{title:>{width}}" for title, width in pieces).rstrip()
+
+
+def _with_metrics(columns, metrics):
+    """Return the columns with those of the metrics after the last column of validation."""
+    titles = {name: METRIC_TITLES.get(name, name.capitalize()) for name in metrics}
+    new = {VALIDATION + n: (title, max(METRIC_WIDTH, len(title))) for n, title in titles.items()}
+    last = max((i for i, name in enumerate(columns) if name.startswith(VALIDATION)), default=-1)
+    items = list(columns.items())
+    return dict([*items[: last + 1], *new.items(), *items[last + 1 :]])

@@ -48,6 +48,7 @@ class Description(_Description, total=False):
     crop: tuple[int, ...]
     preprocess: Preprocess
     loss: dict[str, str | int]
+    unwhitened: list[str]  # names of layers whose filters have not been computed yet
 
 
 class Torn(Exception):
@@ -177,6 +178,7 @@ def describe(
     crop: Sequence[int] | None = None,
     preprocess: Preprocess | None = None,
     loss: Mapping[str, Any] | None = None,
+    unwhitened: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return the root attributes of a file that describe a network, its input and its loss."""
     attributes: dict[str, Any] = {
@@ -191,6 +193,8 @@ def describe(
         attributes["preprocess"] = json.dumps(asdict(preprocess))
     if loss is not None:
         attributes["loss"] = json.dumps(loss)
+    if names := list(unwhitened):
+        attributes["unwhitened"] = json.dumps(names)
     return attributes
 
 
@@ -208,6 +212,8 @@ def described(attributes: Mapping[str, Any]) -> Description:
         description["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
     if "loss" in attributes:
         description["loss"] = json.loads(attributes["loss"])
+    if "unwhitened" in attributes:
+        description["unwhitened"] = json.loads(attributes["unwhitened"])
     return description
 
 
@@ -248,13 +254,16 @@ def network_of(
     if classes and net.output_shape[:1] != (len(classes),):
         raise ValueError(f"{len(classes)} classes for outputs of shape {net.output_shape}")
     net.classes = None if classes is None else tuple(classes)
+    names = description.get("unwhitened", [])
+    if not isinstance(names, list) or not set(names) <= set(net.unwhitened):
+        raise ValueError(f"unwhitened: expected names of whitening layers, found {names!r:.100}")
     return net
 
 
 def description_of(net: Network) -> dict[str, Any]:
     """Return the root attributes of a file that describe `net` with its class names."""
     name = normalize.USUAL if net.normalization is None else net.normalization.name
-    optional = net.crop, net.preprocess, net.loss
+    optional = net.crop, net.preprocess, net.loss, net.unwhitened
     return describe(net.spec(), net.classes, net.input_shape, name, *optional)
 
 
@@ -297,7 +306,7 @@ def save_model(
         tables["normalization"] = net.normalization.arrays()
     attributes = describe(
         *(net.spec(), classes, net.input_shape, normalization),
-        *(net.crop, net.preprocess, net.loss),
+        *(net.crop, net.preprocess, net.loss, net.unwhitened),
     )
     tables = {name: arrays for name, arrays in tables.items() if arrays}
     tables = {"learnables": net.parameters, "state": net.state, **tables}
@@ -322,7 +331,8 @@ def load_model(
         The network, with its class names and the image preprocessing that was used in training.
     description : dict
         A dict with the keys "network" (the list of layers), "classes", "input_shape" and
-        "normalization", and with "crop", "preprocess" and "loss" if the file has these attributes.
+        "normalization", and with "crop", "preprocess", "loss" and "unwhitened" if the file has
+        these attributes.
 
     Raises
     ------
@@ -347,6 +357,7 @@ def load_model(
         raise UserError(f"{path}: its network cannot be built: {error}") from error
     net.parameters = matching(net.parameters, tables.get("learnables", {}), path)
     net.state = matching(net.state, tables.get("state", {}), path)
+    net.unwhitened = description.get("unwhitened", [])
     return net, description
 
 

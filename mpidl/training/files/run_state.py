@@ -100,6 +100,7 @@ def set_progress(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]
     learnables, state = arrays["learnables"], arrays["state"]
     net.parameters = model_file.matching(net.parameters, learnables, checkpoint.CURRENT)
     net.state = model_file.matching(net.state, state, checkpoint.CURRENT)
+    net.unwhitened = []
     try:
         trainer.optimizer.load_state(arrays["optimizer"])
     except ValueError as error:

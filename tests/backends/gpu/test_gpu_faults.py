@@ -126,8 +126,18 @@ FAULTS = [
     ),
     Fault(
         *("loss", "unused images have a gradient"),
-        *("if (row >= (long long)*valid * pixels) {", "if (row > (long long)*valid * pixels) {"),
+        *("labels[row] : -1;", "labels[row] : 0;"),
         *(check_on_gpu, ("cross_entropy_dlogits, 10 classes",)),
+    ),
+    Fault(
+        *("loss", "unused images with target probabilities have a gradient"),
+        *("if (row >= (long long)*valid * pixels) {", "if (row > (long long)*valid * pixels) {"),
+        *(check_on_gpu, ("soft_cross_entropy_dlogits, 10 classes",)),
+    ),
+    Fault(
+        *("loss", "the sum of the target probabilities is assumed to be 1"),
+        *("(p * all_targets - q)", "(p - q)"),
+        *(check_on_gpu, ("soft_cross_entropy_dlogits, 10 classes",)),
     ),
     Fault(
         *("loss", "unused images have a loss"),

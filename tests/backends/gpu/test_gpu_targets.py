@@ -290,6 +290,22 @@ def test_training_on_the_labels_of_a_function(world):
     assert_learns_as_the_cpu(world, paired(60), classifier, losses.cross_entropy, function=relabel)
 
 
+MIXED = {"mixing": dl.data.Mixing(mixup=0.5, cutmix=1.0, probability=0.8), "classes": 3}
+
+
+@pytest.mark.parametrize("ranges", [None, pytest.param(MOVED, marks=pytest.mark.slow("gpu"))])
+def test_mixed_images_and_labels_are_staged(world, ranges, monkeypatch):
+    options = queue_options(ranges, "none", paired(40)) if ranges else {}
+    queue = assert_same_batches(paired(60), world, monkeypatch, **options, **MIXED)
+    assert not queue.resident
+
+
+@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.1, marks=pytest.mark.slow("gpu"))])
+def test_training_on_mixed_images(world, smoothing):
+    loss = dl.CrossEntropy(label_smoothing=smoothing)
+    assert_learns_as_the_cpu(world, paired(60), classifier, loss, **MIXED)
+
+
 def shades():
     """Return a network with images (1, 10, 11) as outputs."""
     layers = [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(3, 1, padding=1)]

@@ -92,6 +92,70 @@ def test_the_line_of_a_validation():
     ]
 
 
+NAMES = ("balanced-accuracy", "precision", "recall", "f1", "iou", "dice", "roc-auc")
+NAMES += ("average-precision",)
+
+
+def with_metrics(*names):
+    """Return an evaluation with these metrics, which have the values 0.1, 0.2 and so on."""
+    values = {name: (i + 1) / 10 for i, name in enumerate(names)}
+    return dl.Evaluation(0.25, 1.5, 9, metrics=dl.ClassMetrics(values, {}, ("a", "b")))
+
+
+def test_metrics_in_a_log():
+    stream = io.StringIO()
+    c = Console(0, stream=stream)
+    c.validation(50, with_metrics("f1"))
+    c.epoch(1, 60, 0.5, 100, 3, None, with_metrics(*NAMES))
+    assert stream.getvalue().splitlines() == [
+        "Iteration: 50, Validation loss: 1.5000, Validation accuracy: 0.2500",
+        "Iteration: 50, Validation f1: 0.1000",
+        "Iteration: 60, Validation loss: 1.5000, Validation accuracy: 0.2500",
+        "Iteration: 60, Validation balanced-accuracy: 0.1000",
+        "Iteration: 60, Validation precision: 0.2000, Validation recall: 0.3000",
+        "Iteration: 60, Validation f1: 0.4000, Validation iou: 0.5000",
+        "Iteration: 60, Validation dice: 0.6000, Validation roc-auc: 0.7000",
+        "Iteration: 60, Validation average-precision: 0.8000",
+        "Epoch: 1, Loss: 0.5000, Images/s: 100, Elapsed: 0:00:03",
+    ]
+
+
+def table_of(width, *names):
+    """Return the lines of a terminal for an epoch and for a validation within the next epoch."""
+    stream = io.StringIO()
+    with Console(0, stream=stream, width=width) as c:
+        c.start(2, 12, has_validation=True, metrics=names)
+        c.epoch(1, 6, 0.30714, 5210.4, 12.9, 0.91234, with_metrics(*names))
+        c.validation(9, with_metrics(*names))
+    lines = without_escapes(stream).replace("\r", "\n").split("\n")
+    return [line for line in lines if line.strip() and "first iteration" not in line]
+
+
+def test_metrics_are_columns_of_the_table():
+    """Metrics take the place of other columns; the bar shows these numbers, too."""
+    assert table_of(80, "recall", "f1") == [
+        "                 Training                          Validation",
+        "Epoch      Loss  Accuracy      Loss  Accuracy  Recall      F1   Elapsed",
+        "    1    0.3071    0.9123    1.5000    0.2500  0.1000  0.2000   0:00:12",
+        "                             1.5000    0.2500  0.1000  0.2000",
+    ]
+    wide = table_of(170, *NAMES)
+    assert wide[1].split("  ")[-1].strip() == "Elapsed" and "Avg prec" in wide[1]
+    assert max(map(len, wide)) <= 170 and len(wide) == 4
+
+
+def test_metrics_that_do_not_fit_are_below_a_row():
+    lines = table_of(80, *NAMES)
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:2] == ["Epoch", "Iteration"] and "Recall" not in lines[1]
+    assert lines[3:5] == [
+        "       balanced-accuracy 0.1000  precision 0.2000  recall 0.3000  f1 0.4000",
+        "       iou 0.5000  dice 0.6000  roc-auc 0.7000  average-precision 0.8000",
+    ]
+    assert lines[6:] == lines[3:5]
+    assert max(map(len, table_of(40, *NAMES))) <= 40
+
+
 LARGE = 999, 1_234_567, 12345.678, 123456.7, 359_999.0, 1.0, dl.Evaluation(1.0, 1e30, 9)
 
 

@@ -55,11 +55,12 @@ def trained(world, **options):
 
 
 def test_the_display_of_a_training(recorded, displays, world):
-    result = trained(world)
+    result = trained(world, metrics="f1")
     notebook.LiveDisplay(str(recorded)).update()
     ((run, updates),) = displays
     assert len(updates) == 1 and updates[0].startswith("epoch 2 of 2, iteration 6 of 6, loss ")
     assert f"validation loss {result.validation_loss:.4f}" in updates[0]
+    assert f"validation f1 {result.history.validation.metrics['f1'][-1]:.4f}" in updates[0]
     assert updates[0].endswith("elapsed, finished")
     assert [x for x, _ in run.curves["epoch loss"]] == [1.5, 4.5]
     assert [x for x, _ in run.curves["validation accuracy"]] == [3, 6]
