@@ -61,9 +61,10 @@ def configure(
     winograd : {"auto", "off", "fast"}, optional
         Algorithm for 3x3 and 5x5 convolutions with stride 1, and for larger filters with a stride,
         such as 11x11 with stride 4. "auto" uses Winograd's algorithm. Its tiles have 2x2 outputs in
-        forward passes with at least 32 channels, and mostly 4x4 outputs in backward passes. "off"
-        computes direct sums. "fast" uses 4x4 tiles in forward passes too, with a larger error.
-        Results depend on this option.
+        forward passes and mostly 4x4 outputs in backward passes. Forward passes use it if there are
+        at least 32 channels, and for 3x3 filters also if there are at least 16 channels and both
+        numbers of channels are multiples of 8. "off" computes direct sums. "fast" uses 4x4 tiles in
+        forward passes too, with a larger error. Results depend on this option.
     precision : {"fp32", "tf32"}, optional
         Precision of multiplications on a GPU's tensor cores. "fp32" computes each product from
         three TF32 products (3xTF32). Results depend on this option.

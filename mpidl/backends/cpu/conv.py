@@ -15,7 +15,8 @@ from mpidl.deferred import NormalizedInput
 from mpidl.fold import Partial, Term, add, merge_moments
 
 SAVING = 8  # minimum number of channels for Winograd's algorithm in gradients
-FEW = 32  # minimum number of channels for Winograd's algorithm in forward passes with "auto"
+FEW = 16  # the same in forward passes with "auto", if numbers of channels are multiples of 8
+MANY = 32  # the same, for any numbers of channels
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,12 +74,14 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
     direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
     layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In forward passes, an error
-    can flip a ReLU. Therefore "auto" uses tiles of 2x2, in layers with at least FEW channels, and
-    only "fast" uses tiles of 4x4.
+    can flip a ReLU. Therefore "auto" uses tiles of 2x2, and only "fast" uses tiles of 4x4.
 
     Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
     do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
-    the transforms would cost more than they save.
+    the transforms would cost more than they save. With "auto", forward passes with fewer than MANY
+    channels use direct sums, too. The exception are 3x3 filters with at least FEW channels if both
+    numbers of channels are multiples of 8. Networks with other numbers of channels, such as
+    `zoo.digits` with 20, keep the weights that direct sums give.
 
     References
     ----------
@@ -94,10 +97,11 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
         return 0, 0, 0
     c *= step**2
     fast, enough = policy == "fast", min(c, k) >= SAVING
+    pays = min(c, k) >= MANY or (r == 3 and min(c, k) >= FEW and c % 8 == k % 8 == 0)
+    forward = 2 if pays else 0
     if r == 3:
-        forward = 4 if fast else 2 if min(c, k) >= FEW else 0
-        return forward, 4 if k >= SAVING else 0, 4 if c >= SAVING else 0
-    forward = 4 if fast and enough else 2 if min(c, k) >= FEW else 0
+        return 4 if fast else forward, 4 if k >= SAVING else 0, 4 if c >= SAVING else 0
+    forward = 4 if fast and enough else forward
     dx = 0 if step > 1 or not enough else 4 if fast else 2
     return forward, dx, 4 if enough else 0
 
