@@ -3,7 +3,11 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
-# This import must come first, because a signal may arrive during the imports below.
+# These imports must come first: they make the imports below quicker, and a signal may arrive then.
+from mpidl import quick_imports
+
+quick_imports.begin()
+
 from mpidl import startup
 
 startup.begin()

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 
 from mpidl import fold
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
+
     from mpidl.deferred import DeferredInput
 
 LANES = 16

@@ -25,12 +25,14 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpidl.device_array import is_device_array
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 Range = tuple[int, int]  # (first block, one past the last block)
 

@@ -9,6 +9,7 @@ the generator is a hash of (seed, purpose), and the counter is (element, sample,
 import hashlib
 
 import numpy as np
+from numpy.random import Philox  # at its first use, `np.random` takes more system calls
 
 
 def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 0) -> np.ndarray:
@@ -31,7 +32,7 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
         The words, (count,) uint64.
     """
     counter = np.array([0, sample, epoch, 0], np.uint64)
-    return np.random.Philox(counter=counter, key=key_of(seed, purpose)).random_raw(count)
+    return Philox(counter=counter, key=key_of(seed, purpose)).random_raw(count)
 
 
 def key_of(seed: int, purpose: str) -> np.ndarray:

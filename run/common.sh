@@ -93,6 +93,9 @@ prepare() { # prepare train|test: create or update the environment if necessary,
         is_ready "$1" || set_up "$1" ""
         unlock
     fi
+    # An earlier version of this file did not remove the finder.
+    ! compgen -G "$venv/lib/python*/site-packages/__editable__.mpidl-*.pth" >/dev/null ||
+        find_checkout_first
     use_environment
     compile_kernels
 }
@@ -223,10 +226,12 @@ pip_in_root() { # pip_in_root COMMAND [ARGUMENT...]: run pip of the environment 
 find_checkout_first() { # let "import mpidl" find the checkout before a folder of this name
     # The finder of an editable installation comes after the current folder. If that folder contains
     # the checkout as "mpidl", Python would import an empty namespace package. Python prefers a
-    # regular package on its path, so the checkout is added to the path.
+    # regular package on its path, so the checkout is added to the path. The finder is then
+    # superfluous. It is removed, because it makes 200 file-system calls in each Python process.
     local packages
     packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$root" >"$packages/mpidl-checkout.pth"
+    rm -f "$packages"/__editable__.mpidl-*.pth
 }
 
 explain_pip() { # explain_pip LOG: print a line that explains why pip failed, and exit

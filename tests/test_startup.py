@@ -1,43 +1,11 @@
-"""Test the start of a command: signals that arrive during the start, and imports."""
+"""Test signals that arrive during the start of a command."""
 
-import importlib
-import os
 import signal
-import sys
-from types import SimpleNamespace
 
 import pytest
 
 from mpidl import startup
 from mpidl.comm.failure import Signals
-
-TRAIN = ["--epochs", "2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "argv", "expected"),
-    [
-        (["python", "-m", "mpidl.train", *TRAIN], ["-m", *TRAIN], "train"),
-        (["python", "-I", "-Wignore", "-mmpidl.train", *TRAIN], ["-m", *TRAIN], "train"),
-        (["python", "-m", "mpidl", "sweep", "a.toml"], ["-m", "sweep", "a.toml"], "sweep"),
-        (["python", "-m", "mpidl"], ["-m"], None),
-        (["python", "-m", "pytest", "mpidl.train"], ["-m", "mpidl.train"], None),
-        (["python", "-m", "mpidlx.train"], ["-m"], None),
-        (["python", "mine.py", "-m", "mpidl.train"], ["mine.py", "-m", "mpidl.train"], None),
-        (["python", "-c", "import mpidl", "-m"], ["-c", "-m"], None),
-        (["python"], [""], None),
-    ],
-)
-def test_the_command_of_a_process(monkeypatch, words, argv, expected):
-    """The command is recognized although sys.argv[0] is "-m" during `python -m mpidl.train`."""
-    monkeypatch.setattr(sys, "orig_argv", words)
-    monkeypatch.setattr(sys, "argv", argv)
-    assert startup.command() == expected
-
-
-def test_the_command_of_the_program_mpidl(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mpidl_command", SimpleNamespace(command="train"))
-    assert startup.command() == "train"
 
 
 @pytest.fixture
@@ -47,7 +15,6 @@ def handlers():
     yield before
     for number, handler in before.items():
         signal.signal(number, handler)
-    startup.end_imports()
 
 
 def test_a_user_program_keeps_its_handlers(handlers):
@@ -81,25 +48,3 @@ def test_signals_of_a_user_program_are_not_early(monkeypatch):
     monkeypatch.setattr(startup, "early_signal", "SIGUSR1")
     with Signals() as signals:
         assert signals.name is None
-
-
-def test_imports_ask_once_for_the_status_of_a_path(monkeypatch, handlers, tmp_path):
-    paths_asked = []
-
-    def ask(path):
-        paths_asked.append(path)
-        return os.stat(path)
-
-    (tmp_path / "mpidl_imported_here.py").write_text("VALUE = 7\n")
-    (tmp_path / "mpidl_imported_next.py").write_text("VALUE = 8\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(startup._importer, "_path_stat", ask)
-    monkeypatch.setattr(startup, "command", lambda: "info")
-    startup.begin()
-    assert importlib.import_module("mpidl_imported_here").VALUE == 7
-    assert importlib.import_module("mpidl_imported_next").VALUE == 8
-    paths = [tmp_path, tmp_path / "mpidl_imported_here.py", tmp_path / "mpidl_imported_next.py"]
-    assert [paths_asked.count(str(path)) for path in paths] == [1, 1, 1]
-    startup.end_imports()
-    assert startup._importer._path_stat is startup._usual[0]
-    assert startup._importer.FileLoader.get_data is startup._usual[1]

@@ -1,11 +1,13 @@
 """`python -m mpidl.train`: train a network, test it, and write the results to a folder."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start
@@ -19,7 +21,6 @@ from mpidl.evaluation import confusion, evaluate, validation
 from mpidl.files import call_together, on_rank_0
 from mpidl.losses import has_class_scores
 from mpidl.report import Console, metrics
-from mpidl.report.live import address, page_process
 from mpidl.report.trackers import tracking
 from mpidl.training import (
     input_pipeline,
@@ -35,6 +36,9 @@ from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
 from mpidl.training.train import train as train_network
 from mpidl.training.trainer import Trainer, stopped_by
+
+if TYPE_CHECKING:
+    from mpidl.report.live.address import Address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,6 +242,8 @@ def _open_page(typed, world):
     """Return the address of the live page on rank 0, if --monitor requests it. Collective."""
 
     def listen():
+        from mpidl.report.live import address  # other ranks do not need it
+
         address.need_bokeh("--monitor")
         return address.listen(port=typed["monitor"], option="--monitor")
 
@@ -248,7 +254,7 @@ def _open_page(typed, world):
 class _PageHook:
     """Hook that reports that the live page has ended, because its rank is lost."""
 
-    def __init__(self, page: address.Address | None) -> None:
+    def __init__(self, page: Address | None) -> None:
         self.page = page
 
     def lost(self, run: Trainer) -> None:
@@ -265,9 +271,11 @@ def _served(page, out, console):
     if page is None:
         yield
         return
+    from mpidl.report.live.page_process import PageProcess
+
     for line in page.lines():
         console.line(line)
-    with contextlib.closing(page_process.PageProcess(out, page)):
+    with contextlib.closing(PageProcess(out, page)):
         yield
 
 

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 from mpidl.comm import failure, mpi_start, ulfm
 from mpidl.errors import UserError
+from mpidl.quick_imports import QuickImports
 from mpidl.text import pip_install
 
 
@@ -36,12 +37,14 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
         If MPI cannot be loaded and a launcher started several tasks, or if MPI cannot start.
     """
     try:
-        import mpi4py
+        with QuickImports(), mpi_start.without_rdma():
+            import mpi4py
 
-        # These settings take effect only if they precede the first import of mpi4py.MPI.
-        mpi4py.rc.thread_level, mpi4py.rc.initialize = "funneled", False
-        mpi4py.rc.finalize = not ulfm.is_enabled()  # MPI_Finalize may hang after the loss of a rank
-        mpi = importlib.import_module("mpi4py.MPI")
+            # These settings take effect only if they precede the first import of mpi4py.MPI.
+            mpi4py.rc.thread_level, mpi4py.rc.initialize = "funneled", False
+            # MPI_Finalize may hang after the loss of a rank.
+            mpi4py.rc.finalize = not ulfm.is_enabled()
+            mpi = importlib.import_module("mpi4py.MPI")
         if not mpi.Is_initialized():
             mpi_start.initialize(mpi, timeout)
         return mpi

@@ -86,7 +86,8 @@ class SumQueue:
     ------
     Fault
         If the ranks have started different sums. The constructor does not raise this error, but
-        `start`, `advance` and `wait` do.
+        `start`, `advance` and `wait` do, also in all later calls: the ranks have not agreed on
+        which sums they give up. They can continue with the queue of another world.
 
     Attributes
     ----------

@@ -156,7 +156,10 @@ def measure_exchange(
 
 
 def recorded_sum(world: World, partial: fold.Partial) -> Callable[[], np.ndarray]:
-    """Return a function that sums a Partial as replayed steps do. Collective."""
+    """Return a function that sums a Partial as replayed steps do. Collective.
+
+    If a rank cannot record the sum, all ranks raise Fault.
+    """
     recorder = Recorder([])
     for term in partial.terms:
         for node in term.nodes:
@@ -165,8 +168,10 @@ def recorded_sum(world: World, partial: fold.Partial) -> Callable[[], np.ndarray
     with recorder.recording():
         total = ranks.gplus(partial)
         program = recorder.finish()
-    if recorder.problem is not None:
-        raise Fault(f"a sum cannot be replayed: {recorder.problem}")
+    # Without this agreement, the other ranks would wait for a rank that has raised an error.
+    problem = next(filter(None, world.allgather(recorder.problem)), None)
+    if problem is not None:
+        raise Fault(f"a sum cannot be replayed: {problem}")
 
     def replay():
         program.run(0)

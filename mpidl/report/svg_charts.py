@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
-from xml.etree.ElementTree import Element
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mpidl.report.page.elements import element
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
 
 SIZE = 720, 270  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels

@@ -88,12 +88,28 @@ def test_the_time_while_the_process_was_stopped_does_not_count(watched, monkeypa
     assert watched(100, 0.3) == []
 
 
-def test_variables_for_mpi_are_not_left_to_other_processes(monkeypatch):
-    monkeypatch.delenv("UCX_TLS", raising=False)
-    with mpi_start._without_network():
-        assert os.environ["UCX_TLS"] == "^tcp"
-    assert "UCX_TLS" not in os.environ
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    with mpi_start._without_network():
-        assert os.environ["UCX_TLS"] == "tcp"
-    assert os.environ["UCX_TLS"] == "tcp"
+@pytest.mark.parametrize(
+    ("context", "name", "value"),
+    [("_without_network", "UCX_TLS", "^tcp"), ("without_rdma", "UCX_MODULES", "^ib,rdmacm")],
+)
+def test_variables_for_mpi_are_not_left_to_other_processes(monkeypatch, context, name, value):
+    monkeypatch.setattr(mpi_start, "RDMA_FOLDERS", ())
+    monkeypatch.delenv(name, raising=False)
+    with getattr(mpi_start, context)():
+        assert os.environ[name] == value
+    assert name not in os.environ
+    monkeypatch.setenv(name, "of the site")
+    with getattr(mpi_start, context)():
+        assert os.environ[name] == "of the site"
+    assert os.environ[name] == "of the site"
+
+
+@pytest.mark.parametrize("device", range(len(mpi_start.RDMA_FOLDERS)))
+def test_a_fast_network_is_never_left_out(monkeypatch, tmp_path, device):
+    """If any folder of RDMA devices exists, UCX decides alone which networks it uses."""
+    folders = [tmp_path / str(number) for number in range(len(mpi_start.RDMA_FOLDERS))]
+    folders[device].mkdir()
+    monkeypatch.setattr(mpi_start, "RDMA_FOLDERS", folders)
+    monkeypatch.delenv("UCX_MODULES", raising=False)
+    with mpi_start.without_rdma():
+        assert "UCX_MODULES" not in os.environ

@@ -173,6 +173,9 @@ def test_a_folder_named_mpidl_does_not_hide_the_checkout(tmp_path):
         return subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).strip()
 
     assert origin() == "None"
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    finder = packages / "__editable__.mpidl-0.1.0.pth"  # of pip, which imports more modules
+    finder.write_text("import finder_of_mpidl\n")
     script = f". {ROOT}/run/common.sh; root={ROOT}; venv={tmp_path}/venv; find_checkout_first"
     subprocess.run(["bash", "-euc", script], check=True)
-    assert origin() == str(ROOT / "mpidl" / "__init__.py")
+    assert origin() == str(ROOT / "mpidl" / "__init__.py") and not finder.exists()

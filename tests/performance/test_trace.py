@@ -6,6 +6,7 @@ from cpu_builds import needs_kernels
 
 import mpidl as dl
 from mpidl.backends.cpu.program import Program
+from mpidl.backends.cpu.recording import Recorder
 from mpidl.blocks import blocks_of
 from mpidl.comm import World
 from mpidl.fold import merge_moments
@@ -85,6 +86,23 @@ def test_a_recorded_sum_is_the_sum_of_a_step(world):
             assert total.tobytes() == expected.tobytes()
             if world.size > 1:
                 total[...] = 0  # the next replay computes it again
+
+
+@needs_kernels
+def test_a_sum_that_one_rank_cannot_record_is_an_error_of_all_ranks(world, monkeypatch):
+    finish = Recorder.finish
+
+    def refuse_on_last_rank(recorder):
+        if world.rank == world.size - 1:
+            recorder.refuse("a reason of the last rank")
+        return finish(recorder)
+
+    tree, matrix, combine = links._arguments(world, Event(BUCKET, 40, 4), blocks_of(80))
+    term = dl.fold.Term(tree, list(matrix), combine, matrix.dtype)
+    partial = dl.fold.Partial([term], None, (40,), matrix.dtype)
+    monkeypatch.setattr(Recorder, "finish", refuse_on_last_rank)
+    with pytest.raises(dl.Fault, match="cannot be replayed: a reason of the last rank"):
+        links.recorded_sum(world, partial)
 
 
 def test_several_ranks_exchange_what_one_rank_traces(world, subject, monkeypatch):

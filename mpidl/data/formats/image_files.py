@@ -13,6 +13,7 @@ import numpy as np
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, planes_of
 from mpidl.errors import UserError
 from mpidl.files import Stamp, reason, stamp
+from mpidl.quick_imports import QuickImports
 from mpidl.text import printable
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -134,12 +135,20 @@ def _content_of(path):
 @functools.cache
 def _pillow():
     """Import Pillow, and return the classes that `decode` uses. Called for the first file."""
-    from PIL import Image, UnidentifiedImageError
-    from PIL.JpegImagePlugin import JpegImageFile
+    with QuickImports():
+        from PIL import Image, UnidentifiedImageError
+        from PIL.JpegImagePlugin import JpegImageFile
 
     if hasattr(Image.core, "set_blocks_max"):
         Image.core.set_blocks_max(max(MEMORY_BLOCKS, Image.core.get_blocks_max()))
     return Image, JpegImageFile, UnidentifiedImageError
+
+
+@functools.cache
+def _import_formats(Image):
+    """Import the modules of the formats, which the first `Image.open` would import."""
+    with QuickImports():
+        Image.preinit()
 
 
 def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
@@ -161,6 +170,7 @@ def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
 
 def _opened(Image, file, strict):
     """Open an image. If `strict`, reject images with more pixels than Pillow considers safe."""
+    _import_formats(Image)
     if not strict:
         return Image.open(file, formats=FORMATS)
     with warnings.catch_warnings():  # not thread-safe, so only before prefetch threads start

@@ -59,10 +59,19 @@ def shared_answer(question: object, compute: Callable[[], str], patience: float)
                     os.ftruncate(file, 0)
             return answer
         finally:
-            with contextlib.suppress(OSError):  # another process has removed the file
-                os.unlink(path)
+            _remove(path, status)
     finally:
         os.close(file)
+
+
+def _remove(path, status):
+    """Remove a locked file if `path` still names it, rather than a later file of another process.
+
+    Only the process with the lock removes the file, so the name does not change between the calls.
+    """
+    with contextlib.suppress(OSError):  # another process has removed the file
+        if os.path.samestat(os.stat(path, follow_symlinks=False), status):
+            os.unlink(path)
 
 
 def _lock(file, patience):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
+from typing import TYPE_CHECKING, TypeAlias
 
 from mpidl.text import printable
 
-Content: TypeAlias = Element | str | None
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+Content: TypeAlias = "Element | str | None"
 
 
 def element(tag: str, *children: Content, **attributes: str) -> Element:
@@ -20,6 +21,8 @@ def element(tag: str, *children: Content, **attributes: str) -> Element:
     An underscore at the end of an attribute's name is removed, and other underscores become
     dashes. For example, `class_` is class, and `text_anchor` is text-anchor.
     """
+    from xml.etree.ElementTree import Element  # most ranks write no page
+
     node = Element(tag)
     for name, value in attributes.items():
         node.set(name.rstrip("_").replace("_", "-"), printable(value))
@@ -53,13 +56,15 @@ def _cells(row):
 
 
 def _cell(tag, content):
-    if isinstance(content, Element) and content.tag in ("td", "th"):
+    if getattr(content, "tag", None) in ("td", "th"):
         return content
     return element(tag, content)
 
 
 def page(title: str, style: str, *sections: Content) -> bytes:
     """Return a complete HTML page that loads no other file and runs no script."""
+    from xml.etree import ElementTree
+
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = element(
         "head",
@@ -68,7 +73,7 @@ def page(title: str, style: str, *sections: Content) -> bytes:
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
     )
-    sheet = Element("style")
+    sheet = ElementTree.Element("style")
     sheet.text = style
     head.append(sheet)
     root = element("html", head, element("body", element("main", *sections)), lang="en")

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any
-from xml.etree import ElementTree
 
 from mpidl.report import plots, svg_charts
 from mpidl.report.metrics import number
@@ -136,6 +135,8 @@ class Run:
 
     def html(self) -> str:
         """Return HTML with the curves of loss and accuracy, below a line of numbers."""
+        from xml.etree import ElementTree  # ranks do not need it
+
         x_end = self.last["iteration"] if self.last else 1.0
         if not self.end_time:
             x_end = min(1.25 * x_end, self.iterations)  # space for later iterations

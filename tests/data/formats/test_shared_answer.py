@@ -63,6 +63,19 @@ def test_an_error_of_one_process_is_not_shared(folder):
     assert list(folder.iterdir()) == []
 
 
+def test_a_later_file_of_the_same_name_stays(folder):
+    """A process that answers from a removed file keeps the file that another process created."""
+
+    def replace_file(_):
+        (path,) = folder.iterdir()
+        path.unlink()
+        path.write_text("of another process")
+        return "own"
+
+    assert ask(1, replace_file) == ["own"]
+    assert [path.read_text() for path in folder.iterdir()] == ["of another process"]
+
+
 @pytest.mark.parametrize("kind", ["link", "mode", "locked", "missing folder"])
 def test_files_that_cannot_be_trusted_or_locked(folder, monkeypatch, kind):
     path = Path(tempfile.gettempdir()) / "file"
