@@ -429,7 +429,7 @@ class Partial:
         total = _sum_of_present(*scaled, self.addend)
         return np.asarray(total, self.dtype).reshape(self.shape)
 
-    def finisher(self, roots: Sequence[np.ndarray]) -> Callable[[], Any]:
+    def finisher(self, roots: Sequence[np.ndarray]) -> Callable[[], np.ndarray | np.generic]:
         """Return a function that calls `finish` with arrays whose values change between calls.
 
         Parameters

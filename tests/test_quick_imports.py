@@ -97,7 +97,7 @@ def test_a_package_that_is_imported_later_takes_few_calls(monkeypatch, paths_ask
 def test_imports_of_packages_do_not_search_for_extension_modules(
     monkeypatch, paths_asked, tmp_path
 ):
-    """Only files that exist are local_paths for, and a folder is listed once."""
+    """Only files that exist are requested, and a folder is listed once."""
     folders_listed, list_folder = [], os.listdir
 
     def list_once(folder):

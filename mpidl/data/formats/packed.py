@@ -90,21 +90,12 @@ class PackedDatastore(Datastore):
     def read(self, indices: Indices) -> np.ndarray:
         if not self.is_encoded:
             return self._rows("images", indices)
-        numbers = np.asarray(indices, np.int64)
-        images = arenas.to_read((len(numbers), *self.image_shape), np.uint8)
-        # Decode each file before the next one is read: the allocator then reuses the same memory,
-        # instead of requesting pages from the system, for which threads would wait for each other.
-        contents = self._contents(numbers)
-        for i, image, content in zip(numbers.tolist(), images, contents, strict=True):
-            self._decode(i, content, image)
+        contents = self.read_encoded(indices)
+        images = arenas.to_read((len(contents), *self.image_shape), np.uint8)
+        for k, i in enumerate(np.asarray(indices, np.int64).tolist()):
+            content, contents[k] = contents[k], b""  # free the memory
+            self._decode(i, content, images[k])
         return images
-
-    def _contents(self, indices):
-        """Yield the contents of image files."""
-        spans = self.contents.rows["encoded"].spans(indices)
-        fetches = self._files.read_ahead(*spans)
-        yield from self._files.read_ranges(*spans)
-        del fetches
 
     def _decode(self, i, content, out):
         """Decode the content of image file i. Only error messages load the name of the image."""
@@ -131,7 +122,11 @@ class PackedDatastore(Datastore):
         return np.diff(self.contents.rows["encoded"].ends, prepend=0)
 
     def read_encoded(self, indices: Indices) -> list[bytes]:
-        return list(self._contents(np.asarray(indices, np.int64)))
+        spans = self.contents.rows["encoded"].spans(np.asarray(indices, np.int64))
+        fetches = self._files.read_ahead(*spans)
+        contents = self._files.read_ranges(*spans)
+        del fetches
+        return contents
 
     def read_ahead(self, indices: Indices) -> object:
         if not self._files.is_remote:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,11 +65,12 @@ class FileSet:
         for file, start, stop in self._runs(files):
             file.read_rows(rows[start:stop], offsets[start:stop])
 
-    def read_ranges(
-        self, files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
-    ) -> Iterator[bytes]:
-        """Yield the bytes of each range. Sizes may differ. A range is read when it is requested."""
-        for file, start, stop in self._runs(files):
-            pairs = offsets[start:stop].tolist(), sizes[start:stop].tolist()
-            for offset, size in zip(*pairs, strict=True):
-                yield file.read_range(offset, size)
+    def read_ranges(self, files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes]:
+        """Return the bytes of each range. Sizes may differ."""
+        return [
+            file.read_range(offset, size)
+            for file, start, stop in self._runs(files)
+            for offset, size in zip(
+                offsets[start:stop].tolist(), sizes[start:stop].tolist(), strict=True
+            )
+        ]
