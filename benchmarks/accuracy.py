@@ -21,7 +21,7 @@ from mpidl import ops
 from mpidl.autodiff import Var, op, value_and_grad, value_of
 from mpidl.backends import REFERENCE as reference
 from mpidl.blocks import OneRank, from_images, share
-from mpidl.errors import Fault
+from mpidl.errors import Fault, UserError
 from mpidl.nn import Network
 from mpidl.nn.layers import LayerContext
 from mpidl.text import pip_install
@@ -61,6 +61,8 @@ def _measure_seed(options, seed, torch):
     gradients. "references" is the difference between the two float64 steps.
     """
     net = subject.network(options.network, options.image, seed, dropout=False)
+    if any(len(names) > 1 for names in net.reads):
+        raise UserError(f"--network {options.network}: expected a network without branches")
     images, labels = subject.mini_batch(net.input_shape, options.batch_size, seed)
     ours, activations = our_step(net, images, labels)
     decisions = decide(net, images, activations)

@@ -31,7 +31,7 @@ SETTINGS: dict[int, dict[str, Any]] = {
     128: {"learning_rate": 0.01},
     512: SCALED,
     2048: LAMB | {"learning_rate": 0.05},
-    8192: LAMB | {"learning_rate": 0.1},
+    8192: LAMB | {"learning_rate": 0.05},
 }
 
 

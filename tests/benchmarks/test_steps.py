@@ -1,5 +1,7 @@
 """Test that the benchmarks' steps equal the library's and PyTorch's, layer by layer."""
 
+import argparse
+
 import numpy as np
 import pytest
 from single_rank import blocked, numbers
@@ -192,3 +194,9 @@ def test_a_maximum_at_decided_positions(size, stride, padding):
     y = accuracy.decided_max(x, positions=positions, args=args)
     assert np.array_equal(y.local(), expected.local())
     dl.check_vjp(lambda x: accuracy.decided_max(x, positions=positions, args=args), x)
+
+
+def test_the_errors_of_networks_with_branches_are_not_measured():
+    options = argparse.Namespace(network="resnet", image=None, batch_size=4)
+    with pytest.raises(UserError, match="--network resnet: expected a network without branches"):
+        accuracy._measure_seed(options, 0, torch=False)

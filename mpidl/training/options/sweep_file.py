@@ -20,6 +20,7 @@ from mpidl.training.options.option_types import at_least, check_value, nearest
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
 FOLDS = "folds"  # key at the top level of the file
+MAX_TRIALS = 100_000  # a file that describes more trials contains a typing error
 DIGITS = 6  # significant digits of random numbers; later digits depend on the C library
 
 # Options that do not affect the weights. Their values may change when a sweep is continued.
@@ -113,6 +114,7 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     if folds:
         if any("fold" in options for options in (train, *trials)):
             raise UserError(f"{path}: {FOLDS} = {folds} sets the option fold, found another value")
+        _check_count(len(trials) * folds, path)
         trials = [t | {"fold": f"{i + 1}/{folds}"} for t in trials for i in range(folds)]
     for options in (train, *trials):  # check URLs before they are written to a trial's files
         for name, value in options.items():
@@ -127,6 +129,12 @@ def _folds(path, tables):
     if FOLDS not in tables:
         return None
     return check_value(at_least(2), tables.pop(FOLDS), f"{path}: {FOLDS}")
+
+
+def _check_count(trials, path):
+    """Raise UserError if a file describes too many trials, before a list of them is made."""
+    if trials > MAX_TRIALS:
+        raise UserError(f"{path}: expected at most {MAX_TRIALS} trials, found {trials}")
 
 
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -176,6 +184,7 @@ def _grid(path, table):
         ]
     if not choices:
         raise UserError(f"{path}: [grid] must have lists of values, found none")
+    _check_count(math.prod(map(len, choices.values())), path)
     return [dict(zip(choices, row, strict=True)) for row in itertools.product(*choices.values())]
 
 
@@ -190,6 +199,7 @@ def _random(path, table):
     seed = check_value(RULES["seed"], table.pop(SEED, 0), f"{spelled} {SEED}")
     if not table:
         raise UserError(f"{spelled} must have ranges of options, found none")
+    _check_count(count, path)
     trials = [{} for _ in range(count)]
     for name, value in table.items():
         option = _option(name, spelled, trials[0])

@@ -138,6 +138,26 @@ def test_changed_options():
     assert set(sweep_file.SPEED) <= set(RULES)
 
 
+NUMBERS = "epochs", "batch_size", "seed"
+
+
+@pytest.mark.parametrize(
+    "text, trials",
+    [
+        ("folds = 184467440737095516163\n[grid]\nl2 = [0, 0.1]\n", 2 * 184467440737095516163),
+        ("folds = 60000\n[grid]\nl2 = [0, 0.1]\n", 120_000),
+        ("[random]\ncount = 10000000000000000000\nl2 = [0, 0.1]\n", 10**19),
+        (
+            "[grid]\n" + "".join(f"{name} = {list(range(1, 101))}\n" for name in NUMBERS),
+            10**6,
+        ),
+    ],
+)
+def test_too_many_trials_are_refused_before_they_are_listed(read, text, trials):
+    message = f"expected at most {sweep_file.MAX_TRIALS} trials, found {trials}"
+    assert refusal(read, text).endswith(message)
+
+
 def test_folds(read):
     """Each combination of options has one trial per fold. A file may contain only `folds`."""
     sweep = read("folds = 3\n[train]\nepochs = 2\n[grid]\nl2 = [0, 0.1]\n")
