@@ -290,7 +290,7 @@ def _add_time_to_accuracy(parser, command):
     parser.add_options("seed")
     _add_counts(
         parser,
-        ("epochs", 5, "epochs of the schedule"),
+        ("epochs", 7, "epochs of the schedule"),
         ("threads", 2, "threads of each side"),
         ("rounds", 2, "alternating trainings of each side; the ratio compares medians"),
     )
