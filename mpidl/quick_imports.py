@@ -37,6 +37,7 @@ def _set_parts(path_stat, fill_cache, get_data):
 
 
 _usual = _parts() if _has_parts else None
+_changed = _usual  # the parts that this module has set last
 _is_command = False  # whether `begin` has found that this process runs a command
 
 
@@ -68,9 +69,13 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Restore Python's usual imports, because files may change from now on."""
-    if _usual is not None:
-        _set_parts(*_usual)
+    """Restore Python's usual imports, because files may change from now on.
+
+    Parts that another package has replaced in the meantime stay as they are.
+    """
+    if _is_command and _usual is not None:
+        current = zip(_parts(), _changed, _usual, strict=True)
+        _set_parts(*(usual if part is changed else part for part, changed, usual in current))
 
 
 class QuickImports:
@@ -89,13 +94,15 @@ class QuickImports:
 
 def _change_imports():
     """Make imports remember the status of each file and the list of each folder."""
+    global _changed
     path_stat, _, _ = _usual
     names = _remembering(_names_in)
 
     def fill_cache(finder):
         finder._path_cache = set(names(finder.path) or ())
 
-    _set_parts(_remembering(_with_lists(path_stat, names)), fill_cache, _read_file)
+    _changed = _remembering(_with_lists(path_stat, names)), fill_cache, _read_file
+    _set_parts(*_changed)
 
 
 def _remembering(ask):

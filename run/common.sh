@@ -93,9 +93,6 @@ prepare() { # prepare train|test: create or update the environment if necessary,
         is_ready "$1" || set_up "$1" ""
         unlock
     fi
-    # An earlier version of this file did not remove the finder.
-    ! compgen -G "$venv/lib/python*/site-packages/__editable__.mpidl-*.pth" >/dev/null ||
-        find_checkout_first
     use_environment
     compile_kernels
 }

@@ -138,3 +138,22 @@ def test_a_package_in_a_folder_that_cannot_be_listed(monkeypatch, usual_imports,
     monkeypatch.setattr(quick_imports, "command", lambda: "info")
     quick_imports.begin()
     assert importlib.import_module("mpidl_unlisted").VALUE == 11
+
+
+@pytest.mark.parametrize("is_command", [False, True])
+def test_changes_of_other_packages_stay(monkeypatch, usual_imports, is_command):
+    """Another package may replace a part of Python's imports after mpidl is imported."""
+    monkeypatch.setattr(quick_imports, "_is_command", is_command)
+    loader = quick_imports._importer.FileLoader
+    usual = loader.get_data
+
+    def other(self, path):
+        return usual(self, path)
+
+    with QuickImports():
+        monkeypatch.setattr(loader, "get_data", other)
+    assert loader.get_data is other
+    if not is_command:
+        with QuickImports():
+            pass
+        assert loader.get_data is other

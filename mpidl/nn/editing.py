@@ -49,6 +49,7 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
     layers = [graph.rename_inputs(layer, new_names) for layer in layers]
     seed = net.seed if seed is None else seed
     edited = type(net)(layers, net.input_shape, seed=seed, batchnorm=net.batchnorm)
+    whitening = edited.unwhitened  # before the kept weights replace the new initial weights
     edited.fuse, edited.normalization = net.fuse, net.normalization
     edited.crop, edited.preprocess = net.crop, net.preprocess
     same_outputs = edited.output_shape[:1] == net.output_shape[:1]
@@ -62,7 +63,7 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
                 )
             new[name] = np.array(old[name])
     layer_names = {*net.unwhitened, *new_names.values()}
-    edited.unwhitened = [name for name in edited.unwhitened if name in layer_names]
+    edited.unwhitened = [name for name in whitening if name in layer_names]
     return edited
 
 

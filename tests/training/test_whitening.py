@@ -186,7 +186,11 @@ def test_files_and_edited_networks_keep_the_state(tmp_path):
             path = str(tmp_path / f"model{suffix}")
             network_files.save(net, path)
             assert network_files.load(path).unwhitened == expected
-        assert net.replace_layers({"dense1": dl.Dense(4)}).unwhitened == expected
+            loaded = network_files.load(path).replace_layers({"dense1": dl.Dense(4)})
+            assert loaded.unwhitened == expected
+        for seed in (None, 0, 2):
+            edited = net.replace_layers({"dense1": dl.Dense(4)}, seed=seed)
+            assert edited.unwhitened == expected
         assert net.append_layer(dl.Softmax()).unwhitened == expected
         assert net.up_to("whiten").unwhitened == expected
         assert net.replace_layers({"whiten": net["whiten"]}).unwhitened == ["whiten"]
