@@ -184,14 +184,21 @@ class LiveHook:
         validation = trainer.validation
         if validation.last is not None and validation.last_iteration != self.validated:
             self.validated = validation.last_iteration
-            scores = {"loss": validation.last.loss, "accuracy": validation.last.accuracy}
-            metrics = {} if validation.last.metrics is None else validation.last.metrics.values
-            self.recorder.write("validation", metrics, iteration=self.validated, **scores)
+            last = validation.last
+            metrics = {} if last.metrics is None else last.metrics.values
+            self.recorder.write(
+                "validation",
+                metrics,
+                iteration=self.validated,
+                loss=last.loss,
+                accuracy=last.accuracy,
+            )
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self.step(trainer)
-        means = {"loss": summary.loss, "accuracy": summary.accuracy}
-        self.recorder.write("epoch", iteration=summary.iteration, **means)
+        self.recorder.write(
+            "epoch", iteration=summary.iteration, loss=summary.loss, accuracy=summary.accuracy
+        )
 
     def finish(self, trainer: Trainer) -> None:
         self.recorder.write("state", state="finishing")
