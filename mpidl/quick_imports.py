@@ -31,7 +31,7 @@ def _parts():
 
 
 def _set_parts(path_stat, fill_cache, get_data):
-    _importer._path_stat = path_stat  # type: ignore[attr-defined]
+    _importer._path_stat = path_stat  # type: ignore[attr-defined]  # private, see _has_parts
     _importer.FileFinder._fill_cache = fill_cache
     _importer.FileLoader.get_data = get_data
 
