@@ -223,17 +223,19 @@ static void predictions(const float *x, int64_t classes, int64_t step, int32_t *
         }
 }
 
+/* Add up the target probabilities of the predictions, or count correct predictions of labels. */
 static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct strip s = strip_of(job, tile);
     const float *x = gathered(job, &s, own);
     int64_t step = s.count * LANES;
-    int right = 0;
+    double right = 0;
     for (int64_t i = 0; i < step; i += LANES) {
         int32_t class[LANES];
         predictions(x + i, job->classes, step, class);
         for (int lane = 0; lane < job->counts[s.block]; lane++)
-            right += class[lane] == job->labels[s.labels + i + lane];
+            right += job->targets ? job->targets[s.at + class[lane] * s.far + i + lane]
+                                  : class[lane] == job->labels[s.labels + i + lane];
     }
     job->sums[tile] = right;
 }
@@ -286,21 +288,6 @@ static void soft_dlogits_tile(void *argument, int64_t tile, float *own) {
         for (int lane = job->counts[s.block]; lane < LANES; lane++)
             for (int64_t c = 0; c < job->classes; c++) d[c * s.far + lane] = 0;
     }
-}
-
-static void soft_correct_tile(void *argument, int64_t tile, float *own) {
-    const struct job *job = argument;
-    struct strip s = strip_of(job, tile);
-    const float *x = gathered(job, &s, own);
-    int64_t step = s.count * LANES;
-    double total = 0;
-    for (int64_t i = 0; i < step; i += LANES) {
-        int32_t class[LANES];
-        predictions(x + i, job->classes, step, class);
-        for (int lane = 0; lane < job->counts[s.block]; lane++)
-            total += job->targets[s.at + class[lane] * s.far + i + lane];
-    }
-    job->sums[tile] = total;
 }
 
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes,
@@ -381,7 +368,7 @@ void mpidl_soft_correct_count(const float *logits, const float *targets, const i
                               double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                               const int64_t *tree) {
     struct job job = of_targets(logits, targets, counts, classes, pixels, 0);
-    sum(soft_correct_tile, &job, blocks, rows, tree);
+    sum(correct_tile, &job, blocks, rows, tree);
 }
 
 static void softmax_dx_tile(void *argument, int64_t tile, float *own) {

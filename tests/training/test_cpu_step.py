@@ -150,7 +150,9 @@ def test_mixed_images_and_labels_are_replayed(parts, world):
     assert step.program is not None and not step._is_off
 
 
-def test_trainings_with_mixed_images_replay_steps(world, monkeypatch):
+@pytest.fixture
+def counts(monkeypatch):
+    """A list that grows by 1 for each replayed gradient."""
     counts, gradient = [], cpu_step.StepProgram.gradient
 
     def count(self, *batch):
@@ -158,6 +160,10 @@ def test_trainings_with_mixed_images_replay_steps(world, monkeypatch):
         return gradient(self, *batch)
 
     monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
+    return counts
+
+
+def test_trainings_with_mixed_images_replay_steps(world, counts):
     options = {"batch_size": 40, "mixup": 0.4, "label_smoothing": 0.1, "shuffle": "every-epoch"}
     replayed, _ = trained(world, **options)
     assert counts
@@ -167,14 +173,7 @@ def test_trainings_with_mixed_images_replay_steps(world, monkeypatch):
     assert weights_sha256(replayed) == weights_sha256(eager)
 
 
-def test_trainings_replay_parts(world, monkeypatch):
-    counts, gradient = [], cpu_step.StepProgram.gradient
-
-    def count(self, *batch):
-        counts.append(1)
-        return gradient(self, *batch)
-
-    monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
+def test_trainings_replay_parts(world, counts):
     options = {"batch_size": 48, "accumulate": 3, "partial_minibatch": "discard"}
     replayed, _ = trained(world, **options)
     assert len(counts) == 2 * 2 * 3  # of 12 parts, 11 are replayed, one of them also for the check
