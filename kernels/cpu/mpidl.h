@@ -151,15 +151,16 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                   int64_t m, const float *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
  * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no ReLU follows
- * the normalization of y. dx may be NULL. sums (blocks, 2C) or NULL receives the
- * mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the shape
- * (nodes, K * C/groups * R * S + K); the gradient of the bias comes last. */
+ * the normalization of y. dy_out is NULL or dy, and the function may store the gradient of y there.
+ * dx may be NULL or dy. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. bias (C)
+ * or NULL is added to dx. dweight or NULL has the shape (nodes, K * C/groups * R * S + K); the
+ * gradient of the bias comes last. */
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, const float *a,
                            const float *b, const float *c, const float *x, const float *mean,
                            const float *scale, const float *beta, const float *weight,
-                           const float *bias, float *dx, double *sums, float *dweight,
-                           int64_t nodes, const int32_t *counts, int64_t blocks,
+                           const float *bias, float *dy_out, float *dx, double *sums,
+                           float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
                            const int64_t *shape, const int64_t *tree, int64_t m,
                            int64_t dweight_m);
 

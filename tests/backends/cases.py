@@ -154,9 +154,9 @@ def through_activations(backend, a):
     if not a.get("relu", True):
         source = NormalizedInput(*source)
     return backend.conv2d_backward(
-        *(a["dy"], *(a[name] for name in BETWEEN), ALL),
+        *(a["dy"], *(a[name] for name in BETWEEN), a.get("needs", ALL)),
         activation_after=(source, *a["factors"]),
-        sums=True,
+        sums=a.get("needs", ALL)[0],
         overwrite=a.get("overwrite", False),
     )
 
