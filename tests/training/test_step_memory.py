@@ -85,8 +85,8 @@ def trained_step(world, iterations=3):
 
 def test_a_step_needs_little_more_memory_than_backward_reads(world):
     step = trained_step(world)
-    kept, limit = bound(step.net, blocks=2)
-    assert kept < step.program.arena.bytes <= limit + arenas.HUGE
+    stored_bytes, limit = bound(step.net, blocks=2)
+    assert stored_bytes < step.program.arena.bytes <= limit + arenas.HUGE
 
 
 def test_without_a_plan_a_step_needs_more_memory(world, monkeypatch):

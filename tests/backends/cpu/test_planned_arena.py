@@ -93,8 +93,8 @@ def test_random_buffers_do_not_overlap():
         places = memory[first : last + 1, offset // 64 : (offset + size) // 64]
         assert (places == -1).all()
         places[...] = i
-    needed = (memory >= 0).sum(1).max() * 64
-    assert needed <= nbytes <= 1.25 * needed
+    largest_sum = (memory >= 0).sum(1).max() * 64
+    assert largest_sum <= nbytes <= 1.25 * largest_sum
     assert memory_plan.place([]) == ([], 0)
 
 
