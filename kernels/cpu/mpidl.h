@@ -140,6 +140,14 @@ void mpidl_cross_channel_norm(const float *x, float *y, int64_t blocks, int64_t 
 void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int64_t blocks,
                                  int64_t channels, int64_t pixels, int64_t window, double alpha,
                                  double beta, double k);
+/* Cross-channel normalization followed by max pooling; shape is struct windows of pool.h, and argmax
+ * is as in pool.c. A ReLU has computed x. dz is the gradient before this ReLU. */
+void mpidl_norm_max_pool(const float *x, float *y, uint8_t *argmax, int64_t blocks,
+                         const int64_t *shape, int64_t window, double alpha, double beta,
+                         double k);
+void mpidl_norm_max_pool_relu_dx(const float *dy, const uint8_t *argmax, const float *x, float *dz,
+                                 int64_t blocks, const int64_t *shape, int64_t window,
+                                 double alpha, double beta, double k);
 
 /* conv.c: shape is struct conv of conv.h. m and dweight_m are Winograd tile sizes, or 0 for direct
  * sums (winograd.h lists the filter sizes). moments (blocks, 1 + 2K) or NULL receives (count, mean,
@@ -164,7 +172,7 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const int64_t *shape, const int64_t *tree, int64_t m,
                            int64_t dweight_m);
 
-/* pool.c: shape is struct windows of pool.c. x is a source. If argmax is NULL, pooling takes the
+/* pool.c: shape is struct windows of pool.h. x is a source. If argmax is NULL, pooling takes the
  * mean. Otherwise it takes the maximum, and argmax (blocks, C, P, Q, 16) holds the position of the
  * maximum in each window. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
 void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
