@@ -29,11 +29,13 @@ extern int64_t mpidl_missing_bytes;
  * removes the hook. */
 void mpidl_set_hook(void (*function)(void));
 
-/* play.c: call functions of this file in sequence, until one of them lacks scratch memory or waits
- * for other ranks. Return the number of completed calls. Each call is stored as the position of the
+/* play.c: call functions of this file in sequence, until one of them lacks scratch memory, waits
+ * for other ranks, or reads a number that is not finite. Return the number of completed calls. Each call is stored as the position of the
  * function in this file, the number of its arguments, and the arguments: integers, addresses, or
  * the bits of floating-point numbers. */
 int64_t mpidl_play(const int64_t *calls, int64_t count);
+/* End mpidl_play before the next call if the number is NaN or infinite. */
+void mpidl_need_finite(const double *number);
 
 /* sums.c: sums over the ranks of a host. `queue` and `sum` are structs of sums.c, in memory that
  * the caller owns. The hook may call these functions. */
