@@ -90,7 +90,7 @@ class StepProgram:
         self._arrays = _arrays(net, optimizer)
         self._options = _options(net, optimizer)
         self._settings = [dict(vars(part)) for part in _parts(net, optimizer)]
-        self._numbers: Any = None  # what determined the numbers of the last update
+        self._numbers: Any = None  # the values that determined the numbers of the last update
         # The objects that `is_current` last compared, and the count of changes at that time.
         self._used_tables: list[Any] = []
         self._parts: list[Any] = []
@@ -233,11 +233,11 @@ class StepProgram:
 
     def _set_numbers(self):
         optimizer = self._optimizer
-        known = attribute_changes.count, optimizer.learning_rate, optimizer.average_share
-        if known != self._numbers or any(part.counts_steps for part in optimizer.transforms):
+        sources = attribute_changes.count, optimizer.learning_rate, optimizer.average_share
+        if sources != self._numbers or any(part.counts_steps for part in optimizer.transforms):
             for name, value in optimizer.numbers().items():
                 self._program.inputs.set_number(name, value)
-            self._numbers = known
+            self._numbers = sources
 
     # The recorded mini-batch calls the methods below as the methods of its device (`blocks.Batch`).
 
@@ -308,9 +308,9 @@ def _options(net, optimizer):
     return net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
 
 
-def _are_same(objects, others):
+def _are_same(objects, expected):
     """Return whether two lists contain the same objects."""
-    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+    return len(objects) == len(expected) and all(map(operator.is_, objects, expected))
 
 
 def digest(
