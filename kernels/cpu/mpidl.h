@@ -305,6 +305,11 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes);
+/* the same for whole images, where image i is the row rows[i] of the array `all`. Return 0 if a pixel
+ * is NaN or infinite, else 1. */
+int64_t mpidl_rows_of_floats(const float *all, const int64_t *rows, int64_t images,
+                             const int64_t *shape, const float *centre, const float *divisor,
+                             float *lanes);
 /* convert rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
 /* the same for a picture in a struct ArrowArray (Arrow C data interface) at the address `array` */
