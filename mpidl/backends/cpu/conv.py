@@ -107,9 +107,10 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     c *= step**2
     channels = min(c, k)
     fast, enough = policy == "fast", channels >= SAVING
-    if r == 3:
+    if side == 3:
         auto = 0 if channels < FEW else 44 if c >= LARGE else 24 if c >= WIDE else 22
-        return 44 if fast else auto, 44 if k >= SAVING else 0, 44 if c >= SAVING else 0
+        dx = 44 if step == 1 and k >= SAVING else 0
+        return 44 if fast else auto, dx, 44 if c >= SAVING else 0
     auto = 22 if channels >= MANY else 0
     dx = 0 if step > 1 or not enough else 44 if fast else 22
     return 44 if fast and enough else auto, dx, 44 if enough else 0
