@@ -11,6 +11,8 @@ import pytest
 from cpu_builds import needs_kernels, on_all_builds
 from single_rank import numbers
 
+from mpidl.backends import CPU as cpu
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES
 
@@ -147,6 +149,26 @@ def test_weight_gradients_are_nearly_exact(shape, side):
     expected = dweight_reference(x, dy, rows, columns, side)
     for dweight in on_all_builds(fast).values():
         assert relative(dweight, expected) < DWEIGHT_ERRORS[side]
+
+
+# The bounds hold for the tile of each range of inputs: 2x2, 2x4 and 4x4
+@needs_kernels
+@pytest.mark.parametrize("inputs", [16, 31, 32, 127, 128, 512])
+def test_forward_errors_are_similar_to_the_errors_of_direct_sums(inputs, monkeypatch):
+    outputs, size = 16, 8
+    x = np.maximum(numbers("x", inputs, size, size, LANES, dtype=np.float32), 0)
+    w, bias = weights(outputs, inputs, 3), np.zeros(outputs, np.float32)
+    border = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    expected = conv_reference(border, w, bias, size, size)
+    errors = {}
+    for policy in ("auto", "off", "fast"):
+        monkeypatch.setattr(settings, "winograd", policy)
+        (y,) = cpu.conv2d(x[None], w, bias, (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
+        errors[policy] = relative(y, expected)
+    print({policy: f"{error / errors['off']:.2f}" for policy, error in errors.items()})
+    assert errors["auto"] < 1.5 * errors["off"]
+    if inputs <= 32:  # tiles of 4x4 would not satisfy this bound
+        assert errors["fast"] > 1.5 * errors["off"]
 
 
 # The interpolation points of F(m, side) are 0, pairs of +-p, and infinity.
