@@ -42,6 +42,7 @@ struct pass {
     int64_t spread_at;    /* offset of the spread weight gradients in the team's scratch */
     struct padded in, out; /* layouts of x and dy in the team's scratch */
     int in_place;         /* whether x is read without a copy */
+    float *dy_out;        /* the gradient of y, without a border; NULL: in the team's scratch */
     int64_t before, left; /* rows and columns of the border before dy */
     int64_t taps;         /* number of taps in the forward and dweight passes */
     int32_t *offset;
@@ -340,6 +341,15 @@ static void lay_out_dy(struct pass *pass) {
     lay_out(&pass->out, rows, columns, 1);
 }
 
+/* Choose the memory for the gradient of y. If no pass needs a border, the gradient of y may
+ * overwrite dy; without an activation, dy is this gradient. dx must not be in the same memory. */
+static void place_dy(struct pass *pass, float *dy_out) {
+    const struct conv *c = &pass->c;
+    if (!pass->dy.y.mean) dy_out = (float *)pass->dy.dy; /* only read */
+    int has_border = pass->out.rows != c->P || pass->out.columns != c->Q;
+    if (!has_border && dy_out != pass->dx) pass->dy_out = dy_out;
+}
+
 /* Find the phases of dx, one for each pair of remainders modulo the strides, and the taps of each
  * phase. */
 static void find_phases(struct pass *pass) {
@@ -425,12 +435,13 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     const struct conv *c = &pass->c;
     int64_t pixels = c->P * c->Q * LANES, at = block * c->K * pixels;
     struct padded out = pass->out;
-    out.data = team->shared + c->C * pass->in.channel_stride;
+    out.data = pass->dy_out ? pass->dy_out + at : team->shared + c->C * pass->in.channel_stride;
     float *leaf = pass->leaves ? leaf_of(team, pass->leaves, block) : NULL;
     EACH_TILE(team, k, c->K) {
-        fill_gradient(&out, k, &pass->dy, pass->dy.dy + at + k * pixels,
-                      pass->dy.y.mean ? pass->dy.y.x + at + k * pixels : NULL, pass->counts[block],
-                      c->P, c->Q, pass->before, pass->left);
+        if (pass->dy_out != pass->dy.dy || pass->dy.y.mean)
+            fill_gradient(&out, k, &pass->dy, pass->dy.dy + at + k * pixels,
+                          pass->dy.y.mean ? pass->dy.y.x + at + k * pixels : NULL,
+                          pass->counts[block], c->P, c->Q, pass->before, pass->left);
         if (leaf) /* the gradient of the bias follows the gradient of the weights */
             leaf[c->K * pass->taps + k] =
                 channel_sum(out.data + k * out.channel_stride + pass->before * out.row_stride +
@@ -453,8 +464,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, const float *a,
                            const float *b, const float *c_, const float *x, const float *mean,
                            const float *scale, const float *beta, const float *weight,
-                           const float *bias, float *dx, double *sums, float *dweight,
-                           int64_t nodes, const int32_t *counts, int64_t blocks,
+                           const float *bias, float *dy_out, float *dx, double *sums,
+                           float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
                            const int64_t *shape, const int64_t *tree, int64_t tile,
                            int64_t dweight_tile) {
     struct leaves leaves;
@@ -496,6 +507,7 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
     if (dweight && dweight_tile) pass.dweight = winograd_of(&c, dweight_tile);
     lay_out_x(&pass, &pass.dweight);
     lay_out_dy(&pass);
+    place_dy(&pass, dy_out);
     if (dx && tile)
         extra = transform_weights(&pass);
     else if (dx)
@@ -511,7 +523,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
         leaves_begin(&leaves, (const struct tree *)tree, c.K * pass.taps + c.K, dweight, nodes,
                      LEAVES);
     }
-    pass.winograd_at = c.C * pass.in.channel_stride + c.K * pass.out.channel_stride;
+    pass.winograd_at = c.C * pass.in.channel_stride;
+    if (!pass.dy_out) pass.winograd_at += c.K * pass.out.channel_stride;
     pass.spread_at = pass.winograd_at + extra;
     each_block(blocks, backward_block, &pass, pass.spread_at + spread, own);
     if (mpidl_missing_bytes) return;

@@ -82,6 +82,10 @@ def test_passes_of_a_step():
     assert in_step["conv2"] == {"fused forward", "fused backward"}
     assert in_step["batchnorm2"] == in_step["relu2"] == set()
     assert in_step["dense1"] == {"forward", "backward"}
+    in_step = roofline.step_passes(zoo.alexnet())
+    assert in_step["conv2"] == {"forward", "dx", "dweight"} and not in_step["norm2"]
+    assert in_step["pool2"] == {"fused forward", "fused dx"}
+    assert in_step["pool5"] == {"forward", "dx"}
     in_step = roofline.step_passes(zoo.resnet((3, 8, 8)))
     assert in_step["block1_conv2"] == {"fused forward", "fused backward"}
     assert in_step["block1_norm2"] == in_step["block1_relu2"] == set()

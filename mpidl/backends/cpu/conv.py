@@ -185,7 +185,7 @@ def conv2d_backward(
     nodes = None
     if needs[1] or needs[2]:
         nodes = arenas.empty((nodes_of(tree), weight.size + len(weight)))
-    outputs = dx, rows, nodes, 0 if nodes is None else len(nodes)
+    outputs = dy if overwrite else None, dx, rows, nodes, 0 if nodes is None else len(nodes)
     geometry = counts, blocks, shape, tree_of(tree), tile, dweight_tile
     kernels().conv2d_backward(dy, *after, *source, per_channel(weight), None, *outputs, *geometry)
     dweight = dbias = None
