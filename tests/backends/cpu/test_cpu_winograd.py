@@ -99,7 +99,13 @@ def relative(actual, expected):
 
 # {(rows and columns of a tile, side of the filter): bound of the relative error}, about 1.5 times
 # the largest measured error
-CONV_ERRORS = {(2, 2, 3): 3e-7, (2, 4, 3): 5e-7, (4, 4, 3): 8e-7, (2, 2, 5): 7e-7, (4, 4, 5): 3.5e-6}
+CONV_ERRORS = {
+    (2, 2, 3): 3e-7,
+    (2, 4, 3): 5e-7,
+    (4, 4, 3): 8e-7,
+    (2, 2, 5): 7e-7,
+    (4, 4, 5): 3.5e-6,
+}
 DWEIGHT_ERRORS = {3: 1.2e-6, 5: 8e-6}
 
 
