@@ -60,11 +60,11 @@ def configure(
         number.
     winograd : {"auto", "off", "fast"}, optional
         Algorithm for 3x3 and 5x5 convolutions with stride 1, and for larger filters with a stride,
-        such as 11x11 with stride 4. "auto" uses Winograd's algorithm. Its tiles have mostly 4x4 outputs in
-        backward passes. In forward passes, it uses the largest tiles whose error is similar to the
-        error of direct sums: 2x2 outputs from 16 channels, 2x4 from 32 and 4x4 from 128, and for
-        5x5 filters 2x2 from 32 channels. "off" computes direct sums. "fast" uses 4x4 tiles in all
-        forward passes, with a larger error. Results depend on this option.
+        such as 11x11 with stride 4. "auto" uses Winograd's algorithm. Its tiles have mostly 4x4
+        outputs in backward passes. In forward passes, it uses the largest tiles whose error is
+        similar to the error of direct sums: 2x2 outputs from 16 channels, 2x4 from 32 and 4x4 from
+        128, and for 5x5 filters 2x2 from 32 channels. "off" computes direct sums. "fast" uses 4x4
+        tiles in all forward passes, with a larger error. Results depend on this option.
     precision : {"fp32", "tf32"}, optional
         Precision of multiplications on a GPU's tensor cores. "fp32" computes each product from
         three TF32 products (3xTF32). Results depend on this option.
