@@ -5,6 +5,7 @@ a lower bound.
 """
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from mpidl import backends
 from mpidl.backends.cpu import conv
 from mpidl.blocks import LANES, Blocked, OneRank, share
 from mpidl.deferred import DeferredInput
-from mpidl.nn import Conv2D, Layer, Network, graph
+from mpidl.nn import Conv2D, CrossChannelNorm, Layer, MaxPool2D, Network, graph
 
 # 3x3 convolutions for comparing machines and versions: (channels, height = width).
 SHAPES = ((20, 24), (32, 32), (64, 16), (128, 8))
@@ -125,7 +126,12 @@ def _cases(name, net, layer, batch_size):
     weights = {k.removeprefix(prefix): v for k, v in net.parameters.items() if k.startswith(prefix)}
     shape = layer_shape(net, layer, batch_size)
     family = FAMILIES.get(type(layer).__name__, _no_passes)
-    for part in family(backend, layer, x, dy, weights, batch):
+    parts = list(family(backend, layer, x, dy, weights, batch))
+    (source, *_) = net.reads[net.layers.index(layer)]
+    below = net.layers[net.layer_names.index(source)] if source != graph.IMAGES else None
+    if type(layer) is MaxPool2D and type(below) is CrossChannelNorm:
+        parts += _normalized_max_pool(backend, below, layer, x, dy)
+    for part in parts:
         products = part.flops if part.products is None else part.products
         yield Case(name, part.name, shape, part.run, part.flops, part.bytes, products)
 
@@ -204,9 +210,11 @@ def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, args: tup
     # a strided filter is a filter of stride 1 on stride^2 times as many channels, except for dx
     sizes = (output, pairs * stride**2), (x.shape[2:4], pairs), (output, pairs * stride**2)
     counts = []
-    for m, (pixels, channel_pairs) in zip(tiles, sizes, strict=True):
-        per_tile = 2 * (m + side - 1) ** 2 * channel_pairs * images
-        counts.append(per_tile * math.prod(-(-n // m) for n in pixels) if m else None)
+    for size, (pixels, channel_pairs) in zip(tiles, sizes, strict=True):
+        tile = divmod(size, 10)
+        per_tile = 2 * math.prod(m + side - 1 for m in tile) * channel_pairs * images
+        covering = (-(-n // m) for n, m in zip(pixels, tile, strict=True))
+        counts.append(per_tile * math.prod(covering) if size else None)
     return counts
 
 
@@ -242,6 +250,19 @@ def _max_pool(backend, layer, x, dy, weights, batch):
     moved = x.nbytes + dy.nbytes + argmax.nbytes
     yield Pass("forward", lambda: backend.max_pool2d(x, *args), 0, moved)
     yield Pass("dx", lambda: backend.max_pool2d_dx(dy, argmax, x, *args, batch.tree), 0, moved)
+
+
+def _normalized_max_pool(backend, norm, layer, x, dy):
+    """Yield the passes of a step that fuses a normalization, max pooling and a ReLU before both."""
+    if not backend.fuses_convolutions:
+        return
+    args = norm.window, norm.alpha, norm.beta, norm.k, *subject.pool_args(layer, x.shape[1:4])
+    x = np.maximum(x, 0)
+    _, argmax = backend.norm_max_pool(x, *args)
+    moved = x.nbytes + dy.nbytes + argmax.nbytes
+    yield Pass("fused forward", lambda: backend.norm_max_pool(x, *args), 0, moved)
+    run = functools.partial(backend.norm_max_pool_relu_dx, dy, argmax, x, *args)
+    yield Pass("fused dx", run, 0, moved + x.nbytes)
 
 
 def _average_pool(backend, layer, x, dy, weights, batch):

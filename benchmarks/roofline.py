@@ -16,7 +16,7 @@ from benchmarks import floors, kernels, machine, mpidl_step, passes, report, sub
 from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.files import write_whole
-from mpidl.nn import BatchNorm, Conv2D, Dense, Network
+from mpidl.nn import BatchNorm, Conv2D, Dense, MaxPool2D, Network
 from mpidl.nn.fusion import find_runs
 from mpidl.report import svg_charts
 from mpidl.report.page.elements import element, page, table
@@ -174,6 +174,8 @@ def step_passes(net: Network) -> dict[str, set[str]]:
             is_fused = is_fused and not passes.reads_images(net, first)
             apart = {"forward", "dx", "dweight"}
             names[first.name] = {"fused forward", "fused backward"} if is_fused else apart
+            if isinstance(layers[-1], MaxPool2D):
+                names[layers[-1].name] = {"fused forward", "fused dx"}
         elif isinstance(first, Dense):
             names[first.name] = {"forward", "backward"}
         elif isinstance(first, BatchNorm):

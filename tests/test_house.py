@@ -59,6 +59,7 @@ CROSS_CUTTING = {
     "report/test_fuzz_run.py": "damaged files of runs, options and sweeps",
     "training/files/test_old_files.py": "files of earlier versions",
     "training/options/test_options_page.py": "docs/options.md",
+    "training/test_step_memory.py": "memory of recorded steps",
     "training/test_stopped_runs.py": "trainings that a stop file ends",
     "training/test_classes.py": "class names in training, files and evaluation",
 }

@@ -11,6 +11,7 @@
 #include "mpidl.h"
 
 enum { SPIN = 4000 };
+#define HUGE_PAGE ((size_t)2 << 20)
 static const long TICK = 1000000; /* ns between two runs of the hook */
 
 struct barrier {
@@ -48,28 +49,45 @@ static long last_tick;
 
 int64_t mpidl_missing_bytes;
 
-/* Return memory. If the system refuses it, set mpidl_missing_bytes to the size and return NULL. */
+/* Memory for scratch comes directly from the system: malloc would keep the smaller buffers that
+ * larger buffers have replaced. With ASan, malloc detects accesses past the end. */
+#if defined(__SANITIZE_ADDRESS__)
+static size_t rounded(size_t bytes) { return bytes; }
 static void *reserve(size_t bytes) {
-    const size_t huge = 2 << 20;
-#if !defined(__SANITIZE_ADDRESS__) /* with ASan, keep the size, to detect accesses past `bytes` */
-    bytes = (bytes + huge - 1) / huge * huge;
-#endif
     void *memory = NULL;
-    if (posix_memalign(&memory, huge, bytes)) {
-        mpidl_missing_bytes = (int64_t)bytes;
-        return NULL;
-    }
-#ifdef MADV_HUGEPAGE
-    madvise(memory, bytes, MADV_HUGEPAGE);
-#endif
-    return memory;
+    return posix_memalign(&memory, HUGE_PAGE, bytes) ? NULL : memory;
 }
+static void release(void *memory, size_t bytes) {
+    (void)bytes;
+    free(memory);
+}
+#else
+static size_t rounded(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
+static void release(void *memory, size_t bytes) {
+    if (bytes) munmap(memory, bytes);
+}
+static void *reserve(size_t bytes) {
+    char *start = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED) return NULL;
+    size_t before = -(uintptr_t)start % HUGE_PAGE; /* bytes before the first huge page */
+    release(start, before);
+    release(start + before + bytes, HUGE_PAGE - before);
+#ifdef MADV_HUGEPAGE
+    madvise(start + before, bytes, MADV_HUGEPAGE);
+#endif
+    return start + before;
+}
+#endif
 
+/* If the system refuses the memory, set mpidl_missing_bytes to its size and return NULL. */
 static float *room(struct room *room, int64_t floats) {
     if (room->floats < floats) {
-        free(room->data);
-        room->data = reserve((size_t)floats * sizeof(float));
+        size_t bytes = rounded((size_t)floats * sizeof(float));
+        release(room->data, rounded((size_t)room->floats * sizeof(float)));
+        room->data = reserve(bytes);
         room->floats = room->data ? floats : 0;
+        if (!room->data) mpidl_missing_bytes = (int64_t)bytes;
     }
     return room->data;
 }

@@ -49,7 +49,7 @@ Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None
 
 # Functions that exist only in backends with `fuses_convolutions`.
 FUSED = frozenset({"activation", "activation_sums", "conv2d_moments", "conv2d_relu"})
-FUSED |= {"add_relu", "add_relu_dx"}
+FUSED |= {"add_relu", "add_relu_dx", "norm_max_pool", "norm_max_pool_relu_dx"}
 # Functions that exist only in backends without `arrays_on_device`: the host prepares images.
 HOST = frozenset({"image_sums", "keyed_words", "planes", "warp"})
 
@@ -418,6 +418,38 @@ class Backend(TrainingFunctions, Protocol):
 
         dx = dy * d**-beta - 2 * alpha * beta / window * x * S, where S is the sum of
         dy * x * d**(-beta - 1) over the channels whose window contains this channel.
+        """
+
+    def norm_max_pool(
+        self,
+        x: Lanes,
+        window: int,
+        alpha: float,
+        beta: float,
+        k: float,
+        size: Pair,
+        stride: Pair,
+        padding: Pads,
+    ) -> tuple[Lanes, Array]:
+        """Return `max_pool2d` of the `cross_channel_norm` of x, with the same bytes."""
+
+    def norm_max_pool_relu_dx(
+        self,
+        dy: Lanes,
+        argmax: Array,
+        x: Lanes,
+        window: int,
+        alpha: float,
+        beta: float,
+        k: float,
+        size: Pair,
+        stride: Pair,
+        padding: Pads,
+    ) -> Lanes:
+        """Return the gradient of `norm_max_pool` before the ReLU that computed x.
+
+        The bytes are the same as if `max_pool2d_dx`, `cross_channel_norm_dx` and `relu_dx` computed
+        the gradient. `argmax` is the second result of `norm_max_pool`.
         """
 
     # dropout

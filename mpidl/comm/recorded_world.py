@@ -58,6 +58,7 @@ class RecordedWorld:
         self._by_address: dict[int, HostSum] = {}
         self._totals_of_results: Callable[[], dict[Any, Any]] = dict
         self.loss_root: np.ndarray | None = None
+        self._results: dict[Any, Any] = {}
         recorder.wait = self._wait_in_replay
 
     def gplus(self, value: Any) -> Any:
@@ -86,6 +87,7 @@ class RecordedWorld:
         return total
 
     def _sum_results(self, values):
+        self._results = values  # replays read the results after the update: keep their memory
         if self.memory is not None and all(isinstance(v, Partial) for v in values.values()):
             reducer = SharedReducer(self, float("inf"))
             for key, value in values.items():

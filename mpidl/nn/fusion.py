@@ -9,6 +9,8 @@ These runs of layers become one op:
 - The addition of two values and ReLU.
 - Convolution and ReLU, optionally with the addition of another value between them, as at the end
   of a residual block. The op applies the addition and the ReLU before it stores the result.
+- Convolution, ReLU, cross-channel normalization and max pooling. The op stores the output of the
+  ReLU and the pooled pixels, but not the normalized pixels.
 
 Layers outside a run may read only the output of the run's last layer. If several layers read this
 output, their cotangents are summed. Fusion does not change the network, the learnables or the
@@ -22,7 +24,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl import backends, ops
-from mpidl.nn.layers import Add, BatchNorm, Conv2D, Layer, LayerContext, ReLU
+from mpidl.nn.layers import (
+    Add,
+    BatchNorm,
+    Conv2D,
+    CrossChannelNorm,
+    Layer,
+    LayerContext,
+    MaxPool2D,
+    ReLU,
+)
 from mpidl.nn.layers.base import Value
 
 
@@ -53,6 +64,7 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
 RUNS = (
     (Conv2D, BatchNorm, ReLU),
     (Conv2D, Add, ReLU),
+    (Conv2D, ReLU, CrossChannelNorm, MaxPool2D),
     (Conv2D, ReLU),
     (Conv2D, BatchNorm),
     (Add, ReLU),
@@ -104,6 +116,11 @@ def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerCont
         "groups": conv.groups,
     }
     weight, bias = context["weight"], conv.bias_of(context)
+    if isinstance(run[-1], MaxPool2D):
+        norm, pool = run[-2:]
+        options["norm"] = norm.window, norm.alpha, norm.beta, norm.k
+        options["windows"] = pool.size, pool.stride, pool.padding
+        return ops.conv2d_relu_norm_max_pool(x[0], weight, bias, **options)
     if not isinstance(run[1], BatchNorm):
         return ops.conv2d_relu(x[0], weight, bias, *x[1:], **options)
     norm, norm_context = run[1], contexts[1]

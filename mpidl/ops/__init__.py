@@ -15,6 +15,7 @@ from mpidl.ops.binary_loss import binary_label_count as binary_label_count
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.conv import conv2d_relu as conv2d_relu
+from mpidl.ops.conv_norm_pool import conv2d_relu_norm_max_pool as conv2d_relu_norm_max_pool
 from mpidl.ops.dense import *
 from mpidl.ops.dice import *
 from mpidl.ops.dropout import *

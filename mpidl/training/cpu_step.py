@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl import attribute_changes
+from mpidl import attribute_changes, phases
 from mpidl.attribute_changes import CountingDict
 from mpidl.autodiff import value_and_grad
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
+from mpidl.backends.cpu.planned_arena import Lifetimes, Plan
 from mpidl.blocks import LANES, Batch, Blocked
+from mpidl.comm.unsummed_world import UnsummedWorld
 from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 
@@ -97,6 +100,7 @@ class StepProgram:
         self._changes = -1
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
+        self._plans: dict[Any, Plan | None] = {}  # {shapes of a mini-batch: plan}
         self._world = world.recorded(self._recorder)
         self._counts = self._recorder.constant(images.batch.counts())
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
@@ -112,6 +116,7 @@ class StepProgram:
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Compute the objective, gradients and new state for a mini-batch; record the kernels."""
         self._set_samples(images.batch)
+        self.arena.follow(self._plan(objective, images, targets))
         self._recorder.input("images", images.lanes)
         self._recorder.input("targets", targets.lanes)
         batch = dataclasses.replace(images.batch, world=self._world, device=self)
@@ -130,6 +135,25 @@ class StepProgram:
                 self._recorder.need_finite(self._world.loss_root)
             self._recorder.next_part()
         return value, gradients, state
+
+    @contextlib.contextmanager
+    def memory(
+        self, objective: Callable[..., Any], images: Blocked, targets: Blocked
+    ) -> Iterator[None]:
+        """Let an eager computation for a mini-batch use the program's memory between replays."""
+        self.arena.follow(self._plan(objective, images, targets))
+        with arenas.through(self.arena):
+            yield
+
+    def _plan(self, objective, images, targets):
+        """Return the Plan of the large arrays that the gradients of a mini-batch need, or None."""
+        shapes = _format(images), _format(targets)
+        if shapes not in self._plans:
+            batch = dataclasses.replace(images.batch, world=UnsummedWorld(self._world))
+            arguments = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
+            with phases.span("plan of the memory"):
+                self._plans[shapes] = _plan(objective, self._net, *arguments)
+        return self._plans[shapes]
 
     def record_update(self, gradients: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
         """Compute and record the update; return a reason if the step cannot be recorded."""
@@ -256,6 +280,23 @@ class StepProgram:
 
     def _set_samples(self, batch):
         self._samples[: len(batch.indices)] = batch.indices
+
+
+def _plan(objective, net, images, targets):
+    """Return the Plan of the large arrays that a computation of the gradients allocates.
+
+    The computation runs without kernels, so all values are arbitrary. Return None if Python code
+    fails on these values.
+    """
+    arena, world = Lifetimes(), images.batch.world
+    with builds.without_kernels(), arenas.through(arena), np.errstate(all="ignore"):
+        try:
+            results = value_and_grad(objective, reduce=world)(net, images, targets)
+        except Exception:  # if the reason is not the arbitrary values, the step raises it, too
+            return None
+        plan = arena.plan()
+        del results  # until here, the gradients are needed
+    return plan
 
 
 def _facts(batch):

@@ -79,7 +79,7 @@ class ReplayedStep(EagerStep):
             self._finish = self._replay_update
             return self.program.gradient(images, targets)
         self._finish = self._update_in_place
-        with arenas.through(self.program.arena):
+        with self.program.memory(self.objective, images, targets):
             return super()._gradient(images, targets)
 
     def _eager_gradient(self, images, targets):
@@ -114,7 +114,7 @@ class ReplayedStep(EagerStep):
         self._agree()
         if self.program is None:
             return
-        with arenas.through(self.program.arena):
+        with self.program.memory(self.objective, images, targets):
             expected = cpu_step.digest(*super()._gradient(images, targets))
         value, gradients, _ = self.program.gradient(images, targets)
         is_equal = expected == cpu_step.digest(value, gradients, self.program.state)

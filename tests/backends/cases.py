@@ -154,9 +154,9 @@ def through_activations(backend, a):
     if not a.get("relu", True):
         source = NormalizedInput(*source)
     return backend.conv2d_backward(
-        *(a["dy"], *(a[name] for name in BETWEEN), ALL),
+        *(a["dy"], *(a[name] for name in BETWEEN), a.get("needs", ALL)),
         activation_after=(source, *a["factors"]),
-        sums=True,
+        sums=a.get("needs", ALL)[0],
         overwrite=a.get("overwrite", False),
     )
 
@@ -443,11 +443,40 @@ NORMS = {
 }
 
 
+# (C, H, W), size, stride, padding of max pooling after a cross-channel normalization
+NORMALIZED_POOLS = {
+    "overlapping": ((6, 9, 11), (3, 3), (2, 2), NO_PADDING),
+    "padded": ((5, 6, 7), (3, 2), (2, 1), ((1, 1), (0, 1))),
+    "apart": ((8, 5, 6), (2, 2), (2, 3), NO_PADDING),
+    "several bands": ((7, 41, 37), (3, 3), (2, 2), NO_PADDING),
+    "wide": ((3, 6, 300), (2, 2), (2, 2), NO_PADDING),
+    "high windows": ((2, 40, 3), (30, 2), (1, 1), NO_PADDING),
+}
+
+
 def cross_channel(label, numbers, shape):
     options = dict(zip(("window", "alpha", "beta", "k"), numbers, strict=True))
     name, x = f"{label}, {shape}", lanes(*shape)
     yield Case("cross_channel_norm", name, {"x": x} | options, 1e-6)
     yield Case("cross_channel_norm_dx", name, {"dy": cotangent(*shape), "x": x} | options, 4e-6)
+
+
+def normalized_pools(label, numbers, shape, size, stride, padding):
+    """Return a case of cross-channel normalization, max pooling, and the gradient before a ReLU."""
+    norm, pool = NORMS[numbers], (size, stride, padding)
+
+    def fused(backend, a):
+        y, argmax = backend.norm_max_pool(a["x"], *norm, *pool)
+        return y, backend.norm_max_pool_relu_dx(a["dy"], argmax, a["x"], *norm, *pool)
+
+    def separate(backend, a):
+        y, argmax = backend.max_pool2d(backend.cross_channel_norm(a["x"], *norm), *pool)
+        dnorm, _ = backend.max_pool2d_dx(a["dy"], argmax, a["x"], *pool, a["tree"])
+        return y, backend.relu_dx(backend.cross_channel_norm_dx(dnorm, a["x"], *norm), a["x"])
+
+    dy = cotangent(*shapes.pool2d_shape(shape, size, stride, padding))
+    name, values = f"{label}, {numbers}", {"x": lanes(*shape), "dy": dy}
+    return Case("norm_max_pool_relu_dx", name, values, 4e-6, call=fused, oracle=separate)
 
 
 def dropped(shape, probability, flattened=False):
@@ -569,6 +598,8 @@ def table():
         yield from cross_channel(label, numbers, IMAGES["pixels"])
     for shape in (IMAGES["four channels at once"], IMAGES["features"], (1100,), (1, 2, 2)):
         yield from cross_channel("strong", NORMS["strong"], shape)
+    for label, numbers in (("overlapping", "strong"), ("padded", "even"), ("apart", "one channel")):
+        yield normalized_pools(label, numbers, *NORMALIZED_POOLS[label])
     for probability in (0.0, 0.1, 0.5, 0.99):
         yield dropped((5, 3, 7), probability)
     for shape in ((21,), (8, 4, 4), (3, 40, 30), (3, 9, 1), (6, 7, 7), (11, 1, 1)):

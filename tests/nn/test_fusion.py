@@ -36,6 +36,14 @@ LAYERS = {
         *(dl.Conv2D(3, 32, padding=1, name="c"), dl.Add(inputs=("relu3", "c")), dl.ReLU()),
         dl.Dense(3),
     ],
+    "cross-channel normalization": [
+        *(dl.Conv2D(3, 8, padding=1), dl.ReLU(), dl.CrossChannelNorm(5, alpha=2.0, k=1.0)),
+        dl.MaxPool2D(3, stride=2),
+        *(dl.Conv2D(3, 6, padding=1, groups=2), dl.ReLU(), dl.CrossChannelNorm(4, beta=0.6)),
+        dl.MaxPool2D(2, padding=1),
+        *(dl.Conv2D(1, 3), dl.ReLU(), dl.CrossChannelNorm(9, alpha=0.5)),
+        *(dl.MaxPool2D(2, stride=1), dl.Dense(3)),
+    ],
     "residual": [
         *(dl.Conv2D(3, 16, padding=1), dl.BatchNorm(), dl.ReLU(name="a")),
         *conv_norm_relu(3, 16, padding=1),
@@ -117,6 +125,13 @@ def test_which_layers_are_one_run():
     assert runs([*start, conv, *read_again, dl.Add(inputs=("t", "c"))]) == [2, 1, 2, 1]
     assert runs([*start, conv, *read_again, dl.Add(inputs=("t", "s"))]) == [2, 1, 1, 1, 1]
     assert runs([conv, dl.ReLU(name="t"), dl.Add(inputs=("t", "c"))]) == [1, 1, 1]
+    assert runs(LAYERS["cross-channel normalization"]) == [4, 4, 4, 1]
+    norms = [dl.CrossChannelNorm(5, name="n"), dl.MaxPool2D(2, name="p")]
+    assert runs([*start, norms[0]]) == [2, 1]
+    assert runs([*start, norms[0], dl.AveragePool2D(2)]) == [2, 1, 1]
+    for read_again in ("n", "r"):
+        join = [dl.MaxPool2D(2, after=read_again, name="q"), dl.Add(inputs=("p", "q"))]
+        assert runs([*start, *norms, *join]) == [2, 1, 1, 1, 1]
     norm, add = dl.BatchNorm(name="n"), dl.Add(inputs=("n", "r"))
     assert runs([*start, conv, norm, add, relu]) == [2, 2, 2]
     assert runs([*start, conv, norm, dl.Add(inputs=("n", "n")), relu]) == [2, 2, 2]
@@ -135,6 +150,22 @@ def test_a_residual_block_stores_only_what_its_convolutions_read(world, monkeypa
         monkeypatch.setattr(CPU, name, lambda *a, n=name, f=function: calls.append(n) or f(*a))
     value = dl.Network(layers, (1, 12, 12))(images)
     assert type(value) is Blocked and (value.lanes >= 0).all() and calls == []
+
+
+def test_normalized_pixels_are_not_stored(world, monkeypatch):
+    """A training step calls none of the separate functions of normalization and pooling."""
+    names = "cross_channel_norm", "max_pool2d", "relu"
+    calls = []
+    for name in (*names, *(name + "_dx" for name in names)):
+        function = getattr(CPU, name)
+        monkeypatch.setattr(CPU, name, lambda *a, n=name, f=function: calls.append(n) or f(*a))
+    fused, separate = fused_and_separate(
+        lambda: dl.Network(LAYERS["cross-channel normalization"], (1, 12, 12))
+    )
+    step_bytes(world, fused, mini_batch(world))
+    assert calls == []
+    step_bytes(world, separate, mini_batch(world))
+    assert set(calls) == {*names, *(name + "_dx" for name in names)}
 
 
 def branches(fused):

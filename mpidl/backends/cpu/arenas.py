@@ -52,20 +52,23 @@ class Arena:
         with self.lock:
             while self.returned:
                 self._give_back(*self.returned.popleft())
-            fits = [(room, i) for i, (_, room) in enumerate(self.free) if room >= size]
-            if fits:
-                room, i = min(fits)
-                address, _ = self.free[i]
-                if room == size:
-                    del self.free[i]
-                else:
-                    self.free[i] = (address + size, room - size)
-                return address
-            self._grow(size)
-            address, room = self.free.pop()
-            if room > size:
-                bisect.insort(self.free, (address + size, room - size))
+            return self._allocate(size)
+
+    def _allocate(self, size):
+        fits = [(room, i) for i, (_, room) in enumerate(self.free) if room >= size]
+        if fits:
+            room, i = min(fits)
+            address, _ = self.free[i]
+            if room == size:
+                del self.free[i]
+            else:
+                self.free[i] = (address + size, room - size)
             return address
+        self._grow(size)
+        address, room = self.free.pop()
+        if room > size:
+            bisect.insort(self.free, (address + size, room - size))
+        return address
 
     def _grow(self, size):
         size = -(-max(size, REGION) // HUGE) * HUGE
@@ -78,7 +81,7 @@ class Arena:
             ) from error
         self.regions.append(owner)
         self.bytes += size
-        self.free.append((address, size))  # unsorted: `take` removes this last entry at once
+        self.free.append((address, size))  # unsorted: the caller removes this last entry at once
 
     def _give_back(self, address, size):
         i = bisect.bisect(self.free, (address, 0))

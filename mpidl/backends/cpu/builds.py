@@ -6,6 +6,7 @@ a World run the best build that all ranks support (see `settle`). If no library 
 build is called "numpy", and NumPy computes everything.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -110,6 +111,18 @@ def texts(header):
 on_call = (
     None  # a function on_call(name, arguments) to call after each kernel call of a recorded step
 )
+_skipping = None  # the thread whose kernel calls do nothing, or None
+
+
+@contextlib.contextmanager
+def without_kernels():
+    """Let this thread's calls of kernels do nothing within the `with` block."""
+    global _skipping
+    _skipping = threading.get_ident()
+    try:
+        yield
+    finally:
+        _skipping = None
 
 
 def _one_at_a_time(name, function, missing_bytes):
@@ -122,6 +135,8 @@ def _one_at_a_time(name, function, missing_bytes):
     def call(*arguments):
         global _in_pass
         me = threading.get_ident()
+        if _skipping == me:
+            return None
         if _in_pass == me:
             raise RuntimeError("a kernel was called from the progress hook of another kernel")
         with _one_pass:

@@ -5,6 +5,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.builds import kernels
+from mpidl.backends.cpu.pool import geometry
 
 
 def cross_channel_norm(x, window, alpha, beta, k):
@@ -18,3 +19,22 @@ def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().cross_channel_norm_dx(dy, x, dx, *sizes(x), window, alpha, beta, k)
     return dx
+
+
+def norm_max_pool(x, window, alpha, beta, k, size, stride, padding):
+    blocks, *image, lanes = x.shape
+    shape, output = geometry(tuple(image), size, stride, padding)
+    y = arenas.empty((blocks, *output, lanes))
+    argmax = arenas.empty(y.shape, np.uint8)
+    x = np.ascontiguousarray(x)
+    kernels().norm_max_pool(x, y, argmax, blocks, shape, window, alpha, beta, k)
+    return y, argmax
+
+
+def norm_max_pool_relu_dx(dy, argmax, x, window, alpha, beta, k, size, stride, padding):
+    blocks, *image, _ = x.shape
+    shape, _ = geometry(tuple(image), size, stride, padding)
+    dz = arenas.empty(x.shape)
+    dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
+    kernels().norm_max_pool_relu_dx(dy, argmax, x, dz, blocks, shape, window, alpha, beta, k)
+    return dz

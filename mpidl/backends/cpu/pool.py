@@ -11,8 +11,8 @@ from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
 
 
 @functools.lru_cache(maxsize=256)
-def _geometry(x_shape, size, stride, padding, count_padding=True):
-    """Return an int64 array laid out as `struct windows` in kernels/cpu/pool.c, and (C, P, Q)."""
+def geometry(x_shape, size, stride, padding, count_padding=True):
+    """Return an int64 array laid out as `struct windows` in kernels/cpu/pool.h, and (C, P, Q)."""
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     shape = [*x_shape, *output[1:], *size, *stride, top, left, count_padding]
@@ -22,7 +22,7 @@ def _geometry(x_shape, size, stride, padding, count_padding=True):
 def _forward(x, windows, with_argmax):
     source = source_of(x)
     blocks, *image, lanes = source[0].shape
-    shape, output = _geometry(tuple(image), *windows)
+    shape, output = geometry(tuple(image), *windows)
     y = arenas.empty((blocks, *output, lanes))
     argmax = arenas.empty(y.shape, np.uint8) if with_argmax else None
     kernels().pool2d(*source, y, argmax, blocks, shape)
@@ -32,7 +32,7 @@ def _forward(x, windows, with_argmax):
 def _backward(dy, argmax, x, windows, tree):
     source = source_of(x)
     blocks, *image, _ = source[0].shape
-    shape, _ = _geometry(tuple(image), *windows)
+    shape, _ = geometry(tuple(image), *windows)
     dx = arenas.empty(source[0].shape)
     rows = None if source[1] is None else arenas.empty((blocks, 2 * image[0]), np.float64)
     dy = np.ascontiguousarray(dy)

@@ -17,6 +17,7 @@ import threading
 import numpy as np
 
 from mpidl.backends.cpu import arenas, builds
+from mpidl.backends.cpu.planned_arena import PlannedArena
 from mpidl.backends.cpu.program import Calls, Inputs, Program
 
 _recorder = None  # the current Recorder
@@ -101,11 +102,11 @@ class _Range:
         self.is_written, self.name, self.is_owned = is_written, name, is_owned
 
 
-class _Arena(arenas.Arena):
+class _Arena(PlannedArena):
     """The arena of a recorder, which reports each allocation to the recorder."""
 
     def __init__(self):
-        super().__init__(smallest=0)
+        super().__init__()
         self.on_take = lambda address, size: None
 
     def take(self, size):
@@ -127,7 +128,7 @@ class Recorder:
     ----------
     problem : str or None
         Reason why the step cannot be recorded, or None if it can be recorded.
-    arena : Arena
+    arena : PlannedArena
         The arena of the step's arrays. The Program keeps this arena.
     wait : callable or None
         Function that waits for a sum over the ranks, given its address; see `program.Calls`.

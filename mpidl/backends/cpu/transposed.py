@@ -17,7 +17,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     y = arenas.empty((len(x), *shape, x.shape[-1]))
     geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
     # x is passed as dy, and y as dx. The kernel computes no sums or weight gradients.
-    source, after, outputs = (y, *(None,) * 3), (None,) * 7, (y, None, None, 0)
+    source, after, outputs = (y, *(None,) * 3), (None,) * 7, (None, y, None, None, 0)
     numbers = np.zeros(len(x), np.int32), len(x), geometry, np.zeros(4, np.int64), m, 0
     weight, bias = per_channel(weight), per_channel(bias)
     x = np.ascontiguousarray(x)

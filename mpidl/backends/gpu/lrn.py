@@ -1,7 +1,7 @@
 """Compute cross-channel (local response) normalization with kernels/cuda/lrn.cu."""
 
 from mpidl import shapes
-from mpidl.backends.gpu import array, launching
+from mpidl.backends.gpu import activation, array, launching, pool
 from mpidl.backends.gpu.join import rows_and_channels
 from mpidl.backends.gpu.launching import THREADS
 
@@ -45,3 +45,12 @@ def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
     numbers = *numbers, beta, 2 * alpha * beta / window, height, width
     launching.launch("lrn_dx", grid, THREADS, dy, x, dx, *numbers, shared=shared)
     return dx
+
+
+def norm_max_pool(x, window, alpha, beta, k, size, stride, padding):
+    return pool.max_pool2d(cross_channel_norm(x, window, alpha, beta, k), size, stride, padding)
+
+
+def norm_max_pool_relu_dx(dy, argmax, x, window, alpha, beta, k, size, stride, padding):
+    dnorm, _ = pool.max_pool2d_dx(dy, argmax, x, size, stride, padding, None)
+    return activation.relu_dx(cross_channel_norm_dx(dnorm, x, window, alpha, beta, k), x)

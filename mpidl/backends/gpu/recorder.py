@@ -19,6 +19,7 @@ exchange, or if too many training steps are in progress.
 import numpy as np
 
 from mpidl import phases
+from mpidl.backends import memory_plan
 from mpidl.backends.gpu import kernels, launching
 from mpidl.backends.gpu.launching import Array
 from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Program
@@ -179,29 +180,12 @@ class Recorder:
             buffer.address = old_buffer.address
 
     def _plan(self):
-        """Assign every planned buffer an address in one slab; return the slab and its size.
-
-        The algorithm is greedy by size (Pisarchyk and Lee, "Efficient memory management for deep
-        neural net inference", 2020, section 5.3). It places buffers from the largest to the
-        smallest. Each buffer gets the lowest address at which it overlaps no buffer that is needed
-        at the same time.
-        """
+        """Assign every planned buffer an address in one slab; return the slab and its size."""
         todo = [b for b in self.planned if b.address is None and b.first is not None]
-        todo.sort(key=lambda b: (-b.nbytes, b.first))
-        placed, total = [], 0
-        for buffer in todo:
-            address = 0
-            for start, stop, first, last in sorted(placed):
-                if buffer.first <= last and first <= buffer.last:
-                    if start - address >= buffer.nbytes:
-                        break
-                    address = max(address, stop)
-            buffer.address = address
-            placed.append((address, address + buffer.nbytes, buffer.first, buffer.last))
-            total = max(total, address + buffer.nbytes)
+        offsets, total = memory_plan.place([(b.nbytes, b.first, b.last) for b in todo])
         slab = self.device.allocate(max(total, 1))
-        for buffer in todo:
-            buffer.address += slab.address
+        for buffer, offset in zip(todo, offsets, strict=True):
+            buffer.address = slab.address + offset
         return slab, total
 
 

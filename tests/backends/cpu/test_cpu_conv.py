@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from cases import BY_WINOGRAD, WINOGRAD
-from conformance import arguments, results, share
-from cpu_builds import needs_kernels, on_all_builds
+from conformance import arguments, call, flat, results, share
+from cpu_builds import bytes_of, needs_kernels, on_all_builds
 from test_conformance import BY_NAME, assert_near
 
 from mpidl.backends import CPU as cpu
@@ -36,3 +36,23 @@ def test_nan_passes_convolutions_and_relu():
     geometry = (values[name] for name in ("stride", "padding", "dilation", "groups"))
     y = cpu.conv2d(source, values["weight"], values["bias"], *geometry)
     assert np.isnan(y[0, :, 0, 0, 3]).all() and np.isfinite(y[1:]).all()
+
+
+@pytest.mark.parametrize("label", ["3x3", "3x3 by 2"])
+def test_without_dx_the_gradient_of_y_may_overwrite_its_cotangent(label, monkeypatch):
+    """A convolution that reads the images needs no copy of the cotangent with a border."""
+    monkeypatch.setattr(settings, "winograd", "off")
+    case = BY_NAME[f"conv2d_backward, {label}, between activations"]
+
+    def gradients():
+        outputs = []
+        for overwrite in (False, True):
+            needs = {"needs": (False, True, True), "overwrite": overwrite}
+            values = arguments(case, cpu, share(2)) | needs
+            dy = values["dy"].tobytes()
+            outputs.append(flat(call(case, cpu, values)))
+            assert (values["dy"].tobytes() != dy) == overwrite
+        assert bytes_of(outputs[0]) == bytes_of(outputs[1])
+        return outputs[0]
+
+    on_all_builds(gradients)
