@@ -210,9 +210,11 @@ def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, args: tup
     # a strided filter is a filter of stride 1 on stride^2 times as many channels, except for dx
     sizes = (output, pairs * stride**2), (x.shape[2:4], pairs), (output, pairs * stride**2)
     counts = []
-    for m, (pixels, channel_pairs) in zip(tiles, sizes, strict=True):
-        per_tile = 2 * (m + side - 1) ** 2 * channel_pairs * images
-        counts.append(per_tile * math.prod(-(-n // m) for n in pixels) if m else None)
+    for size, (pixels, channel_pairs) in zip(tiles, sizes, strict=True):
+        tile = divmod(size, 10)
+        per_tile = 2 * math.prod(m + side - 1 for m in tile) * channel_pairs * images
+        covering = (-(-n // m) for n, m in zip(pixels, tile, strict=True))
+        counts.append(per_tile * math.prod(covering) if size else None)
     return counts
 
 

@@ -8,6 +8,7 @@ values are summed over a mini-batch (see `fold`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, TypeVar, overload
 
@@ -197,6 +198,11 @@ class OneRank:
         return value.finish([np.reshape(term.nodes[0], value.shape).copy() for term in value.terms])
 
 
+@functools.lru_cache(maxsize=64)
+def _tree(leaves, ranks, load, rank, plain):
+    return fold.Tree(leaves, fold.split_blocks(leaves, ranks, load), rank, plain)
+
+
 def share(
     count: int,
     world: Ranks,
@@ -238,7 +244,7 @@ def share(
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
-    tree = fold.Tree(leaves, fold.split_blocks(leaves, world.size, load), world.rank, plain)
+    tree = _tree(leaves, world.size, load, world.rank, plain)
     first, last = (min(edge * LANES, count) for edge in tree.run)
     indices = np.arange(count) if indices is None else np.asarray(indices)
     return Batch(count, tree, world, indices[first:last], epoch, seed, device)

@@ -429,7 +429,9 @@ class Partial:
         total = _sum_of_present(*scaled, self.addend)
         return np.asarray(total, self.dtype).reshape(self.shape)
 
-    def finisher(self, roots: Sequence[np.ndarray]) -> Callable[[], np.ndarray | np.generic]:
+    def finisher(
+        self, roots: Sequence[np.ndarray]
+    ) -> Callable[[], np.ndarray | np.generic | float]:
         """Return a function that calls `finish` with arrays whose values change between calls.
 
         Parameters
@@ -441,12 +443,15 @@ class Partial:
         -------
         callable
             A function without arguments that returns the total. If the total has no dimensions,
-            it may be a NumPy scalar.
+            it may be a NumPy scalar or a float.
         """
         if self.shape or len(self.terms) != 1 or self.addend is not None:
             return functools.partial(self.finish, roots)
         root, to_dtype = roots[0].reshape(()), self.dtype.type
         scale = root.dtype.type(float(self.terms[0].scale))
+        if root.dtype == self.dtype == np.float64:
+            item, factor = root.item, float(scale)
+            return lambda: item() * factor  # Python's floats are faster
         return lambda: to_dtype(root[()] * scale)
 
     def local(self) -> np.ndarray:

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 # The packages and top-level modules that each package or module may import.
 BOTTOM = set("startup errors text files phases keyed fold blocks deferred shapes".split())
 BOTTOM |= {"device_array", "matlab_names", "quick_imports", "side_process", "autodiff"}
+BOTTOM |= {"attribute_changes"}
 BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}

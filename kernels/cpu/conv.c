@@ -30,8 +30,8 @@ struct pass {
     struct finish finish; /* applied to y */
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
-    struct winograd shape; /* convolution of one group for y or dx; m is 0 if direct */
-    struct winograd dweight; /* weight gradient of one group; m is 0 if direct */
+    struct winograd shape; /* convolution of one group for y or dx; m_h is 0 if direct */
+    struct winograd dweight; /* weight gradient of one group; m_h is 0 if direct */
     int backward;
     int64_t step_h, step_w; /* steps between the output pixels of a phase */
     int64_t in_step;        /* step between the input rows of these pixels */
@@ -58,6 +58,10 @@ static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t pha
     p->channel_stride = p->rows * p->row_stride;
 }
 
+/* Return the number of rows or columns of a tile, which Python passes as 10 * rows + columns. */
+static int rows_of(int64_t tile) { return (int)(tile / 10); }
+static int columns_of(int64_t tile) { return (int)(tile % 10); }
+
 /* Winograd convolutions have stride 1. A convolution of stride s is computed as a convolution of
  * stride 1: each channel of x becomes s * s channels, one for each phase of rows and columns, and
  * the filters are spread over these channels:
@@ -65,10 +69,10 @@ static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t pha
  *     spread[k][(c * s + r % s) * s + column % s][r / s][column / s] = weight[k][c][r][column]
  *
  * The next two functions return the arguments of one group. */
-static struct winograd winograd_of(const struct conv *c, int64_t m) {
+static struct winograd winograd_of(const struct conv *c, int64_t tile) {
     const int64_t s = c->stride_h;
-    return (struct winograd){c->C / c->groups * s * s, c->K / c->groups,          c->P, c->Q,
-                             (int)m,                   (int)parts_of(c->R, s)};
+    return (struct winograd){c->C / c->groups * s * s, c->K / c->groups, c->P, c->Q,
+                             rows_of(tile), columns_of(tile), (int)parts_of(c->R, s)};
 }
 
 static struct pixels pixels_of(const struct padded *p, const float *group, int64_t s) {
@@ -102,15 +106,15 @@ static void gather_filters(const struct conv *c, const float *spread, float *wei
                 *weight++ = spread[(((ci * s + i % s) * s + j % s) * r + i / s) * r + j / s];
 }
 
-/* Set the layout of x in scratch. `w` is the Winograd convolution that reads x; w->m is 0 if there
+/* Set the layout of x in scratch. `w` is the Winograd convolution that reads x; w->m_h is 0 if there
  * is none. */
 static void lay_out_x(struct pass *pass, const struct winograd *w) {
     const struct conv *c = &pass->c;
     int64_t rows = most(c->H + c->top + c->bottom, (c->P - 1) * c->stride_h + 1);
     int64_t columns = most(c->W + c->left + c->right, (c->Q - 1) * c->stride_w + 1);
-    if (w->m) {
-        rows = most(rows, c->stride_h * winograd_extent(c->P, w->m, w->r));
-        columns = most(columns, c->stride_w * winograd_extent(c->Q, w->m, w->r));
+    if (w->m_h) {
+        rows = most(rows, c->stride_h * winograd_extent(c->P, w->m_h, w->r));
+        columns = most(columns, c->stride_w * winograd_extent(c->Q, w->m_w, w->r));
     }
     lay_out(&pass->in, rows, columns, c->stride_w);
     pass->in_place = !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
@@ -158,12 +162,10 @@ static void spread_tile(void *job, int64_t k, float *own) {
 static void transform_tile(void *job, int64_t tile, float *own) {
     const struct pass *pass = job;
     const struct winograd *w = &pass->shape;
-    int64_t filters = pass->backward ? w->inputs : w->outputs;
-    int64_t channels = pass->backward ? w->outputs : w->inputs;
     int64_t each = winograd_weights_tiles(w->outputs);
-    winograd_weights(pass->filters + tile / each * filters * channels * w->r * w->r,
-                     (float *)pass->packed + tile / each * pass->packed_group, filters, channels,
-                     w->m, w->r, pass->backward, tile % each);
+    winograd_weights(w, pass->filters + tile / each * w->inputs * w->outputs * w->r * w->r,
+                     (float *)pass->packed + tile / each * pass->packed_group, pass->backward,
+                     tile % each);
 }
 
 /* Transform the weights for Winograd. Return the number of scratch floats that winograd_conv needs.
@@ -175,7 +177,7 @@ static int64_t transform_weights(struct pass *pass) {
         pass->filters = scratch(SPREAD, pass->c.K * spread_floats(w));
         each_tile(pass->c.K, spread_tile, pass, 0);
     }
-    pass->packed_group = winograd_weights_floats(w->inputs, w->outputs, w->m, w->r);
+    pass->packed_group = winograd_weights_floats(w);
     pass->packed = scratch(WEIGHTS, pass->c.groups * pass->packed_group);
     each_tile(pass->c.groups * winograd_weights_tiles(w->outputs), transform_tile, pass, 0);
     return winograd_conv_floats(w);
@@ -194,7 +196,7 @@ static void convolve(const struct team *team, const struct pass *pass, const str
         float *to = out + g * w->outputs * channel;
         struct finish last = finish;
         if (finish.addend) last.addend += to - out;
-        if (w->m)
+        if (w->m_h)
             winograd_conv(team, w, pixels_of(from, group, pass->backward ? 1 : pass->c.stride_h),
                           pass->packed + g * pass->packed_group, bias,
                           (struct pixels){.at = to, .channel = channel, .row = row}, last,
@@ -259,11 +261,11 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t m, const float *addend, int64_t relu) {
+                  int64_t tile, const float *addend, int64_t relu) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
-    struct winograd winograd = {inputs, outputs, c.P, c.Q, 0, 0};
-    if (m) winograd = winograd_of(&c, m);
+    struct winograd winograd = {inputs, outputs, c.P, c.Q, 0, 0, 0};
+    if (tile) winograd = winograd_of(&c, tile);
     struct pass pass = {.c = c,
                         .x = {x, mean, scale, beta},
                         .weight = weight,
@@ -294,7 +296,7 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
     lay_out_x(&pass, &winograd);
     pass.winograd_at = pass.in_place ? 0 : c.C * pass.in.channel_stride;
     struct phase phase = {.rows = c.P, .columns = c.Q, .taps = pass.taps};
-    if (m) {
+    if (tile) {
         extra = transform_weights(&pass);
     } else {
         find_taps(&pass);
@@ -327,14 +329,14 @@ static void lay_out_dy(struct pass *pass) {
     pass->left = reach_w > 0 ? parts_of(reach_w, c->stride_w) : 0;
     int64_t rows = pass->before + c->P + most(after, 0);
     int64_t columns = pass->left + c->Q + most(right, 0);
-    if (pass->dx && pass->shape.m) {
-        rows = most(rows, winograd_extent(c->H, pass->shape.m, pass->shape.r));
-        columns = most(columns, winograd_extent(c->W, pass->shape.m, pass->shape.r));
+    if (pass->dx && pass->shape.m_h) {
+        rows = most(rows, winograd_extent(c->H, pass->shape.m_h, pass->shape.r));
+        columns = most(columns, winograd_extent(c->W, pass->shape.m_w, pass->shape.r));
     }
-    const int64_t m = pass->dweight.m;
-    if (pass->leaves && m) {
-        rows = most(rows, pass->before + parts_of(c->P, m) * m);
-        columns = most(columns, pass->left + parts_of(c->Q, m) * m);
+    const int64_t m_h = pass->dweight.m_h, m_w = pass->dweight.m_w;
+    if (pass->leaves && m_h) {
+        rows = most(rows, pass->before + parts_of(c->P, m_h) * m_h);
+        columns = most(columns, pass->left + parts_of(c->Q, m_w) * m_w);
     }
     lay_out(&pass->out, rows, columns, 1);
 }
@@ -400,7 +402,7 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
         const float *to = dy + g * outputs * pass->out.channel_stride;
         float *group = leaf + g * outputs * pass->taps;
         const struct winograd *w = &pass->dweight;
-        if (w->m) {
+        if (w->m_h) {
             float *spread = c->stride_h > 1 ? team->shared + pass->spread_at : group;
             winograd_dweight(team, w, pixels_of(&pass->in, from, c->stride_h),
                              pixels_of(&pass->out, to, 1), spread,
@@ -464,8 +466,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *scale, const float *beta, const float *weight,
                            const float *bias, float *dy_out, float *dx, double *sums,
                            float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
-                           const int64_t *shape, const int64_t *tree, int64_t m,
-                           int64_t dweight_m) {
+                           const int64_t *shape, const int64_t *tree, int64_t tile,
+                           int64_t dweight_tile) {
     struct leaves leaves;
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, own = 0, extra = 0, spread = 0;
@@ -477,7 +479,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                         .dx = dx,
                         .rows = sums,
                         .counts = counts,
-                        .shape = {outputs, inputs, c.H, c.W, (int)m, (int)c.R},
+                        .shape = {outputs, inputs, c.H, c.W, rows_of(tile), columns_of(tile),
+                                  (int)c.R},
                         .backward = 1,
                         .step_h = c.stride_h,
                         .step_w = c.stride_w,
@@ -501,16 +504,16 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
         if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
         return;
     }
-    if (dweight && dweight_m) pass.dweight = winograd_of(&c, dweight_m);
+    if (dweight && dweight_tile) pass.dweight = winograd_of(&c, dweight_tile);
     lay_out_x(&pass, &pass.dweight);
     lay_out_dy(&pass);
     place_dy(&pass, dy_out);
-    if (dx && m)
+    if (dx && tile)
         extra = transform_weights(&pass);
     else if (dx)
         find_phases(&pass);
     if (dweight) {
-        if (dweight_m) {
+        if (dweight_tile) {
             extra = most(extra, winograd_dweight_floats(&pass.dweight));
             if (c.stride_h > 1) spread = outputs * spread_floats(&pass.dweight);
         } else {

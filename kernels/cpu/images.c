@@ -24,27 +24,56 @@ static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
 
-/* Convert whole blocks of images of floats that are not shifted, mirrored or cropped. Each channel
- * of an image has `pixels` floats. */
-static void blocks_of_floats(const float *images, int64_t blocks, int64_t channels, int64_t pixels,
-                             int64_t of_pixels, const float *centre, const float *divisor,
-                             float *lanes) {
+/* Convert images of floats that are not shifted, mirrored or cropped. Image i is the row rows[i] of
+ * `all`, or the row i if rows is NULL. A row has `channels` channels of `pixels` floats. Return
+ * whether all floats are finite. */
+static int64_t blocks_of_floats(const float *all, const int64_t *rows, int64_t images,
+                                int64_t channels, int64_t pixels, int64_t of_pixels,
+                                const float *centre, const float *divisor, float *lanes) {
+    enum { PIECE = 1024, ROW = PIECE + 16 }; /* floats of an image that are transposed together */
+    union {
+        float floats[LANES][ROW];
+        uint32_t bits[LANES * ROW];
+    } piece;
     int64_t step = channels * pixels;
-    for (int64_t block = 0; block < blocks; block++, images += LANES * step, lanes += LANES * step) {
-        int64_t i = 0;
-        for (; i + LANES <= step; i += LANES)
-            transpose_16(images + i, step, lanes + i * LANES, LANES);
-        for (; i < step; i++)
-            for (int lane = 0; lane < LANES; lane++)
-                lanes[i * LANES + lane] = images[lane * step + i];
-        for (i = 0; centre && i < step; i++) {
-            int64_t at = of_pixels ? i : i / pixels;
-            for (int part = 0; part < LANES; part += WIDTH) {
-                float *line = lanes + i * LANES + part;
-                store(line, (load(line) - splat(centre[at])) / splat(divisor[at]));
+    uint32_t is_bad = 0;
+    for (int64_t n = 0; n < images; n += LANES) {
+        int valid = images - n < LANES ? (int)(images - n) : LANES;
+        if (valid < LANES) memset(&piece, 0, sizeof piece);
+        for (int64_t first = 0; first < step; first += PIECE, lanes += PIECE * LANES) {
+            int64_t count = step - first < PIECE ? step - first : PIECE, i = 0;
+            for (int lane = 0; lane < valid; lane++) {
+                const float *row = all + (rows ? rows[n + lane] : n + lane) * step;
+                memcpy(piece.floats[lane], row + first, (size_t)count * sizeof(float));
+            }
+            for (int lane = 0; lane < valid; lane++)
+                for (int64_t k = lane * ROW; k < lane * ROW + count; k++)
+                    is_bad |= (piece.bits[k] & 0x7fffffff) >= 0x7f800000;
+            for (; i + LANES <= count; i += LANES)
+                transpose_16(&piece.floats[0][i], ROW, lanes + i * LANES, LANES);
+            for (; i < count; i++)
+                for (int lane = 0; lane < LANES; lane++)
+                    lanes[i * LANES + lane] = piece.floats[lane][i];
+            for (i = 0; centre && i < count; i++) {
+                int64_t at = of_pixels ? first + i : (first + i) / pixels;
+                for (int part = 0; part < LANES; part += WIDTH) {
+                    float *line = lanes + i * LANES + part;
+                    vec v = (load(line) - splat(centre[at])) / splat(divisor[at]);
+                    store(line, valid < LANES ? keep(lanes_below(valid, part), v) : v);
+                }
             }
         }
+        lanes -= (step + PIECE - 1) / PIECE * PIECE * LANES - step * LANES;
     }
+    return !is_bad;
+}
+
+int64_t mpidl_rows_of_floats(const float *all, const int64_t *rows, int64_t images,
+                             const int64_t *shape, const float *centre, const float *divisor,
+                             float *lanes) {
+    const struct crop *s = (const struct crop *)shape;
+    return blocks_of_floats(all, rows, images, s->C, s->H * s->W, s->of_pixels, centre, divisor,
+                            lanes);
 }
 
 /* Convert floats. If centre is NULL, the floats are not normalized. */
@@ -53,13 +82,12 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes) {
     const struct crop *s = (const struct crop *)shape;
-    int64_t first = 0; /* images before `first` are already converted */
     if (!mirrored && !top && !left && s->P == s->H && s->Q == s->W) {
-        first = images / LANES * LANES;
-        blocks_of_floats(pixels, images / LANES, s->C, s->H * s->W, s->of_pixels, centre, divisor,
+        blocks_of_floats(pixels, NULL, images, s->C, s->H * s->W, s->of_pixels, centre, divisor,
                          lanes);
+        return;
     }
-    for (int64_t n = first; n < (images + LANES - 1) / LANES * LANES; n++)
+    for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)
         for (int64_t c = 0; c < s->C; c++)
             for (int64_t p = 0; p < s->P; p++)
                 for (int64_t q = 0; q < s->Q; q++) {

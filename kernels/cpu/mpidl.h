@@ -29,11 +29,13 @@ extern int64_t mpidl_missing_bytes;
  * removes the hook. */
 void mpidl_set_hook(void (*function)(void));
 
-/* play.c: call functions of this file in sequence, until one of them lacks scratch memory or waits
- * for other ranks. Return the number of completed calls. Each call is stored as the position of the
+/* play.c: call functions of this file in sequence, until one of them lacks scratch memory, waits
+ * for other ranks, or reads a number that is not finite. Return the number of completed calls. Each call is stored as the position of the
  * function in this file, the number of its arguments, and the arguments: integers, addresses, or
  * the bits of floating-point numbers. */
 int64_t mpidl_play(const int64_t *calls, int64_t count);
+/* End mpidl_play before the next call if the number is NaN or infinite. */
+void mpidl_need_finite(const double *number);
 
 /* sums.c: sums over the ranks of a host. `queue` and `sum` are structs of sums.c, in memory that
  * the caller owns. The hook may call these functions. */
@@ -149,14 +151,14 @@ void mpidl_norm_max_pool_relu_dx(const float *dy, const uint8_t *argmax, const f
                                  int64_t blocks, const int64_t *shape, int64_t window,
                                  double alpha, double beta, double k);
 
-/* conv.c: shape is struct conv of conv.h. m and dweight_m are Winograd tile sizes, or 0 for direct
- * sums (winograd.h lists the filter sizes). moments (blocks, 1 + 2K) or NULL receives (count, mean,
- * M2) of y, folded into the first rows. addend (shape of y) or NULL is added to y. If relu, max(0,
- * y) follows. */
+/* conv.c: shape is struct conv of conv.h. tile and dweight_tile are sizes of Winograd tiles, 10 *
+ * rows + columns, or 0 for direct sums (winograd.h lists the sizes). moments (blocks, 1 + 2K) or
+ * NULL receives (count, mean, M2) of y, folded into the first rows. addend (shape of y) or NULL is
+ * added to y. If relu, max(0, y) follows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t m, const float *addend, int64_t relu);
+                  int64_t tile, const float *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
  * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no ReLU follows
  * the normalization of y. dy_out is NULL or dy, and the function may store the gradient of y there.
@@ -169,8 +171,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *scale, const float *beta, const float *weight,
                            const float *bias, float *dy_out, float *dx, double *sums,
                            float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
-                           const int64_t *shape, const int64_t *tree, int64_t m,
-                           int64_t dweight_m);
+                           const int64_t *shape, const int64_t *tree, int64_t tile,
+                           int64_t dweight_tile);
 
 /* pool.c: shape is struct windows of pool.h. x is a source. If argmax is NULL, pooling takes the
  * mean. Otherwise it takes the maximum, and argmax (blocks, C, P, Q, 16) holds the position of the
@@ -186,7 +188,7 @@ void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, con
 void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const int64_t *shape);
 
 /* winograd.c, winograd_dweight.c: compute one block, for tests. shape holds inputs, outputs, rows,
- * columns, m, r and backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and
+ * columns, m_h, m_w, r and backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and
  * dy (outputs, rows, columns, 16). The rows and columns of x and dy are extended to whole tiles
  * (see winograd.h). dweight is (outputs, inputs, r, r), and so is w, except that w is (inputs,
  * outputs, r, r) if `backward`. u receives the transformed weights. */
@@ -312,6 +314,11 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes);
+/* the same for whole images, where image i is the row rows[i] of the array `all`. Return 0 if a pixel
+ * is NaN or infinite, else 1. */
+int64_t mpidl_rows_of_floats(const float *all, const int64_t *rows, int64_t images,
+                             const int64_t *shape, const float *centre, const float *divisor,
+                             float *lanes);
 /* convert rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
 /* the same for a picture in a struct ArrowArray (Arrow C data interface) at the address `array` */

@@ -2,6 +2,7 @@
  * function, which casts the arguments. */
 #include "mpidl.h"
 
+#include <math.h>
 #include <string.h>
 
 #ifndef CALLS
@@ -22,15 +23,19 @@ static inline double as_double(int64_t bits) {
     return number;
 }
 
+static int is_refused; /* whether mpidl_need_finite has read a number that is not finite */
+
+void mpidl_need_finite(const double *number) { is_refused = !isfinite(*number); }
+
 int64_t mpidl_play(const int64_t *calls, int64_t count) {
-    mpidl_sums_waiting = 0;
+    mpidl_sums_waiting = is_refused = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t function = calls[0], *arguments = calls + 2;
         switch (function) {
             CALLS
             default: return i; /* this function cannot be recorded */
         }
-        if (mpidl_missing_bytes || mpidl_sums_waiting) return i;
+        if (mpidl_missing_bytes || mpidl_sums_waiting || is_refused) return i;
         calls = arguments + calls[1];
     }
     return count;

@@ -31,9 +31,12 @@ INLINE void average_channel(const struct windows *w, const struct channel *c, in
             struct span row = span_of(p, w->stride_h, w->top, w->R, w->H),
                         column = span_of(q, w->stride_w, w->left, w->S, w->W);
             vec sum = zero();
-            for (int64_t i = row.first; i < row.stop; i++)
+            for (int64_t i = row.first; i < row.stop; i++) {
+                vec of_row = zero(); /* one sum over a large window would lose accuracy */
                 for (int64_t j = column.first; j < column.stop; j++)
-                    sum += pixel(c, (row.start + i) * w->W + column.start + j, deferred);
+                    of_row += pixel(c, (row.start + i) * w->W + column.start + j, deferred);
+                sum += of_row;
+            }
             store(y, sum / splat(divisor_of(w, p, q)));
         }
 }

@@ -19,7 +19,9 @@ enum {
     BAND_BYTES = 640 << 10,          /* maximum size of V and M for more than six tiles */
 };
 
-static int64_t points(int m, int r) { return (m + r - 1) * (m + r - 1); }
+static int64_t points(const struct winograd *shape) {
+    return (shape->m_h + shape->r - 1) * (shape->m_w + shape->r - 1);
+}
 static int64_t quads(int64_t outputs) { return parts_of(outputs, QUAD); }
 
 struct bands {
@@ -27,11 +29,10 @@ struct bands {
 };
 
 static struct bands bands_of(const struct winograd *shape) {
-    int m = shape->m;
     struct bands bands;
-    bands.across = parts_of(shape->columns, m);
-    bands.tiles = bands.across * parts_of(shape->rows, m);
-    int64_t bytes = points(m, shape->r) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
+    bands.across = parts_of(shape->columns, shape->m_w);
+    bands.tiles = bands.across * parts_of(shape->rows, shape->m_h);
+    int64_t bytes = points(shape) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
     int64_t fit = BAND_BYTES / bytes / 6 * 6;
     bands.most = least(least(most(fit, 6), MOST), bands.tiles);
     return bands;
@@ -42,8 +43,8 @@ static int64_t u_stride(int64_t inputs, int64_t outputs) {
     return odd_lines(parts_of(quads(outputs) * QUAD * inputs, LANES));
 }
 
-int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m, int r) {
-    return points(m, r) * u_stride(inputs, outputs);
+int64_t winograd_weights_floats(const struct winograd *shape) {
+    return points(shape) * u_stride(shape->inputs, shape->outputs);
 }
 
 int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
@@ -74,13 +75,14 @@ INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*ta
 }
 
 /* Compute G g G^T for four outputs, for the 16 filters of four inputs at a time. */
-INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
-                            const int r, const int backward, int64_t quad) {
-    const int n = m + r - 1, filter = r * r;
-    const int64_t inputs = backward ? K : C, outputs = backward ? C : K;
-    const int64_t to = backward ? filter : C * filter, from = backward ? C * filter : filter;
+INLINE void weights_of_quad(const float *w, float *u, int64_t inputs, int64_t outputs,
+                            const int m_h, const int m_w, const int r, const int backward,
+                            int64_t quad) {
+    const int n_h = m_h + r - 1, n_w = m_w + r - 1, filter = r * r;
+    const int64_t to = backward ? filter : inputs * filter;
+    const int64_t from = backward ? outputs * filter : filter;
     const int64_t point = u_stride(inputs, outputs);
-    const float *last = w + (K * C - 1) * filter;
+    const float *last = w + (inputs * outputs - 1) * filter;
     int64_t many = least(outputs - quad * QUAD, QUAD);
     w += quad * QUAD * to;
     u += quad * QUAD * inputs;
@@ -97,13 +99,13 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, cons
                 vec g[MOST_TAPS];
                 UNROLL for (int i = 0; i < r; i++)
                     g[i] = load(&taps[backward ? filter - 1 - r * i - s : r * i + s][part]);
-                filter_line(g, out, m, r);
-                UNROLL for (int i = 0; i < n; i++) t[i][s] = out[i];
+                filter_line(g, out, m_h, r);
+                UNROLL for (int i = 0; i < n_h; i++) t[i][s] = out[i];
             }
-            UNROLL for (int i = 0; i < n; i++) {
-                filter_line(t[i], out, m, r);
-                UNROLL for (int j = 0; j < n; j++) {
-                    float *at = u + (i * n + j) * point + part;
+            UNROLL for (int i = 0; i < n_h; i++) {
+                filter_line(t[i], out, m_w, r);
+                UNROLL for (int j = 0; j < n_w; j++) {
+                    float *at = u + (i * n_w + j) * point + part;
                     if (part + WIDTH <= count * QUAD) store(at, out[j]);
                     else memcpy(at, &out[j], (size_t)(count * QUAD - part) * sizeof(float));
                 }
@@ -112,11 +114,14 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, cons
     }
 }
 
-void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int r, int backward,
+void winograd_weights(const struct winograd *shape, const float *w, float *u, int backward,
                       int64_t tile) {
-#define SIZE(m_, r_)                                                                               \
-    if (m == m_ && r == r_ && backward) weights_of_quad(w, u, K, C, m_, r_, 1, tile);              \
-    if (m == m_ && r == r_ && !backward) weights_of_quad(w, u, K, C, m_, r_, 0, tile);
+    const int64_t inputs = shape->inputs, outputs = shape->outputs;
+#define SIZE(m_h_, m_w_, r_)                                                                       \
+    if (shape->m_h == m_h_ && shape->m_w == m_w_ && shape->r == r_) {                              \
+        if (backward) weights_of_quad(w, u, inputs, outputs, m_h_, m_w_, r_, 1, tile);             \
+        else weights_of_quad(w, u, inputs, outputs, m_h_, m_w_, r_, 0, tile);                      \
+    }
     EACH_SIZE(SIZE)
 #undef SIZE
 }
@@ -185,19 +190,19 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
 /* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (unless NULL)
  * and replace values below `floor`. Only rows x columns pixels are written. */
 INLINE void output_tile(const float *M, int64_t point, vec bias, const float *addend, vec floor,
-                        float *y, int64_t row, int64_t rows, int64_t columns, const int m,
-                        const int r) {
-    const int n = m + r - 1;
+                        float *y, int64_t row, int64_t rows, int64_t columns, const int m_h,
+                        const int m_w, const int r) {
+    const int n_h = m_h + r - 1, n_w = m_w + r - 1;
     vec t[MOST_OUTPUTS][MOST_POINTS], v[MOST_POINTS], out[MOST_OUTPUTS];
-    UNROLL for (int i = 0; i < n; i++, M += n * point) { /* few pointers: they stay in registers */
-        UNROLL for (int c = 0; c < n; c++) v[c] = load(M + c * point);
-        output_line(v, out, m, r);
-        UNROLL for (int c = 0; c < m; c++) t[c][i] = out[c];
+    UNROLL for (int i = 0; i < n_h; i++, M += n_w * point) { /* few pointers stay in registers */
+        UNROLL for (int c = 0; c < n_w; c++) v[c] = load(M + c * point);
+        output_line(v, out, m_w, r);
+        UNROLL for (int c = 0; c < m_w; c++) t[c][i] = out[c];
     }
-    UNROLL for (int c = 0; c < m; c++) {
+    UNROLL for (int c = 0; c < m_w; c++) {
         if (c >= columns) break;
-        output_line(t[c], out, m, r);
-        UNROLL for (int i = 0; i < m; i++) {
+        output_line(t[c], out, m_h, r);
+        UNROLL for (int i = 0; i < m_h; i++) {
             if (i >= rows) break;
             vec sum = out[i] + bias;
             if (addend) sum += load(addend + i * row + c * LANES);
@@ -210,27 +215,29 @@ INLINE void output_tile(const float *M, int64_t point, vec bias, const float *ad
 INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                           const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
                           const float *u, const float *bias, struct pixels y,
-                          struct finish finish, float *scratch, const int m, const int r) {
-    const int n = m + r - 1;
+                          struct finish finish, float *scratch, const int m_h, const int m_w,
+                          const int r) {
+    const int n_h = m_h + r - 1, n_w = m_w + r - 1;
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
     const int64_t v_point = odd_lines(tiles * inputs), m_point = odd_lines(tiles * padded);
     const int64_t across = bands->across, vectors = tiles * PARTS, panels = panel_count(vectors);
     float *V = scratch;
-    float *M = scratch + points(m, r) * odd_lines(bands->most * inputs);
+    float *M = scratch + n_h * n_w * odd_lines(bands->most * inputs);
 
     EACH_TILE(team, c, inputs) {
         int64_t place[MOST * PARTS];
         find_places(place, vectors, inputs, c);
         for (int64_t t = first, next; t < stop; t = next) {
             next = least(t / across * across + across, stop);
-            const float *from = channel_of(&x, c) + t / across * m * x.row + t % across * m * LANES;
+            const float *from =
+                channel_of(&x, c) + t / across * m_h * x.row + t % across * m_w * LANES;
             for (int part = 0; part < PARTS; part++) {
                 const int64_t *to = place + (t - first) * PARTS + part;
 #define GROUP(group)                                                                               \
-    if (group < GROUPS(n))                                                                         \
-    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(group) * n * v_point, v_point, to,   \
-              m, r, group)
+    if (group < GROUPS(n_h))                                                                       \
+    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(group) * n_w * v_point, v_point, to, \
+              m_h, m_w, r, group)
                 GROUP(0);
                 GROUP(1);
                 GROUP(2);
@@ -242,12 +249,12 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     }
     meet(team);
     tick();
-    EACH_TILE(team, point, n * n) {
+    EACH_TILE(team, point, n_h * n_w) {
         for (int64_t panel = 0; panel < panels; panel++) {
             int64_t start = panel_start(vectors, panels, panel);
             multiply_panel(V + point * v_point + start * inputs * WIDTH,
                            u + point * u_stride(inputs, outputs), inputs, outputs,
-                           n > 4 ? 24 : 32, M + point * m_point + start * WIDTH, tiles * LANES,
+                           n_h > 4 ? 24 : 32, M + point * m_point + start * WIDTH, tiles * LANES,
                            panel_start(vectors, panels, panel + 1) - start);
         }
         tick();
@@ -256,26 +263,26 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     EACH_TILE(team, o, outputs) {
         vec add = bias ? splat(bias[o]) : zero(), floor = floor_of(finish);
         for (int64_t t = first; t < stop; t++) {
-            const int64_t row = t / across * m, column = t % across * m;
+            const int64_t row = t / across * m_h, column = t % across * m_w;
             const int64_t rows = shape->rows - row, columns = shape->columns - column;
             const int64_t offset = o * y.channel + row * y.row + column * LANES;
             float *to = y.at + offset;
             const float *from = M + (o * tiles + t - first) * LANES;
             if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
-                UNROLL for (int i = 0; i < m; i++)
-                    UNROLL for (int j = 0; j < m; j++)
+                UNROLL for (int i = 0; i < m_h; i++)
+                    UNROLL for (int j = 0; j < m_w; j++)
                         __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
             for (int part = 0; part < LANES; part += WIDTH) {
                 const float *addend = finish.addend ? finish.addend + offset + part : NULL;
-                if (rows < m || columns < m)
+                if (rows < m_h || columns < m_w)
                     output_tile(from + part, m_point, add, addend, floor, to + part, y.row, rows,
-                                columns, m, r);
+                                columns, m_h, m_w, r);
                 else if (addend)
-                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, m, m,
-                                m, r);
+                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, m_h,
+                                m_w, m_h, m_w, r);
                 else
-                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row, m, m, m,
-                                r);
+                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row, m_h, m_w,
+                                m_h, m_w, r);
             }
         }
     }
@@ -283,8 +290,8 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
 
 int64_t winograd_conv_floats(const struct winograd *shape) {
     struct bands bands = bands_of(shape);
-    return points(shape->m, shape->r) * (odd_lines(bands.most * shape->inputs) +
-                               odd_lines(bands.most * quads(shape->outputs) * QUAD));
+    return points(shape) * (odd_lines(bands.most * shape->inputs) +
+                            odd_lines(bands.most * quads(shape->outputs) * QUAD));
 }
 
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
@@ -294,9 +301,10 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
     int64_t count = parts_of(bands.tiles, bands.most);
     for (int64_t band = 0; band < count; band++) {
         int64_t first = bands.tiles * band / count, stop = bands.tiles * (band + 1) / count;
-#define SIZE(m_, r_)                                                                               \
-    if (shape->m == m_ && shape->r == r_)                                                          \
-        convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, m_, r_);
+#define SIZE(m_h_, m_w_, r_)                                                                       \
+    if (shape->m_h == m_h_ && shape->m_w == m_w_ && shape->r == r_)                                \
+        convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, m_h_,      \
+                      m_w_, r_);
         EACH_SIZE(SIZE)
 #undef SIZE
     }
@@ -313,9 +321,7 @@ struct example {
 
 static void example_weights(void *job, int64_t tile, float *own) {
     const struct example *e = job;
-    const int64_t inputs = e->shape.inputs, outputs = e->shape.outputs;
-    winograd_weights(e->w, e->u, e->backward ? inputs : outputs, e->backward ? outputs : inputs,
-                     e->shape.m, e->shape.r, e->backward, tile);
+    winograd_weights(&e->shape, e->w, e->u, e->backward, tile);
 }
 
 static void example_conv(const struct team *team, void *job, int64_t block) {
@@ -323,21 +329,26 @@ static void example_conv(const struct team *team, void *job, int64_t block) {
     winograd_conv(team, &e->shape, e->x, e->u, e->bias, e->y, (struct finish){0}, team->shared);
 }
 
+static struct winograd example_shape(const int64_t *s) {
+    return (struct winograd){s[0], s[1], s[2], s[3], (int)s[4], (int)s[5], (int)s[6]};
+}
+
 int64_t mpidl_winograd_weights_floats(const int64_t *shape) {
-    return winograd_weights_floats(shape[0], shape[1], (int)shape[4], (int)shape[5]);
+    const struct winograd winograd = example_shape(shape);
+    return winograd_weights_floats(&winograd);
 }
 
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape) {
-    const int m = (int)shape[4], r = (int)shape[5];
-    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], m, r},
-                        .backward = (int)shape[6],
+    struct example e = {.shape = example_shape(shape),
+                        .backward = (int)shape[7],
                         .w = w,
                         .bias = bias,
                         .u = u};
-    const int64_t row = winograd_extent(shape[3], m, r) * LANES;
-    e.x = (struct pixels){(float *)x, winograd_extent(shape[2], m, r) * row, row, 1, 0, 0};
-    e.y = (struct pixels){y, shape[2] * shape[3] * LANES, shape[3] * LANES, 1, 0, 0};
+    const struct winograd *s = &e.shape;
+    const int64_t row = winograd_extent(s->columns, s->m_w, s->r) * LANES;
+    e.x = (struct pixels){(float *)x, winograd_extent(s->rows, s->m_h, s->r) * row, row, 1, 0, 0};
+    e.y = (struct pixels){y, s->rows * s->columns * LANES, s->columns * LANES, 1, 0, 0};
     each_tile(winograd_weights_tiles(shape[1]), example_weights, &e, 0);
     each_block(1, example_conv, &e, winograd_conv_floats(&e.shape), 0);
 }

@@ -119,7 +119,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
             const float *from = channel_of(&x, i) + t / across * M * x.row + t % across * M * LANES;
             float *to = p->V + i * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, r, group);
+                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, M, r, group);
         }
     }
     if (p->transposed) {
@@ -329,8 +329,8 @@ static void example_dweight(const struct team *team, void *job, int64_t block) {
 
 void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight,
                             const int64_t *shape) {
-    const int r = (int)shape[5];
-    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M, r},
+    const int r = (int)shape[6];
+    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M, M, r},
                         .dweight = dweight};
     const int64_t rows = winograd_extent(shape[2], M, r), row = winograd_extent(shape[3], M, r);
     const int64_t dy_rows = rows - (r - 1), dy_row = row - (r - 1);

@@ -79,26 +79,27 @@ INLINE void input_line(const vec *d, vec *out, const int n) {
  * Tile t is written to out + place[t * PARTS], with points `point` floats apart. Adjacent tiles
  * share r - 1 columns. */
 INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, int64_t point,
-                      const int64_t *place, const int m, const int r, const int group) {
-    const int n = m + r - 1, lines = IN_GROUP(n, group);
+                      const int64_t *place, const int m_h, const int m_w, const int r,
+                      const int group) {
+    const int n_h = m_h + r - 1, n_w = m_w + r - 1, lines = IN_GROUP(n_h, group);
     vec t[2][MOST_POINTS], d[MOST_POINTS], v[MOST_POINTS];
     UNROLL for (int c = 0; c < r - 1; c++) {
-        UNROLL for (int i = 0; i < n; i++) d[i] = load(x + i * row + c * LANES);
-        input_group(d, v, n, group);
-        UNROLL for (int line = 0; line < lines; line++) t[line][m + c] = v[line];
+        UNROLL for (int i = 0; i < n_h; i++) d[i] = load(x + i * row + c * LANES);
+        input_group(d, v, n_h, group);
+        UNROLL for (int line = 0; line < lines; line++) t[line][m_w + c] = v[line];
     }
-    for (int64_t tile = 0; tile < tiles; tile++, x += m * LANES) {
+    for (int64_t tile = 0; tile < tiles; tile++, x += m_w * LANES) {
         UNROLL for (int line = 0; line < lines; line++)
-            UNROLL for (int c = 0; c < r - 1; c++) t[line][c] = t[line][m + c];
-        UNROLL for (int c = r - 1; c < n; c++) {
-            UNROLL for (int i = 0; i < n; i++) d[i] = load(x + i * row + c * LANES);
-            input_group(d, v, n, group);
+            UNROLL for (int c = 0; c < r - 1; c++) t[line][c] = t[line][m_w + c];
+        UNROLL for (int c = r - 1; c < n_w; c++) {
+            UNROLL for (int i = 0; i < n_h; i++) d[i] = load(x + i * row + c * LANES);
+            input_group(d, v, n_h, group);
             UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
         }
         float *to = out + place[tile * PARTS];
         UNROLL for (int line = 0; line < lines; line++) {
-            input_line(t[line], v, n);
-            UNROLL for (int c = 0; c < n; c++) store(to + (line * n + c) * point, v[c]);
+            input_line(t[line], v, n_w);
+            UNROLL for (int c = 0; c < n_w; c++) store(to + (line * n_w + c) * point, v[c]);
         }
     }
 }

@@ -60,11 +60,11 @@ def configure(
         number.
     winograd : {"auto", "off", "fast"}, optional
         Algorithm for 3x3 and 5x5 convolutions with stride 1, and for larger filters with a stride,
-        such as 11x11 with stride 4. "auto" uses Winograd's algorithm. Its tiles have 2x2 outputs in
-        forward passes and mostly 4x4 outputs in backward passes. Forward passes use it if there are
-        at least 32 channels, and for 3x3 filters also if there are at least 16 channels and both
-        numbers of channels are multiples of 8. "off" computes direct sums. "fast" uses 4x4 tiles in
-        forward passes too, with a larger error. Results depend on this option.
+        such as 11x11 with stride 4. "auto" uses Winograd's algorithm. Its tiles have mostly 4x4
+        outputs in backward passes. In forward passes, it uses the largest tiles whose error is
+        similar to the error of direct sums: 2x2 outputs from 16 channels, 2x4 from 32 and 4x4 from
+        128, and for 5x5 filters 2x2 from 32 channels. "off" computes direct sums. "fast" uses 4x4
+        tiles in all forward passes, with a larger error. Results depend on this option.
     precision : {"fp32", "tf32"}, optional
         Precision of multiplications on a GPU's tensor cores. "fp32" computes each product from
         three TF32 products (3xTF32). Results depend on this option.
@@ -94,8 +94,9 @@ def configure(
 def fast_convolutions() -> Iterator[None]:
     """Use Winograd tiles of 4x4 outputs in forward passes within the `with` block.
 
-    Predictions use these tiles, because their scores change only by rounding. Training uses 2x2
-    tiles, because the larger error of 4x4 tiles could flip a ReLU and change gradients. If the
+    Predictions use these tiles, because their scores change only by rounding. Training uses
+    smaller tiles in layers with few inputs, because the larger error of 4x4 tiles could flip a ReLU
+    and change gradients. If the
     option `winograd` is "off", it stays "off".
     """
     winograd = settings.winograd

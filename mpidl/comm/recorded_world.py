@@ -42,6 +42,9 @@ class RecordedWorld:
     ----------
     gradients : dict
         {name: array}, the gradients of the last replay. Empty if there is only one rank.
+    loss_root : ndarray or None
+        The sum whose product with a factor of at most 1 is the loss, float64 (). None if the loss
+        is computed in another way.
     """
 
     def __init__(self, world: World, recorder: Recorder) -> None:
@@ -54,6 +57,8 @@ class RecordedWorld:
         self._replayed: dict[PendingExchange, HostSum] = {}
         self._by_address: dict[int, HostSum] = {}
         self._totals_of_results: Callable[[], dict[Any, Any]] = dict
+        self.loss_root: np.ndarray | None = None
+        self._results: dict[Any, Any] = {}
         recorder.wait = self._wait_in_replay
 
     def gplus(self, value: Any) -> Any:
@@ -82,19 +87,31 @@ class RecordedWorld:
         return total
 
     def _sum_results(self, values):
+        self._results = values  # replays read the results after the update: keep their memory
         if self.memory is not None and all(isinstance(v, Partial) for v in values.values()):
             reducer = SharedReducer(self, float("inf"))
             for key, value in values.items():
                 reducer.push(key, value)
             sums = reducer.finish()
             self._totals_of_results = reducer.totals_of_replay
+            self._set_loss_root(values, reducer.roots_of_replay)
             return sums
         places = {key: self.at_fixed_place(value) for key, value in values.items()}
         self._totals_of_results = lambda: self._ranks.gplus(places)
         if self.size == 1 and all(isinstance(value, Partial) for value in places.values()):
             roots = {key: [t.nodes[0] for t in value.terms] for key, value in places.items()}
             self._totals_of_results = _totals(places, roots)
+            self._set_loss_root(places, roots)
         return self._ranks.gplus(values)
+
+    def _set_loss_root(self, values, roots):
+        """Set `loss_root`, given the results and their roots. Result 0 is the loss."""
+        loss = values.get(0)
+        if loss is None or loss.shape or loss.addend is not None or len(loss.terms) != 1:
+            return
+        (term,) = loss.terms
+        if term.dtype == loss.dtype == np.float64 and abs(float(term.scale)) <= 1:
+            self.loss_root = roots[0][0]
 
     def results(self) -> dict[Any, Any]:
         """Return the results of the replayed step, summed over the ranks, as {key: array}."""
@@ -236,6 +253,7 @@ class SharedReducer(Reducer):
             for name, value in partials.items()
         }
         self.totals_of_replay = _totals(partials, roots_by_name)
+        self.roots_of_replay = roots_by_name
         return super()._totals(values, roots)
 
 

@@ -367,6 +367,8 @@ class World(Messaging):
             # Widen like NumPy's sum, so that booleans are counted and small integers do not
             # overflow.
             array = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
+        if self.size == 1:
+            return self._like(array, value)
         names = MPI_OF_BOOLEANS if array.dtype == bool else MPI_OF_INTEGERS
         if array.dtype.kind in "iub" and operation in names:
             result = np.empty_like(array)

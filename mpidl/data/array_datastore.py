@@ -79,7 +79,11 @@ class ArrayDatastore(Datastore):
         return len(self.images)
 
     def read(self, indices: Indices) -> np.ndarray:
-        return self.images[np.asarray(indices, np.int64)]
+        return self.images.take(np.asarray(indices, np.int64), 0)
+
+    def array(self) -> np.ndarray | None:
+        reads_array = type(self).read is ArrayDatastore.read  # false if a subclass changes pixels
+        return self.images if reads_array else None
 
     def targets(self, indices: Indices) -> np.ndarray:
         if self._targets is None:

@@ -87,7 +87,10 @@ def _read(datastore, method, indices, shape, dtype, noun):
 
     `noun` names the array elements in messages.
     """
-    arrays, dtype = np.asarray(getattr(datastore, method)(indices)), np.dtype(dtype)
+    arrays = getattr(datastore, method)(indices)
+    if datastore.is_checked:
+        return arrays
+    arrays, dtype = np.asarray(arrays), np.dtype(dtype)
     expected, kinds = (len(indices), *shape), "iub" if dtype.kind in "iu" else "f"
     exact = method == "read" and dtype == np.uint8  # targets may have any integer type
     fits = arrays.dtype == dtype if exact else arrays.dtype.kind in kinds
@@ -116,7 +119,8 @@ def check_finite(arrays: np.ndarray, datastore: Datastore, indices: Indices, kin
     if arrays.dtype.kind != "f":
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(arrays.sum()):  # fast check; the loop below decides if the sum overflows
+        flat = arrays.reshape(-1)
+        if np.isfinite(flat.dot(flat)):  # a fast check; the loop below decides if it overflows
             return
     for i, array in zip(indices, arrays, strict=True):
         bad = array[~np.isfinite(array)]
@@ -138,7 +142,11 @@ def check_below(
 
     Labels may be floats, such as probabilities for two classes. `ignore_label` is also valid.
     """
-    if labels.size and not 0 <= labels.min() <= labels.max() <= classes - 1:
+    if labels.dtype == np.int32 and labels.flags.c_contiguous:
+        is_valid = labels.view(np.uint32).max(initial=0) < classes  # negative labels become large
+    else:
+        is_valid = not labels.size or 0 <= labels.min() <= labels.max() <= classes - 1
+    if not is_valid:
         rows = labels.reshape(len(labels), -1)
         bad = (rows < 0) | (rows > classes - 1)
         if ignore_label is not None:

@@ -47,6 +47,8 @@ class Datastore:
         `Preprocess` to raw images.
     in_memory : bool
         Whether reading an image costs no more than a copy. If so, a cache would not help.
+    is_checked : bool
+        Whether `read` and `targets` check the shape, the type and the values of their results.
     """
 
     image_shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class Datastore:
     targets_dtype: np.dtype = np.dtype(np.float32)
     preprocess: Preprocess | None = None
     in_memory: bool = False
+    is_checked: bool = False
 
     def __len__(self) -> int:
         if self.labels is None:
@@ -92,6 +95,16 @@ class Datastore:
             Targets (len(indices), *targets_shape).
         """
         raise TypeError(f"{type(self).__name__} must define targets(indices)")
+
+    def array(self) -> np.ndarray | None:
+        """Return all images as one array in memory, or None.
+
+        Returns
+        -------
+        ndarray or None
+            Images (n, C, H, W) of the set's `dtype`. None if the images are not in one array.
+        """
+        return None
 
     def read_ahead(self, indices: Indices) -> object:
         """Request images and targets that will be read soon. Must not call MPI.

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidl import keyed
 from mpidl.backends.cpu import arenas
-from mpidl.blocks import LANES, Blocked, OneRank, Ranks, share
+from mpidl.blocks import LANES, Blocked, OneRank, Ranks, blocks_of, share
 from mpidl.data import balanced, partition
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
@@ -54,7 +54,8 @@ class MinibatchQueue:
         the order of the datastore.
     prefetch : int
         Number of mini-batches that threads prepare in advance. With 0, the consumer's thread
-        prepares each mini-batch on request. Results do not depend on `prefetch` or `workers`.
+        prepares each mini-batch on request, and also if the images are in memory and are only a few
+        to copy (see `Pipeline.needs_threads`). Results do not depend on `prefetch` or `workers`.
     plain : bool, optional
         Whether sums over a mini-batch add up each rank's blocks from left to right. Such sums
         depend on the number of ranks (see `fold.Tree`). By default, the setting of the world.
@@ -264,8 +265,16 @@ class MinibatchQueue:
 
     def _prepared(self, runs, epoch, prefetch):
         """Generate one mini-batch per array of sample numbers in `runs`, without bad images."""
-        jobs = (self._job(self._usable(indices), epoch) for indices in runs)
-        batches = prefetch_items(jobs, prefetch, self.workers) if prefetch else make_items(jobs)
+        blocks = blocks_of(-(-self.batch_size // self.world.size))
+        is_ahead = self.device is not None or self.pipeline.needs_threads(blocks)
+        jobs = (
+            self._job(self._usable(indices), epoch, is_ahead and self.prefetch > 0)
+            for indices in runs
+        )
+        if is_ahead and prefetch:
+            batches = prefetch_items(jobs, prefetch, self.workers)
+        else:
+            batches = make_items(jobs)
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
     def _unreadable_images(self):
@@ -290,7 +299,7 @@ class MinibatchQueue:
                     self.bad_images.merge(ranks)
                     item = [*self._prepared([indices], epoch, prefetch=0)]
 
-    def _job(self, indices, epoch):
+    def _job(self, indices, epoch, is_ahead):
         """Return a Job that prepares one mini-batch; each task reads some consecutive blocks."""
         keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
         if self.parts > 1:
@@ -299,8 +308,10 @@ class MinibatchQueue:
         else:
             device = None if self.device is None else self.world.counts
             batch = share(len(indices), self.world, indices=indices, device=device, **keys)
-        images = batch.indices % max(len(self.datastore), 1)
-        fetches = self.datastore.read_ahead(images) if self.prefetch else None
+        fetches = None
+        if is_ahead:
+            images = batch.indices % max(len(self.datastore), 1)
+            fetches = self.datastore.read_ahead(images)
         if self.device is not None:
             feed = FeedBuilder(self.pipeline, batch, batch.indices)
             feed.fetches, feed.unreadable_images = fetches, self._unreadable_images()
@@ -343,16 +354,19 @@ class _BatchBuilder:
         """Read and prepare blocks first..stop-1 of this rank's share."""
         p, batch = self.pipeline, self.batch
         indices = batch.indices[first * LANES : stop * LANES]
-        data = p.read_or_find(indices, batch.epoch, batch.seed, self.unreadable_images)
-        if data is None:
-            return
-        pixels, labels = data
-        moves = p.moves(indices, batch.epoch, batch.seed)
-        fill_blocks(pixels, moves, p.normalization.arrays(), self.lanes[first:stop])
+        is_complete, labels = p.convert_floats(indices, self.lanes[first:stop])
+        if not is_complete:
+            data = p.read_or_find(indices, batch.epoch, batch.seed, self.unreadable_images)
+            if data is None:
+                return
+            pixels, labels = data
+            moves = p.moves(indices, batch.epoch, batch.seed)
+            fill_blocks(pixels, moves, p.normalization.arrays(), self.lanes[first:stop])
         if labels is not None:
             full, rest = divmod(len(labels), LANES)  # only the last block can have fewer images
             blocks = labels[: full * LANES].reshape(full, LANES, *labels.shape[1:])
-            self.labels[first : first + full] = np.moveaxis(blocks, 1, -1)
+            blocks = blocks if labels.ndim == 1 else np.moveaxis(blocks, 1, -1)
+            self.labels[first : first + full] = blocks
             if rest:
                 self.labels[first + full, ..., :rest] = np.moveaxis(labels[-rest:], 0, -1)
                 self.labels[first + full, ..., rest:] = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.attribute_changes import CountingDict
 from mpidl.nn import graph, layers
 from mpidl.nn.layers import Built, Layer
 from mpidl.nn.summary import times
@@ -164,13 +165,16 @@ def _tuples(value):
 
 
 def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the dict `new`. Raise ValueError if names, order or shapes differ."""
+    """Return a copy of the dict `new` that counts its changes.
+
+    Raise ValueError if names, order or shapes differ.
+    """
     if list(old) != list(new) or any(old[k].shape != np.shape(new[k]) for k in old):
         raise ValueError(
             f"{kind}: expected {', '.join(f'{k} {v.shape}' for k, v in old.items())}; got "
             f"{', '.join(f'{k} {np.shape(v)}' for k, v in new.items())}"
         )
-    return dict(new)
+    return CountingDict(new)
 
 
 def layer_of(key: str) -> str:

@@ -15,6 +15,7 @@ from mpidl.files import unreadable
 from mpidl.report import metrics
 
 FILE = "metrics.jsonl"
+MOST_RECENT = 64  # number of records to collect before they are copied to the arrays
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,10 +140,13 @@ class HistoryRecorder:
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record with the keys of metrics.jsonl; ignore records of other kinds."""
         kind = record.get("kind")
-        if kind not in KINDS or not all(_is_position(record.get(name)) for name in POSITION):
+        position = [record.get(name) for name in POSITION]
+        if kind not in KINDS or not all(map(_is_position, position)):
             return
-        position = [record[name] for name in POSITION]
-        self._columns[kind].append(position, [_number(record.get(name)) for name in VALUES])
+        values = [record.get(name) for name in VALUES]
+        self._columns[kind].append(
+            position, [v if type(v) is float else _number(v) for v in values]
+        )
         if isinstance(record.get("metrics"), Mapping):
             self._columns[kind].add_metrics(record["metrics"])
 
@@ -174,12 +178,15 @@ class _Columns:
 
     def __init__(self) -> None:
         self.count = 0
+        # Recent records that are not yet in the arrays. It is faster to copy several at a time.
+        self._recent: list[tuple[list[int], list[float]]] = []
         self.positions = np.zeros((len(POSITION), 16), np.int64)
         self.values = np.zeros((len(VALUES), 16))
         self.metrics: dict[int, dict[str, float]] = {}  # {record: its metrics}
 
     def reserve(self, count: int) -> None:
         """Allocate memory for `count` records, and write to it so that the system provides it."""
+        self._store()
         if count > self.positions.shape[1]:
             self.positions, self.values = (
                 np.pad(array[:, : self.count], ((0, 0), (0, count - self.count)), constant_values=1)
@@ -189,9 +196,18 @@ class _Columns:
     def append(self, position: list[int], values: list[float]) -> None:
         if self.count == self.positions.shape[1]:
             self.reserve(self.count + self.count // 2)
-        self.positions[:, self.count] = position
-        self.values[:, self.count] = values
+        self._recent.append((position, values))
         self.count += 1
+        if len(self._recent) == MOST_RECENT:
+            self._store()
+
+    def _store(self):
+        if self._recent:
+            columns = slice(self.count - len(self._recent), self.count)
+            positions, values = zip(*self._recent, strict=True)
+            self.positions[:, columns] = np.transpose(positions)
+            self.values[:, columns] = np.transpose(values)
+            self._recent.clear()
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the last record."""
@@ -205,16 +221,19 @@ class _Columns:
         return {"metrics": {k: metrics.number(v) for k, v in self.metrics[row].items()}}
 
     def cut(self, iteration: int) -> None:
+        self._store()
         iterations = self.positions[POSITION.index("iteration"), : self.count]
         self.count = int(np.searchsorted(iterations, iteration, "right"))
         self.metrics = {row: v for row, v in self.metrics.items() if row < self.count}
 
     def rows(self) -> list[tuple[int | float, ...]]:
+        self._store()
         arrays = self.positions[:, : self.count], self.values[:, : self.count]
         positions, values = (array.T.tolist() for array in arrays)
         return [(*p, *v) for p, v in zip(positions, values, strict=True)]
 
     def series(self) -> Series:
+        self._store()
         columns = [*self.positions[:, : self.count], *self.values[:, : self.count]]
         names = (*POSITION, *VALUES)
         arrays = {name: column.copy() for name, column in zip(names, columns, strict=True)}

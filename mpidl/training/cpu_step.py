@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import operator
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl import phases
+from mpidl import attribute_changes, phases
+from mpidl.attribute_changes import CountingDict
 from mpidl.autodiff import value_and_grad
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
@@ -77,6 +77,9 @@ class StepProgram:
         The recorded mini-batch.
     state : dict
         {name: array}: the new state of the network, computed by the last call to `gradient`.
+    includes_update : bool
+        Whether the method `step` can be called. Otherwise, the caller must check that the loss is
+        finite between `gradient` and `update`.
     """
 
     def __init__(
@@ -88,7 +91,13 @@ class StepProgram:
         optimizer.prepare(net.parameters)
         self._tables = [dict(table) for table in _tables(net, optimizer)]
         self._arrays = _arrays(net, optimizer)
-        self._settings = [copy.copy(setting) for setting in _settings(net, optimizer)]
+        self._options = _options(net, optimizer)
+        self._settings = [dict(vars(part)) for part in _parts(net, optimizer)]
+        self._numbers: Any = None  # the values that determined the numbers of the last update
+        # The objects that `is_current` last compared, and the count of changes at that time.
+        self._used_tables: list[Any] = []
+        self._parts: list[Any] = []
+        self._changes = -1
         self._recorder = recording.Recorder(self._arrays)
         self.arena = self._recorder.arena
         self._plans: dict[Any, Plan | None] = {}  # {shapes of a mini-batch: plan}
@@ -100,6 +109,7 @@ class StepProgram:
         self.state: dict[str, np.ndarray] = {}
         self._gradients: dict[str, np.ndarray] = {}
         self._program: Any = None
+        self.includes_update = False
 
     def record_gradient(
         self, objective: Callable[..., Any], images: Blocked, targets: Blocked
@@ -121,6 +131,8 @@ class StepProgram:
             }
             if self._world.size == 1:
                 self._gradients = {name: fix(array) for name, array in gradients.items()}
+            if self._world.loss_root is not None:
+                self._recorder.need_finite(self._world.loss_root)
             self._recorder.next_part()
         return value, gradients, state
 
@@ -153,6 +165,7 @@ class StepProgram:
                     if news[name] is not old:
                         builds.kernels().copy(news[name], old, old.size)
             self._program = recorder.finish()
+        self.includes_update = self._world.loss_root is not None
         return recorder.problem
 
     def finish(self) -> str | None:
@@ -162,11 +175,12 @@ class StepProgram:
 
     def set_state(self, values: Mapping[str, np.ndarray]) -> None:
         """Copy values into the program's state arrays, and let the network use these arrays."""
-        arrays = self._tables[1]
-        for name, array in arrays.items():
+        for name, array in self._tables[1].items():
             if values[name] is not array:
                 np.copyto(array, values[name])
-        self._net.state = dict(arrays)
+        self._net.state = self._tables[1]
+        if self._used_tables:
+            self._used_tables[1] = self._net.state
 
     def is_current(self) -> bool:
         """Return whether the program matches the current network and optimizer.
@@ -175,19 +189,28 @@ class StepProgram:
         expected shapes and types, their values are copied into the program's arrays. The network
         and the optimizer then use the program's arrays again.
         """
-        if _settings(self._net, self._optimizer) != self._settings:
+        net, optimizer = self._net, self._optimizer
+        if _options(net, optimizer) != self._options:
             return False
-        arrays = _arrays(self._net, self._optimizer)
-        if len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays)):
+        parts, tables = _parts(net, optimizer), _tables(net, optimizer)
+        if (
+            attribute_changes.count == self._changes
+            and _are_same(parts, self._parts)
+            and _are_same(tables, self._used_tables)
+        ):
             return True
-        tables = _tables(self._net, self._optimizer)
-        if _formats(tables) != _formats(self._tables):
+        if list(map(vars, parts)) != self._settings:
             return False
-        values = [{name: np.array(array) for name, array in table.items()} for table in tables]
-        for arrays_of_program, new_values in zip(self._tables, values, strict=True):
-            for name, array in arrays_of_program.items():
-                np.copyto(array, new_values[name])
-        _set_tables(self._net, self._optimizer, self._tables)
+        if not _are_same(_arrays(net, optimizer), self._arrays):
+            if _formats(tables) != _formats(self._tables):
+                return False
+            values = [{name: np.array(array) for name, array in t.items()} for t in tables]
+            for arrays_of_program, new_values in zip(self._tables, values, strict=True):
+                for name, array in arrays_of_program.items():
+                    np.copyto(array, new_values[name])
+        _set_tables(net, optimizer, self._tables)
+        self._parts, self._used_tables = parts, _tables(net, optimizer)
+        self._changes = attribute_changes.count
         return True
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
@@ -202,21 +225,43 @@ class StepProgram:
         self, images: Blocked, targets: Blocked
     ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Replay the computation of the value, the gradients and the new state, and return them."""
-        inputs = self._program.inputs
-        if self._uses_samples:
-            self._set_samples(images.batch)
-            inputs.set_number("epoch", images.batch.epoch)
-        inputs.set_address("images", recording.address_of(images.lanes))
-        inputs.set_address("targets", recording.address_of(targets.lanes))
+        self._set_inputs(images, targets)
         self._program.run(GRADIENT)
         value = tuple(self._world.results().values())
         return value, self._world.gradients or self._gradients, self.state
 
     def update(self) -> None:
         """Replay the update of the learnables, the state and the optimizer."""
-        for name, value in self._optimizer.advance().items():
-            self._program.inputs.set_number(name, value)
+        self._set_numbers()
         self._program.run(UPDATE)
+        self._optimizer.steps += 1
+
+    def step(self, images: Blocked, targets: Blocked) -> tuple[list[float], bool]:
+        """Replay the step. Return the value, and whether the network has been updated.
+
+        The network and the optimizer are not updated if the loss is not finite.
+        """
+        self._set_inputs(images, targets)
+        self._set_numbers()
+        is_complete = self._program.run_all()
+        self._optimizer.steps += is_complete
+        return list(map(float, self._world.results().values())), is_complete
+
+    def _set_inputs(self, images, targets):
+        inputs = self._program.inputs
+        if self._uses_samples:
+            self._set_samples(images.batch)
+            inputs.set_number("epoch", images.batch.epoch)
+        inputs.set_address("images", recording.address_of(images.lanes))
+        inputs.set_address("targets", recording.address_of(targets.lanes))
+
+    def _set_numbers(self):
+        optimizer = self._optimizer
+        sources = attribute_changes.count, optimizer.learning_rate, optimizer.average_share
+        if sources != self._numbers or any(part.counts_steps for part in optimizer.transforms):
+            for name, value in optimizer.numbers().items():
+                self._program.inputs.set_number(name, value)
+            self._numbers = sources
 
     # The recorded mini-batch calls the methods below as the methods of its device (`blocks.Batch`).
 
@@ -289,14 +334,24 @@ def _formats(tables):
 
 def _set_tables(net, optimizer, tables):
     """Set the arrays of the network and the optimizer to the arrays in these tables."""
-    net.parameters, net.state, *state_arrays = map(dict, tables)
-    optimizer.state_arrays.update(zip(optimizer.state_arrays, state_arrays, strict=True))
+    net.parameters, net.state, *state_arrays = tables
+    for name, arrays in zip([*optimizer.state_arrays], state_arrays, strict=True):
+        optimizer.state_arrays[name] = CountingDict(arrays)
 
 
-def _settings(net, optimizer):
-    """Return all settings that affect the kernel calls of a training step."""
-    options = net.batchnorm, net.fuse, settings.winograd, optimizer.learning_rate_factors
-    return [*options, *map(vars, net.layers), *map(vars, optimizer.transforms)]
+def _parts(net, optimizer):
+    """Return the objects whose attributes affect the kernel calls of a training step."""
+    return [*net.layers, *optimizer.transforms]
+
+
+def _options(net, optimizer):
+    """Return the other settings that affect the kernel calls of a training step."""
+    return net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
+
+
+def _are_same(objects, expected):
+    """Return whether two lists contain the same objects."""
+    return len(objects) == len(expected) and all(map(operator.is_, objects, expected))
 
 
 def digest(

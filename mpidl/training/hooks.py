@@ -91,8 +91,11 @@ class Hooks:
 def _call_each(methods):
     def call(*arguments):
         for name, method in methods:
-            with phases.span(name):
+            if phases.spans() is None:
                 method(*arguments)
+            else:
+                with phases.span(name):
+                    method(*arguments)
 
     return call
 
@@ -230,6 +233,8 @@ class OutputFunctionsHook:
         self._call(trainer, "done", position.epoch, *numbers)
 
     def _call(self, trainer, state, epoch, iteration, learning_rate, loss=None, accuracy=None):
+        if not trainer.options.output_functions:
+            return
         last = trainer.validation.last
         progress = Progress(
             state,

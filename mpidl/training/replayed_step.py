@@ -41,6 +41,24 @@ class ReplayedStep(EagerStep):
         self.program, self._recording, self._epoch = None, None, 0
         self._is_checked, self._is_off = False, False
 
+    def _compute(self, images, targets, info):
+        program = self.program
+        if (
+            program is not None
+            and program.includes_update
+            and self._is_checked
+            and images.batch.epoch == self._epoch
+            and not self.observers
+            and phases.spans() is None
+            and program.fits(images, targets)
+            and program.is_current()
+        ):
+            sums, is_updated = program.step(images, targets)
+            if not is_updated:
+                self._raise_fault(images, targets, sums[0], info)
+            return sums
+        return super()._compute(images, targets, info)
+
     def _gradient(self, images, targets):
         if self._is_off or targets is None:
             return self._eager_gradient(images, targets)

@@ -22,17 +22,19 @@ def test_a_floor_is_the_larger_time():
 @pytest.mark.parametrize(
     ("layer", "shape", "expected"),
     [  # Winograd divides the number of products by this factor (Lavin and Gray's formula)
-        (dl.Conv2D(3, 32, padding=1), (32, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
-        (dl.Conv2D(3, 20, padding=1), (20, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
-        # from 16 channels, numbers of channels must be multiples of 8
-        (dl.Conv2D(3, 24, padding=1), (16, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
+        # in forward passes, more inputs permit larger tiles
+        (dl.Conv2D(3, 128, padding=1), (128, 8, 8), {"forward": 4, "dx": 4, "dweight": 4}),
+        (dl.Conv2D(3, 32, padding=1), (127, 8, 8), {"forward": 3, "dx": 4, "dweight": 4}),
+        (dl.Conv2D(3, 32, padding=1), (32, 8, 8), {"forward": 3, "dx": 4, "dweight": 4}),
+        (dl.Conv2D(3, 20, padding=1), (31, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
+        (dl.Conv2D(3, 16, padding=1), (16, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
+        (dl.Conv2D(3, 15, padding=1), (16, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
         (dl.Conv2D(3, 16, padding=1, groups=2), (32, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
-        (dl.Conv2D(3, 18, padding=1), (16, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
-        # 10 x 10 pixels have 5 x 5 tiles of 2 x 2, or 3 x 3 tiles of 4 x 4, some of them partial
+        # 10 x 10 pixels have 5 x 3 tiles of 2 x 4, or 3 x 3 tiles of 4 x 4, some of them partial
         (
             dl.Conv2D(3, 32, padding=1, groups=1),
             (32, 10, 10),
-            {"forward": 2.25, "dx": 4 * 100 / 144, "dweight": 4 * 100 / 144},
+            {"forward": 900 / (15 * 24), "dx": 4 * 100 / 144, "dweight": 4 * 100 / 144},
         ),
         (
             dl.Conv2D(5, 64, padding=2, groups=2),
@@ -45,7 +47,7 @@ def test_a_floor_is_the_larger_time():
             dl.Conv2D(11, 32, stride=4),
             (3, 43, 43),
             {
-                "forward": 81 * 121 / (25 * 16 * 16),
+                "forward": 81 * 121 / (15 * 24 * 16),
                 "dx": 1,
                 "dweight": 81 * 121 / (9 * 36 * 16),
             },

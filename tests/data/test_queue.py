@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cpu_builds import needs_kernels
 from image_sets import refusal
 from limits import settled
+from single_rank import numbers
 
 from mpidl.blocks import LANES, blocks_of
-from mpidl.data import ArrayDatastore, MinibatchQueue
+from mpidl.data import ArrayDatastore, Augmenter, MinibatchQueue, queue
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 
@@ -200,3 +202,50 @@ def test_ranks_share_each_mini_batch(world):
             indices, values = (np.concatenate(part) for part in zip(*shares, strict=True))
             assert np.array_equal(indices, values) and set(indices) <= set(order)
             assert len(indices) == images.batch.count
+
+
+class Doubled(ArrayDatastore):
+    """A subclass that changes the pixels of the array."""
+
+    def read(self, indices):
+        return super().read(indices) * 2
+
+
+@needs_kernels
+def test_floats_in_memory_are_converted_without_a_copy(monkeypatch):
+    images = numbers("floats", 40, 1, 5, 7, high=9).astype(np.float32)
+    labels, reads = np.arange(40) % 3, []
+    read = ArrayDatastore.read
+    monkeypatch.setattr(
+        ArrayDatastore, "read", lambda self, indices: reads.append(1) or read(self, indices)
+    )
+    stores = [ArrayDatastore(images, labels), Doubled(images / 2, labels)]
+    batches = [list(MinibatchQueue(store, 24, classes=3).epoch(1)) for store in stores]
+    assert len(reads) == 2  # only the two mini-batches of the second set
+    for pairs in zip(*batches, strict=True):
+        for values in zip(*pairs, strict=True):
+            assert values[0].lanes.tobytes() == values[1].lanes.tobytes()
+
+
+@needs_kernels
+def test_invalid_floats_in_memory_are_reported():
+    images = np.zeros((20, 1, 4, 4), np.float32)
+    images[7] = np.nan
+    with pytest.raises(UserError, match="image 7: expected finite pixels, found nan"):
+        list(MinibatchQueue(ArrayDatastore(images, np.zeros(20, int)), 20).epoch(1))
+    images[7] = 0
+    with pytest.raises(UserError, match="image 9: expected labels from 0 to 2, found 5"):
+        labels = np.where(np.arange(20) == 9, 5, 0)
+        list(MinibatchQueue(ArrayDatastore(images, labels), 20, classes=3).epoch(1))
+
+
+def test_threads_prepare_only_mini_batches_that_are_worth_it(monkeypatch):
+    started = []
+    monkeypatch.setattr(queue, "prefetch_items", lambda jobs, *_: started.append(1) or iter([]))
+    store = ArrayDatastore(np.zeros((600, 1, 30, 30), np.float32))
+    for batch, is_started in ((16, False), (600, True)):
+        list(MinibatchQueue(store, batch).epoch(1))
+        assert bool(started) == is_started
+    started.clear()
+    list(MinibatchQueue(store, 16, augmenter=Augmenter(brightness=0.2)).epoch(1))
+    assert started

@@ -11,6 +11,7 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl import phases
+from mpidl.backends.cpu.recording import Recorder
 from mpidl.data import MinibatchQueue
 from mpidl.nn import zoo
 from mpidl.training import cpu_step
@@ -153,13 +154,15 @@ def test_mixed_images_and_labels_are_replayed(parts, world):
 @pytest.fixture
 def counts(monkeypatch):
     """A list that grows by 1 for each replayed gradient."""
-    counts, gradient = [], cpu_step.StepProgram.gradient
+    counts = []
+    for name in ("gradient", "step"):
+        replay = getattr(cpu_step.StepProgram, name)
 
-    def count(self, *batch):
-        counts.append(1)
-        return gradient(self, *batch)
+        def count(self, *batch, replay=replay):
+            counts.append(1)
+            return replay(self, *batch)
 
-    monkeypatch.setattr(cpu_step.StepProgram, "gradient", count)
+        monkeypatch.setattr(cpu_step.StepProgram, name, count)
     return counts
 
 
@@ -241,6 +244,21 @@ def test_ranks_that_replay_work_with_ranks_that_do_not(parts, world):
         phases.take_spans()
 
 
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_replay_ends_before_the_update_if_the_loss_is_not_finite(is_guarded, world, monkeypatch):
+    if not is_guarded:  # the negative control
+        monkeypatch.setattr(Recorder, "need_finite", lambda self, number: None)
+    step, _ = run(world, ReplayedStep, small(), dl.SGDM(0.1), epochs=2)
+    ((images, labels), *_) = MinibatchQueue(pictures(100), 40, 0, world).epoch(3)
+    step.net.parameters["dense1.weight"][0] = np.nan
+    before = {name: array.tobytes() for name, array in results(step.net, step.optimizer).items()}
+    steps = step.optimizer.steps
+    (loss, *_), is_updated = step.program.step(images, labels)
+    after = {name: array.tobytes() for name, array in results(step.net, step.optimizer).items()}
+    assert np.isnan(loss)
+    assert (not is_updated, after == before, step.optimizer.steps == steps) == (is_guarded,) * 3
+
+
 def test_changes_between_steps_are_noticed(world):
     def change(step, iteration):
         if iteration == 4:
@@ -309,29 +327,22 @@ def test_arrays_that_others_hold_do_not_change(world):
     assert {name: array.tobytes() for name, array in arrays.items()} == before
 
 
-def test_trainings_replay_steps(world, monkeypatch):
-    counts = []
-    monkeypatch.setattr(
-        cpu_step.StepProgram,
-        "update",
-        lambda self, update=cpu_step.StepProgram.update: (
-            counts.append(1),
-            update(self),
-        ),
-    )
+def test_trainings_replay_steps(world, counts):
     recorded, _ = trained(world)
-    assert len(counts) == 3  # of 6 mini-batches, one is recorded, and two are smaller
+    # Of 6 mini-batches, one is recorded, two are smaller, and one is also replayed for the check.
+    assert len(counts) == 4
     eager, _ = trained(world, graphs="off")
-    assert len(counts) == 3
+    assert len(counts) == 4
     assert weights_sha256(recorded) == weights_sha256(eager)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_loss_that_is_not_finite_leaves_the_arrays(parts, world):
+# Iteration 4 is replayed with its update, and iteration 6 has fewer images.
+@pytest.mark.parametrize("parts, last", [(1, 3), (1, 5), (3, 5)])
+def test_a_loss_that_is_not_finite_leaves_the_arrays(parts, last, world):
     net, error = small(), None
 
     def explode(step, iteration):
-        if iteration == 5:
+        if iteration == last:
             step.net.parameters["dense1.weight"][...] = np.inf
         explode.before = {k: v.tobytes() for k, v in results(net, step.optimizer).items()}
         explode.optimizer = step.optimizer
@@ -342,7 +353,7 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(parts, world):
             run(world, step_class, net, dl.SGDM(0.1), explode, parts=parts)
     except dl.errors.NotFinite as fault:
         error = fault
-    assert "iteration 6" in error.description
+    assert f"iteration {last + 1}" in error.description
     after = {k: v.tobytes() for k, v in results(net, explode.optimizer).items()}
     assert after == explode.before
 

@@ -16,8 +16,11 @@ from mpidl.fold import Partial, Term, add, merge_moments
 
 # Minimum numbers of channels for Winograd's algorithm:
 SAVING = 8  # in gradients and, with "fast" and filters larger than 3x3, in forward passes
-FEW = 16  # in forward passes with "auto" and 3x3 filters, for multiples of 8 channels
-MANY = 32  # in forward passes with "auto", for all filters and any numbers of channels
+FEW = 16  # in forward passes with "auto" and 3x3 filters
+MANY = 32  # in forward passes with "auto" and 5x5 filters
+# Minimum numbers of inputs for larger tiles in forward passes with "auto" and 3x3 filters:
+WIDE = 32  # for tiles of 2x4 outputs
+LARGE = 128  # for tiles of 4x4 outputs
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,7 +59,9 @@ def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
 
 @functools.lru_cache(maxsize=256)
 def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
-    """Return the Winograd tile sizes of the forward, dx and dweight passes; 0 means direct sums.
+    """Return the Winograd tile sizes of the forward, dx and dweight passes.
+
+    A tile size is 10 * rows + columns of a tile's outputs; 0 means direct sums.
 
     Parameters
     ----------
@@ -75,16 +80,17 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
     direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
-    layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In forward passes, an error
-    can change the sign of a ReLU's input. Therefore "auto" uses tiles of 2x2 there, and only "fast"
-    uses tiles of 4x4.
+    layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters.
+
+    In forward passes, an error can change the sign of a ReLU's input. Therefore "auto" uses the
+    largest tile whose root mean square error is at most about 1.4 times the error of a direct sum
+    in float32. The error of a direct sum grows with the number of inputs, and the error of a tile
+    hardly does, so more inputs permit larger tiles. Only "fast" always uses tiles of 4x4.
 
     Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
     do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
-    the transforms would cost more than they save. With "auto", forward passes with fewer than MANY
-    channels use direct sums, too. The exception is 3x3 filters with at least FEW channels if both
-    numbers of channels are multiples of 8. Networks with other numbers of channels, such as
-    `zoo.digits` with 20, keep the weights that direct sums give.
+    the transforms would cost more than they save. With "auto", forward passes with fewer than FEW
+    channels, or MANY channels with 5x5 filters, use direct sums, too.
 
     References
     ----------
@@ -99,14 +105,15 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4:
         return 0, 0, 0
     c *= step**2
-    fast, enough = policy == "fast", min(c, k) >= SAVING
-    pays = min(c, k) >= MANY or (r == 3 and min(c, k) >= FEW and c % 8 == k % 8 == 0)
-    forward = 2 if pays else 0
-    if r == 3:
-        return 4 if fast else forward, 4 if k >= SAVING else 0, 4 if c >= SAVING else 0
-    forward = 4 if fast and enough else forward
-    dx = 0 if step > 1 or not enough else 4 if fast else 2
-    return forward, dx, 4 if enough else 0
+    channels = min(c, k)
+    fast, enough = policy == "fast", channels >= SAVING
+    if side == 3:
+        auto = 0 if channels < FEW else 44 if c >= LARGE else 24 if c >= WIDE else 22
+        dx = 44 if step == 1 and k >= SAVING else 0
+        return 44 if fast else auto, dx, 44 if c >= SAVING else 0
+    auto = 22 if channels >= MANY else 0
+    dx = 0 if step > 1 or not enough else 44 if fast else 22
+    return 44 if fast and enough else auto, dx, 44 if enough else 0
 
 
 def plan(x, weight, stride, padding, dilation, groups):
@@ -136,11 +143,11 @@ def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, t
 def _forward(x, weight, bias, conv_args, counts=None, tree=None, addend=None, relu=False):
     source = source_of(x)
     blocks = len(source[0])
-    shape, output, (m, _, _) = plan(source[0], weight, *conv_args)
+    shape, output, (tile, _, _) = plan(source[0], weight, *conv_args)
     y = arenas.empty((blocks, *output, source[0].shape[-1]))
     rows = None if tree is None else arenas.empty((blocks, 1 + 2 * len(weight)), np.float64)
     weight, bias = per_channel(weight), per_channel(bias)
-    geometry = counts, blocks, shape, tree and tree_of(tree), m
+    geometry = counts, blocks, shape, tree and tree_of(tree), tile
     kernels().conv2d(*source, weight, bias, y, rows, *geometry, addend, int(relu))
     return y, rows
 
@@ -162,7 +169,7 @@ def conv2d_backward(
 ):
     source = source_of(x)
     blocks = len(source[0])
-    shape, _, (_, m, dweight_m) = plan(source[0], weight, stride, padding, dilation, groups)
+    shape, _, (_, tile, dweight_tile) = plan(source[0], weight, stride, padding, dilation, groups)
     after = (None,) * 7
     if activation_after is not None:
         source_after, *factors = activation_after
@@ -179,7 +186,7 @@ def conv2d_backward(
     if needs[1] or needs[2]:
         nodes = arenas.empty((nodes_of(tree), weight.size + len(weight)))
     outputs = dy if overwrite else None, dx, rows, nodes, 0 if nodes is None else len(nodes)
-    geometry = counts, blocks, shape, tree_of(tree), m, dweight_m
+    geometry = counts, blocks, shape, tree_of(tree), tile, dweight_tile
     kernels().conv2d_backward(dy, *after, *source, per_channel(weight), None, *outputs, *geometry)
     dweight = dbias = None
     if nodes is not None:

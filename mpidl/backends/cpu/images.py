@@ -39,6 +39,31 @@ def images(
     return lanes
 
 
+def rows_of_floats(array, rows, centre=None, divisor=None, *, out):
+    """Convert the images array[rows] to `out`, without a copy of their pixels.
+
+    Parameters
+    ----------
+    array : (n, C, H, W) float32
+        Images, C-ordered.
+    rows : (count,) int64
+        Index of each image, from 0 to n - 1.
+    centre, divisor : (C,) or (C, H, W) float32, optional
+        The result is (pixel - centre) / divisor.
+    out : (blocks, C, H, W, 16) float32
+        Array for the result; unused lanes are 0.
+
+    Returns
+    -------
+    bool
+        False if a pixel is NaN or infinite.
+    """
+    image = array.shape[1:]
+    shape = np.array([*image, *image[1:], centre is not None and np.ndim(centre) == 3], np.int64)
+    numbers = (_or_none(v, np.float32) for v in (centre, divisor))
+    return bool(kernels().rows_of_floats(array, rows, len(rows), shape, *numbers, out))
+
+
 def _or_none(option, dtype):
     return None if option is None else np.ascontiguousarray(option, dtype)
 

@@ -1,7 +1,5 @@
 """Compute optimizer steps and clip gradients with the C kernels."""
 
-import ctypes
-
 import numpy as np
 
 from mpidl.backends.cpu import arenas, recording
@@ -9,12 +7,6 @@ from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.reference.optimizer import CHUNK, METHODS, TRUST_METHODS
 
 COLUMNS = 6  # fields of `struct parameter`: size, weight, gradient, new weight, two state arrays
-
-
-def _address(array):
-    if array.size and array.flags.writeable:  # four times as fast as array.ctypes.data
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
-    return array.ctypes.data
 
 
 def step_number(name, value):
@@ -41,7 +33,7 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     rows = zip(weights, gradients, stepped, *state, strict=True)
     for row, arrays in zip(parameters, rows, strict=True):
         row[0] = arrays[0].size
-        row[1 : 1 + len(arrays)] = [_address(array) for array in arrays]
+        row[1 : 1 + len(arrays)] = [recording.address_of(array) for array in arrays]
     state_arrays = [array for arrays in state for array in arrays]
     recording.addresses(
         parameters, [*weights, *gradients, *state_arrays], [*stepped, *state_arrays]
@@ -112,7 +104,7 @@ def _scaling_table(learnables, weights, gradients):
     """
     scaled = _results(learnables)
     parameters = [
-        (_address(w), _address(g), _address(new), new.size)
+        (recording.address_of(w), recording.address_of(g), recording.address_of(new), new.size)
         for w, g, new in zip(weights, gradients, scaled, strict=True)
     ]
     table = np.array(parameters, np.int64).reshape(-1, 4)

@@ -1,6 +1,7 @@
 """Replay a training step that a `recording.Recorder` recorded, without Python between kernels."""
 
 import ctypes
+import itertools
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class Calls:
     def __init__(self, library, wait):
         self._library, self._wait, self._words, self._starts = library, wait, [], []
         self.types = {}  # {position: NumPy type of a number that is not an integer}
+        self._check = library.position("need_finite")
 
     def begin(self, name, arguments):
         """Begin a call of a function. `arguments` is the number of arguments to add next."""
@@ -44,9 +46,12 @@ class Calls:
 
     def set(self, position, value):
         """Set the number or address at a position."""
-        number = np.zeros(2, self.types.get(position, np.int64))
-        number[0] = value
-        self._words[position] = int(number.view(np.int64)[0])
+        dtype = self.types.get(position)
+        if dtype is not None:
+            number = np.zeros(2, dtype)
+            number[0] = value
+            value = int(number.view(np.int64)[0])
+        self._words[position] = value
 
     __setitem__ = set
 
@@ -54,13 +59,30 @@ class Calls:
         """Convert the calls to an array for the library. No calls can be added afterwards."""
         self._words = np.array(self._words, np.int64)
 
+    @classmethod
+    def joined(cls, parts):
+        """Return the calls of several finished objects as one object, which shares its memory."""
+        joined = cls(parts[0]._library, parts[0]._wait)
+        joined._words = np.concatenate([part._words for part in parts])
+        first = 0
+        for part in parts:
+            stop = first + len(part._words)
+            part._words = joined._words[first:stop]
+            joined._starts += [first + start for start in part._starts]
+            first = stop
+        return joined
+
     def __call__(self):
+        """Run the calls. Return False if `need_finite` has ended them early."""
         count = len(self._starts)
         complete = self._library.play(self._words, count)
         while complete < count:
             start = self._starts[complete]
+            if self._words[start] == self._check:
+                return False
             self._wait(int(self._words[start + 3]))  # the second argument of `sums_wait`
             complete += self._library.play(self._words[start:], count - complete)
+        return True
 
 
 class Inputs:
@@ -79,8 +101,10 @@ class Inputs:
 
     def set_number(self, name, value):
         """Set the number that was recorded under this name."""
-        for words, index in self._numbers.get(name, ()):
-            words[index] = value
+        if self._current.get(name) != value:
+            for words, index in self._numbers.get(name, ()):
+                words[index] = value
+            self._current[name] = value
 
     def set_address(self, name, address):
         """Set the address of the input array that was recorded under this name."""
@@ -105,8 +129,19 @@ class Program:
 
     def __init__(self, parts, inputs, owners):
         self.parts, self.inputs, self._owners = parts, inputs, owners
+        self._steps = []  # the steps of all parts, with consecutive calls as one step
+        for kind, group in itertools.groupby(itertools.chain(*parts), type):
+            steps = list(group)
+            self._steps += [Calls.joined(steps)] if kind is Calls else steps
 
     def run(self, part):
         """Run the part with this index, from 0."""
         for step in self.parts[part]:
             step()
+
+    def run_all(self):
+        """Run all parts. Return False if `need_finite` has ended the program early."""
+        for step in self._steps:
+            if step() is False:
+                return False
+        return True

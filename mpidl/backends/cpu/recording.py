@@ -11,6 +11,7 @@ Temporary arrays come from an arena of the recorder. A replay writes to the same
 
 import bisect
 import contextlib
+import ctypes
 import threading
 
 import numpy as np
@@ -68,6 +69,8 @@ def owns(arrays):
 
 def address_of(array):
     """Return the address of an array's first element."""
+    if array.size and array.flags.writeable and array.flags.c_contiguous:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # four times as fast
     return array.ctypes.data
 
 
@@ -202,6 +205,13 @@ class Recorder:
             calls.add(address_of(words))
         for array in writes:
             self._write(array)
+
+    def need_finite(self, number):
+        """Let replays end early at this point if a float64 array of one number is not finite."""
+        self._alive.append(number)
+        calls = self._calls()
+        calls.begin("need_finite", 1)
+        calls.add(address_of(number))
 
     def next_part(self):
         """End the current part of the step. The user of the Program runs the parts one by one."""

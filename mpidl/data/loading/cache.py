@@ -33,9 +33,11 @@ class NodeCache(Derived):
         most half of the free shared memory, which may be small in a container.
     """
 
+    is_checked = True  # the functions that fill the tables check the images
+
     def __init__(self, datastore: Datastore, world: Any = None, budget_bytes: int = GIB):
         super().__init__(datastore)
-        self.preprocess = datastore.preprocess
+        self.in_memory, self.preprocess = datastore.in_memory, datastore.preprocess
         tables: list = [(self.image_shape, self.dtype, read_images)]
         if self.targets_shape is not None:
             tables.append((self.targets_shape, self.targets_dtype, read_targets))
@@ -61,6 +63,9 @@ class NodeCache(Derived):
 
     def targets(self, indices: Indices) -> np.ndarray:
         return self.tables[1].rows(np.asarray(indices, np.int64))
+
+    def array(self) -> np.ndarray | None:
+        return self.parent.array()
 
     def read_ahead(self, indices: Indices) -> object:
         indices = np.asarray(indices, np.int64)

@@ -72,7 +72,7 @@ class DeviceQueue(MinibatchQueue):
         runs = self.full_batch.tree.runs
         return [tuple(min(edge * LANES, count) for edge in run) for run in runs]
 
-    def _job(self, indices, epoch):
+    def _job(self, indices, epoch, is_ahead):
         first, stop = self._shares(len(indices))[self.world.rank]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
         builder = FeedBuilder(self.pipeline, batch, indices[first:stop], read=not self.resident)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import backends
+from mpidl.backends.cpu import images as cpu_images
+from mpidl.backends.cpu.builds import kernels
 from mpidl.blocks import LANES
 from mpidl.data.checks import check_below, check_finite, read_images, read_targets
 from mpidl.data.datastore import Datastore
@@ -122,6 +125,15 @@ class Pipeline:
             )
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
+        self._floats = self._unchanged_floats()
+
+    def _unchanged_floats(self):
+        """Return all images as one array if they are floats that only need to be normalized."""
+        array = self.datastore.array()
+        if array is None or array.dtype != np.float32 or not array.flags.c_contiguous:
+            return None
+        is_changed = self.changes_pixels or self.augmenter is not None
+        return None if is_changed or self.image_shape != array.shape[1:] else array
 
     def _set_mixing(self, mixing):
         """Make `read` mix images and labels, and set the new shape and type of the labels."""
@@ -156,6 +168,24 @@ class Pipeline:
             return crops or self.function is not None
         moves_targets = has_image_targets(self.datastore)
         return not augmenter.only_moves or moves_targets or self.function is not None
+
+    @property
+    def _block_bytes(self):
+        return math.prod(self.datastore.image_shape) * self.dtype.itemsize * LANES
+
+    def needs_threads(self, blocks: int) -> bool:
+        """Return whether threads should prepare the mini-batches in advance.
+
+        If the images are in memory and only a few are copied, the work of a thread would delay the
+        kernels by more time than it saves.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of blocks of 16 images in this rank's share of a mini-batch.
+        """
+        is_copy = self.datastore.in_memory and not self.changes_pixels
+        return not is_copy or blocks * self._block_bytes > SPAN
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -200,8 +230,7 @@ class Pipeline:
         Each task calls ``read(first, stop)`` for a range of blocks. `blocks` is the number of
         blocks, and `workers` is the number of threads that share the tasks.
         """
-        block_bytes = int(np.prod(self.datastore.image_shape)) * self.dtype.itemsize * LANES
-        span = blocks_per_task(block_bytes, blocks, workers)
+        span = blocks_per_task(self._block_bytes, blocks, workers)
         return [
             functools.partial(read, first, min(first + span, blocks))
             for first in range(0, blocks, span)
@@ -243,6 +272,38 @@ class Pipeline:
             return self.mixing.apply(pixels, labels, samples, self.classes, **keys)
         return pixels, labels
 
+    def convert_floats(
+        self, samples: np.ndarray, lanes: np.ndarray
+    ) -> tuple[bool, np.ndarray | None]:
+        """Convert float images that are in memory and are not changed, without copying them first.
+
+        Parameters
+        ----------
+        samples : ndarray
+            Sample numbers (n,).
+        lanes : ndarray
+            Memory for the normalized images, (blocks, C, H, W, 16) float32.
+
+        Returns
+        -------
+        is_complete : bool
+            False if this is not possible, or if the data are invalid. `read` then raises the error.
+        labels : ndarray or None
+            The second result of `read`.
+        """
+        if self._floats is None or kernels() is None:
+            return False, None
+        indices, statistics = self.image_indices(samples), self.normalization.arrays()
+        if not cpu_images.rows_of_floats(self._floats, indices, **statistics, out=lanes):
+            return False, None
+        try:
+            labels = self._labels(indices)
+            if self.classes is not None and labels is not None:
+                check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
+        except UserError:
+            return False, None
+        return True, labels
+
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's image index in the datastore."""
         return np.asarray(samples) % max(len(self.datastore), 1)
@@ -269,13 +330,7 @@ class Pipeline:
 
     def _read(self, samples, epoch, seed):
         indices = self.image_indices(samples)
-        pixels = read_images(self.datastore, indices)
-        if self.datastore.targets_shape is not None:
-            labels = read_targets(self.datastore, indices)
-        elif self.datastore.labels is not None:
-            labels = self.datastore.labels[indices].astype(np.int32)
-        else:
-            labels = None
+        pixels, labels = read_images(self.datastore, indices), self._labels(indices)
         if self.changes_pixels:
             pixels, labels = self._moved(pixels, labels, samples, epoch, seed)
         if self.function is None:
@@ -293,6 +348,14 @@ class Pipeline:
         pixels = np.concatenate([p for p, _ in outputs])
         labels = None if outputs[0][1] is None else np.concatenate([v for _, v in outputs])
         return pixels, labels
+
+    def _labels(self, indices):
+        """Return the labels or targets of images, or None."""
+        if self.datastore.targets_shape is not None:
+            return read_targets(self.datastore, indices)
+        if self.datastore.labels is not None:
+            return self.datastore.labels[indices].astype(np.int32)
+        return None
 
     def _moved(self, pixels, labels, indices, epoch, seed):
         """Augment or crop pixels, together with targets that are images or label maps."""

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpidl import keyed
+from mpidl.attribute_changes import CountsChanges
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
 from mpidl.ops import check
@@ -78,7 +79,7 @@ class LayerContext:
 
 
 @dataclass
-class Layer:
+class Layer(CountsChanges):
     """Base class of all layers.
 
     Parameters

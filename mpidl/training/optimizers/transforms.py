@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpidl import backends
+from mpidl.attribute_changes import CountsChanges
 from mpidl.backends.interface import Backend
 from mpidl.training.options.option_types import (
     Rule,
@@ -127,7 +128,7 @@ class Updates:
         return [self.backend.zeros_like(weight) for weight in self.weights]
 
 
-class Transform:
+class Transform(CountsChanges):
     """Base class of transforms.
 
     A transform that keeps arrays between training steps lists the tables of these arrays in

@@ -11,7 +11,7 @@ from image_sets import pixels_of
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
-from mpidl.backends.cpu import builds
+from mpidl.backends.cpu import builds, images
 
 SHAPES = [(1, 28, 28), (3, 32, 32), (3, 5, 7), (1, 1, 1), (2, 3, 16), (1, 2, 17), (4, 2, 33)]
 
@@ -194,3 +194,33 @@ def test_scipy_warps_images_alike(kind):
         )
         error = abs(expected - result).max()
         assert error < (0.5001 if kind == np.uint8 else 1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("statistics", [None, "per channel", "per pixel"])
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 40, 41)])
+@pytest.mark.parametrize("count", [0, 1, 16, 37])
+def test_rows_of_floats_have_the_bytes_of_copied_images(count, shape, statistics):
+    random = np.random.default_rng(0)
+    array = random.uniform(-1, 1, (20, *shape)).astype(np.float32)
+    rows = random.integers(0, 20, count)
+    numbers = {}
+    if statistics:
+        size = shape if statistics == "per pixel" else shape[:1]
+        numbers["centre"] = random.uniform(0, 1, size).astype(np.float32)
+        numbers["divisor"] = random.uniform(1, 2, size).astype(np.float32)
+    expected = reference.images(array[rows], **numbers)
+    out = np.full(expected.shape, np.nan, np.float32)
+    assert images.rows_of_floats(array, rows, **numbers, out=out)
+    assert out.tobytes() == np.asarray(expected).tobytes()
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
+def test_rows_of_floats_that_are_not_finite_are_noticed(value):
+    array = np.zeros((20, 1, 40, 41), np.float32)
+    array[7, 0, 39, 40] = value
+    rows = np.array([3, 7, 19])
+    out = np.empty((1, 1, 40, 41, 16), np.float32)
+    assert images.rows_of_floats(array, rows, out=out) == bool(np.isfinite(value))
+    assert images.rows_of_floats(array, rows[[0, 2]], out=out)

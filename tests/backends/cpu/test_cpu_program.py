@@ -60,6 +60,27 @@ def test_parts_and_python_calls_run_in_order():
     assert x.sum() == 0
 
 
+def test_a_program_ends_early_if_a_number_is_not_finite():
+    x, number, order = np.ones(16, np.float32), np.ones(1), []
+    recorder = recording.Recorder([x])
+    with recorder.recording():
+        builds.kernels().zero(x, 8)
+        recorder.need_finite(number)
+        recorder.next_part()
+        builds.kernels().zero(x, 16)
+        recorder.call_python(lambda: order.append(float(x[15])))
+    program = recorder.finish()
+    for value, is_complete in ((np.nan, False), (-np.inf, False), (1e308, True)):
+        x[...], number[0] = 1, value
+        order.clear()
+        assert program.run_all() == is_complete
+        assert (x.sum(), order) == ((0, [0.0]) if is_complete else (8, []))
+    number[0], x[...] = np.nan, 1
+    program.run(0)
+    program.run(1)  # each part can also be run alone
+    assert x.sum() == 0
+
+
 def test_learnables_are_updated_in_place():
     w, velocity = np.ones(20, np.float32), np.zeros(20, np.float32)
     gradient = np.full(20, 2, np.float32)

@@ -11,6 +11,8 @@ import pytest
 from cpu_builds import needs_kernels, on_all_builds
 from single_rank import numbers
 
+from mpidl.backends import CPU as cpu
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES
 
@@ -41,9 +43,10 @@ def extent(outputs, m, side):
     return -(-outputs // m) * m + side - 1
 
 
-def padded(name, channels, rows, columns, m, side):
+def padded(name, channels, rows, columns, tile, side):
     """Draw the input for (rows, columns) outputs, padded with zeros to whole tiles."""
-    x = np.zeros((channels, extent(rows, m, side), extent(columns, m, side), LANES), np.float32)
+    extents = extent(rows, tile[0], side), extent(columns, tile[1], side)
+    x = np.zeros((channels, *extents, LANES), np.float32)
     rows, columns = rows + side - 1, columns + side - 1
     x[:, :rows, :columns] = numbers(name, channels, rows, columns, LANES)
     return x
@@ -76,7 +79,7 @@ def biases(outputs):
 @functools.cache
 def exact_convolution(inputs, outputs, rows, columns, side):
     """Return the result that tiles of any size must compute, forward and backward."""
-    x = padded("x", inputs, rows, columns, 2, side)
+    x = padded("x", inputs, rows, columns, (2, 2), side)
     return conv_reference(x, weights(outputs, inputs, side), biases(outputs), rows, columns)
 
 
@@ -94,20 +97,27 @@ def relative(actual, expected):
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
-# {(m, side of the filter): bound of the relative error}, about 1.5 times the largest measured error
-CONV_ERRORS = {(2, 3): 3e-7, (4, 3): 8e-7, (2, 5): 7e-7, (4, 5): 3.5e-6}
+# {(rows and columns of a tile, side of the filter): bound of the relative error}, about 1.5 times
+# the largest measured error
+CONV_ERRORS = {
+    (2, 2, 3): 3e-7,
+    (2, 4, 3): 5e-7,
+    (4, 4, 3): 8e-7,
+    (2, 2, 5): 7e-7,
+    (4, 4, 5): 3.5e-6,
+}
 DWEIGHT_ERRORS = {3: 1.2e-6, 5: 8e-6}
 
 
 @needs_kernels
 @SHAPE
-@pytest.mark.parametrize("tile", CONV_ERRORS, ids=lambda tile: "F({},{})".format(*tile))
+@pytest.mark.parametrize("tile", CONV_ERRORS, ids=lambda tile: "F({}x{},{})".format(*tile))
 @pytest.mark.parametrize("backward", [0, 1])
 def test_convolutions_are_nearly_exact(shape, tile, backward):
     inputs, outputs, rows, columns = shape
-    m, side = tile
-    sizes = np.array([*shape, m, side, backward], np.int64)
-    x = padded("x", inputs, rows, columns, m, side)
+    side = tile[2]
+    sizes = np.array([*shape, *tile, backward], np.int64)
+    x = padded("x", inputs, rows, columns, tile, side)
     bias = biases(outputs)
     forward = weights(outputs, inputs, side)
     w = np.ascontiguousarray(forward[:, :, ::-1, ::-1].swapaxes(0, 1)) if backward else forward
@@ -131,8 +141,8 @@ def test_convolutions_are_nearly_exact(shape, tile, backward):
 @pytest.mark.parametrize("side", DWEIGHT_ERRORS)
 def test_weight_gradients_are_nearly_exact(shape, side):
     inputs, outputs, rows, columns = shape
-    sizes = np.array([*shape, 4, side], np.int64)
-    x = padded("x", inputs, rows, columns, 4, side)
+    sizes = np.array([*shape, 4, 4, side], np.int64)
+    x = padded("x", inputs, rows, columns, (4, 4), side)
     dy_shape = [extent(size, 4, side) - side + 1 for size in (rows, columns)]
     dy = np.zeros((outputs, *dy_shape, LANES), np.float32)
     dy[:, :rows, :columns] = numbers("dy", outputs, rows, columns, LANES)
@@ -145,6 +155,26 @@ def test_weight_gradients_are_nearly_exact(shape, side):
     expected = dweight_reference(x, dy, rows, columns, side)
     for dweight in on_all_builds(fast).values():
         assert relative(dweight, expected) < DWEIGHT_ERRORS[side]
+
+
+# The bounds hold for the tile of each range of inputs: 2x2, 2x4 and 4x4
+@needs_kernels
+@pytest.mark.parametrize("inputs", [16, 31, 32, 127, 128, 512])
+def test_forward_errors_are_similar_to_the_errors_of_direct_sums(inputs, monkeypatch):
+    outputs, size = 16, 8
+    x = np.maximum(numbers("x", inputs, size, size, LANES, dtype=np.float32), 0)
+    w, bias = weights(outputs, inputs, 3), np.zeros(outputs, np.float32)
+    border = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    expected = conv_reference(border, w, bias, size, size)
+    errors = {}
+    for policy in ("auto", "off", "fast"):
+        monkeypatch.setattr(settings, "winograd", policy)
+        (y,) = cpu.conv2d(x[None], w, bias, (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
+        errors[policy] = relative(y, expected)
+    print({policy: f"{error / errors['off']:.2f}" for policy, error in errors.items()})
+    assert errors["auto"] < 1.5 * errors["off"]
+    if inputs <= 32:  # tiles of 4x4 would not satisfy this bound
+        assert errors["fast"] > 1.5 * errors["off"]
 
 
 # The interpolation points of F(m, side) are 0, pairs of +-p, and infinity.
