@@ -144,7 +144,7 @@ static const float *bring_x(const struct team *team, const struct pass *pass, in
     const float *x = pass->x.x + block * c->C * c->H * c->W * LANES;
     if (pass->in_place) return x;
     struct padded in = pass->in;
-    in.data = team->shared;
+    in.data = team->shared, in.keep_border = block != team->first;
     EACH_TILE(team, ci, c->C) {
         fill_source(&in, ci, &pass->x, x + ci * c->H * c->W * LANES, c->H, c->W, c->top, c->left);
         if (ci % 8 == 0) tick();
@@ -436,6 +436,7 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     int64_t pixels = c->P * c->Q * LANES, at = block * c->K * pixels;
     struct padded out = pass->out;
     out.data = pass->dy_out ? pass->dy_out + at : team->shared + c->C * pass->in.channel_stride;
+    out.keep_border = block != team->first;
     float *leaf = pass->leaves ? leaf_of(team, pass->leaves, block) : NULL;
     EACH_TILE(team, k, c->K) {
         if (pass->dy_out != pass->dy.dy || pass->dy.y.mean)

@@ -15,10 +15,12 @@ struct conv {
 /* The layout of a block's images with a border. `data` points to the first pixel of the border.
  * `rows` and `columns` include the border. If `phases` is not 1, pixels with equal column % phases
  * are adjacent in a row, so that a strided kernel reads adjacent pixels. Each phase is `columns /
- * phases` wide. */
+ * phases` wide. If `keep_border`, the border is already zero, because the memory holds a copy of
+ * another block. */
 struct padded {
     float *data;
     int64_t rows, columns, phases, row_stride, channel_stride; /* strides in floats */
+    int keep_border;
 };
 
 /* The gradient of a convolution's output y. The gradient is dy itself or, if y.mean is not NULL, dy

@@ -9,6 +9,7 @@ static void clear(float *from, float *to) { memset(from, 0, (size_t)(to - from) 
 static float *clear_border(const struct padded *p, int64_t channel, int64_t height, int64_t width,
                            int64_t top, int64_t left) {
     float *data = p->data + channel * p->channel_stride;
+    if (p->keep_border) return data;
     if (p->phases > 1) {
         clear(data, data + p->rows * p->row_stride);
         return data;
