@@ -10,17 +10,20 @@ count: int = 0
 
 
 class CountsChanges:
-    """Base class of objects that increment `count` whenever one of their attributes is set."""
+    """Base class of objects that increment `count` whenever one of their attributes is set.
+
+    Writing to `vars(object)`, or calling `object.__setattr__`, does not change the count.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         global count
-        count += 1
         super().__setattr__(name, value)
+        count += 1
 
     def __delattr__(self, name: str) -> None:
         global count
-        count += 1
         super().__delattr__(name)
+        count += 1
 
 
 class CountingDict(dict):
@@ -30,8 +33,9 @@ class CountingDict(dict):
 def _counting(method):
     def change(self, *arguments, **keywords):
         global count
+        result = method(self, *arguments, **keywords)
         count += 1
-        return method(self, *arguments, **keywords)
+        return result
 
     return change
 

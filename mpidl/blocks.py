@@ -244,7 +244,7 @@ def share(
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
-    tree = _tree(leaves, world.size, load, world.rank, plain)
+    tree = _tree(leaves, world.size, None if load is None else tuple(load), world.rank, plain)
     first, last = (min(edge * LANES, count) for edge in tree.run)
     indices = np.arange(count) if indices is None else np.asarray(indices)
     return Batch(count, tree, world, indices[first:last], epoch, seed, device)

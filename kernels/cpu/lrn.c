@@ -14,7 +14,7 @@ enum {
     BAND = 512, /* pixels that a tile normalizes before it pools them, if windows are small */
     USUAL = 5   /* the window size with unrolled loops */
 };
-#define FEW _Pragma("GCC unroll 8")
+#define EIGHT_TIMES _Pragma("GCC unroll 8")
 /* A function of its own, for whose loops the compiler has all registers. It copies its job, because
  * the compiler must assume that a store of a vector changes what a pointer points to. */
 #define APART static __attribute__((noinline))
@@ -50,7 +50,7 @@ INLINE vec power(vec d, double beta, vec *ratio) {
 INLINE vec denominator(const struct job *job, const float *x, int64_t count, int64_t stride) {
     __builtin_prefetch(x + count * stride);
     vec sum = zero();
-    FEW for (int64_t c = 0; c < count; c++) {
+    EIGHT_TIMES for (int64_t c = 0; c < count; c++) {
         vec v = load(x + c * stride);
         sum = muladd(v, v, sum);
     }
@@ -158,7 +158,7 @@ INLINE void sum_of_pixels(const float *x, const float *terms, float *dx, const f
                           int relu) {
     for (int64_t i = 0; i < floats; i += WIDTH) {
         vec sum = zero(), v = load(x + i);
-        FEW for (int64_t j = 0; j < count; j++)
+        EIGHT_TIMES for (int64_t j = 0; j < count; j++)
             sum += load(ring + ((low + j) & job->mask) * RUN * LANES + i);
         vec result = muladd(v * splat(-job->factor), sum, load(terms + i));
         store(dx + i, relu ? relu_back(result, v) : result);

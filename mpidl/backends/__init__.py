@@ -96,8 +96,7 @@ def fast_convolutions() -> Iterator[None]:
 
     Predictions use these tiles, because their scores change only by rounding. Training uses
     smaller tiles in layers with few inputs, because the larger error of 4x4 tiles could flip a ReLU
-    and change gradients. If the
-    option `winograd` is "off", it stays "off".
+    and change gradients. If the option `winograd` is "off", it stays "off".
     """
     winograd = settings.winograd
     settings.winograd = "fast" if winograd == "auto" else winograd

@@ -82,8 +82,9 @@ class ArrayDatastore(Datastore):
         return self.images.take(np.asarray(indices, np.int64), 0)
 
     def array(self) -> np.ndarray | None:
-        reads_array = type(self).read is ArrayDatastore.read  # false if a subclass changes pixels
-        return self.images if reads_array else None
+        # a subclass or an instance with another `read` may change the pixels
+        is_read = type(self).read is ArrayDatastore.read and "read" not in vars(self)
+        return self.images if is_read else None
 
     def targets(self, indices: Indices) -> np.ndarray:
         if self._targets is None:

@@ -145,8 +145,8 @@ def check_below(
     if labels.dtype == np.int32 and labels.flags.c_contiguous:
         is_valid = labels.view(np.uint32).max(initial=0) < classes  # negative labels become large
     else:
-        is_valid = not labels.size or 0 <= labels.min() <= labels.max() <= classes - 1
-    if not is_valid:
+        is_valid = labels.size and 0 <= labels.min() <= labels.max() <= classes - 1
+    if labels.size and not is_valid:
         rows = labels.reshape(len(labels), -1)
         bad = (rows < 0) | (rows > classes - 1)
         if ignore_label is not None:

@@ -92,7 +92,7 @@ class StepProgram:
         self._tables = [dict(table) for table in _tables(net, optimizer)]
         self._arrays = _arrays(net, optimizer)
         self._options = _options(net, optimizer)
-        self._settings = [dict(vars(part)) for part in _parts(net, optimizer)]
+        self._settings = _settings(_parts(net, optimizer))
         self._numbers: Any = None  # the values that determined the numbers of the last update
         # The objects that `is_current` last compared, and the count of changes at that time.
         self._used_tables: list[Any] = []
@@ -199,7 +199,7 @@ class StepProgram:
             and _are_same(tables, self._used_tables)
         ):
             return True
-        if list(map(vars, parts)) != self._settings:
+        if not _are_equal(_settings(parts), self._settings):
             return False
         if not _are_same(_arrays(net, optimizer), self._arrays):
             if _formats(tables) != _formats(self._tables):
@@ -346,7 +346,24 @@ def _parts(net, optimizer):
 
 def _options(net, optimizer):
     """Return the other settings that affect the kernel calls of a training step."""
-    return net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
+    kept = [*optimizer.state_arrays], optimizer.average_share is None
+    options = net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
+    return *options, *kept
+
+
+def _settings(parts):
+    """Return copies of the attributes of these objects and of the dicts among the attributes."""
+    return [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in table.items()}
+        for table in map(vars, parts)
+    ]
+
+
+def _are_equal(settings_of_parts, expected):
+    try:
+        return settings_of_parts == expected
+    except ValueError:  # a comparison of arrays
+        return False
 
 
 def _are_same(objects, expected):

@@ -249,3 +249,46 @@ def test_threads_prepare_only_mini_batches_that_are_worth_it(monkeypatch):
     started.clear()
     list(MinibatchQueue(store, 16, augmenter=Augmenter(brightness=0.2)).epoch(1))
     assert started
+
+
+def epoch_sums(queue, epoch):
+    return [images.lanes.sum() for images, _ in queue.epoch(epoch)]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_images_that_are_replaced_between_epochs(dtype):
+    store = ArrayDatastore(np.ones((40, 1, 2, 2), dtype))
+    queue = MinibatchQueue(store, 16)
+    before = epoch_sums(queue, 1)
+    store.images = store.images * 2
+    assert epoch_sums(queue, 2) == [2 * value for value in before]
+
+
+def test_a_set_that_is_longer_than_its_array():
+    class Repeated(ArrayDatastore):
+        def __len__(self):
+            return 1000 * len(self.images)
+
+        def read(self, indices):
+            return super().read(np.asarray(indices) % len(self.images))
+
+    class Unbounded(ArrayDatastore):
+        def __len__(self):
+            return 1000 * len(self.images)
+
+    images = np.ones((20, 1, 2, 2), np.float32)
+    lanes = next(MinibatchQueue(Repeated(images), 32).epoch(1))[0].lanes
+    assert (lanes == 1).all()
+    with pytest.raises(IndexError):
+        next(MinibatchQueue(Unbounded(images), 32).epoch(1))
+
+
+def test_a_read_method_of_the_instance_is_called():
+    store = ArrayDatastore(np.ones((16, 1, 2, 2), np.float32))
+    store.read = lambda indices: np.zeros((len(indices), 1, 2, 2), np.float32)
+    assert epoch_sums(MinibatchQueue(store, 16), 1) == [0]
+
+
+def test_the_load_may_be_a_list():
+    store = ArrayDatastore(np.ones((20, 1, 2, 2), np.float32))
+    assert len([*MinibatchQueue(store, 20, load=[1]).epoch(1)]) == 1

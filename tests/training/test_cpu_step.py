@@ -271,6 +271,17 @@ def test_changes_between_steps_are_noticed(world):
     assert assert_equal(small, SOLVERS["sgdm"], world, change=change).program is not None
 
 
+def test_changes_of_the_decay_and_a_new_average_are_noticed(world):
+    def change(step, iteration):
+        if iteration == 4:
+            step.optimizer.transforms[0].factors["conv1.weight"] = 5.0
+        if iteration == 6:
+            step.optimizer.keep_average()
+            step.optimizer.average_share = 1.0
+
+    assert_equal(small, SOLVERS["decay and clipping"], world, change=change)
+
+
 def halved(step):
     step.net.parameters = {k: v * 0.5 for k, v in step.net.parameters.items()}
     step.optimizer.state_arrays["velocity"] = {

@@ -111,18 +111,17 @@ def texts(header):
 on_call = (
     None  # a function on_call(name, arguments) to call after each kernel call of a recorded step
 )
-_skipping = None  # the thread whose kernel calls do nothing, or None
+_skipping = threading.local()  # has the attribute `active` in threads whose kernels do nothing
 
 
 @contextlib.contextmanager
 def without_kernels():
     """Let this thread's calls of kernels do nothing within the `with` block."""
-    global _skipping
-    _skipping = threading.get_ident()
+    _skipping.active = True
     try:
         yield
     finally:
-        _skipping = None
+        del _skipping.active
 
 
 def _one_at_a_time(name, function, missing_bytes):
@@ -135,7 +134,7 @@ def _one_at_a_time(name, function, missing_bytes):
     def call(*arguments):
         global _in_pass
         me = threading.get_ident()
-        if _skipping == me:
+        if hasattr(_skipping, "active"):
             return None
         if _in_pass == me:
             raise RuntimeError("a kernel was called from the progress hook of another kernel")

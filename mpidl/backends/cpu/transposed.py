@@ -15,10 +15,10 @@ from mpidl.backends.cpu.call import per_channel
 def transposed_conv2d(x, weight, bias, stride, cropping):
     shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     y = arenas.empty((len(x), *shape, x.shape[-1]))
-    geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
+    geometry, _, (_, tile, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
     # x is passed as dy, and y as dx. The kernel computes no sums or weight gradients.
     source, after, outputs = (y, *(None,) * 3), (None,) * 7, (None, y, None, None, 0)
-    numbers = np.zeros(len(x), np.int32), len(x), geometry, np.zeros(4, np.int64), m, 0
+    numbers = np.zeros(len(x), np.int32), len(x), geometry, np.zeros(4, np.int64), tile, 0
     weight, bias = per_channel(weight), per_channel(bias)
     x = np.ascontiguousarray(x)
     kernels().conv2d_backward(x, *after, *source, weight, bias, *outputs, *numbers)

@@ -125,12 +125,13 @@ class Pipeline:
             )
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
-        self._floats = self._unchanged_floats()
 
     def _unchanged_floats(self):
         """Return all images as one array if they are floats that only need to be normalized."""
         array = self.datastore.array()
         if array is None or array.dtype != np.float32 or not array.flags.c_contiguous:
+            return None
+        if len(array) != len(self.datastore):
             return None
         is_changed = self.changes_pixels or self.augmenter is not None
         return None if is_changed or self.image_shape != array.shape[1:] else array
@@ -291,10 +292,11 @@ class Pipeline:
         labels : ndarray or None
             The second result of `read`.
         """
-        if self._floats is None or kernels() is None:
+        floats = self._unchanged_floats()
+        if floats is None or kernels() is None:
             return False, None
         indices, statistics = self.image_indices(samples), self.normalization.arrays()
-        if not cpu_images.rows_of_floats(self._floats, indices, **statistics, out=lanes):
+        if not cpu_images.rows_of_floats(floats, indices, **statistics, out=lanes):
             return False, None
         try:
             labels = self._labels(indices)

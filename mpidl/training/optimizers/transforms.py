@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpidl import backends
-from mpidl.attribute_changes import CountsChanges
+from mpidl.attribute_changes import CountingDict, CountsChanges
 from mpidl.backends.interface import Backend
 from mpidl.training.options.option_types import (
     Rule,
@@ -229,7 +229,7 @@ class WeightDecay(Transform):
         exclude: str = BIASES_AND_NORMS,
     ) -> None:
         self.l2: float = check("l2", l2)
-        self.factors = dict(factors or {})
+        self.factors = CountingDict(factors or {})
         # Older checkpoints have no attribute `exclude`, so set it only if it is not the default.
         if check("decay_exclude", exclude) != BIASES_AND_NORMS:
             self.exclude = exclude
