@@ -117,8 +117,9 @@ def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerCont
     }
     weight, bias = context["weight"], conv.bias_of(context)
     if isinstance(run[-1], MaxPool2D):
-        norm, pool = run[-2:]
-        options["norm"] = norm.window, norm.alpha, norm.beta, norm.k
+        lrn: Any = run[-2]
+        pool: Any = run[-1]
+        options["norm"] = lrn.window, lrn.alpha, lrn.beta, lrn.k
         options["windows"] = pool.size, pool.stride, pool.padding
         return ops.conv2d_relu_norm_max_pool(x[0], weight, bias, **options)
     if not isinstance(run[1], BatchNorm):

@@ -50,7 +50,8 @@ def conv2d_relu_norm_max_pool(
     shape = conv2d_shape(x.shape[1:], weight.shape, *conv_args[:3])
     check_window("cross_channel_norm", *norm)
     pool_args = pool.windows("max_pool2d", shape, *windows, pool.PLACES)[:3]
-    norm_args = norm[0], *map(float, norm[1:])
+    window, alpha, beta, k = norm
+    norm_args = window, float(alpha), float(beta), float(k)
     y = backend.conv2d_relu(x.source, weight, bias, *conv_args, None)
     pooled, argmax = backend.norm_max_pool(y, *norm_args, *pool_args)
 
