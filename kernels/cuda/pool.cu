@@ -80,16 +80,18 @@ __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char
         }
         for (int i = rows.first; i < rows.stop; i++) {
             const float* line = image + (long long)(rows.start + i) * W * C + at % C;
+            Values of_row = {}; // one sum over a large window would lose accuracy
             for (int j = columns.first; j < columns.stop; j++) {
                 Values pixel = load(line + (columns.start + j) * C);
                 for (int v = 0; v < POOL_WIDTH; v++) {
                     const float value = pixel.of[v];
                     if (!MAX)
-                        result.of[v] += value;
+                        of_row.of[v] += value;
                     else if (value > result.of[v] || value != value)
                         result.of[v] = value, place.of[v] = (unsigned char)(i * S + j);
                 }
             }
+            for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] += of_row.of[v];
         }
         const float count = divisor(rows, columns, R * S, count_padding);
         for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] /= count;

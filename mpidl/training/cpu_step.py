@@ -346,9 +346,8 @@ def _parts(net, optimizer):
 
 def _options(net, optimizer):
     """Return the other settings that affect the kernel calls of a training step."""
-    kept = [*optimizer.state_arrays], optimizer.average_share is None
     options = net.batchnorm, net.fuse, settings.winograd, dict(optimizer.learning_rate_factors)
-    return *options, *kept
+    return *options, [*optimizer.state_arrays], optimizer.average_share is None
 
 
 def _settings(parts):
