@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import subject
 from mpidl import backends
-from mpidl.backends.cpu import conv
+from mpidl.backends.cpu import arenas, conv
 from mpidl.blocks import LANES, Blocked, OneRank, share
 from mpidl.deferred import DeferredInput
 from mpidl.nn import Conv2D, CrossChannelNorm, Layer, MaxPool2D, Network, graph
@@ -300,8 +300,8 @@ def _large_dense(threads):
     batch = share(images, OneRank())
     numbers = np.random.default_rng(0)
 
-    def random(*size):
-        return numbers.standard_normal(size, np.float32)
+    def random(*size):  # at a multiple of 64 bytes, as in a training step
+        return numbers.standard_normal(out=arenas.empty(size), dtype=np.float32)
 
     weight, x = random(outputs, features), random(batch.blocks, features, LANES)
     dy = random(batch.blocks, outputs, LANES)

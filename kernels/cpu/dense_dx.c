@@ -15,26 +15,54 @@ enum { GROUPS = 1 };
 struct visit {
     const float *weight;
     int64_t row;
-    int groups, sizes[GROUPS], add;
+    int groups, sizes[GROUPS], rows, add;
     const float *dy[2];
     float *dx[2];
 };
 
-/* Add a visit's products to `features` features, starting at f, for `vectors` vectors of images. */
-INLINE void back(const struct visit *v, int64_t f, const int features, const int vectors) {
+/* The number of features whose weights, in one row, fill a line of the caches. */
+enum { LINE = 16 };
+
+/* Rows that start a multiple of 4 KiB apart use the same set of the first-level cache, which holds
+ * about 8 lines. If a visit has more of these rows, each tile of features reads the same lines from
+ * the second-level cache again. Therefore, a visit of more than FEW_ROWS rows copies the weights of
+ * LINE features to adjacent lines. It copies them while it computes the preceding features, which
+ * hides the latency. */
+enum { SET_BYTES = 4096, FEW_ROWS = 16 };
+
+/* The copy that a tile of features makes: a part of the rows of each group. */
+struct copy {
+    const float *from; /* the first row, or NULL if the tile copies nothing */
+    float *to;
+    int part, parts;
+};
+
+INLINE void copy_line(float *to, const float *from) {
+    UNROLL for (int i = 0; i < LINE; i += WIDTH) store(to + i, load(from + i));
+}
+
+/* Add a visit's products to `features` features, starting at f, for `vectors` vectors of images.
+ * The weights of these features are at w, in rows that are `row` floats apart. */
+INLINE void back(const struct visit *v, const float *w, int64_t row, int64_t f, const int features,
+                 const int vectors, struct copy copy) {
     vec total[8][2];
     UNROLL for (int q = 0; q < features; q++)
         UNROLL for (int i = 0; i < vectors; i++) {
             total[q][i] = zero();
             if (GROUPS > 1 && v->add) total[q][i] = load(v->dx[i] + (f + q) * LANES);
         }
-    const float *w = v->weight + f;
     int64_t at = 0;
     for (int g = 0; g < GROUPS && g < v->groups; g++) {
         vec sum[8][2], dy[2];
         UNROLL for (int q = 0; q < features; q++)
             UNROLL for (int i = 0; i < vectors; i++) sum[q][i] = zero();
-        for (int j = 0; j < v->sizes[g]; j++, w += v->row, at += LANES) {
+        if (copy.from) {
+            int size = v->sizes[g], stop = size * (copy.part + 1) / copy.parts;
+            for (int j = size * copy.part / copy.parts; j < stop; j++)
+                copy_line(copy.to + j * LINE, copy.from + j * v->row);
+            copy.from += size * v->row, copy.to += size * LINE;
+        }
+        for (int j = 0; j < v->sizes[g]; j++, w += row, at += LANES) {
             UNROLL for (int i = 0; i < vectors; i++) dy[i] = load(v->dy[i] + at);
             UNROLL for (int q = 0; q < features; q++)
                 UNROLL for (int i = 0; i < vectors; i++)
@@ -51,15 +79,30 @@ INLINE void back(const struct visit *v, int64_t f, const int features, const int
 }
 
 /* Add a visit's products to `count` features. Prefetch the weights of `fetch` rows, starting at
- * `next`. */
+ * `next`. If `packs` is 1, copy the weights. */
 INLINE void back_features(const struct visit *v, int64_t count, const float *next, int fetch,
-                          const int vectors) {
+                          const int vectors, const int packs) {
+    const int features = 8 / vectors, tiles = LINE / features;
+    float packed[2][GROUPS * GROUP * LINE] __attribute__((aligned(64)));
+    float *now = packed[0], *later = packed[1];
     int64_t f = 0;
-    for (; f + 16 <= count; f += 16) {
+    if (packs)
+        for (int j = 0; j < v->rows; j++) copy_line(now + j * LINE, v->weight + j * v->row);
+    for (; f + LINE <= count; f += LINE) {
         for (int j = 0; j < fetch; j++) __builtin_prefetch(next + j * v->row + f, 0, 2);
-        for (int q = 0; q < 16; q += 8 / vectors) back(v, f + q, 8 / vectors, vectors);
+        struct copy copy = {.to = later, .parts = tiles};
+        if (packs && f + 2 * LINE <= count) copy.from = v->weight + f + LINE;
+        for (; copy.part < tiles; copy.part++) {
+            int q = copy.part * features;
+            if (packs)
+                back(v, now + q, LINE, f + q, features, vectors, copy);
+            else
+                back(v, v->weight + f + q, v->row, f + q, features, vectors, (struct copy){0});
+        }
+        float *used = now;
+        now = later, later = used;
     }
-    for (; f < count; f++) back(v, f, 1, vectors);
+    for (; f < count; f++) back(v, v->weight + f, v->row, f, 1, vectors, (struct copy){0});
 }
 
 /* Compute dx for `count` features, starting at feature f, in `blocks` blocks. */
@@ -73,10 +116,13 @@ void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t fir
         struct visit v = {.weight = d->weight + k * d->features + f,
                           .row = d->features,
                           .groups = (int)least(GROUPS, groups - g),
+                          .rows = (int)(next - k),
                           .add = g > 0};
         for (int i = 0; i < v.groups; i++)
             v.sizes[i] =
                 (int)(part(d->outputs, g + i + 1, groups) - part(d->outputs, g + i, groups));
+        int packs = GROUPS > 1 && v.rows > FEW_ROWS && count >= LINE &&
+                    d->features * (int64_t)sizeof(float) % SET_BYTES == 0;
         for (int64_t i = 0; i < blocks * PARTS; i += 2) {
             int vectors = (int)least(2, blocks * PARTS - i);
             int fetch = i ? 0 : (int)(after - next);
@@ -85,10 +131,15 @@ void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t fir
                 v.dy[j] = d->dy + (block * d->outputs + k) * LANES + lane;
                 v.dx[j] = d->dx + (block * d->features + f) * LANES + lane;
             }
-            if (vectors == 2)
-                back_features(&v, count, d->weight + next * d->features + f, fetch, 2);
+            const float *ahead = d->weight + next * d->features + f;
+            if (vectors == 2 && packs)
+                back_features(&v, count, ahead, fetch, 2, 1);
+            else if (vectors == 2)
+                back_features(&v, count, ahead, fetch, 2, 0);
+            else if (packs)
+                back_features(&v, count, ahead, fetch, 1, 1);
             else
-                back_features(&v, count, d->weight + next * d->features + f, fetch, 1);
+                back_features(&v, count, ahead, fetch, 1, 0);
         }
         tick();
     }

@@ -102,11 +102,9 @@ def assert_same(actual, expected):
 SIZES = [(1, None), (3, None), (31, None), (1000, None), (1, 1), (35, 7), (48, 48), (1260, 2)]
 
 
-@pytest.mark.parametrize("features, channels", SIZES)
-@pytest.mark.parametrize("outputs", [1, 2, 7, 10, 16, 17, 67])
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_sums_have_the_bytes_of_sums_in_order(outputs, features, channels, blocks):
-    layer, tree = Layer(outputs, features, blocks, 3, channels), tree_of_blocks(blocks)
+def check_bytes(layer, blocks):
+    """Compare all passes, on all builds, with sums in the order that dense.h specifies."""
+    tree = tree_of_blocks(blocks)
     by_loops = functools.cache(lambda build: layer.by_loops(tree))
 
     def fast():
@@ -115,6 +113,20 @@ def test_sums_have_the_bytes_of_sums_in_order(outputs, features, channels, block
         return dx
 
     on_all_builds(fast)
+
+
+@pytest.mark.parametrize("features, channels", SIZES)
+@pytest.mark.parametrize("outputs", [1, 2, 7, 10, 16, 17, 67])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_sums_have_the_bytes_of_sums_in_order(outputs, features, channels, blocks):
+    check_bytes(Layer(outputs, features, blocks, 3, channels), blocks)
+
+
+@pytest.mark.parametrize("features, channels", [(1024, None), (3072, 256)])
+@pytest.mark.parametrize("outputs, blocks", [(17, 1), (67, 3)])
+def test_copies_of_weights_do_not_change_sums(features, channels, outputs, blocks):
+    """Rows at multiples of 4 KiB are copied. A tile of 256 channels has 504 features."""
+    check_bytes(Layer(outputs, features, blocks, 3, channels), blocks)
 
 
 @pytest.mark.parametrize("channels", [None, 5])
