@@ -39,29 +39,52 @@ def images(
     return lanes
 
 
-def rows_of_floats(array, rows, centre=None, divisor=None, *, out):
-    """Convert the images array[rows] to `out`, without a copy of their pixels.
+class FloatImages:
+    """Images and labels in memory, from which one call of a kernel prepares a mini-batch.
 
     Parameters
     ----------
-    array : (n, C, H, W) float32
-        Images, C-ordered.
-    rows : (count,) int64
-        Index of each image, from 0 to n - 1.
+    images : (n, C, H, W) float32
+        The images, C-ordered.
+    labels : (n,) int64 or None
+        Their labels, C-ordered.
+    classes : int or None
+        Number of classes, if labels must be below this number.
     centre, divisor : (C,) or (C, H, W) float32, optional
-        The result is (pixel - centre) / divisor.
-    out : (blocks, C, H, W, 16) float32
-        Array for the result; unused lanes are 0.
-
-    Returns
-    -------
-    bool
-        False if a pixel is NaN or infinite.
+        Normalized pixels are (pixel - centre) / divisor.
     """
-    image = array.shape[1:]
-    shape = np.array([*image, *image[1:], centre is not None and np.ndim(centre) == 3], np.int64)
-    numbers = (_or_none(v, np.float32) for v in (centre, divisor))
-    return bool(kernels().rows_of_floats(array, rows, len(rows), shape, *numbers, out))
+
+    def __init__(self, images, labels, classes, centre=None, divisor=None):
+        self.images, self.labels = images, labels
+        image, classes = images.shape[1:], 1 << 31 if classes is None else classes
+        of_pixels = centre is not None and np.ndim(centre) == 3
+        shape = np.array([*image, *image[1:], of_pixels], np.int64)
+        self._source = images, labels, len(images)
+        self._rules = shape, _or_none(centre, np.float32), _or_none(divisor, np.float32), classes
+
+    def prepare(self, samples, lanes, labels, on_team):
+        """Write the images and labels of a mini-batch to `lanes` and `labels`.
+
+        Parameters
+        ----------
+        samples : (count,) int64
+            Sample numbers, from 0. Sample s refers to image s % n.
+        lanes : (blocks, C, H, W, 16) float32
+            Array for the normalized images; unused lanes become 0.
+        labels : (blocks, 16) int32 or None
+            Array for the labels; unused lanes become 0.
+        on_team : bool
+            Whether all threads of the library share the work. Otherwise, only the calling thread
+            works, and several threads may call the method at the same time.
+
+        Returns
+        -------
+        bool
+            False if a pixel is not finite, or if a label is negative or too large.
+        """
+        library = kernels()
+        prepare = library.minibatch_of_floats_on_team if on_team else library.minibatch_of_floats
+        return bool(prepare(*self._source, samples, len(samples), *self._rules, lanes, labels))
 
 
 def _or_none(option, dtype):

@@ -90,6 +90,7 @@ class Pipeline:
         mixing: Mixing | None = None,
     ):
         self.mixing: Mixing | None = None
+        self._floats: cpu_images.FloatImages | None = None  # see `_float_images`
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
@@ -126,15 +127,35 @@ class Pipeline:
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
 
-    def _unchanged_floats(self):
-        """Return all images as one array if they are floats that only need to be normalized."""
-        array = self.datastore.array()
-        if array is None or array.dtype != np.float32 or not array.flags.c_contiguous:
+    def _float_images(self):
+        """Return a FloatImages if all images are floats in memory that are only normalized.
+
+        Otherwise, return None.
+        """
+        images, labels = self.datastore.array(), self.datastore.labels
+        if images is None:
             return None
-        if len(array) != len(self.datastore):
-            return None
+        current = self._floats
+        if current is None or current.images is not images or current.labels is not labels:
+            if not self._can_convert(images, labels):
+                return None
+            statistics = self.normalization.arrays()
+            current = cpu_images.FloatImages(images, labels, self.classes, **statistics)
+            self._floats = current
+        return current
+
+    def _can_convert(self, images, labels):
         is_changed = self.changes_pixels or self.augmenter is not None
-        return None if is_changed or self.image_shape != array.shape[1:] else array
+        return (
+            not is_changed
+            and kernels() is not None
+            and images.dtype == np.float32
+            and images.flags.c_contiguous
+            and len(images) == len(self.datastore)
+            and self.image_shape == images.shape[1:]
+            and (labels is None or (labels.dtype == np.int64 and labels.flags.c_contiguous))
+            and (labels is None or labels.shape == images.shape[:1])
+        )
 
     def _set_mixing(self, mixing):
         """Make `read` mix images and labels, and set the new shape and type of the labels."""
@@ -274,37 +295,30 @@ class Pipeline:
         return pixels, labels
 
     def convert_floats(
-        self, samples: np.ndarray, lanes: np.ndarray
-    ) -> tuple[bool, np.ndarray | None]:
+        self, samples: np.ndarray, lanes: np.ndarray, labels: np.ndarray | None, on_team: bool
+    ) -> bool:
         """Convert float images that are in memory and are not changed, without copying them first.
 
         Parameters
         ----------
         samples : ndarray
-            Sample numbers (n,).
+            Sample numbers (n,), int64.
         lanes : ndarray
             Memory for the normalized images, (blocks, C, H, W, 16) float32.
+        labels : ndarray or None
+            Memory for the labels, (blocks, 16) int32. None if there are no labels.
+        on_team : bool
+            Whether all threads of the kernels share the work. Only the main thread may set it.
 
         Returns
         -------
-        is_complete : bool
+        bool
             False if this is not possible, or if the data are invalid. `read` then raises the error.
-        labels : ndarray or None
-            The second result of `read`.
         """
-        floats = self._unchanged_floats()
-        if floats is None or kernels() is None:
-            return False, None
-        indices, statistics = self.image_indices(samples), self.normalization.arrays()
-        if not cpu_images.rows_of_floats(floats, indices, **statistics, out=lanes):
-            return False, None
-        try:
-            labels = self._labels(indices)
-            if self.classes is not None and labels is not None:
-                check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
-        except UserError:
-            return False, None
-        return True, labels
+        if self.datastore.targets_shape is not None:
+            return False
+        floats = self._float_images()
+        return floats is not None and floats.prepare(samples, lanes, labels, on_team)
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's image index in the datastore."""

@@ -197,30 +197,51 @@ def test_scipy_warps_images_alike(kind):
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [None, 1, 2, 3])
 @pytest.mark.parametrize("statistics", [None, "per channel", "per pixel"])
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 40, 41)])
 @pytest.mark.parametrize("count", [0, 1, 16, 37])
-def test_rows_of_floats_have_the_bytes_of_copied_images(count, shape, statistics):
+def test_minibatches_of_floats_have_the_bytes_of_copied_images(count, shape, statistics, threads):
     random = np.random.default_rng(0)
-    array = random.uniform(-1, 1, (20, *shape)).astype(np.float32)
-    rows = random.integers(0, 20, count)
+    array, labels = random.uniform(-1, 1, (20, *shape)).astype(np.float32), np.arange(20) % 10
+    samples = random.integers(0, 60, count)  # balanced sampling repeats the 20 images
     numbers = {}
     if statistics:
         size = shape if statistics == "per pixel" else shape[:1]
         numbers["centre"] = random.uniform(0, 1, size).astype(np.float32)
         numbers["divisor"] = random.uniform(1, 2, size).astype(np.float32)
-    expected = reference.images(array[rows], **numbers)
-    out = np.full(expected.shape, np.nan, np.float32)
-    assert images.rows_of_floats(array, rows, **numbers, out=out)
-    assert out.tobytes() == np.asarray(expected).tobytes()
+    expected = reference.images(array[samples % 20], **numbers)
+    lanes = np.full(expected.shape, np.nan, np.float32)
+    rows = np.full((len(lanes), 16), -1, np.int32)
+    builds.kernels().set_threads(threads or 1)
+    try:
+        source = images.FloatImages(array, labels, 10, **numbers)
+        assert source.prepare(samples, lanes, rows, on_team=threads is not None)
+    finally:
+        builds.kernels().set_threads(settings.threads)
+    assert lanes.tobytes() == np.asarray(expected).tobytes()
+    assert (rows.ravel()[:count] == labels[samples % 20]).all() and not rows.ravel()[count:].any()
 
 
 @needs_kernels
+@pytest.mark.parametrize("on_team", [False, True])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
-def test_rows_of_floats_that_are_not_finite_are_noticed(value):
+def test_floats_that_are_not_finite_are_noticed(value, on_team):
     array = np.zeros((20, 1, 40, 41), np.float32)
     array[7, 0, 39, 40] = value
-    rows = np.array([3, 7, 19])
-    out = np.empty((1, 1, 40, 41, 16), np.float32)
-    assert images.rows_of_floats(array, rows, out=out) == bool(np.isfinite(value))
-    assert images.rows_of_floats(array, rows[[0, 2]], out=out)
+    source, samples = images.FloatImages(array, None, None), np.array([3, 7, 19])
+    lanes = np.empty((1, 1, 40, 41, 16), np.float32)
+    assert source.prepare(samples, lanes, None, on_team) == bool(np.isfinite(value))
+    assert source.prepare(samples[[0, 2]], lanes, None, on_team)
+
+
+@needs_kernels
+@pytest.mark.parametrize("on_team", [False, True])
+@pytest.mark.parametrize("label, classes", [(-1, 3), (3, 3), (2, 3), (1 << 31, None), (-1, None)])
+def test_labels_that_are_negative_or_too_large_are_noticed(label, classes, on_team):
+    labels = np.zeros(20, np.int64)
+    labels[7] = label
+    source = images.FloatImages(np.zeros((20, 1, 2, 2), np.float32), labels, classes)
+    lanes, rows = np.empty((2, 1, 2, 2, 16), np.float32), np.empty((2, 16), np.int32)
+    assert source.prepare(np.arange(20), lanes, rows, on_team) == (label == 2)
+    assert source.prepare(np.arange(8, 20), lanes[:1], rows[:1], on_team)
