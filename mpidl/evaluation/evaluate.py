@@ -134,9 +134,8 @@ def agreed(
         signalled = signals is not None and signals.is_requested()
         unreadable = ready[0].reasons if isinstance(ready[0], Unreadable) else {}
         level = _FAILS if problem else _REPEATS if unreadable else _STOPS if signalled else 0
-        if world.size > 1:
-            with phases.span("agreement to continue"):
-                level = world.gop("max", level)
+        with phases.span("agreement to continue"):
+            level = world.gop("max", level)
         bad = None
         if level == _FAILS:
             world.raise_if_any(problem)
