@@ -136,54 +136,64 @@ INLINE void soon(const struct look *look, const struct crop *s, const uint8_t *a
         for (int64_t w = 0; w < s->W; w += 64) __builtin_prefetch(next + w);
 }
 
+void block_of_bytes(const uint8_t *all, const uint8_t *end, const int64_t *rows, int valid,
+                    const struct crop *s, const struct moves *moves, int64_t first,
+                    const float *centre, const float *divisor, float *lanes) {
+    struct look look[LANES] = {0};
+    for (int lane = 0; lane < valid; lane++) {
+        int64_t n = first + lane;
+        look[lane] = (struct look){of(moves->top, n), of(moves->left, n), of(moves->mirrored, n),
+                                   NULL};
+    }
+    for (int64_t c = 0; c < s->C; c++) {
+        line outside = (line){0} + (uint8_t)(moves->fill ? moves->fill[c] : 0);
+        for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES) {
+            for (int lane = 0; lane < valid; lane++) {
+                int64_t h = p + look[lane].top;
+                int inside = h >= 0 && h < s->H;
+                if (look[lane].mirrored & TOP_TO_BOTTOM) h = s->H - 1 - h;
+                look[lane].row =
+                    inside ? all + ((rows[lane] * s->C + c) * s->H + h) * s->W : NULL;
+                if (look[lane].row) soon(&look[lane], s, all, end);
+            }
+            for (int64_t q = 0; q < s->Q; q += CHUNK) {
+                line lines[LANES];
+                for (int lane = 0; lane < LANES; lane++) {
+                    lines[lane] = outside;
+                    if (look[lane].row)
+                        lines[lane] = row_chunk(&look[lane], s->W, q, all, end, outside);
+                }
+                turn(lines);
+                uint8_t bytes[CHUNK * LANES];
+                memcpy(bytes, lines, sizeof bytes);
+                int64_t count = s->Q - q < CHUNK ? s->Q - q : CHUNK;
+                for (int64_t i = 0; i < count; i++) {
+                    int64_t at = place(s, c, p, q + i);
+                    vec less = splat(centre ? centre[at] : 0.0f);
+                    vec by = splat(centre ? divisor[at] : 255.0f);
+                    for (int part = 0; part < LANES; part += WIDTH) {
+                        ivec pixel = load_bytes(bytes + i * LANES + part);
+                        vec v = (__builtin_convertvector(pixel, vec) - less) / by;
+                        if (valid < LANES) v = keep(lanes_below(valid, part), v);
+                        store(lanes + (q + i) * LANES + part, v);
+                    }
+                }
+            }
+        }
+    }
+}
+
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                   const int32_t *mirrored, const int32_t *top, const int32_t *left,
                   const uint8_t *fill, const float *centre, const float *divisor, float *lanes) {
     const struct crop *s = (const struct crop *)shape;
     const uint8_t *end = pixels + images * s->C * s->H * s->W;
-    for (int64_t block = 0; block < (images + LANES - 1) / LANES; block++) {
-        int valid = images - block * LANES < LANES ? (int)(images - block * LANES) : LANES;
-        struct look look[LANES] = {0};
-        for (int lane = 0; lane < valid; lane++) {
-            int64_t n = block * LANES + lane;
-            look[lane] = (struct look){of(top, n), of(left, n), of(mirrored, n), NULL};
-        }
-        for (int64_t c = 0; c < s->C; c++) {
-            line outside = (line){0} + (uint8_t)(fill ? fill[c] : 0);
-            for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES) {
-                for (int lane = 0; lane < valid; lane++) {
-                    int64_t n = block * LANES + lane, h = p + look[lane].top;
-                    int inside = h >= 0 && h < s->H;
-                    if (look[lane].mirrored & TOP_TO_BOTTOM) h = s->H - 1 - h;
-                    look[lane].row =
-                        inside ? pixels + ((n * s->C + c) * s->H + h) * s->W : NULL;
-                    if (look[lane].row) soon(&look[lane], s, pixels, end);
-                }
-                for (int64_t q = 0; q < s->Q; q += CHUNK) {
-                    line rows[LANES];
-                    for (int lane = 0; lane < LANES; lane++) {
-                        rows[lane] = outside;
-                        if (look[lane].row)
-                            rows[lane] = row_chunk(&look[lane], s->W, q, pixels, end, outside);
-                    }
-                    turn(rows);
-                    uint8_t bytes[CHUNK * LANES];
-                    memcpy(bytes, rows, sizeof bytes);
-                    int64_t count = s->Q - q < CHUNK ? s->Q - q : CHUNK;
-                    for (int64_t i = 0; i < count; i++) {
-                        int64_t at = place(s, c, p, q + i);
-                        vec less = splat(centre ? centre[at] : 0.0f);
-                        vec by = splat(centre ? divisor[at] : 255.0f);
-                        for (int part = 0; part < LANES; part += WIDTH) {
-                            ivec pixel = load_bytes(bytes + i * LANES + part);
-                            vec v = (__builtin_convertvector(pixel, vec) - less) / by;
-                            if (valid < LANES) v = keep(lanes_below(valid, part), v);
-                            store(lanes + (q + i) * LANES + part, v);
-                        }
-                    }
-                }
-            }
-        }
+    struct moves moves = {mirrored, top, left, fill};
+    for (int64_t first = 0; first < images; first += LANES, lanes += s->C * s->P * s->Q * LANES) {
+        int valid = (int)least(LANES, images - first);
+        int64_t rows[LANES];
+        for (int lane = 0; lane < valid; lane++) rows[lane] = first + lane;
+        block_of_bytes(pixels, end, rows, valid, s, &moves, first, centre, divisor, lanes);
     }
 }
 

@@ -1,4 +1,4 @@
-/* Prepare mini-batches of images that are in memory as floats, and of their labels. */
+/* Prepare mini-batches of images and labels that are in memory. */
 #include "images.h"
 
 #include <stdatomic.h>
@@ -48,14 +48,16 @@ int64_t blocks_of_floats(const float *all, const int64_t *rows, int64_t images,
     return !is_bad;
 }
 
-/* The arguments of mpidl_minibatch_of_floats, and whether a block was invalid. */
+/* A mini-batch, and whether one of its blocks was invalid. Either `floats` or `bytes` is NULL. */
 struct minibatch {
-    const float *all;
+    const float *floats;
+    const uint8_t *bytes;
     const int64_t *all_labels;
     int64_t count;
     const int64_t *samples;
     int64_t images;
     const struct crop *shape;
+    struct moves moves;
     const float *centre, *divisor;
     int64_t classes;
     float *lanes;
@@ -63,12 +65,19 @@ struct minibatch {
     atomic_int is_invalid;
 };
 
-static void prepare_block(struct minibatch *m, int64_t block) {
+static void prepare(const struct team *team, void *minibatch, int64_t block) {
+    struct minibatch *m = minibatch;
     const struct crop *s = m->shape;
+    if (team->member > 0) return;
     int64_t rows[LANES], first = block * LANES, valid = least(LANES, m->images - first);
+    int64_t is_valid = 1;
+    float *lanes = m->lanes + first * s->C * s->P * s->Q;
     for (int64_t i = 0; i < valid; i++) rows[i] = m->samples[first + i] % m->count;
-    int64_t is_valid = blocks_of_floats(m->all, rows, valid, s, m->centre, m->divisor,
-                                        m->lanes + first * s->C * s->H * s->W);
+    if (m->floats)
+        is_valid = blocks_of_floats(m->floats, rows, valid, s, m->centre, m->divisor, lanes);
+    else
+        block_of_bytes(m->bytes, m->bytes + m->count * s->C * s->H * s->W, rows, (int)valid, s,
+                       &m->moves, first, m->centre, m->divisor, lanes);
     for (int64_t i = 0; m->labels && i < LANES; i++) {
         int64_t label = i < valid ? m->all_labels[rows[i]] : 0;
         is_valid &= label >= 0 && label < m->classes;
@@ -77,29 +86,14 @@ static void prepare_block(struct minibatch *m, int64_t block) {
     if (!is_valid) atomic_store(&m->is_invalid, 1);
 }
 
-static void prepare_on_team(const struct team *team, void *minibatch, int64_t block) {
-    EACH_TILE(team, part, 1) prepare_block(minibatch, block);
-}
-
-#define MINIBATCH                                                                                  \
-    {all,    all_labels, count,   samples, images, (const struct crop *)shape,                     \
-     centre, divisor,    classes, lanes,   labels, 0}
-
-int64_t mpidl_minibatch_of_floats(const float *all, const int64_t *all_labels, int64_t count,
-                                  const int64_t *samples, int64_t images, const int64_t *shape,
-                                  const float *centre, const float *divisor, int64_t classes,
-                                  float *lanes, int32_t *labels) {
-    struct minibatch m = MINIBATCH;
-    for (int64_t b = 0; b < parts_of(images, LANES); b++) prepare_block(&m, b);
-    return !m.is_invalid;
-}
-
-int64_t mpidl_minibatch_of_floats_on_team(const float *all, const int64_t *all_labels,
-                                          int64_t count, const int64_t *samples, int64_t images,
-                                          const int64_t *shape, const float *centre,
-                                          const float *divisor, int64_t classes, float *lanes,
-                                          int32_t *labels) {
-    struct minibatch m = MINIBATCH;
-    each_block(parts_of(images, LANES), prepare_on_team, &m, 0, 0);
+int64_t mpidl_minibatch(const float *floats, const uint8_t *bytes, const int64_t *all_labels,
+                        int64_t count, const int64_t *samples, int64_t images,
+                        const int64_t *shape, const int32_t *mirrored, const int32_t *top,
+                        const int32_t *left, const uint8_t *fill, const float *centre,
+                        const float *divisor, int64_t classes, float *lanes, int32_t *labels) {
+    struct minibatch m = {floats, bytes, all_labels, count, samples, images,
+                          (const struct crop *)shape, {mirrored, top, left, fill}, centre,
+                          divisor, classes, lanes, labels, 0};
+    each_block(parts_of(images, LANES), prepare, &m, 0, 0);
     return !m.is_invalid;
 }

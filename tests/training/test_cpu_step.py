@@ -111,7 +111,8 @@ def assert_equal(net, solver, world, **arguments):
 
 @pytest.mark.parametrize("net", NETWORKS)
 def test_replays_have_the_bytes_of_eager_steps(net, world):
-    assert assert_equal(NETWORKS[net], SOLVERS["sgdm"], world).program is not None
+    program = assert_equal(NETWORKS[net], SOLVERS["sgdm"], world).program
+    assert program is not None and None not in program._plans.values()
 
 
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "sgdm"])
@@ -270,7 +271,8 @@ def test_networks_of_the_zoo_are_recorded(net, world):
     store = dl.ArrayDatastore(images, np.arange(24) % classes)
     create = functools.partial(getattr(zoo, net), shape, classes)
     arguments = {"store": store, "batch": 20, "epochs": 3}
-    assert assert_equal(create, SOLVERS["sgdm"], world, **arguments).program is not None
+    program = assert_equal(create, SOLVERS["sgdm"], world, **arguments).program
+    assert program is not None and None not in program._plans.values()
 
 
 @pytest.fixture

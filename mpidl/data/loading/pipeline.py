@@ -90,7 +90,7 @@ class Pipeline:
         mixing: Mixing | None = None,
     ):
         self.mixing: Mixing | None = None
-        self._floats: cpu_images.FloatImages | None = None  # see `_float_images`
+        self._in_memory: cpu_images.MemoryImages | None = None  # see `_memory_images`
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
@@ -127,32 +127,35 @@ class Pipeline:
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
 
-    def _float_images(self):
-        """Return a FloatImages if all images are floats in memory that are only normalized.
+    def _memory_images(self):
+        """Return a MemoryImages if all images are in memory, and are at most moved and normalized.
 
         Otherwise, return None.
         """
         images, labels = self.datastore.array(), self.datastore.labels
         if images is None:
             return None
-        current = self._floats
+        current = self._in_memory
         if current is None or current.images is not images or current.labels is not labels:
-            if not self._can_convert(images, labels):
+            if not self._can_gather(images, labels):
                 return None
-            statistics = self.normalization.arrays()
-            current = cpu_images.FloatImages(images, labels, self.classes, **statistics)
-            self._floats = current
+            rules = self.classes, self.image_shape[1:]
+            current = cpu_images.MemoryImages(images, labels, *rules, **self.normalization.arrays())
+            self._in_memory = current
         return current
 
-    def _can_convert(self, images, labels):
-        is_changed = self.changes_pixels or self.augmenter is not None
+    def _can_gather(self, images, labels):
+        """Return whether a kernel can read these images and labels."""
+        has_float_images = images.dtype == np.float32
+        is_cropped = self.image_shape != images.shape[1:]
         return (
-            not is_changed
-            and kernels() is not None
-            and images.dtype == np.float32
+            kernels() is not None
+            and not self.changes_pixels
+            and self.datastore.targets_shape is None
+            and (images.dtype == np.uint8 or has_float_images)
+            and not (has_float_images and (self.augmenter is not None or is_cropped))
             and images.flags.c_contiguous
-            and len(images) == len(self.datastore)
-            and self.image_shape == images.shape[1:]
+            and images.shape == (len(self.datastore), *self.datastore.image_shape)
             and (labels is None or (labels.dtype == np.int64 and labels.flags.c_contiguous))
             and (labels is None or labels.shape == images.shape[:1])
         )
@@ -294,31 +297,40 @@ class Pipeline:
             return self.mixing.apply(pixels, labels, samples, self.classes, **keys)
         return pixels, labels
 
-    def convert_floats(
-        self, samples: np.ndarray, lanes: np.ndarray, labels: np.ndarray | None, on_team: bool
+    def gather(
+        self,
+        samples: np.ndarray,
+        epoch: int,
+        seed: int,
+        lanes: np.ndarray,
+        labels: np.ndarray | None,
     ) -> bool:
-        """Convert float images that are in memory and are not changed, without copying them first.
+        """Prepare images that are in memory, without copying them first, on all kernel threads.
+
+        Only the consumer's thread may call this method, because it uses the threads that compute.
 
         Parameters
         ----------
         samples : ndarray
             Sample numbers (n,), int64.
+        epoch, seed : int
+            Further keys of the random numbers.
         lanes : ndarray
-            Memory for the normalized images, (blocks, C, H, W, 16) float32.
+            Memory for the normalized images, (blocks, C, P, Q, 16) float32.
         labels : ndarray or None
             Memory for the labels, (blocks, 16) int32. None if there are no labels.
-        on_team : bool
-            Whether all threads of the kernels share the work. Only the main thread may set it.
 
         Returns
         -------
         bool
             False if this is not possible, or if the data are invalid. `read` then raises the error.
         """
-        if self.datastore.targets_shape is not None:
+        images = self._memory_images()
+        if images is None:
             return False
-        floats = self._float_images()
-        return floats is not None and floats.prepare(samples, lanes, labels, on_team)
+        moves = self.moves(samples, epoch, seed)
+        moves.pop("size", None)
+        return images.prepare(samples, lanes, labels, **moves)
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's image index in the datastore."""
